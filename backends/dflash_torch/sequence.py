@@ -1,0 +1,54 @@
+"""One request's state between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from dflash_serve.outputs import FinishReason
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+
+
+@dataclass
+class Sequence:
+    """Prompt and answer so far. Between steps the last token is the anchor: sampled, but not yet through the target."""
+
+    id: int
+    slot: int
+    """Where the stores hold its K/V."""
+    token_ids: list[int]
+    prompt_length: int
+    limit: int
+    """Length of prompt and answer at which it ends."""
+    params: SamplingParams
+    seed: int
+    statistics: AcceptanceStatistics
+    verified: int = 0
+    """Tokens that went through the target; their K/V is in its store."""
+    injected: int = 0
+    """Tokens whose features are in the drafter's context."""
+    features: list[Tensor] = field(default_factory=list)
+    """Features [rows, F*H] of tokens injected..verified, waiting for the next draft."""
+    finish_reason: FinishReason | None = None
+
+    @property
+    def pending(self) -> list[int]:
+        """Tokens the target has not seen: the prompt at first, the anchor alone after."""
+        return self.token_ids[self.verified :]
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The answer so far."""
+        return self.token_ids[self.prompt_length :]
+
+    @property
+    def is_decoding(self) -> bool:
+        """The prompt is through; every further step verifies a block."""
+        return self.verified >= self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still gain."""
+        return self.limit - len(self.token_ids)

@@ -1,0 +1,73 @@
+"""The drafter at work: context features in, drafted tokens out, for any number of sequences at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import torch
+from torch import Tensor
+
+from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention, span_positions
+from dflash_serve.drafter.model import Drafter
+
+from .sequence import Sequence
+from .target.model import TargetModel
+
+
+class Speculator:
+    """Owns the drafter's context K/V, one slot a sequence, beside the target's."""
+
+    def __init__(self, drafter: Drafter, target: TargetModel, *, block_size: int, slots: int, capacity: int) -> None:
+        self.drafter, self.target, self.block_size = drafter, target, block_size
+        config = drafter.config
+        self.store = KVStore(
+            layers=config.num_layers,
+            slots=slots,
+            kv_heads=config.num_key_value_heads,
+            capacity=capacity + block_size,
+            head_dim=config.head_dim,
+            dtype=target.embedding.dtype,
+            device=target.device,
+        )
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """The target layers whose outputs it wants of every verified token."""
+        return self.drafter.config.target_layer_ids
+
+    def draft(self, sequences: Many[Sequence], widths: Many[int]) -> list[list[int]]:
+        """Greedy drafts for slots 1..width-1 of each sequence's block, one drafter pass for all.
+
+        Greedy at every temperature: a point-mass draft keeps sampling lossless (`speculation.acceptance`).
+        """
+        self._inject(sequences)
+        hidden = self._fill_blocks(sequences)
+        rows = [n * self.block_size + slot for n, width in enumerate(widths) for slot in range(1, width)]
+        logits = self.target.logits(hidden[rows])
+        tokens = self.drafter.adjust_logits(logits).argmax(dim=-1).tolist()
+        drafts, taken = [], 0
+        for width in widths:
+            drafts.append(tokens[taken : taken + width - 1])
+            taken += width - 1
+        return drafts
+
+    def _inject(self, sequences: Many[Sequence]) -> None:
+        """Writes the context K/V of tokens verified since the last draft; nothing older is recomputed."""
+        spans = [Span(s.slot, s.injected, s.verified - s.injected) for s in sequences]
+        context = self.drafter.project_context(torch.cat([rows for s in sequences for rows in s.features]))
+        positions = span_positions(spans, context.device)
+        for layer, (k, v) in enumerate(self.drafter.context_kv(context, positions)):
+            self.store.write(layer, spans, k, v)
+        for sequence in sequences:
+            sequence.injected = sequence.verified
+            sequence.features.clear()
+
+    def _fill_blocks(self, sequences: Many[Sequence]) -> Tensor:
+        """One pass over the blocks [anchor, mask x (B-1)] of all sequences -> hidden [sequences * B, H]."""
+        config = self.drafter.config
+        spans = [Span(s.slot, s.verified, self.block_size) for s in sequences]
+        anchors = torch.tensor([s.token_ids[-1] for s in sequences], device=self.target.device)
+        noise = self.drafter.noise(anchors, self.target.embedding, self.block_size)
+        attend = StoreAttention(self.store, spans, config.layers, config.num_attention_heads)
+        hidden: Tensor = self.drafter(noise, span_positions(spans, noise.device), attend)
+        return hidden

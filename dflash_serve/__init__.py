@@ -1,0 +1,39 @@
+"""dflash-serve: one DFlash drafter, every engine.
+
+Exports are lazy (PEP 562): importing this package must not import torch, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dflash_serve.deployment import Deployment
+    from dflash_serve.drafter.config import DrafterConfig
+    from dflash_serve.drafter.model import Drafter
+    from dflash_serve.errors import UserError
+    from dflash_serve.llm import LLM
+    from dflash_serve.outputs import Chunk, RequestOutput
+    from dflash_serve.speculation.params import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Chunk": "outputs",
+    "Deployment": "deployment",
+    "Drafter": "drafter.model",
+    "DrafterConfig": "drafter.config",
+    "LLM": "llm",
+    "RequestOutput": "outputs",
+    "SamplingParams": "speculation.params",
+    "UserError": "errors",
+}
+
+__all__ = ["LLM", "Chunk", "Deployment", "Drafter", "DrafterConfig", "RequestOutput", "SamplingParams", "UserError"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

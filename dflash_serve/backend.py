@@ -1,0 +1,65 @@
+"""What an engine must answer about a Deployment, and how engines are found: by entry point, never by import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+from dflash_serve.outputs import Chunk, RequestOutput
+from dflash_serve.problem import Problem
+from dflash_serve.speculation.params import SamplingParams
+
+GROUP = "dflash_serve.backends"
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Plain text, token ids, or chat messages for the target's own template."""
+
+
+class Engine(Protocol):
+    """A running engine in this process."""
+
+    tokenizer: Any
+    """The target's tokenizer (transformers)."""
+
+    def stream(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Iterator[Chunk]:
+        """News of all prompts as steps end; each ends with a chunk that has a finish_reason."""
+        ...
+
+    def outputs(self) -> list[RequestOutput]:
+        """The finished requests of the last `stream`, in the order of its prompts."""
+        ...
+
+
+class Backend(Protocol):
+    """One engine's adapter."""
+
+    name: str
+
+    def check(self, deployment: Deployment) -> list[Problem]:
+        """Everything that would not work, before anything is started."""
+        ...
+
+    def engine(self, deployment: Deployment) -> Engine:
+        """Starts it in this process.
+
+        Raises:
+            UserError: the deployment has problems, or this backend runs as a server only.
+        """
+        ...
+
+
+def backend(name: str) -> Backend:
+    """The installed backend of that name.
+
+    Raises:
+        UserError: there is none; the message lists those there are.
+    """
+    found = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in found:
+        have = ", ".join(sorted(found)) or "none"
+        raise UserError(f"no backend {name!r}", where="backend", do=f"installed are: {have}")
+    loaded: Backend = found[name].load()
+    return loaded

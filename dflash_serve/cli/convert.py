@@ -1,0 +1,76 @@
+"""`dflash-serve convert`: the same drafter in another dialect."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dflash_serve.drafter.config import DrafterConfig
+    from dflash_serve.problem import TargetShape
+
+
+class To(StrEnum):
+    """The dialects there are; `zlab` is what SGLang, TensorRT-LLM, vLLM and z-lab's own code read."""
+
+    zlab = "zlab"
+    speculators = "speculators"
+    modelopt = "modelopt"
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a drafter in any dialect.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
+    to: Annotated[To, typer.Option("--to", help="Dialect to write.")],
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="PATH_OR_ID", help="Its target: checked, and named where the dialect has a place for it."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DST.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write a drafter in another dialect. Weights keep their values and dtypes; nothing half-written is left behind."""
+    from dflash_serve.drafter.checkpoint import load_tensors, open_checkpoint
+    from dflash_serve.drafter.checkpoint_writer import write_drafter
+    from dflash_serve.drafter.dialects import Target
+    from dflash_serve.drafter.pairing import read_target_shape
+
+    checkpoint = open_checkpoint(source)
+    tensors = load_tensors(checkpoint)
+    assert checkpoint.config is not None
+    assert checkpoint.dialect is not None
+    shape = None if target is None else read_target_shape(target)
+    config = checkpoint.config if shape is None else _of_target(checkpoint.config, shape)
+    write_drafter(destination, config, tensors, dialect=to.value, target=Target(target), overwrite=overwrite)
+    note = _note(config, to)
+    if as_json:
+        report = {"source": str(checkpoint.folder), "from": checkpoint.dialect.name, "destination": str(destination)}
+        typer.echo(json.dumps({**report, "to": to.value, "tensors": len(tensors), "note": note}))
+        return
+    typer.echo(f"{destination}: {checkpoint.dialect.name} -> {to.value}, {len(tensors)} tensors")
+    if note:
+        typer.echo(f"note: {note}")
+
+
+def _of_target(config: DrafterConfig, target: TargetShape) -> DrafterConfig:
+    """The config with what the target adds to it.
+
+    Raises:
+        UserError: the drafter is not this target's.
+    """
+    from dflash_serve.drafter.pairing import check_pairing
+    from dflash_serve.problem import raise_problems
+
+    raise_problems(check_pairing(config, target), hint="`dflash-serve inspect --target` shows all")
+    return config.model_copy(update={"num_target_layers": target.num_layers})
+
+
+def _note(config: DrafterConfig, to: To) -> str | None:
+    """z-lab's `DFlashDraftModel` reads num_target_layers whether it needs it or not (dflash 0.1.0)."""
+    if to is To.speculators or config.num_target_layers is not None:
+        return None
+    return "num_target_layers is not known and so not written; z-lab's own code asks for it: give --target"

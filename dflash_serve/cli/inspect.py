@@ -1,0 +1,114 @@
+"""`dflash-serve inspect`: what a drafter is, and everything that is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dflash_serve.drafter.checkpoint import Checkpoint
+    from dflash_serve.drafter.config import DrafterConfig
+    from dflash_serve.problem import Problem
+
+
+def inspect(
+    drafter: Annotated[str, typer.Argument(metavar="PATH_OR_ID", help="Folder or hub id of a drafter.")],
+    target: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="Check it against this target.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Describe a drafter and list everything wrong with it. Exit code 2 where there is anything."""
+    from dflash_serve.drafter.checkpoint import open_checkpoint, weight_problems
+    from dflash_serve.drafter.pairing import check_pairing, read_target_shape
+
+    checkpoint = open_checkpoint(drafter)
+    problems = checkpoint.problems + weight_problems(checkpoint)
+    if target is not None:
+        shape = read_target_shape(target)
+        problems += check_pairing(checkpoint.config, shape) if checkpoint.config is not None else []
+    if as_json:
+        typer.echo(json.dumps(_as_json(checkpoint, problems), indent=2))
+    else:
+        _print(checkpoint, problems)
+    if problems:
+        raise typer.Exit(2)
+
+
+def _dialect(checkpoint: Checkpoint) -> str | None:
+    return None if checkpoint.dialect is None else checkpoint.dialect.name
+
+
+def _sizes(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Parameters and bytes of everything stored."""
+    from math import prod
+
+    headers = checkpoint.headers.values()
+    return sum(prod(header.shape) for header in headers), sum(header.bytes for header in headers)
+
+
+def _as_json(checkpoint: Checkpoint, problems: list[Problem]) -> dict[str, object]:
+    parameters, size = _sizes(checkpoint)
+    config = checkpoint.config
+    return {
+        "path": str(checkpoint.folder),
+        "dialect": _dialect(checkpoint),
+        "config": None if config is None else config.model_dump(mode="json"),
+        "parameters": parameters,
+        "bytes": size,
+        "problems": [{"what": p.what, "where": p.where, "do": p.do} for p in problems],
+    }
+
+
+def _print(checkpoint: Checkpoint, problems: list[Problem]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(soft_wrap=True)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in _rows(checkpoint):
+        table.add_row(Text(name, style="bold"), Text(value))
+    console.print(table)
+    for problem in problems:
+        console.print(Text("problem  ", style="bold red").append(str(problem), style="default"))
+    if not problems:
+        console.print(Text("no problems found", style="green"))
+
+
+def _rows(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    parameters, size = _sizes(checkpoint)
+    rows = [("drafter", str(checkpoint.folder)), ("dialect", _dialect(checkpoint) or "unknown")]
+    rows += [] if checkpoint.config is None else _config_rows(checkpoint.config)
+    return [*rows, ("parameters", f"{parameters:,}"), ("size", f"{size / 2**20:,.1f} MiB")]
+
+
+def _config_rows(config: DrafterConfig) -> list[tuple[str, str]]:
+    heads = f"{config.num_attention_heads} heads, {config.num_key_value_heads} K/V heads, head_dim {config.head_dim}"
+    sizes = f"hidden {config.hidden_size}, intermediate {config.intermediate_size}, vocabulary {config.vocab_size:,}"
+    mask = "its own mask_embedding" if config.has_mask_embedding else f"token {config.mask_token_id}"
+    rope = f"{config.rope.scaling or 'default'}, theta {config.rope.theta:g}"
+    rope += f", factor {config.rope.factor:g}" if config.rope.factor is not None else ""
+    ids = ", ".join(map(str, config.target_layer_ids))
+    depth = "a depth not given" if config.num_target_layers is None else f"{config.num_target_layers}"
+    scales = {"embedding scale": config.embedding_scale, "output multiplier": config.output_multiplier}
+    extras = [f"{name} {value:g}" for name, value in scales.items() if value != 1.0]
+    extras += [] if config.final_logit_softcap is None else [f"logit soft-cap {config.final_logit_softcap:g}"]
+    extras += ["attention bias"] if config.attention_bias else []
+    return [
+        ("block size", f"{config.block_size} (the anchor and {config.block_size - 1} masked slots)"),
+        ("mask", mask),
+        ("target layers", f"{ids} of {depth} (outputs, 0-based)"),
+        *((f"layer {index}", _kind(config, index)) for index in range(config.num_layers)),
+        ("attention", heads),
+        ("sizes", sizes),
+        ("RoPE", f"{rope}, {config.max_position_embeddings:,} positions"),
+        ("norm epsilon", f"{config.rms_norm_eps:g}"),
+        *([("extras", ", ".join(extras))] if extras else []),
+    ]
+
+
+def _kind(config: DrafterConfig, index: int) -> str:
+    kind = config.layers[index]
+    window = "full attention" if kind.window is None else f"window of {kind.window}"
+    return f"{window}, {'causal' if kind.causal else 'bidirectional'} in the block"

@@ -1,0 +1,39 @@
+"""`dflash-serve train`: a drafter for any supported target, from one recipe."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Stage(StrEnum):
+    """How far to go."""
+
+    data = "data"
+    all = "all"
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe: target, data, drafter, training, seed.")],
+    output: Annotated[Path, typer.Option(help="Folder for data, checkpoints, log and the finished drafter.")] = Path("drafter"),
+    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint in the output folder.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    stage: Annotated[Stage, typer.Option(help="data: stop once the target's answers are there.")] = Stage.all,
+) -> None:
+    """Train a drafter for a target on answers the target writes itself."""
+    from dflash_serve.training.memory import keep_freed_memory
+
+    keep_freed_memory()  # before torch
+    from dflash_torch.target import load_target, load_tokenizer
+
+    from dflash_serve.training.recipe import load_recipe
+    from dflash_serve.training.run import choose_device, run
+
+    settings = load_recipe(recipe)
+    place, dtype = choose_device(device)
+    target = load_target(settings.target.model, dtype=dtype, device=place, revision=settings.target.revision)
+    tokenizer = load_tokenizer(settings.target.model, settings.target.revision)
+    run(settings, target, tokenizer, output, resume=resume, data_only=stage is Stage.data)

@@ -1,0 +1,149 @@
+"""Deployment: the one frozen description of what is served. YAML in, unknown keys refused.
+
+Precedence: flag > environment (`DFLASH_SERVE_SPECULATION__WIDTH=off`) > YAML > default; every default stands here and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+
+from dflash_serve.drafter.config import Frozen, PositiveInt
+from dflash_serve.errors import UserError
+
+ENV_PREFIX = "DFLASH_SERVE_"
+
+Quantization = Literal["none", "fp8", "nvfp4", "mxfp4"]
+
+
+def _width(width: object) -> object:
+    number = int(width) if isinstance(width, str) and width.isdecimal() else width
+    if number in ("auto", "off") or (isinstance(number, int) and number >= 1):
+        return number
+    raise ValueError("a width is a number of slots from 1 on (1 = the anchor alone), `auto` or `off`")
+
+
+Width = Annotated[int | Literal["auto", "off"], BeforeValidator(_width)]
+"""Slots verified a step, the anchor counted: a number, `auto` (what pays by measured cost), or `off`."""
+
+
+class Model(Frozen):
+    """A model by hub id, local folder or bundled alias."""
+
+    model: str
+    revision: str | None = None
+    """A commit of the hub repository; checkpoints are replaced in place there, so pin it."""
+    quantization: Quantization = "none"
+
+
+class Speculation(Frozen):
+    """How the drafter is used."""
+
+    block_size: Annotated[int, Field(ge=2)] | None = None
+    """B, the anchor counted; None = the checkpoint's own. Smaller serves a wide drafter narrower; larger is refused."""
+    width: Width = "auto"
+
+
+class Parallel(Frozen):
+    """How the model is spread over devices."""
+
+    tensor: PositiveInt = 1
+    expert: PositiveInt = 1
+    nodes: PositiveInt = 1
+
+
+class Limits(Frozen):
+    """What one server takes on."""
+
+    max_batch_size: PositiveInt = 32
+    max_model_len: PositiveInt | None = None
+    """Tokens of prompt and answer together; None = what the target was made for."""
+    max_queued_requests: PositiveInt = 256
+
+
+class Hardware(Frozen):
+    """Where it runs."""
+
+    gpu: Literal["none", "h100", "h200", "b200", "b300"] | None = None
+    """None = whatever is there."""
+    count: PositiveInt = 1
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Arithmetic of weights and K/V; auto = float32 on a CPU and bfloat16 on a GPU."""
+
+
+class Deployment(Frozen):
+    """What is served."""
+
+    target: Model
+    drafter: Model | None = None
+    """None = no speculation."""
+    speculation: Speculation = Speculation()
+    parallel: Parallel = Parallel()
+    limits: Limits = Limits()
+    hardware: Hardware = Hardware()
+
+
+class _Environment(Deployment, BaseSettings):
+    """Reads the environment only; never built, it lends its fields to the source below."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid")
+
+
+def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> Deployment:
+    """Merges YAML, environment and flags.
+
+    Args:
+        path: a YAML file, or None.
+        flags: nested values given on the command line; None values count as not given.
+
+    Raises:
+        UserError: a file that cannot be read, an unknown key or an impossible value (the first one is named).
+    """
+    merged = _read_yaml(path) if path else {}
+    environment: dict[str, Any] = EnvSettingsSource(_Environment)()
+    for layer in (environment, flags or {}):
+        merged = _overlay(merged, layer)
+    try:
+        return Deployment.model_validate(merged)
+    except ValidationError as error:
+        raise UserError(describe(error), where=str(path or "deployment")) from None
+
+
+def describe(error: ValidationError) -> str:
+    """The first mistake pydantic found, in one line."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("constrained", "literal", "int")))
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {field}"
+    return f"{field}: {first['msg'].removeprefix('Value error, ')} (given: {first['input']!r})"
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
+    except yaml.YAMLError as error:
+        raise UserError(f"not valid YAML ({' '.join(str(error).split())})", where=str(path)) from None
+    if not isinstance(raw, dict):
+        raise UserError("not a mapping", where=str(path), do="start with `target: {model: ...}`")
+    return raw
+
+
+def _overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in over.items():
+        if value is None:
+            continue
+        nested = isinstance(value, Mapping)
+        below = out.get(key)
+        out[key] = _overlay(below if isinstance(below, Mapping) else {}, value) if nested else value
+        if nested and not out[key]:
+            del out[key]
+    return out

@@ -1,0 +1,188 @@
+"""Reads any drafter checkpoint, strictly: what is missing, extra, misshapen or not finite is an error before launch.
+
+Engines are lenient here (SGLang 0.5.23 ignores unknown names and never looks for missing ones) and then accept nothing.
+Only `load_*` need torch; `read_config` and the checks by `problems(weights=False)` read JSON and safetensors headers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_serve.drafter.config import DrafterConfig
+from dflash_serve.drafter.dialects import Dialect, parse
+from dflash_serve.drafter.headers import Header, read_headers
+from dflash_serve.drafter.source import local_folder
+from dflash_serve.drafter.tensor_check import Piece, match_tensors
+from dflash_serve.drafter.tensor_names import proper_name
+from dflash_serve.problem import Problem, raise_problems
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from dflash_serve.drafter.model import Drafter
+
+MASK_EMBEDDING = "mask_embedding"
+HINT = "`dflash-serve inspect` shows all"
+
+
+@dataclass
+class Checkpoint:
+    """A drafter folder as read: everything is filled in as far as it could be understood."""
+
+    folder: Path
+    problems: list[Problem] = field(default_factory=list)
+    config: DrafterConfig | None = None
+    dialect: Dialect | None = None
+    headers: dict[str, Header] = field(default_factory=dict)
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    """Our tensor names -> where they are."""
+
+
+def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Checkpoint:
+    """Reads config.json and the safetensors headers, and notes every problem; reads no weights.
+
+    Raises:
+        UserError: neither a folder nor an id that can be fetched.
+    """
+    checkpoint = Checkpoint(local_folder(folder_or_id, revision))
+    weight_problems: list[Problem] = []
+    checkpoint.headers = read_headers(checkpoint.folder, weight_problems)
+    _read_config(checkpoint)
+    checkpoint.problems += weight_problems
+    if checkpoint.config is not None and checkpoint.dialect is not None and not weight_problems:
+        checkpoint.pieces = match_tensors(
+            checkpoint.headers, checkpoint.config, checkpoint.dialect.copies_of_target, checkpoint.problems
+        )
+    return checkpoint
+
+
+def _read_config(checkpoint: Checkpoint) -> None:
+    raw = _read_json(checkpoint.folder / "config.json", checkpoint.problems)
+    if raw is None:
+        return
+    pickled = checkpoint.folder / f"{MASK_EMBEDDING}.pt"
+    if pickled.exists():
+        checkpoint.problems.append(
+            Problem("a pickled mask embedding is never loaded", str(pickled), "store it as tensor mask_embedding")
+        )
+    has_mask_embedding = any(proper_name(name) == MASK_EMBEDDING for name in checkpoint.headers)
+    checkpoint.config, checkpoint.dialect = parse(
+        raw, checkpoint.folder / "config.json", checkpoint.problems, has_mask_embedding=has_mask_embedding
+    )
+
+
+def _read_json(path: Path, problems: list[Problem]) -> Mapping[str, object] | None:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append(Problem("no config.json", str(path.parent), "give a drafter's folder"))
+    except (ValueError, OSError) as error:
+        problems.append(Problem(f"not valid JSON ({error})", str(path), "download the drafter again"))
+    else:
+        if isinstance(raw, dict):
+            return raw
+        problems.append(Problem("not a JSON object", str(path), "download the drafter again"))
+    return None
+
+
+def read_config(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, str]:
+    """The neutral description of a drafter and the name of its dialect; needs config.json only.
+
+    Raises:
+        UserError: config.json is absent, broken, of no dialect we know, or describes a drafter we cannot run.
+    """
+    checkpoint = Checkpoint(local_folder(folder_or_id, revision))
+    checkpoint.headers = read_headers(checkpoint.folder, [])
+    _read_config(checkpoint)
+    raise_problems(checkpoint.problems, hint=HINT)
+    assert checkpoint.config is not None
+    assert checkpoint.dialect is not None
+    return checkpoint.config, checkpoint.dialect.name
+
+
+def problems(folder_or_id: str | Path, revision: str | None = None, *, weights: bool = True) -> list[Problem]:
+    """Everything wrong with a drafter; `weights` also reads every number, looking for NaN and infinity (needs torch).
+
+    Raises:
+        UserError: neither a folder nor an id that can be fetched.
+    """
+    checkpoint = open_checkpoint(folder_or_id, revision)
+    return checkpoint.problems + (weight_problems(checkpoint) if weights else [])
+
+
+def weight_problems(checkpoint: Checkpoint) -> list[Problem]:
+    """NaN and infinity in the tensors that were found; needs torch."""
+    found: list[Problem] = []
+    for _ in read_tensors(checkpoint, found):
+        pass
+    return found
+
+
+def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tuple[str, Tensor]]:
+    """Our name and the tensor, memory-mapped, as stored; one that is not finite is added to `problems`."""
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted({piece.file for piece in checkpoint.pieces.values()}):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name, piece in checkpoint.pieces.items():
+                    if piece.file == file:
+                        tensor = opened.get_tensor(piece.stored_name)[piece.rows]
+                        if not bool(torch.isfinite(tensor).all()):
+                            bad = int((~torch.isfinite(tensor)).sum())
+                            problems.append(
+                                Problem(
+                                    f"tensor {name} has {bad} values that are NaN or infinite, of {tensor.numel()}",
+                                    str(file),
+                                    "download the drafter again, or train it again",
+                                )
+                            )
+                        yield name, tensor
+        except SafetensorError as error:
+            problems.append(Problem(f"not a safetensors file ({error})", str(file), "download the drafter again"))
+
+
+def load_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Every tensor by our name, in the dtype it is stored in.
+
+    Raises:
+        UserError: the checkpoint has problems.
+    """
+    raise_problems(checkpoint.problems, hint=HINT)
+    found: list[Problem] = []
+    tensors = dict(read_tensors(checkpoint, found))
+    raise_problems(found, hint=HINT)
+    return tensors
+
+
+def load_drafter(
+    folder_or_id: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    revision: str | None = None,
+) -> Drafter:
+    """Loads a drafter of any dialect, in eval mode and without gradients; `dtype` None keeps what is stored.
+
+    Raises:
+        UserError: the first of its problems, and how many more there are.
+    """
+    import torch
+
+    from dflash_serve.drafter.model import Drafter
+
+    checkpoint = open_checkpoint(folder_or_id, revision)
+    tensors = load_tensors(checkpoint)
+    assert checkpoint.config is not None
+    with torch.device("meta"):
+        drafter = Drafter(checkpoint.config)
+    state = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
+    drafter.load_state_dict(state, assign=True)
+    drafter.rotary.to(device)
+    return drafter.eval().requires_grad_(False)

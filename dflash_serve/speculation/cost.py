@@ -1,0 +1,66 @@
+"""What a step costs, as measured: seconds of the target's pass by rows, of the drafter's pass by requests."""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, PrivateAttr
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Measurements = Annotated[dict[PositiveInt, Seconds], Field(min_length=1)]
+
+
+class CostModel(BaseModel):
+    """Measured seconds. To and from JSON with `model_dump_json` and `model_validate_json`.
+
+    target: rows of one target forward (the widths of all requests summed) -> seconds.
+    draft: requests drafted in one pass -> seconds, all the drafter's work of a step included.
+
+    Between measurements it interpolates; below the first it stays level; beyond the last it grows in proportion, which
+    overstates the cost, so measure up to max_batch_size x block_size rows. Monotone by reading a measurement that a
+    larger one undercuts as the larger one: noise only ever adds time, and a batch could be padded to the larger shape.
+
+    Raises:
+        pydantic.ValidationError: a table is empty, or a row count or a time is not positive.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: Measurements
+    draft: Measurements
+
+    _target: "_Curve" = PrivateAttr()
+    _draft: "_Curve" = PrivateAttr()
+
+    def model_post_init(self, context: object) -> None:
+        self._target, self._draft = _Curve(self.target), _Curve(self.draft)
+
+    def target_seconds(self, rows: int) -> float:
+        return self._target.at(rows)
+
+    def draft_seconds(self, requests: int) -> float:
+        return self._draft.at(requests)
+
+    def step_seconds(self, widths: list[int]) -> float:
+        """A whole step: the drafter is paid, for the whole batch, as soon as one request verifies a drafted token."""
+        drafted = self.draft_seconds(len(widths)) if any(width > 1 for width in widths) else 0.0
+        return drafted + self.target_seconds(sum(widths))
+
+
+class _Curve:
+    """A monotone piecewise linear curve through measurements."""
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
+        self.sizes = sorted(measured)
+        self.seconds = [measured[size] for size in self.sizes]
+        for i in reversed(range(len(self.seconds) - 1)):
+            self.seconds[i] = min(self.seconds[i], self.seconds[i + 1])
+
+    def at(self, size: int) -> float:
+        right = bisect_left(self.sizes, size)
+        if right == 0:
+            return self.seconds[0]
+        if right == len(self.sizes):
+            return self.seconds[-1] * size / self.sizes[-1]
+        (x0, x1), (y0, y1) = self.sizes[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
+        return y0 + (y1 - y0) * (size - x0) / (x1 - x0)

@@ -1,0 +1,81 @@
+"""What a client may ask of sampling: one frozen, validated description. Needs no torch."""
+
+from typing import Annotated, Final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, field_validator
+
+MIN_TEMPERATURE: Final = 0.01  # a lower positive temperature only risks overflow; vLLM raises it to this value too
+MAX_STOP_STRINGS: Final = 4
+MAX_LOGIT_BIAS: Final = 100.0
+
+
+def _as_tuple(value: object) -> object:
+    """A lone stop string is a tuple of one; null is no stop string."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
+class SamplingParams(BaseModel):
+    """How the tokens of one request are chosen, with vLLM's names, ranges and meanings.
+
+    Two readings are stricter or plainer than vLLM's: a `logit_bias` beyond ±100 is refused rather than clamped, and
+    `max_tokens` defaults to "as many as fit" rather than to 16. `top_k` -1 and `seed` -1 are read as "off".
+
+    Raises:
+        pydantic.ValidationError: a field is unknown or out of its range; the message names the field.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    temperature: float = Field(1.0, ge=0, le=2, description="0 is greedy: always the most probable token")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the fewest tokens that reach top_p together; 1 is off")
+    top_k: int = Field(0, ge=0, description="keep the top_k most probable tokens; 0 (or -1) is off")
+    min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below min_p x the highest probability; 0 is off")
+    repetition_penalty: float = Field(1.0, gt=0, description="scales logits of tokens in prompt or output; 1 is off")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="subtracted once for a token of the output")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="subtracted per occurrence in the output")
+    logit_bias: dict[NonNegativeInt, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] = Field(
+        default_factory=dict, description="token id -> what is added to its logit, in [-100, 100]"
+    )
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="same seed and request: same tokens; -1 is none")
+    max_tokens: int | None = Field(None, ge=1, description="most tokens to generate; null is as many as fit")
+    stop: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+        (), description="up to 4 strings that end the output; they are not part of it"
+    )
+    stop_token_ids: tuple[NonNegativeInt, ...] = Field((), description="token ids that end the output")
+    ignore_eos: bool = Field(False, description="generate on after the end-of-sequence token")
+    logprobs: int | None = Field(None, ge=0, le=20, description="log probabilities of so many best tokens; null: none")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the logits depend on the tokens already seen."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @field_validator("temperature")
+    @classmethod
+    def _avoid_overflow(cls, value: float) -> float:
+        return value if value == 0 else max(value, MIN_TEMPERATURE)
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _minus_one_is_off(cls, value: object) -> object:
+        return 0 if value == -1 else value
+
+    @field_validator("seed")
+    @classmethod
+    def _minus_one_is_none(cls, value: int | None) -> int | None:
+        return None if value == -1 else value
+
+    @field_validator("stop")
+    @classmethod
+    def _few_and_not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(value) > MAX_STOP_STRINGS:
+            raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(value)}; send the most important ones")
+        if "" in value:
+            raise ValueError("an empty stop string would end every output at once; remove it")
+        return value

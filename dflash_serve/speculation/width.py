@@ -1,0 +1,150 @@
+"""The width policy: how many slots of each block to verify, down to one (speculation off). Needs no torch."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+from dflash_serve.speculation.allocation import choose_widths
+from dflash_serve.speculation.cost import CostModel
+from dflash_serve.speculation.survival import SurvivalEstimate, survival_of
+
+__all__ = ["AutoWidth", "CostModel", "FixedWidth", "SurvivalEstimate", "WidthPolicy", "choose_widths", "survival_of"]
+
+
+class WidthPolicy(Protocol):
+    """What an engine asks before each step, and tells after it."""
+
+    def widths(self, request_ids: Sequence[Hashable]) -> list[int]:
+        """Widths for the coming step, one per request; all 1: do not draft."""
+        ...
+
+    def observe(self, request_id: Hashable, width: int, accepted: int) -> None:
+        """What a request's step came to: `accepted` drafted tokens of a block of `width` verified slots."""
+        ...
+
+    def forget(self, request_id: Hashable) -> None:
+        """The request has ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedWidth:
+    """Always the same width; `FixedWidth(1)` is speculation off."""
+
+    width: int
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"width {self.width}: use 1 (speculation off) to the drafter's block_size")
+
+    def widths(self, request_ids: Sequence[Hashable]) -> list[int]:
+        return [self.width] * len(request_ids)
+
+    def observe(self, request_id: Hashable, width: int, accepted: int) -> None:
+        pass
+
+    def forget(self, request_id: Hashable) -> None:
+        pass
+
+
+@dataclass
+class _Request:
+    estimate: SurvivalEstimate
+    last_full_block: float = -inf  # the step in which it was last offered a full block
+
+
+@dataclass
+class AutoWidth:
+    """The widths that the cost model and the observed survival make fastest, with probes so as not to go stale.
+
+    A probe offers one request a full block (with `allowed_widths`: the batch the widest one), because slots that are
+    not offered are not learnt about. It comes every `probe_interval` steps, to the request whose last full block is
+    the oldest, and not at all while even a perfect drafter would not pay. If a probe costs (1 + c) times the step it
+    replaces, probing costs at most c / probe_interval of all time; where that exceeds `probe_budget` the interval is
+    stretched to c / probe_budget. The first `learning_probes` come at once, so that a good drafter is not left waiting.
+    So by the measured costs, with a drafter that is never right, `auto` takes longer than `off` by a share of at most
+    `probe_budget`, and once by the steps in which that is found out.
+
+    Args:
+        cost: measured seconds; its draft cost must include everything that speculation adds to a step.
+        block_size: B, the widest width.
+        allowed_widths: as for `choose_widths`.
+        request_memory, batch_memory: how many tests of a slot are remembered, roughly.
+        prior_strength: how many tests of a request's own the batch's estimate is worth.
+    """
+
+    cost: CostModel
+    block_size: int
+    allowed_widths: Sequence[int] | None = None
+    probe_interval: int = 32
+    probe_budget: float = 0.02
+    learning_probes: int = 8
+    request_memory: float = 32
+    batch_memory: float = 512
+    prior_strength: float = 8
+    _requests: dict[Hashable, _Request] = field(default_factory=dict, init=False)
+    _batch: SurvivalEstimate = field(init=False)
+    _step: int = field(default=0, init=False)
+    _last_probe: int = field(default=0, init=False)
+    _probes: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.block_size < 2 or self.probe_interval < 1 or not self.probe_budget > 0:
+            raise ValueError("AutoWidth: need block_size >= 2, probe_interval >= 1 and probe_budget > 0")
+        if self.allowed_widths is not None and not all(1 <= w <= self.block_size for w in self.allowed_widths):
+            raise ValueError(f"allowed_widths {list(self.allowed_widths)}: use widths from 1 to {self.block_size}")
+        self._batch = self._new_estimate(self.batch_memory)
+
+    def widths(self, request_ids: Sequence[Hashable]) -> list[int]:
+        requests = [self._request(request_id) for request_id in request_ids]
+        prior = self._batch.conditional()
+        survivals = [survival_of(request.estimate.conditional(prior)) for request in requests]
+        widths = self._probed(self._best(survivals), requests)
+        for request, width in zip(requests, widths, strict=True):
+            if width == self._widest:
+                request.last_full_block = self._step
+        self._step += 1
+        return widths
+
+    def observe(self, request_id: Hashable, width: int, accepted: int) -> None:
+        if not 0 <= accepted < width <= self.block_size:
+            raise ValueError(f"accepted {accepted} of width {width}: need 0 <= accepted < width <= {self.block_size}")
+        self._request(request_id).estimate.observe(width, accepted)
+        self._batch.observe(width, accepted)
+
+    def forget(self, request_id: Hashable) -> None:
+        self._requests.pop(request_id, None)
+
+    @property
+    def _widest(self) -> int:
+        return self.block_size if self.allowed_widths is None else max(self.allowed_widths, default=1)
+
+    def _best(self, survivals: Sequence[Sequence[float]]) -> list[int]:
+        return choose_widths(survivals, self.cost, max_width=self._widest, allowed_widths=self.allowed_widths)
+
+    def _probed(self, widths: list[int], requests: Sequence[_Request]) -> list[int]:
+        """The widths, or a probe in their place if one is due and may teach something."""
+        waited, learning = self._step - self._last_probe, self._probes < self.learning_probes
+        if not (learning or waited >= self.probe_interval) or min(widths, default=self._widest) >= self._widest:
+            return widths
+        probe = [self._widest] * len(widths)
+        if self.allowed_widths is None:
+            oldest = min(range(len(widths)), key=lambda i: requests[i].last_full_block)
+            probe = [self._widest if i == oldest else width for i, width in enumerate(widths)]
+        extra = self.cost.step_seconds(probe) / self.cost.step_seconds(widths) - 1
+        if not (learning or extra <= self.probe_budget * waited) or not self._could_pay(len(widths)):
+            return widths
+        self._last_probe, self._probes = self._step, self._probes + 1
+        return probe
+
+    def _could_pay(self, n: int) -> bool:
+        return max(self._best([[1.0] * (self._widest - 1)] * n)) > 1
+
+    def _request(self, request_id: Hashable) -> _Request:
+        if request_id not in self._requests:
+            self._requests[request_id] = _Request(self._new_estimate(self.request_memory))
+        return self._requests[request_id]
+
+    def _new_estimate(self, memory: float) -> SurvivalEstimate:
+        return SurvivalEstimate(self.block_size - 1, memory=memory, strength=self.prior_strength)
