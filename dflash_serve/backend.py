@@ -32,6 +32,10 @@ class Engine(Protocol):
         """The finished requests of the last `stream`, in the order of its prompts."""
         ...
 
+    def plain(self) -> Engine:
+        """The same target without speculation, to compare with."""
+        ...
+
 
 class Backend(Protocol):
     """One engine's adapter."""

@@ -63,19 +63,13 @@ class Decoder:
         self.joined = 0
 
     def join(self, token_ids: Many[int], params: SamplingParams) -> Sequence:
-        """Takes a request in; its prompt is prefilled in the next steps.
+        """Takes a request in; its prompt is prefilled in the next steps. There must be a free slot.
 
         Raises:
-            UserError: an empty prompt, one that leaves no room for an answer, or token ids outside the vocabulary.
+            UserError: as `check_prompt`.
         """
-        prompt, vocab = list(token_ids), self.target.config.vocab_size
-        if not prompt:
-            raise UserError("the prompt has no tokens", where="prompt", do="send at least one")
-        if len(prompt) >= self.capacity:
-            do = "shorten it, or raise limits.max_model_len if the target allows"
-            raise UserError(f"{len(prompt)} tokens, but the model holds {self.capacity}", where="prompt", do=do)
-        if min(prompt) < 0 or max(prompt) >= vocab:
-            raise UserError(f"a token id is outside the vocabulary of {vocab}", where="prompt")
+        self.check_prompt(token_ids)
+        prompt = list(token_ids)
         limit = min(self.capacity, len(prompt) + (params.max_tokens or self.capacity))
         sequence = Sequence(
             id=self.joined,
@@ -90,6 +84,21 @@ class Decoder:
         self.joined += 1
         self.running.append(sequence)
         return sequence
+
+    def check_prompt(self, token_ids: Many[int]) -> None:
+        """Refuses what could not run.
+
+        Raises:
+            UserError: an empty prompt, one that leaves no room for an answer, or token ids outside the vocabulary.
+        """
+        vocab = self.target.config.vocab_size
+        if not token_ids:
+            raise UserError("it has no tokens", where="prompt", do="send at least one")
+        if len(token_ids) >= self.capacity:
+            do = "shorten it, or raise limits.max_model_len if the target allows"
+            raise UserError(f"{len(token_ids)} tokens, but the model holds {self.capacity}", where="prompt", do=do)
+        if min(token_ids) < 0 or max(token_ids) >= vocab:
+            raise UserError(f"a token id is outside the vocabulary of {vocab}", where="prompt")
 
     def leave(self, sequence: Sequence) -> None:
         """Lets a sequence go, finished or not; its slot is free from the next step on."""

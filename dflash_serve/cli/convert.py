@@ -46,7 +46,7 @@ def convert(
     shape = None if target is None else read_target_shape(target)
     config = checkpoint.config if shape is None else _of_target(checkpoint.config, shape)
     write_drafter(destination, config, tensors, dialect=to.value, target=Target(target), overwrite=overwrite)
-    note = _note(config, to)
+    note = _note(config, to, target)
     if as_json:
         report = {"source": str(checkpoint.folder), "from": checkpoint.dialect.name, "destination": str(destination)}
         typer.echo(json.dumps({**report, "to": to.value, "tensors": len(tensors), "note": note}))
@@ -69,8 +69,10 @@ def _of_target(config: DrafterConfig, target: TargetShape) -> DrafterConfig:
     return config.model_copy(update={"num_target_layers": target.num_layers})
 
 
-def _note(config: DrafterConfig, to: To) -> str | None:
+def _note(config: DrafterConfig, to: To, target: str | None) -> str | None:
     """z-lab's `DFlashDraftModel` reads num_target_layers whether it needs it or not (dflash 0.1.0)."""
-    if to is To.speculators or config.num_target_layers is not None:
+    if to is To.speculators:
+        return None if target is not None else "the verifier is not named; vLLM serves it by that name: give --target"
+    if config.num_target_layers is not None:
         return None
     return "num_target_layers is not known and so not written; z-lab's own code asks for it: give --target"

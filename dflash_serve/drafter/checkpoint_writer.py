@@ -49,7 +49,7 @@ def write_drafter(
         UserError: the destination is taken, or the dialect cannot express this drafter.
         ValueError: the tensors are not those of `config`.
     """
-    folder = Path(folder)
+    folder = Path(folder).resolve()
     if dialect not in DIALECTS:
         raise UserError(f"no dialect {dialect!r}", where="--to", do=f"there are: {', '.join(DIALECTS)}")
     fields = DIALECTS[dialect].write(config, target or Target())
@@ -77,13 +77,15 @@ def _check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None
 
 
 def _check_destination(folder: Path, overwrite: bool) -> None:
-    if folder.is_dir() and (overwrite or not any(folder.iterdir())):
+    """Only what is nothing, empty, or given up and visibly a checkpoint may be replaced."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    if folder.exists():
-        what = "the destination is not empty" if folder.is_dir() else "the destination is a file"
-        raise UserError(
-            what, where=str(folder), do="give another, or --overwrite" if folder.is_dir() else "give another"
-        )
+    if not folder.is_dir():
+        raise UserError("the destination is a file", where=str(folder), do="give another")
+    if not overwrite:
+        raise UserError("the destination is not empty", where=str(folder), do="give another, or --overwrite")
+    if not (folder / "config.json").is_file():
+        raise UserError("the destination is no checkpoint: it has no config.json", where=str(folder), do="give another")
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

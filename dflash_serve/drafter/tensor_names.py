@@ -26,7 +26,7 @@ PACKED = (
     "weight_shape",
     "_global_scale",
 )
-"""Endings of the tensors that quantisers (compressed-tensors, ModelOpt, GPTQ, AWQ) put beside a weight or in its place."""
+"""Endings of the tensors that quantisers (compressed-tensors, ModelOpt, GPTQ, AWQ) put beside or in place of weights."""
 
 
 @dataclass(frozen=True)

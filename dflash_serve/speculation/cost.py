@@ -2,9 +2,12 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Measurements = Annotated[dict[PositiveInt, Seconds], Field(min_length=1)]
@@ -29,11 +32,13 @@ class CostModel(BaseModel):
     target: Measurements
     draft: Measurements
 
-    _target: "_Curve" = PrivateAttr()
-    _draft: "_Curve" = PrivateAttr()
+    @cached_property
+    def _target(self) -> "_Curve":
+        return _Curve.through(self.target)
 
-    def model_post_init(self, context: object) -> None:
-        self._target, self._draft = _Curve(self.target), _Curve(self.draft)
+    @cached_property
+    def _draft(self) -> "_Curve":
+        return _Curve.through(self.draft)
 
     def target_seconds(self, rows: int) -> float:
         return self._target.at(rows)
@@ -47,14 +52,18 @@ class CostModel(BaseModel):
         return drafted + self.target_seconds(sum(widths))
 
 
+@dataclass(frozen=True)
 class _Curve:
     """A monotone piecewise linear curve through measurements."""
 
-    def __init__(self, measured: Mapping[int, float]) -> None:
-        self.sizes = sorted(measured)
-        self.seconds = [measured[size] for size in self.sizes]
-        for i in reversed(range(len(self.seconds) - 1)):
-            self.seconds[i] = min(self.seconds[i], self.seconds[i + 1])
+    sizes: list[int]
+    seconds: list[float]
+
+    @classmethod
+    def through(cls, measured: Mapping[int, float]) -> "_Curve":
+        sizes = sorted(measured, reverse=True)
+        lowest = list(accumulate((measured[size] for size in sizes), min))
+        return cls(sizes[::-1], lowest[::-1])
 
     def at(self, size: int) -> float:
         right = bisect_left(self.sizes, size)

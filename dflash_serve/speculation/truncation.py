@@ -1,8 +1,11 @@
 """min_p, top_k, top_p: which tokens may be sampled at all. The others get a logit of -inf."""
 
+from typing import Final
+
 from torch import Tensor
 
-NEVER = float("-inf")
+NEVER: Final = float("-inf")
+_USUAL_NUCLEUS: Final = 1024
 
 
 def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
@@ -27,14 +30,17 @@ def keep_top_k(logits: Tensor, top_k: Tensor, largest: int) -> Tensor:
 def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """Keep the fewest tokens, most probable first, whose probabilities together reach top_p.
 
-    A token stays if the more probable ones sum to less than top_p: the first always does. Among equals the lower token
-    id comes first (a stable sort), so that the choice does not depend on the shape of the batch.
+    A token stays if the more probable ones sum to less than top_p: the most probable always does, and equals stay or go
+    together, so that no order of sorting matters. A nucleus seldom has many tokens: the most probable ones are looked
+    at first, and the whole vocabulary is sorted only if they do not reach top_p in some row.
 
     logits [N, W, V] float, top_p [N] in (0, 1]; returns [N, W, V].
     """
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    dropped = before >= top_p[:, None, None]
-    dropped[..., 0] = False
-    return logits.masked_fill(dropped.new_empty(dropped.shape).scatter_(-1, order, dropped), NEVER)
+    total, needed = logits.logsumexp(-1, keepdim=True), top_p[:, None, None]
+    highest = logits.topk(min(_USUAL_NUCLEUS, logits.shape[-1]), dim=-1).values
+    mass = (highest - total).exp().cumsum(-1)
+    if highest.shape[-1] < logits.shape[-1] and bool((mass[..., -1:] < needed).any()):
+        highest = logits.sort(dim=-1, descending=True).values
+        mass = (highest - total).exp().cumsum(-1)
+    kept = (mass - (highest - total).exp() < needed).sum(-1, keepdim=True).clamp(min=1)
+    return logits.masked_fill(logits < highest.gather(-1, kept - 1), NEVER)

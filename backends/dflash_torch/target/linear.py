@@ -36,3 +36,12 @@ def packed(linear: nn.Module) -> nn.Module:
 
 def _has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Packs every nn.Linear below `module`, in place."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(module, name, packed(child))
+        else:
+            pack_linears(child)

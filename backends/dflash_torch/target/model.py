@@ -19,7 +19,7 @@ from dflash_serve.drafter.model import Attend, RMSNorm
 from dflash_serve.drafter.rope import RotaryEmbedding, rotate
 
 from .config import TargetConfig
-from .linear import packed
+from .linear import pack_linears
 
 
 class TargetOutput(NamedTuple):
@@ -118,11 +118,8 @@ class TargetModel(nn.Module):
         )
 
     def pack(self) -> None:
-        """Re-lays the weights for inference on CPU (`linear.packed`); a no-op elsewhere. They cannot be trained after."""
-        for layer in self.layers:
-            for name in ("qkv", "o", "gate_up", "down"):
-                setattr(layer, name, packed(getattr(layer, name)))
-        self.head = packed(self.head)
+        """Re-lays the weights for inference on CPU (`linear`); a no-op elsewhere. They cannot be trained after."""
+        pack_linears(self)
 
     def layer_weights(self, index: int) -> dict[str, Tensor]:
         """Weights of a layer under z-lab's drafter names, to initialise a drafter layer from. Before `pack` only."""

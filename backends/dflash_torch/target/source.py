@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dflash_serve.drafter.source import local_folder
 from dflash_serve.errors import UserError
 
 from .smollm2 import ALIAS, smollm2_folder
@@ -25,19 +26,7 @@ def target_folder(name: str, revision: str | None = None) -> Path:
     Raises:
         UserError: neither an alias, a folder nor an id that can be fetched.
     """
-    if name == ALIAS:
-        return smollm2_folder()
-    if Path(name).is_dir():
-        return Path(name)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise UserError(f"{name!r} is not a folder", where="target", do=f"give a folder, a hub id or {ALIAS!r}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
-    except Exception as error:  # the hub's many errors all mean: not to be had
-        reason = str(error).splitlines()[0]
-        raise UserError(f"cannot fetch {name!r} ({reason})", where="target", do="check the id, or give a folder") from None
+    return smollm2_folder() if name == ALIAS else local_folder(name, revision, files=FILES)
 
 
 def load_target(

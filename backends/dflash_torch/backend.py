@@ -1,0 +1,92 @@
+"""The embedded engine as a Backend: checks a Deployment and starts it in this process. No torch until it starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_serve.assets import bundled_drafter
+from dflash_serve.deployment import Deployment
+from dflash_serve.drafter.checkpoint import read_config
+from dflash_serve.drafter.config import DrafterConfig
+from dflash_serve.drafter.pairing import check_pairing, read_target_shape
+from dflash_serve.problem import Problem, raise_problems
+
+from .target.source import target_folder
+
+if TYPE_CHECKING:
+    from .engine import EmbeddedEngine
+
+
+class EmbeddedBackend:
+    """PyTorch in this process: one device, Llama- and Qwen-family targets, unquantised."""
+
+    name = "torch"
+
+    def check(self, deployment: Deployment) -> list[Problem]:
+        """Everything that would not work, before anything is loaded.
+
+        Raises:
+            UserError: the target or drafter cannot be found or read at all.
+        """
+        problems = _unsupported(deployment)
+        if deployment.drafter is None:
+            return problems
+        target, drafter = deployment.target, deployment.drafter
+        config, _ = read_config(drafter_folder(deployment), drafter.revision)
+        shape = replace(read_target_shape(target_folder(target.model, target.revision)), name=target.model)
+        return problems + check_pairing(config, shape) + _block_size(deployment, config)
+
+    def engine(self, deployment: Deployment) -> EmbeddedEngine:
+        """Loads target and drafter and measures their costs.
+
+        Raises:
+            UserError: the first problem of `check`, or a checkpoint that cannot be read.
+        """
+        raise_problems(self.check(deployment))
+        from .start import start_engine
+
+        return start_engine(deployment)
+
+
+def drafter_folder(deployment: Deployment) -> str | Path:
+    """Folder or hub id of the drafter; the bundled alias becomes its folder in this package."""
+    assert deployment.drafter is not None
+    return bundled_drafter(deployment.drafter.model) or deployment.drafter.model
+
+
+def _unsupported(deployment: Deployment) -> list[Problem]:
+    """What the embedded backend has not."""
+    problems = []
+    parallel = deployment.parallel
+    if max(parallel.tensor, parallel.expert, parallel.nodes) > 1:
+        do = "serve with --backend sglang or tensorrt-llm, or set all of parallel to 1"
+        problems.append(Problem("the embedded backend runs on one device", "parallel", do))
+    for room, model in (("target", deployment.target), ("drafter", deployment.drafter)):
+        if model is not None and model.quantization != "none":
+            do = "set quantization: none, or use another backend"
+            problems.append(Problem("the embedded backend runs unquantised models", f"{room}.quantization", do))
+    return problems
+
+
+def _block_size(deployment: Deployment, config: DrafterConfig) -> list[Problem]:
+    speculation = deployment.speculation
+    block = speculation.block_size or config.block_size
+    problems = []
+    if block > config.block_size:
+        what = f"block_size {block} is larger than the drafter's {config.block_size}"
+        do = f"use {config.block_size} or less: a drafter cannot fill slots it was not trained for"
+        problems.append(Problem(what, "speculation.block_size", do))
+    if isinstance(speculation.width, int) and speculation.width > block:
+        what = f"width {speculation.width} is larger than the block of {block} slots"
+        problems.append(Problem(what, "speculation.width", f"use 1 to {block}, auto or off"))
+    return problems
+
+
+def uses_drafter(deployment: Deployment) -> bool:
+    """Whether the drafter has to be loaded at all."""
+    return deployment.drafter is not None and deployment.speculation.width not in ("off", 1)
+
+
+backend = EmbeddedBackend()

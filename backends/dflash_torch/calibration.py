@@ -1,0 +1,143 @@
+"""The cost table of this target and drafter on this machine: what the width policy decides by.
+
+Measured in a second or two and kept in the cache, by everything that changes it. Noise only ever adds time, so each
+figure is the least of its repetitions, and the repetitions are interleaved: a busy spell hits all row counts alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from pydantic import ValidationError
+
+from dflash_serve.drafter.kv_store import Span
+from dflash_serve.speculation.cost import CostModel
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+
+from .decoder import Decoder
+from .sequence import Sequence
+from .speculator import Speculator
+from .target.smollm2 import cache_home
+
+CONTEXT = 128
+"""Tokens of context while measuring: attention is a small part of a step at this size."""
+REPETITIONS = 5
+
+
+def cost_of(decoder: Decoder, speculator: Speculator) -> CostModel:
+    """The cached cost table, or a fresh measurement. Call while nothing runs: it scribbles over the first slots."""
+    path = cache_home() / "cost" / f"{_key(decoder, speculator)}.json"
+    try:
+        return CostModel.model_validate_json(path.read_text())
+    except (OSError, ValidationError):
+        cost = measure(decoder, speculator)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
+            scratch.write(cost.model_dump_json(indent=1))
+        Path(scratch.name).rename(path)
+    except OSError:
+        pass  # a cache that cannot be written costs the next start two seconds, no more
+    return cost
+
+
+@torch.inference_mode()
+def measure(decoder: Decoder, speculator: Speculator) -> CostModel:
+    """Times a target pass by rows and a drafter pass by requests, up to full batches."""
+    slots, block = len(decoder.free_slots), speculator.block_size
+    rows = sorted({*range(1, block + 1), *(n * block for n in _doubling(slots))})
+    jobs: dict[tuple[str, int], Callable[[], object]] = {}
+    for count in rows:
+        jobs["target", count] = _target_pass(decoder, count, min(count, slots))
+    for requests in _doubling(slots):
+        jobs["draft", requests] = _draft_pass(decoder, speculator, requests)
+    times = {job: [_seconds(work, decoder.target.device) for _ in range(2)][1:] for job, work in jobs.items()}
+    for _ in range(REPETITIONS - 1):
+        for job, work in jobs.items():
+            times[job].append(_seconds(work, decoder.target.device))
+    table: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
+    for (kind, count), seconds in times.items():
+        table[kind][count] = min(seconds)
+    return CostModel.model_validate(table)
+
+
+def _doubling(limit: int) -> list[int]:
+    return sorted({limit, *(2**i for i in range(limit.bit_length()) if 2**i <= limit)})
+
+
+def _target_pass(decoder: Decoder, rows: int, slots: int) -> Callable[[], object]:
+    """A pass over `rows` rows, spread evenly over slots as a batch of blocks would be; up to B rows in one slot."""
+    used = 1 if rows <= 8 else slots
+    spans = [Span(slot, CONTEXT, rows // used + (slot < rows % used)) for slot in range(used)]
+    spans = [span for span in spans if span.length]
+    token_ids = torch.full((rows,), 1, device=decoder.target.device)
+    layer_ids = decoder.speculator.target_layer_ids if decoder.speculator else ()
+    return lambda: decoder.target.logits(decoder.target(token_ids, spans, decoder.store, layer_ids).hidden).argmax(-1)
+
+
+def _draft_pass(decoder: Decoder, speculator: Speculator, requests: int) -> Callable[[], object]:
+    width = speculator.drafter.config.feature_size
+    gained = speculator.block_size // 2  # a typical number of rows to inject
+
+    def run() -> object:
+        features = torch.ones(gained, width, dtype=decoder.target.embedding.dtype, device=decoder.target.device)
+        sequences = [_scratch_sequence(slot, gained) for slot in range(requests)]
+        for sequence in sequences:
+            sequence.features.append(features)
+        return speculator.draft(sequences, [speculator.block_size] * requests)
+
+    return run
+
+
+def _scratch_sequence(slot: int, gained: int) -> Sequence:
+    return Sequence(
+        id=-1,
+        slot=slot,
+        token_ids=[1] * (CONTEXT + gained + 1),
+        prompt_length=1,
+        limit=0,
+        params=SamplingParams(temperature=0),
+        seed=0,
+        statistics=AcceptanceStatistics(),
+        verified=CONTEXT + gained,
+        injected=CONTEXT,
+    )
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter() - start
+
+
+def _key(decoder: Decoder, speculator: Speculator) -> str:
+    device = decoder.target.device
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    threads = "" if device.type == "cuda" else f"{torch.get_num_threads()} {os.environ.get('OMP_WAIT_POLICY', '')}"
+    parts = [
+        decoder.target.config.model_dump_json(),
+        speculator.drafter.config.model_dump_json(),
+        f"{speculator.block_size} {len(decoder.free_slots)} {decoder.target.embedding.dtype}",
+        f"{machine} {threads} {torch.__version__}",
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()

@@ -1,0 +1,63 @@
+"""A Deployment to a running engine: load, lay out, measure."""
+
+from __future__ import annotations
+
+import torch
+
+from dflash_serve.deployment import Deployment
+from dflash_serve.drafter.checkpoint import load_drafter
+from dflash_serve.errors import UserError
+from dflash_serve.speculation.width import AutoWidth, FixedWidth
+
+from .backend import drafter_folder, uses_drafter
+from .calibration import cost_of
+from .decoder import Decoder
+from .engine import EmbeddedEngine
+from .speculator import Speculator
+from .target import load_target, load_tokenizer
+from .target.linear import pack_linears
+from .target.model import TargetModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def start_engine(deployment: Deployment) -> EmbeddedEngine:
+    """Loads and starts what `EmbeddedBackend.check` has passed."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = deployment.target
+    dtype = DTYPES.get(deployment.hardware.dtype)
+    target = load_target(model.model, dtype=dtype, device=device, revision=model.revision)
+    target.pack()
+    slots, capacity = deployment.limits.max_batch_size, _capacity(deployment, target)
+    speculator = _speculator(deployment, target, slots, capacity) if uses_drafter(deployment) else None
+    decoder = Decoder(target, speculator, FixedWidth(1), slots=slots, capacity=capacity)
+    if speculator is not None:
+        width = deployment.speculation.width
+        decoder.policy = (
+            FixedWidth(width)
+            if isinstance(width, int)
+            else AutoWidth(cost_of(decoder, speculator), speculator.block_size)
+        )
+    return EmbeddedEngine(decoder, load_tokenizer(model.model, model.revision))
+
+
+def _speculator(deployment: Deployment, target: TargetModel, slots: int, capacity: int) -> Speculator:
+    assert deployment.drafter is not None
+    drafter = load_drafter(
+        drafter_folder(deployment),
+        revision=deployment.drafter.revision,
+        dtype=target.embedding.dtype,
+        device=target.device,
+    )
+    block_size = deployment.speculation.block_size or drafter.config.block_size
+    pack_linears(drafter)
+    return Speculator(drafter, target, block_size=block_size, slots=slots, capacity=capacity)
+
+
+def _capacity(deployment: Deployment, target: TargetModel) -> int:
+    """Tokens of prompt and answer that one sequence may have."""
+    most, asked = target.config.max_position_embeddings, deployment.limits.max_model_len
+    if asked is not None and asked > most:
+        do = f"use {most} or less"
+        raise UserError(f"{asked} is more than the target's {most} positions", where="limits.max_model_len", do=do)
+    return asked or most

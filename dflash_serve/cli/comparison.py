@@ -1,0 +1,71 @@
+"""One prompt with and without speculation, in turns, so that a busy machine slows both alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from dflash_serve.backend import Engine, Prompt
+from dflash_serve.outputs import RequestOutput
+from dflash_serve.speculation.params import SamplingParams
+
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer and how fast it came."""
+
+    output: RequestOutput
+    seconds: float
+    """From the first chunk to the last: decoding without the prompt."""
+    tokens: int
+    """Tokens that came in that time."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None where there was nothing to time."""
+        return self.tokens / self.seconds if self.tokens and self.seconds else None
+
+
+def timed(engine: Engine, prompt: Prompt, params: SamplingParams, show: Callable[[str], None] | None = None) -> Run:
+    """Runs one prompt, handing each piece of text to `show` as it comes."""
+    first = end = 0.0
+    tokens = -1
+    for chunk in engine.stream([prompt], [params]):
+        end = perf_counter()
+        if tokens < 0:
+            first, tokens = end, 0
+        else:
+            tokens += len(chunk.token_ids)
+        if show:
+            show(chunk.text)
+    return Run(engine.outputs()[0], end - first, max(tokens, 0))
+
+
+def compare_with_plain(engine: Engine, prompt: Prompt, params: SamplingParams, first: Run) -> dict[str, Any]:
+    """The ratio of medians over interleaved rounds, and whether the tokens are the same.
+
+    `params` should fix the seed where it samples: the same seed gives the same tokens with any width.
+    """
+    plain = engine.plain()
+    with_runs, plain_runs = [first], [timed(plain, prompt, params)]
+    for _ in range(ROUNDS - 1):
+        with_runs.append(timed(engine, prompt, params))
+        plain_runs.append(timed(plain, prompt, params))
+    speed, plain_speed = _median_speed(with_runs), _median_speed(plain_runs)
+    return {
+        "tokens_per_second": speed,
+        "plain_tokens_per_second": plain_speed,
+        "ratio": speed / plain_speed if speed and plain_speed else None,
+        "rounds": ROUNDS,
+        "same_tokens": all(run.output.token_ids == first.output.token_ids for run in plain_runs),
+    }
+
+
+def _median_speed(runs: list[Run]) -> float | None:
+    speeds = [run.tokens_per_second for run in runs if run.tokens_per_second is not None]
+    return median(speeds) if speeds else None

@@ -1,0 +1,33 @@
+"""`dflash-serve`: one verb, one module. Nothing here imports torch, so `--help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from dflash_serve.cli.convert import convert
+from dflash_serve.cli.generate import generate
+from dflash_serve.cli.inspect import inspect
+from dflash_serve.cli.train import train
+from dflash_serve.errors import UserError
+
+app = typer.Typer(
+    help="One DFlash drafter, every engine: check it, prove it lossless, serve it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for verb in (generate, inspect, convert, train):
+    app.command()(verb)
+
+
+def run() -> None:
+    """Entry point: a user's mistake is one line on stderr and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        print(f"dflash-serve: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

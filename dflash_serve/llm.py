@@ -1,0 +1,114 @@
+"""LLM: the Python API. `LLM("smollm2", "smollm2").generate("Hello")`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dflash_serve.backend import Prompt, backend
+from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.outputs import Chunk, RequestOutput
+from dflash_serve.speculation.params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Messages = Sequence[Mapping[str, str]]
+
+
+class LLM:
+    """A target and its drafter, loaded in this process.
+
+    Args:
+        target: hub id, local folder, or the bundled `smollm2`; or a whole Deployment.
+        drafter: likewise; None = no speculation.
+        block_size: B, the anchor counted; None = the drafter's own.
+        width: slots verified a step: a number, `auto` (what pays, by measured cost), or `off`.
+        dtype: `float32`, `bfloat16` or `auto`.
+        max_model_len: tokens of prompt and answer together; None = the target's.
+
+    Raises:
+        UserError: anything about them that does not fit.
+    """
+
+    def __init__(
+        self,
+        target: str | Deployment,
+        drafter: str | None = None,
+        *,
+        block_size: int | None = None,
+        width: int | str = "auto",
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        if isinstance(target, Deployment):
+            self.deployment = target
+        else:
+            flags: dict[str, Any] = {
+                "target": {"model": target},
+                "drafter": {"model": drafter},
+                "speculation": {"block_size": block_size, "width": width},
+                "hardware": {"dtype": dtype},
+                "limits": {"max_model_len": max_model_len, "max_batch_size": max_batch_size},
+            }
+            self.deployment = load_deployment(flags=flags)
+        self.engine = backend("torch").engine(self.deployment)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer (transformers)."""
+        return self.engine.tokenizer
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Answers prompts; returns them in order.
+
+        Args:
+            prompts: text or token ids, one or several.
+            params: one for all, or one each; the default samples at temperature 1, as vLLM's does.
+        """
+        for _ in self.stream(prompts, params):
+            pass
+        return self.engine.outputs()
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[Chunk]:
+        """As `generate`, but gives each step's text as it comes."""
+        many = _as_list(prompts)
+        each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
+        return self.engine.stream(many, each)
+
+    def chat(self, messages: Messages, params: SamplingParams | None = None) -> RequestOutput:
+        """Answers one conversation through the target's own chat template."""
+        return self.generate([messages], params)[0]
+
+    def spec_generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int = 2048,
+        stop_token_ids: Sequence[int] | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+    ) -> Tensor:
+        """z-lab's Transformers call: token ids [1, prompt] -> [1, prompt + answer], greedy unless told otherwise."""
+        params = SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_tokens=max_new_tokens,
+            stop_token_ids=tuple(stop_token_ids or ()),
+            ignore_eos=True,  # z-lab's loop stops at the given tokens only
+        )
+        output = self.generate(input_ids[0].tolist(), params)[0]
+        return input_ids.new_tensor([output.prompt_token_ids + output.token_ids])
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is text or a flat list of ids or messages; anything else is several."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, Mapping))):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Training a drafter for any target, on answers the target wrote itself."""

@@ -1,0 +1,105 @@
+"""User turns to answer: from files, from datasets, or made up by the target itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_serve.errors import UserError
+from dflash_serve.training.decoding import BatchDecoder, Request
+from dflash_serve.training.recipe import DatasetPrompts, FilePrompts, Prompts, SynthesisedPrompts
+from dflash_serve.training.target import Target, Tokenizer
+
+SENTINEL = "@@USER@@"
+ATTEMPTS = 4
+"""Sampled turns per kept one before we give up on a source."""
+
+
+def chat_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Token ids of one user turn up to where the assistant begins."""
+    turns = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return tuple(tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def collect(
+    source: Prompts, target: Target, tokenizer: Tokenizer, *, slots: int, seed: int, progress: Callable[[int], None]
+) -> list[str]:
+    """Distinct user turns of one source, in a fixed order."""
+    if isinstance(source, SynthesisedPrompts):
+        return _synthesise(source, target, tokenizer, slots=slots, seed=seed, progress=progress)
+    texts = _file(source.path) if isinstance(source, FilePrompts) else _dataset(source)
+    chosen = [source.templates[i % len(source.templates)].replace("{prompt}", text) for i, text in enumerate(texts)]
+    return list(dict.fromkeys(chosen))[: source.count]
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The `prompt` of every line of a JSONL file.
+
+    Raises:
+        UserError: no such file, a line that is not JSON, or one without a prompt.
+    """
+    return _file(path)
+
+
+def _file(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})", where=str(path), do="check the prompts' path") from None
+    texts = []
+    lines = text.removesuffix("\n").split("\n")  # not splitlines: a prompt may hold U+2028
+    for number, line in enumerate(lines, 1):
+        try:
+            texts.append(str(json.loads(line)["prompt"]))
+        except (ValueError, KeyError, TypeError):
+            raise UserError('not {"prompt": text}', where=f"{path}:{number}", do="give one JSON object a line") from None
+    return texts
+
+
+def _dataset(source: DatasetPrompts) -> list[str]:
+    try:
+        import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        what = "needs the datasets package"
+        raise UserError(what, where=f"prompts {source.name}", do="pip install 'dflash-serve[train]'") from None
+    rows: Any = datasets.load_dataset(source.dataset, source.subset, split=source.split)
+    return [str(row[source.column]) for row in rows]
+
+
+def _synthesise(
+    source: SynthesisedPrompts, target: Target, tokenizer: Tokenizer, *, slots: int, seed: int, progress: Callable[[int], None]
+) -> list[str]:
+    """Samples user turns; those that did not end by themselves, say nothing or repeat another are dropped."""
+    prefix, stop_ids = _user_turn(tokenizer)
+    starts = [tokenizer.encode(prefix + opener, add_special_tokens=False) for opener in source.openers]
+    skip = len(tokenizer.encode(prefix, add_special_tokens=False))
+    capacity = max(map(len, starts)) + source.max_new_tokens
+    decoder = BatchDecoder(
+        target, slots=slots, capacity=capacity, max_new_tokens=source.max_new_tokens, stop_ids=stop_ids, seed=seed
+    )
+    kept: dict[str, None] = {}
+    for completion in decoder.decode(_requests(starts, source, kept)):
+        said = [*completion.request.prompt, *completion.tokens[:-1]][skip:]
+        text = tokenizer.decode(said, skip_special_tokens=True).strip()
+        opener = source.openers[completion.request.index % len(starts)].strip()
+        if completion.ended and len(text) > len(opener) + 3:
+            kept.setdefault(text)
+            progress(len(kept))
+    return list(kept)[: source.count]
+
+
+def _requests(starts: Sequence[list[int]], source: SynthesisedPrompts, kept: dict[str, None]) -> Iterator[Request]:
+    for index in range(ATTEMPTS * source.count):
+        if len(kept) >= source.count:
+            return
+        yield Request(index, tuple(starts[index % len(starts)]), source.temperature)
+
+
+def _user_turn(tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """What the chat template puts before a user's words, and the token it puts after them."""
+    turns = [{"role": "user", "content": SENTINEL}]
+    before, after = tokenizer.apply_chat_template(turns, tokenize=False).split(SENTINEL)
+    return before, tokenizer.encode(after, add_special_tokens=False)[:1]

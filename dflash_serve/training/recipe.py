@@ -1,0 +1,183 @@
+"""The recipe: everything a training run depends on, in one frozen YAML; every default stands here and nowhere else."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from dflash_serve.drafter.config import Frozen, PositiveInt
+from dflash_serve.errors import UserError
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class TargetSection(Frozen):
+    """The model that is sped up: it writes the data, lends its embedding and head, and stays frozen."""
+
+    model: str
+    revision: str | None = None
+
+
+class FilePrompts(Frozen):
+    """User turns from a JSONL file, one {"prompt": text} a line; ${NAME} in the path is taken from the environment."""
+
+    kind: Literal["file"]
+    name: str
+    path: Path
+    count: PositiveInt | None = None
+    templates: Annotated[tuple[str, ...], Field(min_length=1)] = ("{prompt}",)
+    """Each prompt is put into one of these at {prompt}, in turn."""
+
+
+class DatasetPrompts(Frozen):
+    """User turns from a Hugging Face dataset (needs the `datasets` package)."""
+
+    kind: Literal["dataset"]
+    name: str
+    dataset: str
+    subset: str | None = None
+    split: str = "train"
+    column: str = "prompt"
+    count: PositiveInt | None = None
+    templates: Annotated[tuple[str, ...], Field(min_length=1)] = ("{prompt}",)
+
+
+class SynthesisedPrompts(Frozen):
+    """User turns the target makes up itself: sampled after the chat template's user prefix and an opener, in turn."""
+
+    kind: Literal["synthesised"]
+    name: str
+    count: PositiveInt
+    openers: Annotated[tuple[str, ...], Field(min_length=1)] = ("",)
+    temperature: Positive = 0.8
+    max_new_tokens: PositiveInt = 80
+
+
+Prompts = Annotated[FilePrompts | DatasetPrompts | SynthesisedPrompts, Field(discriminator="kind")]
+
+
+class AnswersSection(Frozen):
+    """How the target answers the prompts."""
+
+    max_prompt_tokens: PositiveInt = 224
+    max_new_tokens: PositiveInt = 256
+    slots: PositiveInt = 64
+    sampled_share: Share = 0.15
+    """This share of the prompts is answered by sampling at `temperature`, the rest greedily."""
+    temperature: Positive = 0.7
+    max_minutes: Positive | None = None
+    shard_size: PositiveInt = 256
+
+
+class DataSection(Frozen):
+    """Prompts, and the target's answers to them."""
+
+    prompts: Annotated[tuple[Prompts, ...], Field(min_length=1)]
+    exclude: tuple[Path, ...] = ()
+    """JSONL files of prompts that must never be trained on, e.g. those of an evaluation."""
+    answers: AnswersSection = AnswersSection()
+    validation_share: Share = 0.015
+
+
+class DrafterSection(Frozen):
+    """The drafter; what is not said here follows the target (sizes, RoPE, norms)."""
+
+    num_layers: PositiveInt = 3
+    block_size: Annotated[int, Field(ge=2)] = 8
+    mask_token_id: Annotated[int, Field(ge=0)]
+    target_layer_ids: tuple[int, ...] | None = None
+    """0-based; None = `num_features` layers by z-lab's formula."""
+    num_features: PositiveInt = 5
+    init: Literal["target", "random"] = "target"
+
+
+class TrainingSection(Frozen):
+    """The optimisation. One of `steps` and `minutes` is the budget; the learning rate follows it."""
+
+    steps: PositiveInt | None = None
+    minutes: Positive | None = None
+    sequences: PositiveInt = 8
+    """Sequences a step."""
+    anchors: PositiveInt = 64
+    """Anchors a sequence, drawn anew every epoch."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    lr: Positive = 1e-3
+    final_lr: Share = 0.01
+    """The learning rate's end, as a share of its peak."""
+    warmup: Share = 0.04
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.01
+    clip: Positive = 1.0
+    weighting: Literal["dpace", "exponential"] = "dpace"
+    dpace_alpha: Share = 0.5
+    decay_gamma: Positive = 4.0
+    reduced_vocabulary: bool = False
+    """Softmax over the tokens seen in the data only: far cheaper, and never part of the drafter itself."""
+    ema: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Decay of an average of the weights, which is then what is validated and saved; None = no average."""
+    autocast: bool = True
+    feature_cache_gib: Annotated[float, Field(ge=0)] = 0.0
+    """Memory for context features kept between epochs; 0 = computed anew each time."""
+    checkpoint_minutes: Positive = 5.0
+    validate_every: PositiveInt = 200
+    log_every: PositiveInt = 20
+    compile: bool = False
+
+    @model_validator(mode="after")
+    def _has_one_budget(self) -> TrainingSection:
+        if (self.steps is None) == (self.minutes is None):
+            raise ValueError("give exactly one budget, steps or minutes")
+        return self
+
+
+class Recipe(Frozen):
+    """A training run: target, data, drafter, training, seed."""
+
+    target: TargetSection
+    data: DataSection
+    drafter: DrafterSection
+    training: TrainingSection
+    seed: int = 0
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Reads a YAML recipe; ${NAME} is replaced from the environment.
+
+    Raises:
+        UserError: unreadable, not YAML, an unset variable, an unknown key or an impossible value.
+    """
+    try:
+        raw = yaml.safe_load(_expand(path.read_text(encoding="utf-8"), path))
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
+    except yaml.YAMLError as error:
+        raise UserError(f"not valid YAML ({' '.join(str(error).split())})", where=str(path)) from None
+    if not isinstance(raw, dict):
+        raise UserError("not a mapping of target, data, drafter and training", where=str(path))
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise UserError("; ".join(faults), where=str(path), do="correct the recipe") from None
+
+
+def _expand(text: str, path: Path) -> str:
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in os.environ:
+            raise UserError(f"${{{match[1]}}} is not set", where=str(path), do=f"export {match[1]}=...")
+        return os.environ[match[1]]
+
+    return re.sub(r"\$\{(\w+)\}", value, text)
+
+
+def section_hash(*sections: Any) -> str:
+    """sha256 over the sections' JSON: two runs with the same hash make the same thing."""
+    parts = [s.model_dump_json() if isinstance(s, Frozen) else repr(s) for s in sections]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

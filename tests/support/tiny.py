@@ -1,0 +1,77 @@
+"""Tiny random drafters: quick to write, and shaped like nothing by accident (all sizes differ)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dflash_serve.drafter.checkpoint_writer import write_drafter
+from dflash_serve.drafter.config import AttentionKind, DrafterConfig
+from dflash_serve.drafter.tensor_names import expected_tensors
+
+SLIDING = AttentionKind(window=6, causal=True)
+SLIDING_BOTH_WAYS = AttentionKind(window=6)
+FULL = AttentionKind()
+
+
+def tiny_drafter_config(**overrides: object) -> DrafterConfig:
+    """2 layers, hidden 32, 4 heads and 2 K/V heads of 16, B = 4, features of target layers 1, 3, 5 of 8."""
+    fields: dict[str, object] = {
+        "block_size": 4,
+        "target_layer_ids": (1, 3, 5),
+        "num_target_layers": 8,
+        "mask_token_id": 7,
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "layers": (FULL, FULL),
+        "max_position_embeddings": 256,
+        "rope": {"theta": 10000.0},
+    }
+    return DrafterConfig.model_validate({**fields, **overrides})
+
+
+def random_tensors(config: DrafterConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Every tensor of a drafter: norms near 1, the rest near 0, so that deep stacks stay finite."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in expected_tensors(config).items():
+        noise = torch.randn(shape, generator=generator) * (0.1 if "norm" in name else shape[-1] ** -0.5)
+        tensors[name] = (noise + (1.0 if "norm" in name else 0.0)).to(dtype)
+    return tensors
+
+
+def write_tiny_drafter(
+    folder: Path,
+    config: DrafterConfig | None = None,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    dialect: str = "zlab",
+) -> Path:
+    """Writes a random drafter (of `tiny_drafter_config()` unless given) and returns the folder."""
+    config = config or tiny_drafter_config()
+    write_drafter(folder, config, random_tensors(config, seed=seed, dtype=dtype), dialect=dialect)
+    return folder
+
+
+def edit_json(path: Path, change: Mapping[str, object], *, remove: tuple[str, ...] = ()) -> None:
+    """Sets keys of a JSON file; `a.b` reaches into objects."""
+    raw = json.loads(path.read_text())
+    for dotted, value in [*change.items(), *((key, None) for key in remove)]:
+        *outer, last = dotted.split(".")
+        inner = raw
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        if dotted in remove:
+            inner.pop(last)
+        else:
+            inner[last] = value
+    path.write_text(json.dumps(raw))
