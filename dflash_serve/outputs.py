@@ -10,6 +10,16 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics
 FinishReason = Literal["stop", "length"]
 
 
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log probabilities of one token: of the target's raw logits, before bias, penalties, temperature and grammar."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most probable tokens at its place and theirs, as many as were asked for."""
+
+
 @dataclass
 class Chunk:
     """One step's news of one request."""
@@ -20,6 +30,8 @@ class Chunk:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     """None while the request goes on."""
+    logprobs: list[TokenLogprob] | None = None
+    """One for each of `token_ids`; None where they were not asked for."""
 
 
 @dataclass
@@ -32,3 +44,5 @@ class RequestOutput:
     finish_reason: FinishReason
     statistics: AcceptanceStatistics = field(repr=False)
     """Acceptance over its decoding steps."""
+    logprobs: list[TokenLogprob] | None = None
+    """One for each of `token_ids`; None where they were not asked for."""

@@ -8,7 +8,6 @@ sequence; prefill is the case of a long pending part and no draft.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,18 +19,15 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.speculation.width import WidthPolicy
 
+from .grammar import Grammar
 from .sequence import Sequence
+from .slots import Seat, Slots
 from .speculator import Speculator
 from .target.model import TargetModel
-from .verdict import judge
+from .verdict import Gain, judge
 
-
-@dataclass(frozen=True)
-class Gain:
-    """What one step brought one sequence."""
-
-    sequence: Sequence
-    token_ids: list[int]
+BACKLOG = 256
+"""Rows of features that may wait for a draft; while speculation does not pay, they are injected in such portions."""
 
 
 class Decoder:
@@ -43,6 +39,7 @@ class Decoder:
         slots: sequences it runs at once.
         capacity: tokens of prompt and answer that one sequence may have.
         prefill_rows: most rows of one prompt in a step; bounds the memory of a long prompt's masks.
+        reuse_prefixes: whether prompts may start from what earlier sequences left in the stores.
     """
 
     def __init__(
@@ -54,38 +51,60 @@ class Decoder:
         slots: int,
         capacity: int,
         prefill_rows: int = 1024,
+        reuse_prefixes: bool = True,
     ) -> None:
         self.target, self.speculator, self.policy = target, speculator, policy
         self.capacity, self.prefill_rows = capacity, prefill_rows
         self.store = target.new_store(slots, capacity + 1)
-        self.free_slots = list(range(slots))
+        self.slots = Slots(slots, reuse=reuse_prefixes)
         self.running: list[Sequence] = []
         self.joined = 0
+        self.statistics = AcceptanceStatistics()
+        """Of all sequences that ever ran."""
 
-    def join(self, token_ids: Many[int], params: SamplingParams) -> Sequence:
+    @property
+    def free_slots(self) -> list[int]:
+        """Slots without a running sequence."""
+        return self.slots.free
+
+    @torch.inference_mode()
+    def join(
+        self, token_ids: Many[int], params: SamplingParams, *, grammar: Grammar | None = None, salt: str = ""
+    ) -> Sequence:
         """Takes a request in; its prompt is prefilled in the next steps. There must be a free slot.
 
+        Args:
+            grammar: what its answer must match, fresh.
+            salt: only requests of the same salt may share prefixes.
+
         Raises:
-            UserError: as `check_prompt`.
+            UserError: as `check`.
         """
-        self.check_prompt(token_ids)
+        self.check(token_ids, params)
         prompt = list(token_ids)
-        limit = min(self.capacity, len(prompt) + (params.max_tokens or self.capacity))
+        seat = self.slots.take(prompt, salt)
+        self._copy_prefix(seat)
         sequence = Sequence(
             id=self.joined,
-            slot=self.free_slots.pop(0),
+            slot=seat.slot,
             token_ids=prompt,
             prompt_length=len(prompt),
-            limit=limit,
+            limit=min(self.capacity, len(prompt) + (params.max_tokens or self.capacity)),
             params=params,
             seed=fresh_seed() if params.seed is None else params.seed,
             statistics=AcceptanceStatistics(),
+            grammar=grammar,
+            salt=salt,
+            reused=seat.reused,
+            verified=seat.reused,
+            injected=seat.reused,
         )
         self.joined += 1
+        self.slots.give(sequence)
         self.running.append(sequence)
         return sequence
 
-    def check_prompt(self, token_ids: Many[int]) -> None:
+    def check(self, token_ids: Many[int], params: SamplingParams) -> None:
         """Refuses what could not run.
 
         Raises:
@@ -99,11 +118,17 @@ class Decoder:
             raise UserError(f"{len(token_ids)} tokens, but the model holds {self.capacity}", where="prompt", do=do)
         if min(token_ids) < 0 or max(token_ids) >= vocab:
             raise UserError(f"a token id is outside the vocabulary of {vocab}", where="prompt")
+        if max(params.logit_bias, default=0) >= vocab:
+            raise UserError(f"a token id is outside the vocabulary of {vocab}", where="logit_bias")
 
-    def leave(self, sequence: Sequence) -> None:
-        """Lets a sequence go, finished or not; its slot is free from the next step on."""
+    def leave(self, sequence: Sequence, *, sound: bool = True) -> None:
+        """Lets a sequence go, finished or not; its slot is free from the next step on.
+
+        Args:
+            sound: False = its K/V may be broken (a step failed half-way) and must not be lent.
+        """
         self.running.remove(sequence)
-        self.free_slots.append(sequence.slot)
+        self.slots.release(sequence, keep=sound)
         self.policy.forget(sequence.id)
 
     @torch.inference_mode()
@@ -116,13 +141,23 @@ class Decoder:
         heads = [i for i, s in enumerate(sequences) if len(pending[i]) == len(s.pending)]
         rows = _last_rows(pending, drafts, heads)
         logits = self.target.logits(hidden if rows is None else hidden[rows])
-        gained = dict(zip(heads, judge([sequences[i] for i in heads], [drafts[i] for i in heads], logits), strict=True))
+        judged = dict(zip(heads, judge([sequences[i] for i in heads], [drafts[i] for i in heads], logits), strict=True))
         gains = []
         for index, sequence in enumerate(sequences):
-            tokens = gained.get(index, [])
-            self._commit(sequence, len(pending[index]), drafts[index], tokens, features[index])
-            gains.append(Gain(sequence, self._end(sequence, tokens)))
+            gain = judged.get(index) or Gain(sequence, [])
+            self._commit(gain, len(pending[index]), drafts[index], features[index])
+            gains.append(self._end(gain))
         return gains
+
+    def _copy_prefix(self, seat: Seat) -> None:
+        """Target and drafter alike: what the donor has verified but not drafted after yet is injected first."""
+        if seat.donor is None:
+            return
+        self.store.copy(seat.donor.slot, seat.slot, seat.reused)
+        if self.speculator is not None:
+            if seat.donor.injected < seat.reused:
+                self.speculator.inject([seat.donor])
+            self.speculator.store.copy(seat.donor.slot, seat.slot, seat.reused)
 
     def _draft(self, sequences: Many[Sequence]) -> list[list[int]]:
         """Drafted tokens of each sequence; [] where it is still in its prompt or its width is 1."""
@@ -152,36 +187,52 @@ class Decoder:
             return output.hidden, [None] * len(blocks)
         return output.hidden, list(output.features.split([len(block) for block in blocks]))
 
-    def _commit(
-        self, sequence: Sequence, pending: int, draft: list[int], tokens: list[int], features: Tensor | None
-    ) -> None:
+    def _commit(self, gain: Gain, pending: int, draft: list[int], features: Tensor | None) -> None:
         """Keeps the K/V and features of the rows that stand: the pending tokens and the accepted drafted ones."""
-        accepted = max(0, len(tokens) - 1)
+        sequence, accepted = gain.sequence, max(0, len(gain.token_ids) - 1)
         if sequence.is_decoding:
-            sequence.statistics.record(1 + len(draft), accepted)
-            self.policy.observe(sequence.id, 1 + len(draft), accepted)
+            self._record(sequence, 1 + len(draft), accepted)
         sequence.verified += pending + accepted
-        sequence.token_ids += tokens
-        if features is not None:
+        sequence.token_ids += gain.token_ids
+        if features is not None and self.speculator is not None:
             sequence.features.append(features[: pending + accepted])
+            if sequence.verified - sequence.injected >= BACKLOG:
+                self.speculator.inject([sequence])
 
-    def _end(self, sequence: Sequence, tokens: list[int]) -> list[int]:
-        """The tokens up to the first that ends the answer; sets the finish_reason and lets a finished sequence go."""
-        stops = set(sequence.params.stop_token_ids)
-        if not sequence.params.ignore_eos:
+    def _record(self, sequence: Sequence, width: int, accepted: int) -> None:
+        sequence.statistics.record(width, accepted)
+        self.statistics.record(width, accepted)
+        sequence.steps.append((width, accepted))
+        self.policy.observe(sequence.id, width, accepted)
+
+    def _end(self, gain: Gain) -> Gain:
+        """The gain up to what ends the answer; sets the finish_reason and lets a finished sequence go."""
+        sequence = gain.sequence
+        count = self._stop(sequence, gain.token_ids)
+        sequence.cut(len(gain.token_ids) - count)
+        if sequence.finish_reason is None and sequence.failure is None and sequence.remaining <= 0:
+            sequence.finish_reason = "length"
+        if sequence.finish_reason is not None or sequence.failure is not None:
+            self.leave(sequence)
+        return gain.first(count)
+
+    def _stop(self, sequence: Sequence, tokens: list[int]) -> int:
+        """How many of the tokens belong to the answer, the stop token counted."""
+        grammar, stops = sequence.grammar, set(sequence.params.stop_token_ids)
+        if grammar is not None or not sequence.params.ignore_eos:
             stops.update(self.target.config.eos_token_ids)
         for count, token in enumerate(tokens, start=1):
+            if grammar is not None:
+                grammar.advance(token)
+                sequence.failure = grammar.failure
+            if sequence.failure is not None:
+                return 0
             if token in stops:
+                sequence.stop_token = token
+            if token in stops or (grammar is not None and grammar.finished):
                 sequence.finish_reason = "stop"
-                del sequence.token_ids[len(sequence.token_ids) - len(tokens) + count :]
-                tokens = tokens[:count]
-                break
-        else:
-            if sequence.remaining <= 0:
-                sequence.finish_reason = "length"
-        if sequence.finish_reason is not None:
-            self.leave(sequence)
-        return tokens
+                return count
+        return len(tokens)
 
 
 def _last_rows(pending: list[list[int]], drafts: list[list[int]], heads: list[int]) -> list[int] | None:

@@ -10,6 +10,8 @@ from dflash_serve.outputs import FinishReason
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
+from .grammar import Grammar
+
 
 @dataclass
 class Sequence:
@@ -25,13 +27,25 @@ class Sequence:
     params: SamplingParams
     seed: int
     statistics: AcceptanceStatistics
+    grammar: Grammar | None = None
+    """What the answer must match; None = anything."""
+    salt: str = ""
+    """Only sequences of the same salt share prefixes."""
+    reused: int = 0
+    """Tokens of the prompt that were copied instead of computed."""
     verified: int = 0
     """Tokens that went through the target; their K/V is in its store."""
     injected: int = 0
     """Tokens whose features are in the drafter's context."""
     features: list[Tensor] = field(default_factory=list)
     """Features [rows, F*H] of tokens injected..verified, waiting for the next draft."""
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    """(width, accepted) of each decoding step, in order."""
     finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    """The token that ended the answer; its text is no part of it."""
+    failure: str | None = None
+    """Why it could not go on, where that is its own fault; it has left then."""
 
     @property
     def pending(self) -> list[int]:
@@ -52,3 +66,8 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens it may still gain."""
         return self.limit - len(self.token_ids)
+
+    def cut(self, tokens: int) -> None:
+        """Forgets the last tokens of the answer."""
+        if tokens:
+            del self.token_ids[-tokens:]

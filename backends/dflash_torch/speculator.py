@@ -38,26 +38,27 @@ class Speculator:
     def draft(self, sequences: Many[Sequence], widths: Many[int]) -> list[list[int]]:
         """Greedy drafts for slots 1..width-1 of each sequence's block, one drafter pass for all.
 
-        Greedy at every temperature: a point-mass draft keeps sampling lossless (`speculation.acceptance`).
+        Greedy at every temperature: a point-mass draft keeps sampling lossless (`speculation.acceptance`). A grammar
+        chooses among what it allows, and may end the draft early.
         """
-        self._inject(sequences)
+        self.inject(sequences)
         hidden = self._fill_blocks(sequences)
         rows = [n * self.block_size + slot for n, width in enumerate(widths) for slot in range(1, width)]
-        logits = self.target.logits(hidden[rows])
-        tokens = self.drafter.adjust_logits(logits).argmax(dim=-1).tolist()
+        logits = self.drafter.adjust_logits(self.target.logits(hidden[rows]))
+        tokens = logits.argmax(dim=-1).tolist()
         drafts, taken = [], 0
-        for width in widths:
-            drafts.append(tokens[taken : taken + width - 1])
+        for sequence, width in zip(sequences, widths, strict=True):
+            slots = slice(taken, taken + width - 1)
+            drafts.append(sequence.grammar.fill(logits[slots]) if sequence.grammar else tokens[slots])
             taken += width - 1
         return drafts
 
-    def _inject(self, sequences: Many[Sequence]) -> None:
+    def inject(self, sequences: Many[Sequence]) -> None:
         """Writes the context K/V of tokens verified since the last draft; nothing older is recomputed."""
         spans = [Span(s.slot, s.injected, s.verified - s.injected) for s in sequences]
         context = self.drafter.project_context(torch.cat([rows for s in sequences for rows in s.features]))
         positions = span_positions(spans, context.device)
-        for layer, (k, v) in enumerate(self.drafter.context_kv(context, positions)):
-            self.store.write(layer, spans, k, v)
+        self.store.write_all(spans, *self.drafter.context_kv(context, positions))
         for sequence in sequences:
             sequence.injected = sequence.verified
             sequence.features.clear()

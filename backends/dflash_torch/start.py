@@ -13,9 +13,9 @@ from .backend import drafter_folder, uses_drafter
 from .calibration import cost_of
 from .decoder import Decoder
 from .engine import EmbeddedEngine
+from .fused import FusedDrafter
 from .speculator import Speculator
 from .target import load_target, load_tokenizer
-from .target.linear import pack_linears
 from .target.model import TargetModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -50,8 +50,7 @@ def _speculator(deployment: Deployment, target: TargetModel, slots: int, capacit
         device=target.device,
     )
     block_size = deployment.speculation.block_size or drafter.config.block_size
-    pack_linears(drafter)
-    return Speculator(drafter, target, block_size=block_size, slots=slots, capacity=capacity)
+    return Speculator(FusedDrafter(drafter), target, block_size=block_size, slots=slots, capacity=capacity)
 
 
 def _capacity(deployment: Deployment, target: TargetModel) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from dflash_serve.outputs import TokenLogprob
 from dflash_serve.speculation.acceptance import Acceptance, accept_matching, accept_sampled
 from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.noise import BlockNoise
@@ -17,8 +19,21 @@ from dflash_serve.speculation.sampling import greedy_tokens, probabilities
 from .sequence import Sequence
 
 
-def judge(sequences: Many[Sequence], drafts: Many[list[int]], logits: Tensor) -> list[list[int]]:
-    """Tokens gained by each sequence: its accepted drafted tokens and the bonus token.
+@dataclass(frozen=True)
+class Gain:
+    """What one step brought one sequence: tokens, and a logprob for each where it asked for them."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+
+    def first(self, count: int) -> Gain:
+        """The same, cut after `count` tokens."""
+        return Gain(self.sequence, self.token_ids[:count], self.logprobs and self.logprobs[:count])
+
+
+def judge(sequences: Many[Sequence], drafts: Many[list[int]], logits: Tensor) -> list[Gain]:
+    """What each sequence gains: its accepted drafted tokens and the bonus token.
 
     Args:
         drafts: the drafted tokens of each, `width - 1` of them.
@@ -28,7 +43,8 @@ def judge(sequences: Many[Sequence], drafts: Many[list[int]], logits: Tensor) ->
     widths = [1 + len(draft) for draft in drafts]
     batch = SamplingBatch.of([s.params for s in sequences], logits.shape[-1], device)
     padded_draft = _pad([torch.tensor(draft, dtype=torch.int64) for draft in drafts], value=-1).to(device)
-    padded = logits[None] if len(widths) == 1 else _pad(list(logits.split(widths)))
+    raw = logits[None] if len(widths) == 1 else _pad(list(logits.split(widths)))
+    padded = _grammatical(sequences, drafts, raw)
     counts = _counts(sequences, batch, logits.shape[-1], device)
     width_tensor = torch.tensor(widths, device=device)
     verdict: Acceptance
@@ -40,8 +56,34 @@ def judge(sequences: Many[Sequence], drafts: Many[list[int]], logits: Tensor) ->
         noise = BlockNoise.of(seeds, first, padded.shape[1])
         p = probabilities(padded, batch, counts, padded_draft)
         verdict = accept_sampled(padded_draft, p, width_tensor, noise)
-    gained = verdict.committed(padded_draft).tolist()
-    return [[token for token in tokens if token >= 0] for tokens in gained]
+    gained = [[token for token in tokens if token >= 0] for tokens in verdict.committed(padded_draft).tolist()]
+    return [
+        Gain(sequence, tokens, _logprobs(rows, tokens, sequence.params.logprobs))
+        for sequence, tokens, rows in zip(sequences, gained, raw, strict=True)
+    ]
+
+
+def _logprobs(rows: Tensor, tokens: list[int], top: int | None) -> list[TokenLogprob] | None:
+    """Exact under speculation: row j is the target's own, of the token it decided. rows [W, V]."""
+    if top is None:
+        return None
+    logprobs = rows[: len(tokens)].float().log_softmax(-1)
+    chosen = logprobs.gather(-1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0].tolist()
+    best = logprobs.topk(top, dim=-1)
+    tops = [list(zip(i, v, strict=True)) for i, v in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    return [TokenLogprob(*entry) for entry in zip(tokens, chosen, map(tuple, tops), strict=True)]
+
+
+def _grammatical(sequences: Many[Sequence], drafts: Many[list[int]], logits: Tensor) -> Tensor:
+    """[N, W, V]: -inf where a sequence's grammar forbids; `logits` itself where nobody has one."""
+    if all(s.grammar is None for s in sequences):
+        return logits
+    logits = logits.clone()
+    for rows, sequence, draft in zip(logits, sequences, drafts, strict=True):
+        if sequence.grammar is not None:
+            allowed = sequence.grammar.masks(draft, logits.device)
+            rows[: len(allowed)].masked_fill_(~allowed, float("-inf"))
+    return logits
 
 
 def _pad(rows: list[Tensor], value: float = 0.0) -> Tensor:

@@ -30,6 +30,7 @@ def convert(
         str | None,
         typer.Option(metavar="PATH_OR_ID", help="Its target: checked, and named where the dialect has a place for it."),
     ] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit of SRC's hub repository.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DST.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -39,7 +40,7 @@ def convert(
     from dflash_serve.drafter.dialects import Target
     from dflash_serve.drafter.pairing import read_target_shape
 
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, revision)
     tensors = load_tensors(checkpoint)
     assert checkpoint.config is not None
     assert checkpoint.dialect is not None

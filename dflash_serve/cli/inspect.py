@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 def inspect(
     drafter: Annotated[str, typer.Argument(metavar="PATH_OR_ID", help="Folder or hub id of a drafter.")],
     target: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="Check it against this target.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit of the drafter's hub repository.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Describe a drafter and list everything wrong with it. Exit code 2 where there is anything."""
     from dflash_serve.drafter.checkpoint import open_checkpoint, weight_problems
     from dflash_serve.drafter.pairing import check_pairing, read_target_shape
 
-    checkpoint = open_checkpoint(drafter)
+    checkpoint = open_checkpoint(drafter, revision)
     problems = checkpoint.problems + weight_problems(checkpoint)
     if target is not None:
         shape = read_target_shape(target)

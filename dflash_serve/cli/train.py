@@ -18,7 +18,9 @@ class Stage(StrEnum):
 
 def train(
     recipe: Annotated[Path, typer.Argument(help="YAML recipe: target, data, drafter, training, seed.")],
-    output: Annotated[Path, typer.Option(help="Folder for data, checkpoints, log and the finished drafter.")] = Path("drafter"),
+    output: Annotated[Path, typer.Option(help="Folder for data, checkpoints, log and the finished drafter.")] = Path(
+        "drafter"
+    ),
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint in the output folder.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     stage: Annotated[Stage, typer.Option(help="data: stop once the target's answers are there.")] = Stage.all,

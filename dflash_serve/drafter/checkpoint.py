@@ -125,7 +125,6 @@ def weight_problems(checkpoint: Checkpoint) -> list[Problem]:
 
 def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tuple[str, Tensor]]:
     """Our name and the tensor, memory-mapped, as stored; one that is not finite is added to `problems`."""
-    import torch
     from safetensors import SafetensorError, safe_open
 
     for file in sorted({piece.file for piece in checkpoint.pieces.values()}):
@@ -134,18 +133,17 @@ def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tu
                 for name, piece in checkpoint.pieces.items():
                     if piece.file == file:
                         tensor = opened.get_tensor(piece.stored_name)[piece.rows]
-                        if not bool(torch.isfinite(tensor).all()):
-                            bad = int((~torch.isfinite(tensor)).sum())
-                            problems.append(
-                                Problem(
-                                    f"tensor {name} has {bad} values that are NaN or infinite, of {tensor.numel()}",
-                                    str(file),
-                                    "download the drafter again, or train it again",
-                                )
-                            )
+                        _check_finite(name, tensor, file, problems)
                         yield name, tensor
         except SafetensorError as error:
             problems.append(Problem(f"not a safetensors file ({error})", str(file), "download the drafter again"))
+
+
+def _check_finite(name: str, tensor: Tensor, file: Path, problems: list[Problem]) -> None:
+    bad = tensor.numel() - int(tensor.isfinite().sum())
+    if bad:
+        what = f"tensor {name} has {bad} values that are NaN or infinite, of {tensor.numel()}"
+        problems.append(Problem(what, str(file), "download the drafter again, or train it again"))
 
 
 def load_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ class AttentionKind(Frozen):
 
 
 class RopeConfig(Frozen):
-    """Rotary embedding of the drafter. `scaling` is None for plain RoPE; the fields follow transformers' rope_parameters."""
+    """Rotary embedding. `scaling` is None for plain RoPE; the fields follow transformers' rope_parameters."""
 
     theta: Annotated[float, Field(gt=0)] = 10000.0
     scaling: Literal["linear", "llama3", "yarn", "longrope"] | None = None
@@ -50,7 +50,7 @@ class RopeConfig(Frozen):
 
 
 class DrafterConfig(Frozen):
-    """Shape and rules of a drafter (paper section 4; z-lab `dflash/model.py`). Sizes are counts unless said otherwise."""
+    """Shape and rules of a drafter (paper section 4; z-lab `dflash/model.py`)."""
 
     block_size: Annotated[int, Field(ge=2)]
     """B: slots in a block, the anchor (slot 0) counted."""
@@ -58,7 +58,7 @@ class DrafterConfig(Frozen):
     """0-based decoder layers of the target whose *outputs* are the context feature, in the order `fc` takes them."""
     num_target_layers: PositiveInt | None = None
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
-    """The token whose target embedding fills slots 1..B-1; None where the checkpoint brings its own `mask_embedding`."""
+    """The token whose target embedding fills slots 1..B-1; None where the checkpoint has its own `mask_embedding`."""
     has_mask_embedding: bool = False
 
     vocab_size: PositiveInt

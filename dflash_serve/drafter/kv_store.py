@@ -2,8 +2,8 @@
 
 A slot holds one sequence contiguously (index = position), so attention reads it as a view: nothing is gathered or
 concatenated, and a request's attention cannot depend on who shares the batch. Rows behind a sequence's length are
-scratch: a block writes its K/V there, attends, and the next step overwrites what was not accepted. Cropping is forgetting
-a length.
+scratch: a block writes its K/V there, attends, and the next step overwrites what was not accepted. Cropping is
+forgetting a length.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def span_positions(spans: Sequence[Span], device: torch.device | None = None) ->
 
 
 class KVStore:
-    """Keys and values [layers, slots, kv_heads, capacity, head_dim]; the operating system backs only what is touched."""
+    """Keys and values [layers, slots, kv_heads, capacity, head_dim]; memory is taken only as it is touched (on CPU)."""
 
     def __init__(
         self,
@@ -58,6 +58,21 @@ class KVStore:
             self.keys[layer, slot, :, start:end] = k[row : row + length].transpose(0, 1)
             self.values[layer, slot, :, start:end] = v[row : row + length].transpose(0, 1)
             row += length
+
+    def write_all(self, spans: Sequence[Span], k: Tensor, v: Tensor) -> None:
+        """Stores k, v [rows, layers, kv_heads, head_dim] of a flat batch in every layer at once."""
+        row = 0
+        for slot, start, length in spans:
+            end = start + length
+            self.keys[:, slot, :, start:end] = k[row : row + length].permute(1, 2, 0, 3)
+            self.values[:, slot, :, start:end] = v[row : row + length].permute(1, 2, 0, 3)
+            row += length
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of a slot into another; the same slot is left as it is."""
+        if source != target:
+            self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
+            self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
 
 class StoreAttention:

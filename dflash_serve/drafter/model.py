@@ -8,7 +8,8 @@ one model serves a preallocated store, a paged pool, an engine's own buffers and
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from dflash_serve.drafter.config import DrafterConfig
 from dflash_serve.drafter.rope import RotaryEmbedding, rotate
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Attend(Protocol):
@@ -66,9 +69,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [rows, H] -> rotated queries [rows, heads, head_dim]."""
-        return rotate(self.q_norm(self.q_proj(x).view(len(x), -1, self.head_dim)), cos, sin)
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed block rows x [rows, H] -> q [rows, heads, head_dim] and k, v [rows, kv_heads, head_dim], rotated."""
+        q = self.q_norm(self.q_proj(x).view(len(x), -1, self.head_dim))
+        return rotate(q, cos, sin), *self.key_value(x, cos, sin)
 
     def key_value(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [rows, H], a normed block row or a context row -> rotated keys and values [rows, kv_heads, head_dim]."""
@@ -89,11 +93,15 @@ class Layer(nn.Module):
 
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         x = self.input_layernorm(h)
-        q = self.self_attn.query(x, cos, sin)
-        k, v = self.self_attn.key_value(x, cos, sin)
+        q, k, v = self.self_attn.project(x, cos, sin)
         h = h + self.self_attn.o_proj(attend(self.index, q, k, v).reshape(len(h), -1))
         out: Tensor = h + self.mlp(self.post_attention_layernorm(h))
         return out
+
+
+def modules(items: Iterable[Module]) -> Sequence[Module]:
+    """A ModuleList that type checkers see as a sequence of what is in it."""
+    return cast(Sequence[Module], nn.ModuleList(items))
 
 
 class Drafter(nn.Module):
@@ -109,7 +117,7 @@ class Drafter(nn.Module):
         self.config = config
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
+        self.layers = modules(Layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
         shape = torch.empty(config.hidden_size) if config.has_mask_embedding else None
@@ -120,15 +128,16 @@ class Drafter(nn.Module):
         out: Tensor = self.hidden_norm(self.fc(features))
         return out
 
-    def context_kv(self, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of projected context rows, once and for all: one (k, v), each [rows, kv_heads, head_dim], a layer.
+    def context_kv(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of projected context rows, once and for all: each [rows, layers, kv_heads, head_dim].
 
         Args:
             context: [rows, H] from `project_context`.
             positions: int [rows], the tokens' positions in their sequences.
         """
         cos, sin = self.rotary(positions)
-        return [layer.self_attn.key_value(context, cos, sin) for layer in self.layers]  # type: ignore[union-attr, operator]
+        pairs = [layer.self_attn.key_value(context, cos, sin) for layer in self.layers]
+        return torch.stack([k for k, _ in pairs], dim=1), torch.stack([v for _, v in pairs], dim=1)
 
     def noise(self, anchors: Tensor, embedding: Tensor, block_size: int | None = None) -> Tensor:
         """Input rows [blocks * B, H] of blocks [anchor, mask x (B-1)], in the embedding's dtype.

@@ -9,14 +9,14 @@ from dflash_serve.drafter.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
-    """Returns the inverse frequencies [head_dim/2] in fp32 and the factor on cos and sin (1 but for YaRN and longrope)."""
+    """The inverse frequencies [head_dim/2] in fp32, and the factor on cos and sin (1 but for YaRN and longrope)."""
     if rope.scaling is None:
         return rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
     # Imported here: transformers costs seconds, and plain RoPE does not need it.
     from transformers import PretrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    known = rope.model_dump(exclude={"theta", "scaling"}, exclude_none=True)
+    known = rope.model_dump(mode="json", exclude={"theta", "scaling"}, exclude_none=True)
     config = PretrainedConfig(
         rope_parameters={"rope_type": rope.scaling, "rope_theta": rope.theta, **known},
         head_dim=head_dim,

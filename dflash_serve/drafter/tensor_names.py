@@ -18,15 +18,13 @@ PACKED = (
     "_scale_2",
     "_scale_inv",
     "_zero_point",
-    "input_scale",
+    "weight_shape",
     "qweight",
     "qzeros",
     "scales",
     "g_idx",
-    "weight_shape",
-    "_global_scale",
 )
-"""Endings of the tensors that quantisers (compressed-tensors, ModelOpt, GPTQ, AWQ) put beside or in place of weights."""
+"""Endings of the tensors that quantisers (compressed-tensors, ModelOpt, GPTQ, AWQ) put beside or instead of weights."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from dflash_serve.drafter.config import AttentionKind
 from dflash_serve.training.blocks import Blocks
 
-ContextKV = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values of the flat context rows, one (k, v) a layer, each [rows, kv_heads, head_dim]."""
+ContextKV = tuple[Tensor, Tensor]
+"""Keys and values of the flat context rows, each [rows, layers, kv_heads, head_dim] (`Drafter.context_kv`)."""
 
 
 class BlockAttention:
@@ -23,7 +23,9 @@ class BlockAttention:
     """
 
     def __init__(self, blocks: Blocks, context: ContextKV, kinds: Sequence[AttentionKind], dtype: torch.dtype) -> None:
-        self.blocks, self.context, self.kinds = blocks, context, kinds
+        self.blocks, self.kinds = blocks, kinds
+        # Unbound once: a slice a layer would cost a gradient of the whole tensor a layer.
+        self.context = [[per_layer.split(blocks.contexts) for per_layer in part.unbind(1)] for part in context]
         self.masks = {kind: self._masks(kind, dtype) for kind in set(kinds)}
 
     def _masks(self, kind: AttentionKind, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -32,7 +34,7 @@ class BlockAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = [count * self.blocks.block_size for count in self.blocks.counts]
-        context_k, context_v = (part.split(self.blocks.contexts) for part in self.context[layer])
+        context_k, context_v = (part[layer] for part in self.context)
         context_masks, block_mask = self.masks[self.kinds[layer]]
         parts = zip(q.split(rows), k.split(rows), v.split(rows), context_k, context_v, context_masks, strict=True)
         size = self.blocks.block_size
@@ -40,7 +42,14 @@ class BlockAttention:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, context_mask: Tensor, block_mask: Tensor, size: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context_k: Tensor,
+    context_v: Tensor,
+    context_mask: Tensor,
+    block_mask: Tensor,
+    size: int,
 ) -> Tensor:
     """One sequence: q [A*B, heads, D]; k, v [A*B, kv_heads, D]; context_k, context_v [C, kv_heads, D] -> like q."""
     heads, dim = q.shape[1:]
@@ -50,7 +59,9 @@ def _attend(
     queries = q.view(blocks, size, kv_heads, groups, dim).permute(2, 0, 3, 1, 4).reshape(kv_heads, blocks, -1, dim)
     queries = queries * dim**-0.5
     keys, values = (x.view(blocks, size, kv_heads, dim).permute(2, 0, 1, 3) for x in (k, v))
-    to_context = (queries.reshape(kv_heads, -1, dim) @ context_k.permute(1, 2, 0)).view(kv_heads, blocks, groups, -1, rows)
+    to_context = (queries.reshape(kv_heads, -1, dim) @ context_k.permute(1, 2, 0)).view(
+        kv_heads, blocks, groups, -1, rows
+    )
     to_block = (queries @ keys.transpose(-1, -2)).view(kv_heads, blocks, groups, size, size)
     scores = torch.cat([to_context + context_mask[:, None], to_block + block_mask], dim=-1)
     weights = scores.softmax(-1).to(values.dtype).view(kv_heads, blocks, -1, rows + size)
@@ -69,12 +80,14 @@ class FlexBlockAttention:
     Its values are tested against `BlockAttention` on CPU (forward only); it has not been run on a GPU yet.
     """
 
-    def __init__(self, blocks: Blocks, context: ContextKV, kinds: Sequence[AttentionKind], flex: Callable[..., Any]) -> None:
+    def __init__(
+        self, blocks: Blocks, context: ContextKV, kinds: Sequence[AttentionKind], flex: Callable[..., Any]
+    ) -> None:
         self.context, self.kinds, self.flex = context, kinds, flex
         self.masks = {kind: _flex_mask(blocks, kind) for kind in set(kinds)}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        context_k, context_v = self.context[layer]
+        context_k, context_v = (part[:, layer] for part in self.context)
         keys, values = (torch.cat(pair).transpose(0, 1)[None] for pair in ((context_k, k), (context_v, v)))
         mask = self.masks[self.kinds[layer]]
         out: Tensor = self.flex(q.transpose(0, 1)[None], keys, values, block_mask=mask, enable_gqa=True)

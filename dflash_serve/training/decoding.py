@@ -75,7 +75,9 @@ class SlotAttention:
         slots, kv_heads, _ = k.shape
         grouped = q.view(slots, kv_heads, -1, q.shape[-1])
         mask = self.masks[self.kinds[layer]]
-        out = F.scaled_dot_product_attention(grouped, keys[:, :, : self.seen], values[:, :, : self.seen], attn_mask=mask)
+        out = F.scaled_dot_product_attention(
+            grouped, keys[:, :, : self.seen], values[:, :, : self.seen], attn_mask=mask
+        )
         return out.reshape(q.shape)
 
 
@@ -89,7 +91,15 @@ class BatchDecoder:
     """
 
     def __init__(
-        self, target: Target, *, slots: int, capacity: int, max_new_tokens: int, stop_ids: Sequence[int], seed: int, cut_loops: bool = True
+        self,
+        target: Target,
+        *,
+        slots: int,
+        capacity: int,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        seed: int,
+        cut_loops: bool = True,
     ) -> None:
         self.target, self.max_new_tokens, self.cut_loops = target, max_new_tokens, cut_loops
         self.stop_ids = frozenset(stop_ids)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -60,6 +61,20 @@ def block_loss(
     """
     loss, *scores = _BlockLoss.apply(hidden, head, targets, valid, weighting)  # type: ignore[no-untyped-call]
     return loss, SlotScores(*scores)
+
+
+@torch.no_grad()
+def slot_scores(hidden: Tensor, head: Tensor, targets: Tensor, valid: Tensor, weighting: Weighting) -> SlotScores:
+    """The scores alone, without a gradient; arguments as in `block_loss`."""
+    parts = []
+    for first in range(0, len(hidden), BLOCKS_AT_ONCE):
+        part = slice(first, first + BLOCKS_AT_ONCE)
+        logits = (hidden[part].to(head.dtype) @ head.t()).float()
+        cross_entropy = F.cross_entropy(logits.flatten(0, 1), targets[part].flatten(), reduction="none")
+        cross_entropy = cross_entropy.view_as(targets[part])
+        weights = weighting(torch.exp(-cross_entropy), valid[part])
+        parts.append((cross_entropy, weights, (logits.argmax(-1) == targets[part]) & valid[part]))
+    return SlotScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 class _BlockLoss(torch.autograd.Function):

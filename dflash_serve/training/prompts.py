@@ -55,7 +55,9 @@ def _file(path: Path) -> list[str]:
         try:
             texts.append(str(json.loads(line)["prompt"]))
         except (ValueError, KeyError, TypeError):
-            raise UserError('not {"prompt": text}', where=f"{path}:{number}", do="give one JSON object a line") from None
+            raise UserError(
+                'not {"prompt": text}', where=f"{path}:{number}", do="give one JSON object a line"
+            ) from None
     return texts
 
 
@@ -70,7 +72,13 @@ def _dataset(source: DatasetPrompts) -> list[str]:
 
 
 def _synthesise(
-    source: SynthesisedPrompts, target: Target, tokenizer: Tokenizer, *, slots: int, seed: int, progress: Callable[[int], None]
+    source: SynthesisedPrompts,
+    target: Target,
+    tokenizer: Tokenizer,
+    *,
+    slots: int,
+    seed: int,
+    progress: Callable[[int], None],
 ) -> list[str]:
     """Samples user turns; those that did not end by themselves, say nothing or repeat another are dropped."""
     prefix, stop_ids = _user_turn(tokenizer)

@@ -122,13 +122,13 @@ class TrainingSection(Frozen):
     """Softmax over the tokens seen in the data only: far cheaper, and never part of the drafter itself."""
     ema: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Decay of an average of the weights, which is then what is validated and saved; None = no average."""
-    autocast: bool = True
+    bf16: bool = True
+    """Compute in bf16 over fp32 weights; never fp16, features reach 25,000."""
     feature_cache_gib: Annotated[float, Field(ge=0)] = 0.0
     """Memory for context features kept between epochs; 0 = computed anew each time."""
     checkpoint_minutes: Positive = 5.0
     validate_every: PositiveInt = 200
     log_every: PositiveInt = 20
-    compile: bool = False
 
     @model_validator(mode="after")
     def _has_one_budget(self) -> TrainingSection:

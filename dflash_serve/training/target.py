@@ -49,7 +49,10 @@ class TargetShape(Protocol):
 
 
 class Target(Protocol):
-    """A frozen causal LM over flat rows; each of `layers` is called as layer(h, cos, sin, attend) -> h."""
+    """A frozen causal LM over flat rows; each of `layers` is called as layer(h, cos, sin, attend) -> h.
+
+    `get_parameter` must know `norm.weight` and `head.weight` until `pack` is called.
+    """
 
     embedding: Tensor
     layers: nn.ModuleList
@@ -62,6 +65,7 @@ class Target(Protocol):
     def new_store(self, slots: int, capacity: int) -> KVStore: ...
     def pack(self) -> None: ...
     def layer_weights(self, index: int) -> dict[str, Tensor]: ...
+    def get_parameter(self, name: str) -> nn.Parameter: ...
 
 
 class Tokenizer(Protocol):
@@ -73,7 +77,13 @@ class Tokenizer(Protocol):
 
 
 def run_layers(
-    target: Target, token_ids: Tensor, positions: Tensor, attend: Attend, target_layer_ids: Sequence[int] = (), *, last: bool = True
+    target: Target,
+    token_ids: Tensor,
+    positions: Tensor,
+    attend: Attend,
+    target_layer_ids: Sequence[int] = (),
+    *,
+    last: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Embedding and layers over flat rows, attention by the caller.
 

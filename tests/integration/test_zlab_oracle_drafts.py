@@ -50,15 +50,18 @@ class Ours:
         config = drafter.config
         self.drafter, self.length = drafter, 0
         self.store = KVStore(
-            layers=config.num_layers, slots=1, kv_heads=config.num_key_value_heads, capacity=64, head_dim=config.head_dim
+            layers=config.num_layers,
+            slots=1,
+            kv_heads=config.num_key_value_heads,
+            capacity=64,
+            head_dim=config.head_dim,
         )
 
     def draft(self, features: Tensor, noise: Tensor) -> Tensor:
         """features [new, F*H], noise [B, H] -> hidden states [B, H]."""
         span = Span(0, self.length, len(features))
         context = self.drafter.project_context(features)
-        for layer, (k, v) in enumerate(self.drafter.context_kv(context, span_positions([span]))):
-            self.store.write(layer, [span], k, v)
+        self.store.write_all([span], *self.drafter.context_kv(context, span_positions([span])))
         self.length += len(features)
         block = Span(0, self.length, len(noise))
         config = self.drafter.config

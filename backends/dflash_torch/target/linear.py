@@ -1,8 +1,7 @@
 """A linear layer whose weights oneDNN has re-laid, so that 8 rows cost about what one costs.
 
-PyTorch's plain CPU path picks a poor kernel for 4-16 rows, just the widths speculation verifies. Measured on 2 cores with
-AVX-512 (all layers of SmolLM2-135M, fp32, ms for 1 / 4 / 8 / 16 rows): plain 27 / 39 / 47 / 48, packed 28 / 29 / 32 / 38
-(`benchmarks/layouts.py`).
+PyTorch's plain CPU path picks a poor kernel for 4-16 rows, just the widths that speculation verifies;
+`benchmarks/layouts.py` measures it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The target: a dense decoder of the Llama and Qwen families over flat ragged rows and a preallocated K/V store.
 
-One forward serves prefill, decoding and block verification of any number of requests: the batch is the concatenation of
-their rows, and only attention knows where one request ends (`kv_store.StoreAttention`). Context features are taken at the
-chosen layers only. Weights are fused as they are read: qkv and gate_up are one product each.
+One forward serves prefill, decoding and block verification of any number of requests: the batch is the concatenation
+of their rows, and only attention knows where one request ends (`kv_store.StoreAttention`). Context features are taken at
+the chosen layers only. Weights are fused as they are read: qkv and gate_up are one product each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention, span_positions
-from dflash_serve.drafter.model import Attend, RMSNorm
+from dflash_serve.drafter.model import Attend, RMSNorm, modules
 from dflash_serve.drafter.rope import RotaryEmbedding, rotate
 
 from .config import TargetConfig
@@ -23,7 +23,7 @@ from .linear import pack_linears
 
 
 class TargetOutput(NamedTuple):
-    """`hidden` [rows, H] after the final norm; `features` [rows, F*H] in the order of the layer ids, None if none asked."""
+    """`hidden` [rows, H] after the final norm; `features` [rows, F*H] in the order of the layer ids, if any was asked."""
 
     hidden: Tensor
     features: Tensor | None
@@ -68,7 +68,7 @@ class TargetModel(nn.Module):
         super().__init__()
         self.config = config
         self.register_parameter("embedding", nn.Parameter(torch.empty(config.vocab_size, config.hidden_size)))
-        self.layers = nn.ModuleList(TargetLayer(config, index) for index in range(config.num_layers))
+        self.layers = modules(TargetLayer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:

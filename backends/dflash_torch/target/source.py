@@ -52,6 +52,6 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
 
     folder = target_folder(name, revision)
     try:
-        return AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
+        return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"no usable tokenizer ({str(error).splitlines()[0]})", where=str(folder)) from None

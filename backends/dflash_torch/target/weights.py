@@ -15,7 +15,10 @@ from dflash_serve.errors import UserError
 from .config import TargetConfig, read_target_config
 from .model import TargetModel
 
-FUSED = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "gate_up": ("mlp.gate_proj", "mlp.up_proj")}
+FUSED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+}
 RENAMED = {
     "o": "self_attn.o_proj",
     "down": "mlp.down_proj",
@@ -55,7 +58,11 @@ def load_weights(folder: Path, *, dtype: torch.dtype, device: torch.device | str
 
 def sources(name: str, config: TargetConfig) -> list[str]:
     """Hugging Face tensor names that make up our parameter `name`, in the order they are stacked."""
-    top = {"embedding": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
+    top = {
+        "embedding": "model.embed_tokens.weight",
+        "norm.weight": "model.norm.weight",
+        "head.weight": "lm_head.weight",
+    }
     if name in top:
         return [top[name]]
     _, index, rest = name.split(".", 2)
@@ -92,4 +99,5 @@ class _Tensors:
         if name not in self.files:
             raise UserError(f"tensor {name} is missing", where=str(self.folder), do="use a complete checkpoint")
         with self._open(self.files[name]) as file:
-            return file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name)
+            return tensor

@@ -37,10 +37,14 @@ def read(config: Section, has_mask_embedding: bool) -> dict[str, object]:
 
 def _windows(config: Section, dflash: Section) -> tuple[int | None, ...]:
     """Every layer slides with use_swa, unless layer_types itself tells sliding layers from full ones."""
+    window, outer = dflash.optional_integer("swa_window_size"), config.optional_integer("sliding_window")
+    if window is not None and outer is not None and window != outer:
+        dflash.note(
+            f"{dflash.named('swa_window_size')} is {window} but sliding_window is {outer}", "keep the right one"
+        )
     if not dflash.flag("use_swa") or SLIDING in (config.strings("layer_types") or ()):
-        return read_windows(config)
-    key = "swa_window_size" if dflash.has("swa_window_size") else "sliding_window"
-    return (dflash.integer(key),) * config.integer("num_hidden_layers")
+        return read_windows(config, window)
+    return (window or dflash.integer("sliding_window"),) * config.integer("num_hidden_layers")
 
 
 def write(config: DrafterConfig, target: Target) -> dict[str, object]:

@@ -58,10 +58,11 @@ def read_transformer(config: Section) -> Transformer:
     )
 
 
-def read_windows(config: Section) -> tuple[int | None, ...]:
+def read_windows(config: Section, window: int | None = None) -> tuple[int | None, ...]:
     """The window of every layer, None = full attention, by transformers' rules.
 
     `layer_types` says which layers slide; without it, `use_sliding_window` makes all from `max_window_layers` on slide.
+    `window` is the size where it is not `sliding_window` that gives it.
     """
     count = config.integer("num_hidden_layers")
     sliding = _sliding_layers(config, count)
@@ -72,7 +73,7 @@ def read_windows(config: Section) -> tuple[int | None, ...]:
             f"layer_types has {SLIDING} layers but use_sliding_window is false",
             "set use_sliding_window to true, or the layers to full_attention",
         )
-    window = config.integer("sliding_window")
+    window = config.integer("sliding_window", window)
     return tuple(window if slides else None for slides in sliding)
 
 

@@ -90,7 +90,9 @@ def test_a_sliding_layer_is_causal_unless_told_otherwise(
 @pytest.mark.parametrize(
     ("non_causal", "kind"), [(False, AttentionKind(window=6, causal=True)), (True, AttentionKind(window=6))]
 )
-def test_speculators_full_layers_are_always_bidirectional(non_causal: bool, kind: AttentionKind, tmp_path: Path) -> None:
+def test_speculators_full_layers_are_always_bidirectional(
+    non_causal: bool, kind: AttentionKind, tmp_path: Path
+) -> None:
     start = raw("speculators", tiny_drafter_config(layers=(SLIDING, FULL)))
     assert read(tmp_path, start, {"sliding_window_non_causal": non_causal}).layers == (kind, FULL)
 
@@ -105,6 +107,16 @@ def test_modelopt_windows_hold_although_layer_types_say_full(causal: bool, tmp_p
     config = read(tmp_path, raw("zlab"), change)
     assert config.layers == (AttentionKind(window=9, causal=causal),) * 2
     assert read_config(tmp_path)[1] == "modelopt"
+
+
+def test_modelopt_windows_hold_in_the_sliding_layers_where_layer_types_tells_them(tmp_path: Path) -> None:
+    change: dict[str, object] = {
+        "dflash_config.use_swa": True,
+        "dflash_config.swa_window_size": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    config = read(tmp_path, raw("zlab"), change, "use_sliding_window")
+    assert config.layers == (AttentionKind(window=9, causal=True), FULL)
 
 
 def test_modelopt_writes_what_modelopt_exports() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_serve.drafter.layer_ids import uniform_target_layer_ids
@@ -24,6 +24,7 @@ def test_known_choices(depth: int, count: int, ids: tuple[int, ...]) -> None:
 
 
 @given(st.integers(4, 200), st.integers(1, 32))
+@settings(deadline=None)  # the first example imports transformers
 def test_it_is_zlabs_formula(depth: int, count: int) -> None:
     zlab = pytest.importorskip("dflash.model")
     assert list(uniform_target_layer_ids(depth, count)) == zlab.build_target_layer_ids(depth, count)
@@ -31,5 +32,5 @@ def test_it_is_zlabs_formula(depth: int, count: int) -> None:
 
 @pytest.mark.parametrize(("depth", "count"), [(3, 2), (0, 1), (36, 0)])
 def test_an_impossible_choice_is_an_error(depth: int, count: int) -> None:
-    with pytest.raises(ValueError, match="too shallow|cannot choose"):
+    with pytest.raises(ValueError, match=r"too shallow|cannot choose"):
         uniform_target_layer_ids(depth, count)

@@ -30,7 +30,9 @@ ROPES: list[dict[str, object]] = [
 def configs(draw: st.DrawFn) -> DrafterConfig:
     """Any drafter that all three dialects can express."""
     window = draw(st.integers(1, 4096))
-    uniform = st.sampled_from([AttentionKind(), AttentionKind(window=window), AttentionKind(window=window, causal=True)])
+    uniform = st.sampled_from(
+        [AttentionKind(), AttentionKind(window=window), AttentionKind(window=window, causal=True)]
+    )
     kv_heads = draw(st.integers(1, 4))
     depth = draw(st.integers(4, 100))
     vocab_size = draw(st.integers(2, 300000))
@@ -85,9 +87,11 @@ def test_zlab_can_say_everything_a_config_can() -> None:
     assert read_back("modelopt", config) == config
 
 
-@pytest.mark.parametrize(("first", "second"), permutations(DIALECTS, 2))
+@pytest.mark.parametrize(("first", "second"), list(permutations(DIALECTS, 2)))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_tensors_are_bit_equal_after_any_conversion(first: str, second: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_tensors_are_bit_equal_after_any_conversion(
+    first: str, second: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     config = tiny_drafter_config(attention_bias=True)
     tensors = random_tensors(config, dtype=dtype)
     write_drafter(tmp_path / "a", config, tensors, dialect=first)

