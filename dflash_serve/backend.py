@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Protocol
 
 from dflash_serve.deployment import Deployment
@@ -52,6 +54,56 @@ class Backend(Protocol):
         Raises:
             UserError: the deployment has problems, or this backend runs as a server only.
         """
+        ...
+
+
+@dataclass(frozen=True)
+class Command:
+    """What `serve` replaces itself with."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Set on top of the environment."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Where an engine's own server reports acceptance, and under which name."""
+
+    path: str
+    """Of the HTTP server."""
+    format: str
+    """`prometheus`, or `json` for a list of iterations."""
+    drafted: str | None
+    """Drafted tokens, without anchors."""
+    accepted: str | None
+    """Those of them that were accepted."""
+    acceptance_length: str | None
+    """Tokens gained per verification, the bonus token counted."""
+
+
+class ServerBackend(Protocol):
+    """An engine that runs as its own server: nothing of ours stands between it and its clients."""
+
+    name: str
+    metrics: Metrics
+
+    def check(self, deployment: Deployment) -> list[Problem]:
+        """Everything that would not work, before anything is started."""
+        ...
+
+    def prepare(self, deployment: Deployment, folder: Path) -> None:
+        """Writes what the engine reads into `folder`.
+
+        Raises:
+            UserError: the deployment has problems, or a checkpoint cannot be read.
+        """
+        ...
+
+    def command(
+        self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000
+    ) -> Command:
+        """The engine's command line, for a folder that `prepare` has written."""
         ...
 
 

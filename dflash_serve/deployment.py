@@ -55,6 +55,12 @@ class Parallel(Frozen):
 
     tensor: PositiveInt = 1
     expert: PositiveInt = 1
+    """Of the tensor-parallel devices, how many share out the experts instead of slicing them."""
+    pipeline: PositiveInt = 1
+    context: PositiveInt = 1
+    """Devices that share one sequence (context parallelism; TensorRT-LLM: Helix)."""
+    attention_data: bool = False
+    """Attention runs data-parallel: each device holds all of it, for requests of its own."""
     nodes: PositiveInt = 1
 
 
@@ -65,6 +71,19 @@ class Limits(Frozen):
     max_model_len: PositiveInt | None = None
     """Tokens of prompt and answer together; None = what the target was made for."""
     max_queued_requests: PositiveInt = 256
+    max_num_tokens: PositiveInt | None = None
+    """Rows in one step of the target, prompts and blocks together; None = the engine's own."""
+
+
+class KVCache(Frozen):
+    """The target's keys and values."""
+
+    dtype: Literal["auto", "bfloat16", "fp8", "nvfp4"] = "auto"
+    """auto = as the target's checkpoint says."""
+    block_reuse: bool | None = None
+    """Keep the blocks of finished prompts for others (prefix caching); None = only where the drafter does not starve."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the free memory given to it; None = what the weights and the drafter's context leave."""
 
 
 class Hardware(Frozen):
@@ -86,7 +105,10 @@ class Deployment(Frozen):
     speculation: Speculation = Speculation()
     parallel: Parallel = Parallel()
     limits: Limits = Limits()
+    kv_cache: KVCache = KVCache()
     hardware: Hardware = Hardware()
+    role: Literal["whole", "prefill", "decode"] = "whole"
+    """Prefill and decode are the halves of a disaggregated pair of servers."""
 
 
 class _Environment(Deployment, BaseSettings):

@@ -138,10 +138,7 @@ class Decoder:
         drafts = self._draft(sequences)
         pending = [s.pending[: self.prefill_rows] for s in sequences]
         hidden, features = self._verify(sequences, pending, drafts)
-        heads = [i for i, s in enumerate(sequences) if len(pending[i]) == len(s.pending)]
-        rows = _last_rows(pending, drafts, heads)
-        logits = self.target.logits(hidden if rows is None else hidden[rows])
-        judged = dict(zip(heads, judge([sequences[i] for i in heads], [drafts[i] for i in heads], logits), strict=True))
+        judged = self._judge(sequences, pending, drafts, hidden)
         gains = []
         for index, sequence in enumerate(sequences):
             gain = judged.get(index) or Gain(sequence, [])
@@ -186,6 +183,18 @@ class Decoder:
         if output.features is None:
             return output.hidden, [None] * len(blocks)
         return output.hidden, list(output.features.split([len(block) for block in blocks]))
+
+    def _judge(
+        self, sequences: Many[Sequence], pending: list[list[int]], drafts: list[list[int]], hidden: Tensor
+    ) -> dict[int, Gain]:
+        """What each sequence gains whose prompt is through; the others' rows need no logits."""
+        heads = [i for i, s in enumerate(sequences) if len(pending[i]) == len(s.pending)]
+        if not heads:
+            return {}
+        rows = _last_rows(pending, drafts, heads)
+        logits = self.target.logits(hidden if rows is None else hidden[rows])
+        gains = judge([sequences[i] for i in heads], [drafts[i] for i in heads], logits)
+        return dict(zip(heads, gains, strict=True))
 
     def _commit(self, gain: Gain, pending: int, draft: list[int], features: Tensor | None) -> None:
         """Keeps the K/V and features of the rows that stand: the pending tokens and the accepted drafted ones."""

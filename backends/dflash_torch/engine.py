@@ -13,44 +13,11 @@ from dflash_serve.outputs import Chunk, RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import FixedWidth
 
+from .answer import Answer
 from .decoder import Decoder
-from .sequence import Sequence
-from .text import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class _Request:
-    """A sequence on its way, and the text it has given."""
-
-    def __init__(self, index: int, sequence: Sequence, stream: TextStream) -> None:
-        self.index, self.sequence, self.stream = index, sequence, stream
-        self.text = ""
-
-    def advance(self, token_ids: list[int]) -> Chunk:
-        """The chunk of one step; a completed stop string finishes the request."""
-        ended = self.sequence.finish_reason is not None
-        special = {token_ids[-1]} if ended and self.sequence.finish_reason == "stop" and token_ids else set()
-        text = self.stream.feed([token for token in token_ids if token not in special])
-        if self.stream.stopped:
-            self.sequence.finish_reason = "stop"
-        elif ended:
-            text += self.stream.flush()
-        self.text += text
-        return Chunk(self.index, text, token_ids, self.sequence.finish_reason)
-
-    def output(self) -> RequestOutput:
-        """The finished request."""
-        sequence = self.sequence
-        assert sequence.finish_reason is not None
-        return RequestOutput(
-            prompt_token_ids=sequence.token_ids[: sequence.prompt_length],
-            token_ids=sequence.output_ids,
-            text=self.text,
-            finish_reason=sequence.finish_reason,
-            statistics=sequence.statistics,
-        )
 
 
 class EmbeddedEngine:
@@ -67,30 +34,29 @@ class EmbeddedEngine:
             UserError: a prompt that does not fit; nothing has run then.
         """
         waiting = deque((n, self.tokenise(p), par) for n, (p, par) in enumerate(zip(prompts, params, strict=True)))
-        for _, token_ids, _ in waiting:
-            self.decoder.check_prompt(token_ids)
+        for _, token_ids, param in waiting:
+            self.decoder.check(token_ids, param)
         self._outputs.clear()
-        requests: dict[int, _Request] = {}
+        answers: dict[int, Answer] = {}
         try:
             while waiting or self.decoder.running:
                 while waiting and self.decoder.free_slots:
                     index, token_ids, param = waiting.popleft()
                     sequence = self.decoder.join(token_ids, param)
-                    stream = TextStream(self.tokenizer.backend_tokenizer, param.stop)
-                    requests[sequence.id] = _Request(index, sequence, stream)
-                yield from self._step(requests)
+                    answers[sequence.id] = Answer(index, sequence, self.tokenizer.backend_tokenizer)
+                yield from self._step(answers)
         finally:  # a caller that stops listening frees its slots
             for sequence in list(self.decoder.running):
                 self.decoder.leave(sequence)
 
-    def _step(self, requests: dict[int, _Request]) -> Iterator[Chunk]:
+    def _step(self, answers: dict[int, Answer]) -> Iterator[Chunk]:
         for gain in self.decoder.step():
-            request = requests[gain.sequence.id]
-            chunk = request.advance(gain.token_ids)
-            if request.stream.stopped and gain.sequence in self.decoder.running:
+            answer = answers[gain.sequence.id]
+            chunk = answer.advance(gain)
+            if answer.stream.stopped and gain.sequence in self.decoder.running:
                 self.decoder.leave(gain.sequence)
             if chunk.finish_reason is not None:
-                self._outputs[request.index] = request.output()
+                self._outputs[answer.index] = answer.output()
             if chunk.token_ids or chunk.finish_reason:
                 yield chunk
 
@@ -101,10 +67,8 @@ class EmbeddedEngine:
     def plain(self) -> EmbeddedEngine:
         """The same target without speculation, to compare with: no drafter, no features taken."""
         full = self.decoder
-        slots = len(full.free_slots) + len(full.running)
-        return EmbeddedEngine(
-            Decoder(full.target, None, FixedWidth(1), slots=slots, capacity=full.capacity), self.tokenizer
-        )
+        decoder = Decoder(full.target, None, FixedWidth(1), slots=full.store.slots, capacity=full.capacity)
+        return EmbeddedEngine(decoder, self.tokenizer)
 
     def tokenise(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; chat messages go through the target's own template.

@@ -54,7 +54,10 @@ class Speculator:
         return drafts
 
     def inject(self, sequences: Many[Sequence]) -> None:
-        """Writes the context K/V of tokens verified since the last draft; nothing older is recomputed."""
+        """Writes the context K/V of tokens verified since the last time; nothing older is recomputed."""
+        sequences = [s for s in sequences if s.features]
+        if not sequences:
+            return
         spans = [Span(s.slot, s.injected, s.verified - s.injected) for s in sequences]
         context = self.drafter.project_context(torch.cat([rows for s in sequences for rows in s.features]))
         positions = span_positions(spans, context.device)

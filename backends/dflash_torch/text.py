@@ -21,12 +21,15 @@ class TextStream:
         self.stop = tuple(stop)
         self.held = ""
         self.stopped = False
+        self.fed = 0
+        """Tokens taken in so far; those behind a complete stop string are not."""
 
     def feed(self, token_ids: Many[int]) -> str:
         """The text that is certain after these tokens; sets `stopped` once a stop string is complete."""
         for token_id in token_ids:
             if self.stopped:
                 break
+            self.fed += 1
             self.held += self.decoder.step(self.tokenizer, token_id) or ""
             self._cut_at_stop()
         safe = len(self.held) if self.stopped else len(self.held) - self._could_be_stop()

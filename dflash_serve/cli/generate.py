@@ -115,7 +115,7 @@ def _run(
 
 def _print(console: Console, deployment: Deployment, run: Run, report: dict[str, Any]) -> None:
     for line in _summary(deployment, report):
-        console.print(line)
+        console.print(line, soft_wrap=True)
 
 
 def _summary(deployment: Deployment, report: dict[str, Any]) -> Iterator[str]:

@@ -66,7 +66,7 @@ def gather_prompts(
     kept = [text for text in texts if not any(known in text for known in excluded)]
     prompts = [chat_prompt(tokenizer, text) for text in kept]
     prompts = [prompt for prompt in prompts if len(prompt) <= recipe.data.answers.max_prompt_tokens]
-    random.Random(recipe.seed).shuffle(prompts)
+    random.Random(recipe.seed).shuffle(prompts)  # noqa: S311 - no secret
     return prompts
 
 
@@ -125,8 +125,8 @@ def _requests(
         if index in done:
             continue
         # A pure function of seed and prompt: a resumed run samples the same prompts.
-        sampled = random.Random(seed * 1_000_003 + index).random() < settings.sampled_share
-        yield Request(index, prompt, settings.temperature if sampled else 0.0)
+        chance = random.Random(seed * 1_000_003 + index).random()  # noqa: S311 - no secret
+        yield Request(index, prompt, settings.temperature if chance < settings.sampled_share else 0.0)
 
 
 def _as_answer(completion: Completion) -> Answer:

@@ -1,4 +1,4 @@
-"""Training's attention: every block of a step at once, each seeing its own context and itself, nothing of other blocks."""
+"""Training's attention: all blocks at once, each seeing its own context and itself, nothing of other blocks."""
 
 from __future__ import annotations
 
@@ -36,22 +36,16 @@ class BlockAttention:
         rows = [count * self.blocks.block_size for count in self.blocks.counts]
         context_k, context_v = (part[layer] for part in self.context)
         context_masks, block_mask = self.masks[self.kinds[layer]]
-        parts = zip(q.split(rows), k.split(rows), v.split(rows), context_k, context_v, context_masks, strict=True)
         size = self.blocks.block_size
-        return torch.cat([_attend(*part, block_mask, size) for part in parts])
+        parts = zip(q.split(rows), k.split(rows), v.split(rows), context_k, context_v, context_masks, strict=True)
+        return torch.cat([_attend(a, b, c, (ck, cv), seen, block_mask, size) for a, b, c, ck, cv, seen in parts])
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context_k: Tensor,
-    context_v: Tensor,
-    context_mask: Tensor,
-    block_mask: Tensor,
-    size: int,
+    q: Tensor, k: Tensor, v: Tensor, context: tuple[Tensor, Tensor], context_mask: Tensor, block_mask: Tensor, size: int
 ) -> Tensor:
-    """One sequence: q [A*B, heads, D]; k, v [A*B, kv_heads, D]; context_k, context_v [C, kv_heads, D] -> like q."""
+    """One sequence: q [A*B, heads, D]; k, v [A*B, kv_heads, D]; context k, v [C, kv_heads, D] -> like q."""
+    context_k, context_v = context
     heads, dim = q.shape[1:]
     kv_heads, rows = k.shape[1], len(context_k)
     groups, blocks = heads // kv_heads, len(q) // size

@@ -36,7 +36,7 @@ class Blocks:
         return torch.cat([torch.arange(rows, device=self.anchors.device) for rows in self.contexts])
 
     def context_visible(self, kind: AttentionKind) -> list[Tensor]:
-        """For each sequence bool [blocks, B or 1, context rows]: features strictly before the anchor, within the window."""
+        """A sequence's bool [blocks, B or 1, context rows]: features strictly before the anchor, within the window."""
         out = []
         for anchors, rows in zip(self.anchors.split(self.counts), self.contexts, strict=True):
             keys = torch.arange(rows, device=anchors.device)

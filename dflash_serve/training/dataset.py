@@ -27,10 +27,11 @@ def load_answers(
     """
     answers = [answer for entry in manifest.shards for answer in read_shard(folder, entry)]
     answers = [answer for answer in answers if len(answer.tokens) - answer.prompt_length >= SHORTEST]
-    training, validation = [], []
+    training: list[Answer] = []
+    validation: list[Answer] = []
     for answer in answers:
-        held_out = random.Random(seed * 2_000_003 + answer.prompt_index).random() < validation_share
-        (validation if held_out else training).append(answer)
+        chance = random.Random(seed * 2_000_003 + answer.prompt_index).random()  # noqa: S311 - no secret
+        (validation if chance < validation_share else training).append(answer)
     if not training:
         raise UserError("no answers to train on", where=str(folder), do="give more prompts")
     return training, validation
@@ -72,4 +73,5 @@ class Features:
 
 def seen_vocabulary(answers: Sequence[Answer]) -> Tensor:
     """Token ids that occur in the answers, sorted, int64."""
-    return torch.unique(torch.cat([a.tokens[a.prompt_length :] for a in answers])).to(torch.int64)
+    found: Tensor = torch.unique(torch.cat([a.tokens[a.prompt_length :] for a in answers]))
+    return found.to(torch.int64)

@@ -34,7 +34,7 @@ class Request:
 
 @dataclass
 class Completion:
-    """A continued prompt. `ended`: by a stop token (kept as the last token), not by the limit; `looped`: cut in a loop."""
+    """A continued prompt. `ended`: by a stop token (kept, the last one), not by the limit; `looped`: cut in a loop."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
@@ -166,7 +166,7 @@ class BatchDecoder:
         rows = torch.tensor([row for row, t in enumerate(temperatures) if t > 0], dtype=torch.int64, device=self.device)
         if len(rows):
             heat = torch.tensor([t for t in temperatures if t > 0], device=self.device)
-            # Inverse transform: one uniform number a row; torch.multinomial draws one for every token of the vocabulary.
+            # Inverse transform: one uniform number a row; torch.multinomial draws one for each token of the vocabulary.
             cumulative = (logits[rows].float() / heat[:, None]).softmax(-1).cumsum(-1)
             uniform = torch.rand((len(rows), 1), generator=self.generator, device=self.device) * cumulative[:, -1:]
             chosen[rows] = torch.searchsorted(cumulative, uniform)[:, 0].clamp_(max=logits.shape[-1] - 1)

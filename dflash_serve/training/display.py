@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from typing_extensions import Self
 
 from dflash_serve.training.trainer import Tick
 
@@ -29,7 +29,9 @@ class Display:
         self.bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bar.stop()
 
     def __call__(self, tick: Tick) -> None:

@@ -1,7 +1,7 @@
 """Cross-entropy of the slots through the target's frozen head, weighted, in bounded memory.
 
-The gradient is made in the forward pass, chunk by chunk: the logits of a step (thousands of rows x the vocabulary) never
-exist at once, and nothing is computed twice.
+The gradient is made in the forward pass, chunk by chunk: the logits of a step (thousands of rows x the vocabulary)
+never exist at once, and nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCKS_AT_ONCE = 64
+BLOCKS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,8 @@ class Weighting:
     def __call__(self, probability: Tensor, valid: Tensor) -> Tensor:
         """Weights [blocks, B-1] of slots 1..B-1 from the drafter's probability of the right tokens; 0 where not valid.
 
-        D-PACE: q_j = (1-a) p_j + a, w_j = sum over m >= j of prod over i <= m of q_i: a slot counts as far as the slots up
-        to it, and those behind it, are likely to be accepted.
+        D-PACE: q_j = (1-a) p_j + a, w_j = sum over m >= j of prod over i <= m of q_i: a slot counts as far as the slots
+        up to it, and those behind it, are likely to be accepted.
         """
         if self.alpha is None:
             slots = torch.arange(valid.shape[1], device=valid.device)
@@ -46,75 +45,87 @@ class SlotScores:
     hit: Tensor
 
 
-def block_loss(
-    hidden: Tensor, head: Tensor, targets: Tensor, valid: Tensor, weighting: Weighting
-) -> tuple[Tensor, SlotScores]:
-    """The weighted mean cross-entropy of a step, and its scores.
+class SlotLoss:
+    """The loss of a step through a frozen head, and its scores.
 
     Args:
-        hidden: [blocks, B-1, H] of slots 1..B-1, after the drafter's final norm.
-        head: [vocabulary, H], frozen; bf16 makes the products fast.
-        targets: rows of `head`, int64 [blocks, B-1]; ignored where not `valid`.
-
-    Returns:
-        scalar fp32 loss (differentiable in `hidden`), scores.
+        head: [vocabulary, H]; bf16 makes the products fast.
+        blocks_at_once: blocks whose logits exist together.
     """
-    loss, *scores = _BlockLoss.apply(hidden, head, targets, valid, weighting)  # type: ignore[no-untyped-call]
-    return loss, SlotScores(*scores)
+
+    def __init__(self, head: Tensor, weighting: Weighting, *, blocks_at_once: int = BLOCKS_AT_ONCE) -> None:
+        self.head, self.weighting, self.blocks_at_once = head, weighting, blocks_at_once
+        self.room: Tensor | None = None
+
+    def __call__(self, hidden: Tensor, targets: Tensor, valid: Tensor) -> tuple[Tensor, SlotScores]:
+        """Weighted mean cross-entropy.
+
+        Args:
+            hidden: [blocks, B-1, H] of slots 1..B-1, after the drafter's final norm.
+            targets: rows of the head, int64 [blocks, B-1]; ignored where not `valid`.
+
+        Returns:
+            scalar fp32 loss (differentiable in `hidden`), scores.
+        """
+        loss, *scores = _SlotLoss.apply(hidden, targets, valid, self)  # type: ignore[no-untyped-call]
+        return loss, SlotScores(*scores)
+
+    @torch.no_grad()
+    def scores(self, hidden: Tensor, targets: Tensor, valid: Tensor) -> SlotScores:
+        """The scores alone."""
+        parts = []
+        for part in self._parts(hidden):
+            cross_entropy, hit, _ = self._measure(hidden[part], targets[part], valid[part])
+            parts.append((cross_entropy, self.weighting(torch.exp(-cross_entropy), valid[part]), hit))
+        return SlotScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    def scores_and_gradient(self, hidden: Tensor, targets: Tensor, valid: Tensor) -> tuple[SlotScores, Tensor]:
+        """Scores, and the gradient [blocks, B-1, H] of the weighted sum of cross-entropies."""
+        parts = []
+        for part in self._parts(hidden):
+            cross_entropy, hit, softmax = self._measure(hidden[part], targets[part], valid[part])
+            weights = self.weighting(torch.exp(-cross_entropy), valid[part])
+            # d(w * ce)/d(logits) = w * (softmax - onehot)
+            scale = weights.view(-1, 1)
+            slope = softmax.mul_(scale).scatter_add_(1, targets[part].view(-1, 1), -scale)
+            gradient = (slope.to(self.head.dtype) @ self.head).view_as(hidden[part]).to(hidden.dtype)
+            parts.append((cross_entropy, weights, hit, gradient))
+        *scores, gradient = (torch.cat(column) for column in zip(*parts, strict=True))
+        return SlotScores(*scores), gradient
+
+    def _parts(self, hidden: Tensor) -> list[slice]:
+        return [slice(first, first + self.blocks_at_once) for first in range(0, len(hidden), self.blocks_at_once)]
+
+    def _measure(self, hidden: Tensor, targets: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cross-entropy and hits [blocks, B-1], and the softmax [blocks * (B-1), vocabulary] in memory of ours."""
+        rows, flat = hidden.flatten(0, 1).to(self.head.dtype), targets.view(-1, 1)
+        logits = self._room(len(rows)).copy_(rows @ self.head.t())
+        highest, best = logits.max(-1, keepdim=True)
+        chosen = logits.gather(1, flat)
+        exponentials = logits.sub_(highest).exp_()
+        total = exponentials.sum(-1, keepdim=True)
+        cross_entropy = (highest + total.log() - chosen).view_as(targets)
+        return cross_entropy, (best == flat).view_as(targets) & valid, exponentials.div_(total)
+
+    def _room(self, rows: int) -> Tensor:
+        """Kept between steps: to take 20 MB anew from the system costs a CPU more than to fill them."""
+        if self.room is None or len(self.room) < rows:
+            self.room = torch.empty(rows, len(self.head), device=self.head.device)
+        return self.room[:rows]
 
 
-@torch.no_grad()
-def slot_scores(hidden: Tensor, head: Tensor, targets: Tensor, valid: Tensor, weighting: Weighting) -> SlotScores:
-    """The scores alone, without a gradient; arguments as in `block_loss`."""
-    parts = []
-    for first in range(0, len(hidden), BLOCKS_AT_ONCE):
-        part = slice(first, first + BLOCKS_AT_ONCE)
-        logits = (hidden[part].to(head.dtype) @ head.t()).float()
-        cross_entropy = F.cross_entropy(logits.flatten(0, 1), targets[part].flatten(), reduction="none")
-        cross_entropy = cross_entropy.view_as(targets[part])
-        weights = weighting(torch.exp(-cross_entropy), valid[part])
-        parts.append((cross_entropy, weights, (logits.argmax(-1) == targets[part]) & valid[part]))
-    return SlotScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-class _BlockLoss(torch.autograd.Function):
+class _SlotLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, valid: Tensor, weighting: Weighting
-    ) -> tuple[Tensor, ...]:
-        gradient = torch.empty_like(hidden)
-        scores = []
-        for first in range(0, len(hidden), BLOCKS_AT_ONCE):
-            part = slice(first, first + BLOCKS_AT_ONCE)
-            *score, gradient[part] = _chunk(hidden[part], head, targets[part], valid[part], weighting)
-            scores.append(score)
-        cross_entropy, weights, hit = (torch.cat(parts) for parts in zip(*scores, strict=True))
-        total = weights.sum()
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, valid: Tensor, loss: SlotLoss) -> tuple[Tensor, ...]:
+        scores, gradient = loss.scores_and_gradient(hidden.detach(), targets, valid)
+        total = scores.weights.sum()
         ctx.save_for_backward(gradient, total)
-        ctx.mark_non_differentiable(cross_entropy, weights, hit)
-        return (cross_entropy * weights).sum() / total, cross_entropy, weights, hit
+        ctx.mark_non_differentiable(scores.cross_entropy, scores.weights, scores.hit)
+        mean = (scores.cross_entropy * scores.weights).sum() / total
+        return mean, scores.cross_entropy, scores.weights, scores.hit
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         gradient, total = ctx.saved_tensors
-        return gradient * (grad_loss / total).to(gradient.dtype), None, None, None, None
-
-
-def _chunk(
-    hidden: Tensor, head: Tensor, targets: Tensor, valid: Tensor, weighting: Weighting
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cross-entropy, weights, hits [blocks, B-1] and the unnormalised gradient [blocks, B-1, H] of some blocks."""
-    shape, rows, flat = targets.shape, hidden.flatten(0, 1).to(head.dtype), targets.flatten()[:, None]
-    logits = (rows @ head.t()).float()
-    highest, best = logits.max(-1, keepdim=True)
-    hit = (best == flat).view(shape) & valid
-    chosen = logits.gather(1, flat)
-    exponentials = logits.sub_(highest).exp_()
-    total = exponentials.sum(-1, keepdim=True)
-    cross_entropy = (highest + total.log() - chosen).view(shape)
-    weights = weighting(torch.exp(-cross_entropy), valid)
-    # d(w * ce)/d(logits) = w * (softmax - onehot)
-    scale = weights.view(-1, 1)
-    gradient = exponentials.mul_(scale / total).scatter_add_(1, flat, -scale)
-    return cross_entropy, weights, hit, (gradient.to(head.dtype) @ head).view_as(hidden).to(hidden.dtype)
+        return gradient * (grad_loss / total).to(gradient.dtype), None, None, None

@@ -24,7 +24,7 @@ class Optimizer:
             )
             self.parts = [muon, self._adamw([{"params": vectors, "weight_decay": 0.0}], settings)]
         else:
-            groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+            groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
             self.parts = [self._adamw(groups, settings)]
 
     @staticmethod

@@ -50,8 +50,9 @@ def _file(path: Path) -> list[str]:
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})", where=str(path), do="check the prompts' path") from None
     texts = []
-    lines = text.removesuffix("\n").split("\n")  # not splitlines: a prompt may hold U+2028
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a prompt may hold U+2028
+        if not line.strip():
+            continue
         try:
             texts.append(str(json.loads(line)["prompt"]))
         except (ValueError, KeyError, TypeError):

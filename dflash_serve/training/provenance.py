@@ -59,7 +59,8 @@ def commit() -> str | None:
     """The git commit of this source tree, None outside of one."""
     try:
         command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        found = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - fixed words
+        return found.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -29,7 +29,7 @@ DRAFTER = "drafter"
 
 
 def choose_device(name: str) -> tuple[torch.device, torch.dtype]:
-    """`auto` is the GPU where there is one. The target runs in bf16 either way: features reach 25,000, too near fp16's end.
+    """`auto` is the GPU where there is one. The target runs in bf16: features reach 25,000, too near fp16's end.
 
     Raises:
         UserError: a GPU is asked for where there is none.

@@ -1,4 +1,4 @@
-"""What a step trains on, and at which learning rate: pure functions of seed and step, so that a resumed run is the same run."""
+"""What a step trains on, and at which rate: functions of seed and step alone, so that a resumed run is the same run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def step_sequences(seed: int, step: int, count: int, per_step: int) -> list[tupl
 def draw_anchors(seed: int, epoch: int, index: int, *, first: int, length: int, count: int) -> Tensor:
     """Sorted anchors int64 [<= count] among the answer's positions first .. length-2, without repetition.
 
-    The last position is none: nothing follows it. `first` is the answer's first token, which prefill has sampled but the
-    target has not read: the same state as after every verification.
+    The last position is none: nothing follows it. `first` is the answer's first token, which prefill has sampled but
+    the target has not read: the same state as after every verification.
     """
     candidates = torch.arange(first, length - 1)
     chosen = torch.randperm(len(candidates), generator=_generator(seed, epoch, index + 1))[:count]

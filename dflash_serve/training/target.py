@@ -6,7 +6,7 @@ The walk over the layers is ours, so that each use brings the attention that sui
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -54,11 +54,14 @@ class Target(Protocol):
     `get_parameter` must know `norm.weight` and `head.weight` until `pack` is called.
     """
 
-    embedding: Tensor
-    layers: nn.ModuleList
-    norm: nn.Module
-    rotary: nn.Module
-
+    @property
+    def embedding(self) -> Tensor: ...
+    @property
+    def layers(self) -> Sequence[Callable[..., Any]]: ...
+    @property
+    def norm(self) -> Callable[..., Any]: ...
+    @property
+    def rotary(self) -> Callable[..., Any]: ...
     @property
     def config(self) -> TargetShape: ...
     def logits(self, hidden: Tensor) -> Tensor: ...

@@ -14,7 +14,7 @@ from dflash_serve.drafter.model import Drafter
 from dflash_serve.training.blocks import Blocks, lay_out
 from dflash_serve.training.dataset import Features, seen_vocabulary
 from dflash_serve.training.forward import BlockForward
-from dflash_serve.training.loss import SlotScores, Weighting, block_loss, slot_scores
+from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting
 from dflash_serve.training.optimizers import Optimizer
 from dflash_serve.training.recipe import Recipe
 from dflash_serve.training.schedule import draw_anchors, learning_rate, step_sequences
@@ -68,12 +68,13 @@ class Trainer:
         self.validation = validation
         self.block_size = drafter.config.block_size
         self.head = target.get_parameter("head.weight").detach()
-        self.loss_head, self.loss_rows = self._loss_head(training)
         self.features = Features(target, training, drafter.config.target_layer_ids, self.settings.feature_cache_gib)
         dtype = torch.bfloat16 if self.settings.bf16 else torch.float32
         self.forward = BlockForward(drafter, target.embedding, dtype=dtype)
         alpha = self.settings.dpace_alpha if self.settings.weighting == "dpace" else None
-        self.weighting = Weighting(alpha, self.settings.decay_gamma)
+        weighting = Weighting(alpha, self.settings.decay_gamma)
+        head, self.loss_rows = self._loss_head(training)
+        self.loss, self.whole_loss = SlotLoss(head, weighting), SlotLoss(self.head, weighting)
         self.optimizer = Optimizer(drafter, self.settings)
         self.average = (
             None if self.settings.ema is None else {n: p.detach().clone() for n, p in drafter.named_parameters()}
@@ -123,8 +124,8 @@ class Trainer:
         blocks, features = self._blocks(self.progress.step)
         hidden = self.forward(blocks, features)
         rows = blocks.targets if self.loss_rows is None else self.loss_rows[blocks.targets]
-        loss, scores = block_loss(hidden, self.loss_head, rows, blocks.valid, self.weighting)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss, scores = self.loss(hidden, rows, blocks.valid)
+        loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
         peak, warmup, final = self.settings.lr, self.settings.warmup, self.settings.final_lr
         lr = learning_rate(self.fraction, peak=peak, warmup=warmup, final=final)
@@ -182,9 +183,7 @@ class Trainer:
             anchors = [torch.arange(a.prompt_length, len(a.tokens) - 1, device=device) for a in part]
             blocks = lay_out(sequences, anchors, self.block_size)
             features = target_features(self.target, sequences, self.drafter.config.target_layer_ids)
-            scores = slot_scores(
-                self.forward(blocks, features), self.head, blocks.targets, blocks.valid, self.weighting
-            )
+            scores = self.whole_loss.scores(self.forward(blocks, features), blocks.targets, blocks.valid)
             tally.add(blocks, scores.cross_entropy, scores.weights, scores.hit)
         self._swap_back(weights)
         return tally.scores()

@@ -1,4 +1,4 @@
-"""How good the drafter is on answers it has not seen: loss, accuracy per slot, and acceptance lengths without a real loop.
+"""How good the drafter is on answers it has not seen: loss, accuracy per slot, acceptance lengths without a real loop.
 
 Every position of an answer is an anchor once. `simulated_tau` is the mean acceptance length over all of them;
 `replayed_tau` walks from an answer's first token as decoding does, from one anchor to the next not yet accepted, and is

@@ -1,8 +1,8 @@
 """The target: a dense decoder of the Llama and Qwen families over flat ragged rows and a preallocated K/V store.
 
 One forward serves prefill, decoding and block verification of any number of requests: the batch is the concatenation
-of their rows, and only attention knows where one request ends (`kv_store.StoreAttention`). Context features are taken at
-the chosen layers only. Weights are fused as they are read: qkv and gate_up are one product each.
+of their rows, and only attention knows where one request ends (`kv_store.StoreAttention`). Context features are taken
+at the chosen layers only. Weights are fused as they are read: qkv and gate_up are one product each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .linear import pack_linears
 
 
 class TargetOutput(NamedTuple):
-    """`hidden` [rows, H] after the final norm; `features` [rows, F*H] in the order of the layer ids, if any was asked."""
+    """`hidden` [rows, H] after the final norm; `features` [rows, F*H] in the order of the layer ids, if any."""
 
     hidden: Tensor
     features: Tensor | None

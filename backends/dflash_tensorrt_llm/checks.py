@@ -1,0 +1,164 @@
+"""Everything of a Plan that TensorRT-LLM would refuse, get wrong or do slowly, found before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from dflash_serve.drafter.pairing import check_pairing
+from dflash_serve.problem import Problem
+
+from .gpus import PER_NODE
+from .memory_checks import memory_problems
+from .plan import Plan
+from .release import FIRST
+
+Check = Callable[[Plan], Iterator[Problem]]
+
+
+def problems(plan: Plan) -> list[Problem]:
+    """All of them, in the order a user would fix them."""
+    checks: list[Check] = [_release, _devices, _target_layout, _target_precision, _role]
+    if plan.drafter is not None:
+        checks += [_drafter_fits, _speculation, _implementation, _drafter_layout, _block_reuse]
+    return [problem for check in [*checks, memory_problems] for problem in check(plan)]
+
+
+def _release(plan: Plan) -> Iterator[Problem]:
+    if plan.drafter is not None and not plan.release.has_dflash:
+        what = f"TensorRT-LLM {plan.release} has no DFlash; it came with {FIRST}"
+        yield Problem(what, "TensorRT-LLM", f"install {FIRST} or later")
+
+
+def _devices(plan: Plan) -> Iterator[Problem]:
+    parallel, hardware = plan.deployment.parallel, plan.deployment.hardware
+    if hardware.gpu == "none":
+        yield Problem(
+            "TensorRT-LLM runs on NVIDIA GPUs only", "hardware.gpu", "name the GPU, or serve with --backend torch"
+        )
+    if parallel.pipeline > 1 and plan.drafter is not None:
+        yield Problem("DFlash does not run with pipeline parallelism", "parallel.pipeline", "set it to 1")
+    if parallel.context > 1 and plan.drafter is not None:
+        yield Problem("DFlash does not run with context parallelism (Helix)", "parallel.context", "set it to 1")
+    world = parallel.tensor * parallel.pipeline * parallel.context
+    if world != hardware.count:
+        what = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {world} devices"
+        what += f", but hardware.count is {hardware.count}"
+        yield Problem(what, "parallel.tensor", f"set parallel.tensor to {hardware.count}, or hardware.count to {world}")
+    if world % parallel.nodes:
+        yield Problem(
+            f"{world} devices do not spread evenly over {parallel.nodes} nodes", "parallel.nodes", "change one"
+        )
+    elif world // parallel.nodes > PER_NODE:
+        what = f"{world // parallel.nodes} devices on a node; there are at most {PER_NODE}"
+        yield Problem(what, "parallel.nodes", f"set it to {-(-world // PER_NODE)} or more")
+    if hardware.dtype == "float32":
+        yield Problem("TensorRT-LLM does not serve in float32", "hardware.dtype", "set it to auto or bfloat16")
+
+
+def _target_layout(plan: Plan) -> Iterator[Problem]:
+    parallel, target = plan.deployment.parallel, plan.target
+    if parallel.tensor % parallel.expert:
+        what = f"expert {parallel.expert} does not divide tensor {parallel.tensor}"
+        yield Problem(
+            what, "parallel.expert", "experts are shared out among the tensor-parallel devices: use a divisor"
+        )
+    if parallel.expert > 1 and not target.num_experts:
+        yield Problem(f"{target.shape.name} has no experts", "parallel.expert", "set it to 1")
+    elif parallel.expert > 1 and target.num_experts % parallel.expert:
+        what = f"{target.num_experts} experts do not spread evenly over {parallel.expert} devices"
+        yield Problem(what, "parallel.expert", f"use a divisor of {target.num_experts}")
+    if parallel.attention_data and parallel.tensor == 1:
+        yield Problem("attention data parallelism on one device", "parallel.attention_data", "set it to false")
+    if not parallel.attention_data and target.num_attention_heads % parallel.tensor:
+        what = f"{target.num_attention_heads} attention heads do not split over {parallel.tensor} devices"
+        yield Problem(what, "parallel.tensor", f"use a divisor of {target.num_attention_heads}, or attention_data")
+
+
+def _target_precision(plan: Plan) -> Iterator[Problem]:
+    quantization, gpu = plan.deployment.target.quantization, plan.gpu
+    native = plan.target.native_quantization
+    if quantization == "mxfp4" and native != "mxfp4":
+        what = "mxfp4 is how gpt-oss is published; TensorRT-LLM does not quantise to it"
+        yield Problem(what, "target.quantization", "use fp8 or nvfp4, or a gpt-oss checkpoint")
+    if quantization in ("fp8", "nvfp4") and native not in (None, "modelopt", quantization):
+        what = f"the target's weights are {native} already, not {quantization}"
+        yield Problem(what, "target.quantization", f"set it to {'mxfp4' if native == 'mxfp4' else 'none'}")
+    if quantization in ("fp8", "nvfp4") and native is None:
+        what = f"the target's checkpoint is not {quantization}, and TensorRT-LLM loads weights as they are stored"
+        yield Problem(what, "target.quantization", "build it with `dflash-serve build`, and name the folder it wrote")
+    if gpu is not None and not gpu.is_blackwell:
+        for where, value in (("target.quantization", quantization), ("kv_cache.dtype", plan.deployment.kv_cache.dtype)):
+            if value == "nvfp4":
+                what = f"NVFP4 arithmetic needs Blackwell, {gpu.name} is SM{gpu.compute}"
+                yield Problem(what, where, "use fp8, or b200 or b300")
+
+
+def _role(plan: Plan) -> Iterator[Problem]:
+    role = plan.deployment.role
+    if role != "whole" and plan.drafter is not None:
+        what = (
+            f"role {role}: the decoding server never sees the prompt's features, so acceptance drops without an error"
+        )
+        yield Problem(what, "role", "serve whole, or set speculation.width: off")
+
+
+def _drafter_fits(plan: Plan) -> Iterator[Problem]:
+    assert plan.drafter is not None
+    yield from check_pairing(plan.drafter, plan.target.shape)
+    if len(set(plan.drafter.target_layer_ids)) < len(plan.drafter.target_layer_ids):
+        what = (
+            f"target_layer_ids {list(plan.drafter.target_layer_ids)} name a layer twice; TensorRT-LLM captures it once"
+        )
+        yield Problem(what, "drafter", "serve it with --backend torch")
+    wanted = plan.deployment.drafter.quantization if plan.deployment.drafter else "none"
+    have = plan.quantization.format if plan.quantization else "none"
+    if wanted not in ("none", have):
+        what = f"the drafter's checkpoint is {'not quantised' if have == 'none' else have}, not {wanted}"
+        yield Problem(what, "drafter.quantization", "build it with `dflash-serve build`, and name the folder it wrote")
+    if have == "nvfp4" and plan.gpu is not None and not plan.gpu.is_blackwell:
+        what = f"an NVFP4 drafter needs Blackwell, {plan.gpu.name} is SM{plan.gpu.compute}"
+        yield Problem(what, "drafter", "use the FP8 or bf16 drafter")
+
+
+def _speculation(plan: Plan) -> Iterator[Problem]:
+    assert plan.drafter is not None
+    speculation, trained = plan.deployment.speculation, plan.drafter.block_size
+    block = speculation.block_size or trained
+    if block > trained:
+        what = f"block_size {block} is larger than the drafter's {trained} (max_draft_len would be {block - 1})"
+        yield Problem(what, "speculation.block_size", f"use {trained} or less")
+    if isinstance(speculation.width, int) and speculation.width > block:
+        what = f"width {speculation.width} is larger than the block of {block} slots"
+        yield Problem(what, "speculation.width", f"use 1 to {block}, auto or off")
+
+
+def _implementation(plan: Plan) -> Iterator[Problem]:
+    if plan.needs_plug_in and not plan.release.takes_plug_in:
+        what = f"TensorRT-LLM {plan.release} would ignore in silence: {'; '.join(plan.needs_plug_in)}"
+        yield Problem(what, "drafter", "install TensorRT-LLM 1.4, which takes our drafter, or use a plain bf16 drafter")
+
+
+def _drafter_layout(plan: Plan) -> Iterator[Problem]:
+    assert plan.drafter is not None
+    devices, config = plan.drafter_devices, plan.drafter
+    for what, size in (("attention heads", config.num_attention_heads), ("MLP columns", config.intermediate_size)):
+        if size % devices:
+            do = f"use a divisor of {size} for parallel.tensor, or attention_data"
+            yield Problem(f"the drafter's {size} {what} do not split over {devices} devices", "parallel.tensor", do)
+    heads = config.num_key_value_heads
+    if heads % devices and devices % heads:
+        what = f"the drafter's {heads} K/V heads neither split over nor repeat on {devices} devices"
+        yield Problem(what, "parallel.tensor", f"use a divisor or a multiple of {heads}")
+    if plan.quantization and plan.quantization.format == "nvfp4":
+        width = config.intermediate_size
+        if width % devices == 0 and (width // devices) % 16:
+            what = f"{width} MLP columns over {devices} devices cut NVFP4's blocks of 16"
+            yield Problem(what, "parallel.tensor", "use fewer devices, attention_data, or the FP8 drafter")
+
+
+def _block_reuse(plan: Plan) -> Iterator[Problem]:
+    if plan.deployment.kv_cache.block_reuse:
+        what = (
+            "a reused prompt never passes the target, so the drafter has no features of it and accepts little (#16005)"
+        )
+        yield Problem(what, "kv_cache.block_reuse", "set it to false, or leave it out")

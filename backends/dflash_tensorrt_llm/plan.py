@@ -1,0 +1,148 @@
+"""Plan: everything that follows from a Deployment, worked out once from two config.json files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dflash_serve.assets import bundled_drafter
+from dflash_serve.deployment import Deployment, Model
+from dflash_serve.drafter.config import DrafterConfig
+from dflash_serve.drafter.source import local_folder
+from dflash_serve.quantization.checkpoint import Quantization, read_drafter
+
+from .gpus import GPUS, Gpu
+from .memory import Arena, kv_heads_per_device
+from .release import Release
+from .target import Target, read_target
+
+Implementation = Literal["built-in", "plug-in"]
+ROWS = 8192
+"""TensorRT-LLM's default of max_num_tokens."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A Deployment with what it means for TensorRT-LLM."""
+
+    deployment: Deployment
+    release: Release
+    gpu: Gpu | None
+    target: Target
+    drafter: DrafterConfig | None
+    """None = it does not speculate."""
+    quantization: Quantization | None
+    """The drafter's."""
+    needs_plug_in: tuple[str, ...]
+    """What of this drafter TensorRT-LLM's own implementation would get wrong in silence."""
+
+    @property
+    def implementation(self) -> Implementation:
+        """Whose drafter runs."""
+        return "plug-in" if self.needs_plug_in else "built-in"
+
+    @property
+    def block_size(self) -> int:
+        """B that is served, the anchor counted."""
+        assert self.drafter is not None
+        speculation = self.deployment.speculation
+        block = speculation.block_size or self.drafter.block_size
+        return min(block, speculation.width) if isinstance(speculation.width, int) else block
+
+    @property
+    def attention_backend(self) -> str:
+        """VANILLA everywhere but where trtllm-gen's kernels run and the drafter is TensorRT-LLM's own.
+
+        Our plug-in attends over the contiguous arena. trtllm-gen has no two-sided window.
+        """
+        assert self.drafter is not None
+        two_sided = any(kind.window is not None and not kind.causal for kind in self.drafter.layers)
+        blackwell = self.gpu is not None and self.gpu.is_blackwell
+        return "TRTLLM" if blackwell and not two_sided and self.implementation == "built-in" else "VANILLA"
+
+    @property
+    def drafter_devices(self) -> int:
+        """Devices that share the drafter: attention data parallelism gives each a whole one."""
+        parallel = self.deployment.parallel
+        return 1 if parallel.attention_data else parallel.tensor
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer that are served."""
+        asked = self.deployment.limits.max_model_len
+        return asked or self.target.shape.max_position_embeddings or ROWS
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Rows of a step; grown where a full batch of blocks needs more than upstream's default."""
+        asked = self.deployment.limits.max_num_tokens
+        block = self.block_size if self.drafter else 1
+        return asked or max(ROWS, self.deployment.limits.max_batch_size * block)
+
+    @property
+    def arena(self) -> Arena:
+        """The drafter's context arena on one device."""
+        assert self.drafter is not None
+        heads = kv_heads_per_device(self.drafter.num_key_value_heads, self.drafter_devices)
+        return Arena(self.drafter, self.block_size, heads, self.attention_backend == "TRTLLM")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Target and drafter on one device."""
+        target = self.target.weight_bytes // self.deployment.parallel.tensor
+        return target + (drafter_bytes(self.drafter) // self.drafter_devices if self.drafter else 0)
+
+
+def drafter_bytes(config: DrafterConfig) -> int:
+    """A drafter's weights in bf16."""
+    attention = config.head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
+    layer = config.hidden_size * (attention + 3 * config.intermediate_size)
+    return 2 * (config.num_layers * layer + config.hidden_size * config.feature_size)
+
+
+def make_plan(deployment: Deployment, release: Release) -> Plan:
+    """Reads the two config.json files; of hub models, only these are fetched.
+
+    Raises:
+        UserError: target or drafter cannot be found or read.
+    """
+    target = read_target(target_config(deployment.target), deployment.target.model, deployment.target.quantization)
+    config, quantization = None, None
+    if deployment.drafter is not None and deployment.speculation.width not in ("off", 1):
+        config, quantization = read_drafter(drafter_config(deployment.drafter))
+    return Plan(
+        deployment=deployment,
+        release=release,
+        gpu=GPUS.get(deployment.hardware.gpu or ""),
+        target=target,
+        drafter=config,
+        quantization=quantization,
+        needs_plug_in=tuple(beyond_built_in(config, quantization)) if config else (),
+    )
+
+
+def target_config(model: Model) -> Path:
+    """A folder with the target's config.json; of a hub id only the JSON files are fetched."""
+    return local_folder(model.model, model.revision, files=["*.json"])
+
+
+def drafter_config(model: Model) -> Path:
+    """The same of a drafter, which may be the bundled one."""
+    return local_folder(bundled_drafter(model.model) or model.model, model.revision, files=["*.json"])
+
+
+def beyond_built_in(config: DrafterConfig, quantization: Quantization | None) -> list[str]:
+    """What `DFlashForCausalLM` (modeling_dflash.py @009d8fa) does not do, and does not complain about either."""
+    two_sided = any(kind.window is not None and not kind.causal for kind in config.layers)
+    found = {
+        "quantised weights (its fused K/V product ignores their scales)": quantization is not None,
+        "a mask embedding of its own": config.has_mask_embedding,
+        "an embedding scale": config.embedding_scale != 1.0,
+        "an output multiplier": config.output_multiplier != 1.0,
+        "a soft-cap of the logits": config.final_logit_softcap is not None,
+        "windows that are not causal in the block": two_sided,
+        "full-attention layers that are causal": any(kind.causal and kind.window is None for kind in config.layers),
+        "feature layers out of order (it sorts them)": list(config.target_layer_ids) != sorted(config.target_layer_ids),
+    }
+    return [what for what, present in found.items() if present]

@@ -1,0 +1,1 @@
+"""The embedded engine behind an OpenAI-compatible HTTP server."""

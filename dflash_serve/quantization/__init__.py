@@ -1,0 +1,1 @@
+"""Quantised drafters: the number formats, and checkpoints in ModelOpt's layout."""

@@ -1,0 +1,124 @@
+"""A whole training run in miniature: the drafter learns, and a killed run ends where an uninterrupted one does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_serve.drafter.checkpoint import load_drafter
+from dflash_serve.errors import UserError
+from dflash_serve.training.answers import make_data
+from dflash_serve.training.recipe import Recipe
+from dflash_serve.training.run import new_trainer, run
+from dflash_serve.training.trainer import Tick, Trainer
+from dflash_torch.target import load_target, load_tokenizer
+from tests.support.tiny_target import write_tiny_target
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_target(tmp_path_factory.mktemp("tiny") / "target"))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"the quick brown fox {i}"}) + "\n" for i in range(20)))
+    return path
+
+
+def recipe(target: str, prompts: Path, **training: object) -> Recipe:
+    answers = {"slots": 8, "max_new_tokens": 24, "shard_size": 8}
+    settings = {"steps": STEPS, "sequences": 3, "anchors": 6, "validate_every": 6, "log_every": 2, **training}
+    return Recipe.model_validate(
+        {
+            "target": {"model": target},
+            "data": {
+                "prompts": [{"kind": "file", "name": "foxes", "path": prompts}],
+                "answers": answers,
+                "validation_share": 0.2,
+            },
+            "drafter": {"num_layers": 1, "block_size": 4, "mask_token_id": 3, "target_layer_ids": [0, 2]},
+            "training": settings,
+        }
+    )
+
+
+def trainer(settings: Recipe, output: Path) -> Trainer:
+    name = settings.target.model
+    model = load_target(name, dtype=torch.bfloat16)
+    manifest = make_data(settings, model, load_tokenizer(name), output / "data", lambda *_: None)
+    return new_trainer(settings, load_target(name, dtype=torch.bfloat16), manifest, output)
+
+
+def weights(run_of: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in run_of.drafter.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"optimizer": "muon", "reduced_vocabulary": True, "ema": 0.9, "feature_cache_gib": 0.01}],
+    ids=["adamw", "muon with everything"],
+)
+def test_a_resumed_run_ends_bit_equal_to_an_uninterrupted_one(
+    target: str, prompts: Path, tmp_path: Path, options: dict[str, object]
+) -> None:
+    settings = recipe(target, prompts, **options)
+    whole = trainer(settings, tmp_path / "whole")
+    whole.run(lambda _: None)
+
+    first = trainer(settings, tmp_path / "halves")
+
+    def stop(tick: Tick) -> None:
+        first.stopping = tick.step == STEPS // 2
+
+    first.run(stop)
+    assert first.progress.step == STEPS // 2
+    second = trainer(settings, tmp_path / "halves")
+    assert second.resume()
+    second.run(lambda _: None)
+
+    assert second.progress.step == whole.progress.step == STEPS
+    for name, expected in weights(whole).items():
+        assert torch.equal(weights(second)[name], expected), name
+    if whole.average is not None:
+        assert second.average is not None
+        assert all(torch.equal(second.average[name], tensor) for name, tensor in whole.average.items())
+
+
+def test_a_run_leaves_a_drafter_a_log_and_its_provenance(target: str, prompts: Path, tmp_path: Path) -> None:
+    settings = recipe(target, prompts, steps=60, lr=3e-3)
+    run(settings, load_target(target, dtype=torch.bfloat16), load_tokenizer(target), tmp_path / "out")
+    rows = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 60
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["validation"]["replayed_tau"] >= 1.0
+    folder = tmp_path / "out/drafter"
+    drafter = load_drafter(folder)
+    assert drafter.config.target_layer_ids == (0, 2)
+    assert all(t.dtype == torch.bfloat16 for t in load_file(folder / "model.safetensors").values())
+    provenance = json.loads((folder / "provenance.json").read_text())
+    assert provenance["steps"] == 60
+    assert str(tmp_path) not in json.dumps(provenance)
+
+
+def test_an_unfinished_run_is_not_overwritten(target: str, prompts: Path, tmp_path: Path) -> None:
+    settings = recipe(target, prompts)
+    trainer(settings, tmp_path / "out").save()
+    arguments = (settings, load_target(target, dtype=torch.bfloat16), load_tokenizer(target), tmp_path / "out")
+    with pytest.raises(UserError, match="unfinished run"):
+        run(*arguments)
+    run(*arguments, resume=True)
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(target: str, prompts: Path, tmp_path: Path) -> None:
+    trainer(recipe(target, prompts), tmp_path / "out").save()
+    other = trainer(recipe(target, prompts, lr=2e-3), tmp_path / "out")
+    with pytest.raises(UserError, match="another recipe"):
+        other.resume()

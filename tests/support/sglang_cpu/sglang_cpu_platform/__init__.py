@@ -1,0 +1,20 @@
+"""A PyTorch-on-CPU platform for SGLang, by its official entry points (`sglang.srt.platforms`, `sglang.srt.plugins`)."""
+
+import os
+
+NAME = "torch_cpu"
+
+
+def platform_class() -> str:
+    """Where SGLang finds the platform."""
+    return "sglang_cpu_platform.platform.TorchCpuPlatform"
+
+
+def install() -> None:
+    """Replaces the few kernels that have no CPU form. Does nothing unless SGLANG_PLATFORM asks for this platform."""
+    if os.environ.get("SGLANG_PLATFORM") != NAME:
+        return
+    from sglang_cpu_platform import attention, kernels
+
+    attention.install()
+    kernels.install()

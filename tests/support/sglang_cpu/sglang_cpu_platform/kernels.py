@@ -1,0 +1,85 @@
+"""PyTorch forms of the kernels that SGLang has for GPUs only, as far as a DFlash server on a CPU meets them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def install() -> None:
+    """Puts them in place through SGLang's own hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    _streams()
+    replacements = {
+        "sglang.kernels.ops.attention.table_qk_norm_rope.table_qk_norm_rope_": qk_norm_rope,
+        "sglang.kernels.ops.kvcache.cache_move.copy_all_layer_kv_cache_func": _nothing,
+        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": assign_slots,
+    }
+    for name, function in replacements.items():
+        HookRegistry.register(name, function, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.models.dflash.DFlashDraftModel.forward", in_own_dtype, HookType.AROUND)
+
+
+def _streams() -> None:
+    """A CPU has none; SGLang tells tensors about them all the same."""
+    record = torch.Tensor.record_stream
+
+    def record_stream(self: Tensor, stream: Any) -> None:
+        if self.device.type != "cpu":
+            record(self, stream)
+
+    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Only warms a kernel up."""
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    positions: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin: Tensor,
+    q_heads: int,
+    k_heads: int,
+    head_dim: int,
+    eps: float,
+) -> None:
+    """RMSNorm and rotary embedding of the q and k heads of qkv [rows, (q + k + v heads) * d], in place."""
+    width = (q_heads + k_heads) * head_dim
+    x = qkv[:, :width].view(-1, q_heads + k_heads, head_dim).float()
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    weight = torch.cat([q_weight.float().expand(q_heads, head_dim), k_weight.float().expand(k_heads, head_dim)])
+    x = (x * weight).to(qkv.dtype).float()
+    cos, sin = (part[:, None] for part in cos_sin[positions].float().chunk(2, dim=-1))
+    a, b = x.chunk(2, dim=-1)
+    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    qkv[:, :width] = rotated.reshape(qkv.shape[0], -1).to(qkv.dtype)
+
+
+def assign_slots(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
+    batch_size: int,
+) -> None:
+    """Notes the new K/V slots of each request in its row."""
+    taken = 0
+    spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
+    for row, start, end in spans:
+        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+        taken += end - start
+
+
+def in_own_dtype(forward: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang casts a draft's input to bfloat16 whatever its weights are; in float32 the proof of losslessness is exact."""
+    embeds = kwargs.get("input_embeds")
+    if embeds is not None:
+        kwargs["input_embeds"] = embeds.to(model.norm.weight.dtype)
+    return forward(model, *args, **kwargs)

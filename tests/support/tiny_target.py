@@ -1,0 +1,77 @@
+"""Tiny random targets with a real tokenizer: a step takes milliseconds, and everything a server does can be seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<mask>"]
+EOS = SPECIALS.index("<|im_end|>")
+CORPUS = ["the quick brown fox jumps over the lazy dog", '{"name": "value", "list": [1, 2, 3], "true": false}'] * 4
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tiny_target(folder: Path, *, family: str = "llama", seed: int = 0, positions: int = 256) -> Path:
+    """Writes config.json, safetensors and a byte-level tokenizer with a chat template; returns the folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    vocab_size = _write_tokenizer(folder)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=positions,
+        initializer_range=0.25,  # large, so that the logits differ and greedy answers do not hang on rounding
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=EOS,
+    )
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def write_tiny_pair(folder: Path, *, block_size: int = 4, positions: int = 256) -> tuple[Path, Path]:
+    """A target and a random drafter that fits it: (target folder, drafter folder)."""
+    target = write_tiny_target(folder / "target", positions=positions)
+    vocab_size = json.loads((target / "config.json").read_text())["vocab_size"]
+    config = tiny_drafter_config(
+        block_size=block_size,
+        num_target_layers=4,
+        target_layer_ids=(0, 2),
+        mask_token_id=SPECIALS.index("<mask>"),
+        vocab_size=vocab_size,
+        max_position_embeddings=positions,
+    )
+    return target, write_tiny_drafter(folder / "drafter", config)
+
+
+def _write_tokenizer(folder: Path) -> int:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIALS, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIALS[EOS],
+        "pad_token": SPECIALS[0],
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer.get_vocab_size()

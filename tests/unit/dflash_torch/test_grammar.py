@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from dflash_torch.answer import Answer
+from dflash_torch.decoder import Decoder
+from dflash_torch.engine import EmbeddedEngine
+from dflash_torch.grammar import Grammar, Grammars
+from tests.support.embedded import tiny_engine
+from tests.support.tiny_target import EOS
+
+from dflash_serve import SamplingParams
+from dflash_serve.errors import UserError
+from dflash_serve.outputs import Chunk
+
+Folders = tuple[Path, Path]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "yy"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+PATTERN = r"[a-f]{3,9}-(fox|dog)\."
+
+
+@pytest.fixture(scope="module")
+def engine(folders: Folders) -> EmbeddedEngine:
+    return tiny_engine(folders)
+
+
+@pytest.fixture(scope="module")
+def grammars(engine: EmbeddedEngine) -> Grammars:
+    return Grammars(engine.tokenizer, engine.decoder.target.config.vocab_size, [EOS])
+
+
+def run(engine: EmbeddedEngine, decoder: Decoder, grammar: Grammar, params: SamplingParams) -> tuple[list[int], str]:
+    answer = Answer(0, decoder.join([5, 6, 7], params, grammar=grammar), engine.tokenizer.backend_tokenizer)
+    chunks: list[Chunk] = []
+    while decoder.running:
+        chunks += [answer.advance(gain) for gain in decoder.step()]
+    assert chunks[-1].finish_reason == "stop"
+    return answer.sequence.output_ids, answer.text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_an_answer_matches_its_schema_and_is_the_one_without_speculation(
+    folders: Folders, engine: EmbeddedEngine, grammars: Grammars, temperature: float
+) -> None:
+    plain = tiny_engine(folders, width=1).decoder
+    for seed in range(4):
+        params = SamplingParams(temperature=temperature, seed=seed, ignore_eos=True, max_tokens=200)
+        tokens, text = run(engine, engine.decoder, grammars.json_schema(SCHEMA), params)
+        value = json.loads(text)
+        assert isinstance(value["a"], int)
+        assert value["b"] in ("x", "yy")
+        assert run(engine, plain, grammars.json_schema(SCHEMA), params) == (tokens, text)
+
+
+def test_an_answer_matches_its_expression(engine: EmbeddedEngine, grammars: Grammars) -> None:
+    for seed in range(4):
+        params = SamplingParams(temperature=1.0, seed=seed)
+        assert re.fullmatch(PATTERN, run(engine, engine.decoder, grammars.regex(PATTERN), params)[1])
+
+
+def test_drafts_are_masked_so_a_forced_part_is_accepted_whole(engine: EmbeddedEngine, grammars: Grammars) -> None:
+    """A random drafter is never right, but where the grammar leaves one token it has to be."""
+    sequence = engine.decoder.join([5], SamplingParams(temperature=0), grammar=grammars.regex("~#~#~#~#~#~#"))
+    while engine.decoder.running:
+        engine.decoder.step()
+    assert (sequence.statistics.acceptance_length or 0) > 2
+
+
+def test_neighbours_of_a_grammar_are_left_alone(engine: EmbeddedEngine, grammars: Grammars, folders: Folders) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    list(tiny_engine(folders).stream([[9, 8]], [greedy]))
+    alone = tiny_engine(folders)
+    list(alone.stream([[9, 8]], [greedy]))
+    free = engine.decoder.join([9, 8], greedy)
+    engine.decoder.join([5], greedy, grammar=grammars.regex("[a-z]{8}"))
+    while engine.decoder.running:
+        engine.decoder.step()
+    assert free.output_ids == alone.outputs()[0].token_ids
+
+
+@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "http://x/y"}, {"a": {"$ref": "#/no"}} | {"$ref": "#/a"}])
+def test_what_is_no_schema_is_a_users_mistake(grammars: Grammars, schema: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="response_format"):
+        grammars.json_schema(schema)
+
+
+def test_deep_long_and_explosive_sources_are_refused_in_time(grammars: Grammars) -> None:
+    deep: dict[str, object] = {"type": "object"}
+    for _ in range(2000):
+        deep = {"type": "object", "properties": {"a": deep}}
+    with pytest.raises(UserError, match="deep"):
+        grammars.json_schema(deep)
+    for pattern in ("a" * 70000, "(", r"(?=a)b"):
+        with pytest.raises(UserError, match="response_format"):
+            grammars.regex(pattern)
+
+
+def test_a_grammar_that_fails_on_the_way_fails_its_own_request_only(
+    engine: EmbeddedEngine, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar, dead = grammars.regex("[a-z]{8}"), grammars.regex("b")._matcher
+    dead.consume_token(300)
+    broken = engine.decoder.join([5], SamplingParams(temperature=0), grammar=grammar)
+    other = engine.decoder.join([6], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    monkeypatch.setattr(grammar, "_matcher", dead)
+    while engine.decoder.running:
+        engine.decoder.step()
+    assert broken.failure is not None
+    assert "response_format" in broken.failure
+    assert other.finish_reason == "length"
+
+
+def test_a_tokens_bytes_are_known_even_where_it_is_part_of_a_character(
+    engine: EmbeddedEngine, grammars: Grammars
+) -> None:
+    tokens = engine.tokenise("é!")
+    assert b"".join(grammars.token_bytes(token) for token in tokens) == "é!".encode()

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dflash_torch.slots import common_length
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.embedded import tiny_engine
+
+from dflash_serve import SamplingParams
+
+Folders = tuple[Path, Path]
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+PREFIX = list(range(10, 50))
+
+
+@given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
+def test_the_common_length_is_the_longest_common_prefix(a: list[int], b: list[int]) -> None:
+    length = common_length(a, b)
+    assert a[:length] == b[:length]
+    assert length == min(len(a), len(b)) or a[length] != b[length]
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("steps", [0, 1, 3, 30])
+def test_a_shared_prefix_is_not_computed_again_and_changes_nothing(folders: Folders, width: int, steps: int) -> None:
+    """The donor is seen before, just after its prompt, while drafting, and after its end."""
+    prompt = [*PREFIX, 60, 61]
+    alone = tiny_engine(folders, width=width, reuse_prefixes=False).decoder
+    expected = alone.join(prompt, GREEDY)
+    while alone.running:
+        alone.step()
+    decoder = tiny_engine(folders, width=width).decoder
+    decoder.join([*PREFIX, 50], GREEDY)
+    for _ in range(steps):
+        if decoder.running:
+            decoder.step()
+    sequence = decoder.join(prompt, GREEDY)
+    assert sequence.reused == (0 if steps == 0 else len(PREFIX))
+    while decoder.running:
+        decoder.step()
+    assert sequence.token_ids == expected.token_ids
+
+
+def test_the_drafter_sees_the_same_context_after_reuse(folders: Folders) -> None:
+    """Acceptance would suffer in silence otherwise: the context K/V is compared itself."""
+    fresh = tiny_engine(folders, reuse_prefixes=False).decoder
+    reused = tiny_engine(folders).decoder
+    reused.join([*PREFIX, 50], GREEDY)
+    reused.step()
+    a, b = fresh.join([*PREFIX, 60], GREEDY), reused.join([*PREFIX, 60], GREEDY)
+    assert b.reused == len(PREFIX)
+    for decoder in (fresh, reused):
+        for _ in range(3):
+            decoder.step()
+    assert fresh.speculator is not None
+    assert reused.speculator is not None
+    length = min(a.injected, b.injected)
+    assert length > len(PREFIX)
+    keys, other = fresh.speculator.store.keys[:, a.slot, :, :length], reused.speculator.store.keys[:, b.slot, :, :length]
+    assert (keys - other).abs().max() < 1e-5
+
+
+def test_the_next_turn_of_a_conversation_goes_on_in_its_own_slot(folders: Folders) -> None:
+    decoder = tiny_engine(folders).decoder
+    first = decoder.join(PREFIX, GREEDY)
+    while decoder.running:
+        decoder.step()
+    turn = decoder.join([*first.token_ids, 70, 71], GREEDY)
+    assert turn.slot == first.slot
+    assert turn.reused >= len(first.token_ids) - 2
+
+
+def test_prefixes_are_not_shared_across_salts_nor_from_a_failed_step(folders: Folders) -> None:
+    decoder = tiny_engine(folders).decoder
+    first = decoder.join(PREFIX, GREEDY, salt="a")
+    decoder.step()
+    assert decoder.join(PREFIX, GREEDY, salt="b").reused == 0
+    decoder.leave(first, sound=False)
+    assert decoder.join(PREFIX, GREEDY, salt="a").reused == 0
+
+
+def test_a_prompt_that_was_all_seen_before_still_computes_its_last_token(folders: Folders) -> None:
+    decoder = tiny_engine(folders).decoder
+    decoder.join(PREFIX, GREEDY)
+    decoder.step()
+    again = decoder.join(PREFIX, GREEDY)
+    assert again.reused == len(PREFIX) - 1
+    assert decoder.step()[1].token_ids

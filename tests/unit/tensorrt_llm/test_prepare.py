@@ -1,0 +1,110 @@
+"""What `prepare` writes is what TensorRT-LLM reads: a draft folder in z-lab's layout, config.yaml, and our package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from dflash_serve.deployment import Deployment
+from dflash_serve.drafter.checkpoint import read_config
+from dflash_serve.drafter.config import DrafterConfig
+from dflash_serve.errors import UserError
+from dflash_tensorrt_llm import TensorRTLLMBackend
+from dflash_tensorrt_llm.release import Release
+from tests.support.tiny import SLIDING, random_tensors, tiny_drafter_config, write_tiny_drafter
+
+BACKEND = TensorRTLLMBackend(Release.parse("1.4"))
+
+
+def served(folder: Path, config: DrafterConfig, dialect: str = "zlab") -> Deployment:
+    """A target and a drafter of `config`, on one H200."""
+    write_tiny_drafter(folder / "drafter", config, dialect=dialect)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 8, "vocab_size": 96, "num_attention_heads": 4}
+    (folder / "target").mkdir()
+    raw = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **sizes}
+    (folder / "target" / "config.json").write_text(json.dumps(raw))
+    return Deployment.model_validate({
+        "target": {"model": str(folder / "target")}, "drafter": {"model": str(folder / "drafter")},
+        "limits": {"max_model_len": 128}, "hardware": {"gpu": "h200"},
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", ["zlab", "modelopt", "speculators"])
+def test_any_dialect_becomes_a_folder_that_upstream_reads(dialect: str, tmp_path: Path) -> None:
+    config = tiny_drafter_config()
+    deployment = served(tmp_path, config, dialect)
+    BACKEND.prepare(deployment, tmp_path / "out")
+    draft = tmp_path / "out" / "draft"
+    raw = json.loads((draft / "config.json").read_text())
+    assert (raw["architectures"], raw["model_type"]) == (["DFlashDraftModel"], "qwen3")
+    assert raw["block_size"] == 4
+    assert raw["dflash_config"] == {"mask_token_id": 7, "target_layer_ids": [1, 3, 5]}
+    assert read_config(draft) == (config, "zlab")
+    assert load_file(draft / "model.safetensors").keys() == random_tensors(config).keys()
+    written = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
+    assert written["speculative_config"]["speculative_model"] == str(draft)
+    assert written["speculative_config"]["max_draft_len"] == 3
+
+
+def test_a_prefixed_checkpoint_is_renamed(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    config = tiny_drafter_config()
+    deployment = served(tmp_path, config)
+    path = tmp_path / "drafter" / "model.safetensors"
+    save_file({f"model.{name}": tensor for name, tensor in load_file(path).items()}, path)
+    BACKEND.prepare(deployment, tmp_path / "out")
+    assert load_file(tmp_path / "out" / "draft" / "model.safetensors").keys() == random_tensors(config).keys()
+
+
+def test_a_plain_drafter_is_linked_and_needs_no_package(tmp_path: Path) -> None:
+    deployment = served(tmp_path, tiny_drafter_config(layers=(SLIDING, SLIDING)))
+    BACKEND.prepare(deployment, tmp_path / "out")
+    assert (tmp_path / "out" / "draft" / "model.safetensors").is_symlink()
+    command = BACKEND.command(deployment, tmp_path / "out")
+    assert "--custom_module_dirs" not in command.argv
+    assert command.env == {}
+
+
+def test_an_odd_drafter_brings_our_package_and_tells_workers_where_it_is(tmp_path: Path) -> None:
+    deployment = served(tmp_path, tiny_drafter_config(target_layer_ids=(5, 1, 3)))
+    BACKEND.prepare(deployment, tmp_path / "out")
+    command = BACKEND.command(deployment, tmp_path / "out")
+    package = Path(command.argv[command.argv.index("--custom_module_dirs") + 1])
+    assert "register('Qwen3ForCausalLM', __name__)" in (package / "__init__.py").read_text()
+    assert command.env == {"PYTHONPATH": str(package.parent)}
+
+
+def test_preparing_twice_is_preparing_once(tmp_path: Path) -> None:
+    deployment = served(tmp_path, tiny_drafter_config())
+    BACKEND.prepare(deployment, tmp_path / "out")
+    first = sorted(path.name for path in (tmp_path / "out").iterdir())
+    BACKEND.prepare(deployment, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == first
+
+
+def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    deployment = served(tmp_path, tiny_drafter_config())
+    precious = tmp_path / "out" / "draft" / "precious"
+    precious.mkdir(parents=True)
+    with pytest.raises(UserError, match="not written by us"):
+        BACKEND.prepare(deployment, tmp_path / "out")
+    assert precious.exists()
+
+
+def test_problems_stop_it_before_anything_is_written(tmp_path: Path) -> None:
+    deployment = served(tmp_path, tiny_drafter_config()).model_copy(update={"role": "decode"})
+    with pytest.raises(UserError, match="never sees the prompt's features"):
+        BACKEND.prepare(deployment, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_width_off_serves_the_target_alone(tmp_path: Path) -> None:
+    deployment = served(tmp_path, tiny_drafter_config())
+    speculation = deployment.speculation.model_copy(update={"width": "off"})
+    BACKEND.prepare(deployment.model_copy(update={"speculation": speculation}), tmp_path / "out")
+    assert "speculative_config" not in yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())

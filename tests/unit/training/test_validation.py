@@ -1,0 +1,40 @@
+"""Acceptance lengths without a real loop are those of a loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dflash_serve.training.blocks import lay_out
+from dflash_serve.training.validation import Tally, walk
+
+
+def test_the_walk_goes_from_anchor_to_anchor() -> None:
+    # From 0: two accepted, next anchor 3: none, next 4: one, next 6: does not fit.
+    assert walk([2, 9, 9, 0, 1, 9, 3], [True] * 6 + [False]) == [3, 1, 2]
+
+
+def test_a_perfect_drafter_accepts_whole_blocks() -> None:
+    tokens = torch.arange(20)
+    blocks = lay_out([tokens], [torch.arange(4, 19)], block_size=4)
+    tally = Tally(4)
+    hit = blocks.valid.clone()
+    tally.add(blocks, torch.zeros(hit.shape), torch.ones(hit.shape), hit)
+    scores = tally.scores()
+    assert scores.slot_accuracy == (1.0, 1.0, 1.0)
+    assert scores.simulated_tau == scores.replayed_tau == 4.0
+    assert scores.survival == (1.0, 1.0, 1.0)
+
+
+def test_survival_counts_accepted_slots_only() -> None:
+    tokens = torch.arange(20)
+    blocks = lay_out([tokens], [torch.arange(4, 19)], block_size=4)
+    hit = blocks.valid.clone()
+    hit[:, 0] = False
+    tally = Tally(4)
+    tally.add(blocks, torch.ones(hit.shape), torch.ones(hit.shape), hit)
+    scores = tally.scores()
+    assert scores.replayed_tau == 1.0
+    assert scores.survival == (0.0, 0.0, 0.0)
+    assert scores.slot_accuracy == pytest.approx((0.0, 1.0, 1.0))
+    assert scores.loss == pytest.approx(1.0)
