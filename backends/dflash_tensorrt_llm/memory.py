@@ -56,7 +56,8 @@ class Arena:
 
     def longest(self, budget: int, max_batch_size: int) -> int:
         """The longest max_model_len whose arena fits; 0 = none."""
-        longest = budget // (self.token_bytes * (max_batch_size + 1)) - self.block_size
+        capacity = budget // (self.token_bytes * (max_batch_size + 1))
+        longest = capacity - capacity % PAGE - self.block_size
         return max(0, longest - longest % PAGE)
 
 

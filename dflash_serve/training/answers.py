@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 
 import torch
@@ -71,49 +72,67 @@ def gather_prompts(
 
 
 def _answer(
-    recipe: Recipe, target: Target, prompts: list[tuple[int, ...]], folder: Path, manifest: Manifest, report: Report
+    recipe: Recipe,
+    target: Target,
+    prompts: list[tuple[int, ...]],
+    folder: Path,
+    manifest: Manifest,
+    report: Report,
 ) -> Manifest:
-    settings = recipe.data.answers
-    known = [answer for entry in manifest.shards for answer in read_shard(folder, entry)]
-    done = {answer.prompt_index for answer in known}
-    distinct = {tuple(answer.tokens[answer.prompt_length :].tolist()) for answer in known}
-    started, before = time.monotonic(), manifest.seconds
+    settings, writer = recipe.data.answers, _Writer(folder, manifest, recipe.data.answers.shard_size)
     decoder = BatchDecoder(
         target,
         slots=settings.slots,
         capacity=settings.max_prompt_tokens + settings.max_new_tokens,
         max_new_tokens=settings.max_new_tokens,
         stop_ids=target.config.eos_token_ids,
-        seed=recipe.seed + len(done),
+        seed=recipe.seed + len(writer.done),
     )
-    pending: list[Answer] = []
-    budget = None if settings.max_minutes is None else settings.max_minutes * 60 - before
-    deadline = float("inf") if budget is None else started + budget
-    counts = {"ended": manifest.ended, "looped": manifest.looped, "dropped": manifest.dropped}
-    entries = list(manifest.shards)
+    minutes = settings.max_minutes
+    deadline = inf if minutes is None else writer.started + minutes * 60 - manifest.seconds
+    for completion in decoder.decode(_requests(prompts, writer.done, settings, recipe.seed, deadline)):
+        if writer.add(completion):
+            report("answers", writer.save(finished=False))
+    writer.save(finished=True)
+    return writer.manifest
 
-    def save(finished: bool) -> Manifest:
-        if pending:
-            entries.append(write_shard(folder, len(entries), pending))
-            pending.clear()
-        seconds = before + time.monotonic() - started
-        now = manifest.model_copy(update={**counts, "shards": tuple(entries), "seconds": seconds, "finished": finished})
-        write_manifest(folder, now)
-        return now
 
-    for completion in decoder.decode(_requests(prompts, done, settings, recipe.seed, deadline)):
-        tokens = tuple(completion.tokens)
-        if len(tokens) < SHORTEST_ANSWER or tokens in distinct:
-            counts["dropped"] += 1
-            continue
-        distinct.add(tokens)
-        counts["ended"] += completion.ended
-        counts["looped"] += completion.looped
-        pending.append(_as_answer(completion))
-        if len(pending) >= settings.shard_size:
-            save(finished=False)
-            report("answers", sum(entry.answers for entry in entries))
-    return save(finished=True)
+class _Writer:
+    """Collects answers into shards; what an earlier run wrote is `done`."""
+
+    def __init__(self, folder: Path, manifest: Manifest, shard_size: int) -> None:
+        self.folder, self.manifest, self.shard_size = folder, manifest, shard_size
+        known = [answer for entry in manifest.shards for answer in read_shard(folder, entry)]
+        self.done = {answer.prompt_index for answer in known}
+        self.distinct = {tuple(answer.tokens[answer.prompt_length :].tolist()) for answer in known}
+        self.counts = {"ended": manifest.ended, "looped": manifest.looped, "dropped": manifest.dropped}
+        self.pending: list[Answer] = []
+        self.started, self.before = time.monotonic(), manifest.seconds
+
+    def add(self, completion: Completion) -> bool:
+        """Takes an answer, or drops one too short or said before; True when a shard is full."""
+        request, said = completion.request, tuple(completion.tokens)
+        if len(said) < SHORTEST_ANSWER or said in self.distinct:
+            self.counts["dropped"] += 1
+            return False
+        self.distinct.add(said)
+        self.counts["ended"] += completion.ended
+        self.counts["looped"] += completion.looped
+        tokens = torch.tensor([*request.prompt, *said], dtype=torch.int32)
+        self.pending.append(Answer(request.index, tokens, len(request.prompt)))
+        return len(self.pending) >= self.shard_size
+
+    def save(self, *, finished: bool) -> int:
+        """Writes what is pending and the manifest; returns how many answers there are."""
+        shards = self.manifest.shards
+        if self.pending:
+            shards = (*shards, write_shard(self.folder, len(shards), self.pending))
+            self.pending = []
+        seconds = self.before + time.monotonic() - self.started
+        changes = {**self.counts, "shards": shards, "seconds": seconds, "finished": finished}
+        self.manifest = self.manifest.model_copy(update=changes)
+        write_manifest(self.folder, self.manifest)
+        return totals(shards)[0]
 
 
 def _requests(
@@ -127,12 +146,6 @@ def _requests(
         # A pure function of seed and prompt: a resumed run samples the same prompts.
         chance = random.Random(seed * 1_000_003 + index).random()  # noqa: S311 - no secret
         yield Request(index, prompt, settings.temperature if chance < settings.sampled_share else 0.0)
-
-
-def _as_answer(completion: Completion) -> Answer:
-    request = completion.request
-    tokens = torch.tensor([*request.prompt, *completion.tokens], dtype=torch.int32)
-    return Answer(request.index, tokens, len(request.prompt))
 
 
 def totals(entries: tuple[ShardEntry, ...]) -> tuple[int, int, int]:

@@ -5,12 +5,15 @@ A figure that is not known yet is left out, never 0.
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from ..decoder import Decoder
 from ..sequence import Sequence
@@ -100,8 +103,9 @@ class _WorkerCollector(Collector):
         used = sum(sequence.verified for sequence in list(decoder.running))
         room = decoder.store.slots * decoder.capacity
         yield self._gauge("kv_cache_usage_perc", "Share of the K/V store in use (1 = all).", used / room)
-        statistics = decoder.statistics
-        tally = {key: steps for key, steps in list(statistics.tally.items()) if key[0] > 1}
+        # A copy: the worker's thread goes on counting meanwhile.
+        statistics = AcceptanceStatistics(Counts(dict(decoder.statistics.tally)))
+        tally = {key: steps for key, steps in statistics.tally.items() if key[0] > 1}
         yield self._total("spec_decode_num_drafts", "Steps that verified a draft.", sum(tally.values()))
         drafted = sum((width - 1) * steps for (width, _), steps in tally.items())
         yield self._total("spec_decode_num_draft_tokens", "Drafted tokens verified.", drafted)
@@ -110,10 +114,9 @@ class _WorkerCollector(Collector):
         if statistics.acceptance_length is not None:
             text = "Mean tokens gained per verified draft, the bonus token counted."
             yield self._gauge("spec_decode_acceptance_length", text, statistics.acceptance_length)
-        yield from self._slots(decoder)
+        yield from self._slots(statistics, decoder.speculator.block_size if decoder.speculator else 1)
 
-    def _slots(self, decoder: Decoder) -> Iterable[Metric]:
-        statistics, block = decoder.statistics, decoder.speculator.block_size if decoder.speculator else 1
+    def _slots(self, statistics: AcceptanceStatistics, block: int) -> Iterable[Metric]:
         accepted = CounterMetricFamily(
             "dflash:spec_decode_num_accepted_tokens_per_pos", "By slot, from 0 on.", labels=[*LABELS, "position"]
         )
@@ -121,7 +124,7 @@ class _WorkerCollector(Collector):
             "dflash:spec_decode_survival", "P(slot is accepted), where the width covered it.", labels=[*LABELS, "slot"]
         )
         for slot, probability in enumerate(statistics.survival(block), start=1):
-            count = sum(steps for (_, gained), steps in list(statistics.tally.items()) if gained >= slot)
+            count = sum(steps for (_, gained), steps in statistics.tally.items() if gained >= slot)
             accepted.add_metric([self.model_name, str(slot - 1)], count)
             if probability is not None:
                 survival.add_metric([self.model_name, str(slot)], probability)

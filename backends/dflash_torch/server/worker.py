@@ -118,6 +118,8 @@ class Worker:
             if self._seats:
                 self._step()
         self.state = "stopped"
+        self._fail_running("the server is shutting down")
+        self._post([(ticket, Failure("the server is shutting down", 503)) for ticket, _ in self._waiting])
 
     def _wake(self) -> None:
         with self._changed:

@@ -59,9 +59,10 @@ def test_1_3_does_not_count_rows_yet() -> None:
 
 
 def test_yaml_says_only_what_was_decided() -> None:
-    args = llm_args(fields(tensor_parallel_size=8), Release.parse("1.4"))
+    args = llm_args(fields(tensor_parallel_size=8, max_batch_size=4), Release.parse("1.4"))
     assert args.yaml_fields() == {
         "tensor_parallel_size": 8,
+        "max_batch_size": 4,
         "speculative_config": {"max_draft_len": 7, "speculative_model": "/draft"},
     }
 

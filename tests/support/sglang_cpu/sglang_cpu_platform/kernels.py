@@ -31,7 +31,7 @@ def _streams() -> None:
         if self.device.type != "cpu":
             record(self, stream)
 
-    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign]
+    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -78,7 +78,7 @@ def assign_slots(
 
 
 def in_own_dtype(forward: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang casts a draft's input to bfloat16 whatever its weights are; in float32 the proof of losslessness is exact."""
+    """SGLang casts a draft's input to bfloat16 whatever its weights are; only in float32 is losslessness exact."""
     embeds = kwargs.get("input_embeds")
     if embeds is not None:
         kwargs["input_embeds"] = embeds.to(model.norm.weight.dtype)

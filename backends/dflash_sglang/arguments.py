@@ -1,0 +1,99 @@
+"""A Deployment as arguments of `sglang.launch_server`. `block_size` is B in both: SGLang counts the anchor too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from .memory import memory_of
+from .plan import Plan
+
+DRAFT = "draft"
+"""Where `prepare` puts the drafter, below its folder."""
+KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
+QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4", "mxfp4": "mxfp4"}
+
+Flag = tuple[str, ...]
+"""`--name` and its value, or `--name` alone."""
+
+
+def arguments(plan: Plan, folder: Path) -> list[str]:
+    """All but host, port and the place among several nodes."""
+    parts = (
+        _models(plan),
+        _precision(plan),
+        _parallel(plan),
+        _limits(plan),
+        _speculation(plan, folder),
+        _kernels(plan),
+    )
+    return [word for part in parts for flag in part for word in flag] + ["--enable-metrics"]
+
+
+def _models(plan: Plan) -> Iterator[Flag]:
+    target = plan.deployment.target
+    yield "--model-path", target.model
+    if target.revision is not None:
+        yield "--revision", target.revision
+    if plan.is_half:
+        yield "--disaggregation-mode", plan.deployment.role
+
+
+def _precision(plan: Plan) -> Iterator[Flag]:
+    yield "--dtype", "bfloat16"
+    asked = plan.deployment.target.quantization
+    if asked != "none" and plan.target.native_quantization is None:
+        yield "--quantization", QUANTIZATION[asked]  # a quantised checkpoint says so itself
+    kv_dtype = KV_DTYPES[plan.deployment.kv_cache.dtype]
+    if kv_dtype is not None:
+        yield "--kv-cache-dtype", kv_dtype
+
+
+def _parallel(plan: Plan) -> Iterator[Flag]:
+    parallel = plan.deployment.parallel
+    yield "--tp-size", str(parallel.tensor)
+    if parallel.expert > 1:
+        yield "--ep-size", str(parallel.expert)
+    if parallel.pipeline > 1:
+        yield "--pp-size", str(parallel.pipeline)
+    if parallel.attention_data and parallel.tensor > 1:
+        yield "--attn-dp-size", str(parallel.tensor)
+        yield ("--enable-dp-lm-head",)  # DFlash under data-parallel attention asks for it
+
+
+def _limits(plan: Plan) -> Iterator[Flag]:
+    limits, cache = plan.deployment.limits, plan.deployment.kv_cache
+    yield "--max-running-requests", str(limits.max_batch_size)
+    yield "--max-queued-requests", str(limits.max_queued_requests)
+    if limits.max_model_len is not None:
+        yield "--context-length", str(limits.max_model_len)
+    if limits.max_num_tokens is not None:
+        yield "--chunked-prefill-size", str(limits.max_num_tokens)
+    if cache.block_reuse is False:
+        yield ("--disable-radix-cache",)
+    if cache.memory_fraction is not None and plan.gpu is not None:
+        fraction = memory_of(plan, plan.gpu).static_fraction(cache.memory_fraction)
+        yield "--mem-fraction-static", str(fraction)
+
+
+def _speculation(plan: Plan, folder: Path) -> Iterator[Flag]:
+    if plan.algorithm is None:
+        return
+    yield "--speculative-algorithm", plan.algorithm
+    yield "--speculative-draft-model-path", str(folder / DRAFT)
+    yield "--speculative-num-draft-tokens", str(plan.block_size)
+    # Otherwise a draft inherits the target's quantisation and K/V format, and accepts next to nothing.
+    yield "--speculative-draft-model-quantization", "unquant"
+    yield "--speculative-draft-kv-cache-dtype", "bfloat16"
+    if plan.deployment.speculation.draft_window is not None:
+        yield "--speculative-draft-window-size", str(plan.deployment.speculation.draft_window)
+
+
+def _kernels(plan: Plan) -> Iterator[Flag]:
+    """SGLang's own choice where the GPU is not named, and for latent attention."""
+    if plan.gpu is None:
+        return
+    if not plan.target.latent:
+        yield "--attention-backend", plan.gpu.attention
+    if plan.algorithm is not None:
+        yield "--speculative-draft-attention-backend", plan.gpu.draft_attention

@@ -1,0 +1,76 @@
+"""SGLang as a Backend: it answers about a Deployment and hands out a command; SGLang's own server does the serving."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from dflash_serve.backend import Command, Engine, Metrics
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+from dflash_serve.problem import Problem, raise_problems
+
+from .arguments import DRAFT, arguments
+from .checks import problems
+from .draft_folder import write_draft_folder
+from .nodes import node_arguments
+from .plan import Plan, make_plan
+
+
+class SGLangBackend:
+    """Checks and command line for SGLang 0.5.22-0.5.23. Needs neither a GPU nor SGLang until the command is run."""
+
+    name = "sglang"
+    metrics = Metrics(
+        path="/metrics",
+        format="prometheus",
+        drafted="dflash_serve:slots_offered_total",
+        accepted="dflash_serve:slots_accepted_total",
+        acceptance_length="sglang:spec_accept_length",
+    )
+
+    def check(self, deployment: Deployment) -> list[Problem]:
+        """Everything that would not work; reads config.json files and safetensors headers only.
+
+        Raises:
+            UserError: the target or drafter cannot be found or read at all.
+        """
+        return problems(make_plan(deployment))
+
+    def engine(self, deployment: Deployment) -> Engine:
+        """SGLang runs as a server of its own.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError("it runs as a server only", where="--backend sglang", do="use `dflash-serve serve`")
+
+    def prepare(self, deployment: Deployment, folder: Path) -> None:
+        """Writes draft/.
+
+        Raises:
+            UserError: the first problem of `check`, or a drafter that cannot be read.
+        """
+        plan = self._sound_plan(deployment)
+        if plan.checkpoint is not None:
+            write_draft_folder(plan.checkpoint, folder.resolve() / DRAFT)
+
+    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        """The command line for a prepared folder; on several nodes, that of the node it is asked on.
+
+        Raises:
+            UserError: several nodes, and the environment does not say which this is.
+        """
+        argv = [sys.executable, "-m", "sglang.launch_server"]
+        argv += arguments(make_plan(deployment), folder.resolve())
+        argv += node_arguments(deployment.parallel.nodes, os.environ)
+        return Command((*argv, "--host", host, "--port", str(port)))
+
+    def _sound_plan(self, deployment: Deployment) -> Plan:
+        plan = make_plan(deployment)
+        raise_problems(problems(plan), hint="`dflash-serve check` shows all")
+        return plan
+
+
+backend = SGLangBackend()

@@ -1,0 +1,199 @@
+"""The module TensorRT-LLM's DFlash worker drives: our core drafter behind the worker's duck-typed contract.
+
+Contract: `tensorrt_llm/_torch/speculative/dflash.py` @00679c6 (`DFlashWorker`) and, for loading,
+`_torch/models/modeling_dflash.py` @009d8fa (`DFlashForCausalLM`), whose attribute names are these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_serve.drafter.config import DrafterConfig
+from dflash_serve.drafter.model import Drafter
+from dflash_serve.drafter.rope import rotate
+from dflash_serve.errors import UserError
+from dflash_serve.quantization.checkpoint import assemble, read_drafter, read_quantization
+
+from ..draft_folder import NEUTRAL
+from .attention import PooledAttention, mask_arguments
+from .layout import Layout
+from .linear import Product, Reduce
+from .loading import Loaded, load
+
+
+class Borrowed(nn.Module):
+    """A place for the target's modules under the names the worker looks for."""
+
+
+class AdjustedLogits(nn.Module):
+    """The target's logits processor, followed by the drafter's own multiplier and soft-cap."""
+
+    def __init__(self, inner: Callable[..., Tensor], adjust: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.adjust = inner, adjust
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.adjust(self.inner(*args, **kwargs))
+
+
+class PlugInDrafter(nn.Module):
+    """A drafter for `SpeculativeDecodingMode.DFLASH`.
+
+    Args:
+        config: what it is.
+        format: of its quantised weights, None = plain.
+        layout: this rank's part.
+        reduce: adds the ranks' partial results; None = one rank.
+        attention: `flash_attn_with_kvcache`.
+        dtype: of activations and context K/V.
+        device: where it runs.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        *,
+        format: Any = None,
+        layout: Layout | None = None,
+        reduce: Reduce | None = None,
+        attention: Callable[..., Tensor],
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.config, self.format, self.layout, self.reduce = config, format, layout or Layout(), reduce
+        self.layout.check(config)
+        self.attention, self.dtype, self.device = attention, dtype, torch.device(device)
+        self.dflash_attention_backend = "VANILLA"
+        self.block_size = config.block_size
+        # The worker embeds this token for the masked slots; with an embedding of our own we overwrite the rows.
+        self.mask_token_id = config.mask_token_id or 0
+        self.target_layer_ids = list(config.target_layer_ids)
+        self.draft_model_full, self.lm_head = Borrowed(), None
+        self.draft_model_full.model = Borrowed()
+        self.model = self.draft_model_full.model
+        self.logits_processor = None
+        self.drafter: Drafter | None = None
+        self._context: Product | None = None
+
+    @classmethod
+    def of(cls, model_config: Any, draft_config: Any) -> PlugInDrafter:
+        """From TensorRT-LLM's configs of target and draft.
+
+        Raises:
+            UserError: an attention backend that it does not run on, or a drafter it cannot read.
+        """
+        speculative, mapping = model_config.spec_config, model_config.mapping
+        if speculative.attention_backend != "VANILLA":
+            do = "set speculative_config.attention_backend to VANILLA"
+            raise UserError(f"this drafter does not run on {speculative.attention_backend}", where="config.yaml", do=do)
+        folder = Path(speculative.speculative_model)
+        neutral = folder / NEUTRAL
+        found = DrafterConfig.model_validate_json(neutral.read_text()) if neutral.is_file() else read_drafter(folder)[0]
+        quantization = read_quantization(folder)
+        whole = mapping.enable_attention_dp or mapping.tp_size == 1
+        distributed = None if whole else import_module("tensorrt_llm._torch.distributed")
+        attention = import_module("tensorrt_llm._torch.speculative.dflash_attention").get_dflash_flash_attention()
+        plug_in = cls(
+            found,
+            format=quantization.format if quantization else None,
+            layout=Layout() if whole else Layout(mapping.tp_rank, mapping.tp_size),
+            reduce=distributed.AllReduce(mapping=mapping) if distributed else None,
+            attention=attention,
+            dtype=_dtype(draft_config.pretrained_config),
+            device="cuda" if torch.cuda.is_available() else "cpu",
+        )
+        plug_in.model_config = draft_config  # weight mappers look for it
+        return plug_in
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        config = self.__dict__.get("config")
+        if name == "logits_processor" and value is not None and _adjusts(config):
+            value = AdjustedLogits(value, lambda logits: self._loaded().adjust_logits(logits))
+        super().__setattr__(name, value)
+
+    def load_weights(self, weights: Mapping[str, Tensor], weight_mapper: Any = None, **kwargs: Any) -> None:
+        """Takes this rank's part of every tensor; none may be missing, extra or misshapen.
+
+        Raises:
+            UserError: all that does not fit.
+        """
+        whole = assemble(dict(weights.items()), self.config, self.format)
+        loaded: Loaded = load(whole, self.config, self.layout, self.reduce, self.dtype, self.device)
+        self.drafter, self._context, self._k_norms = loaded.drafter, loaded.context, loaded.k_norms
+        self.fc, self.hidden_norm = self.drafter.fc, self.drafter.hidden_norm
+
+    def load_weights_from_target_model(self, target_model: nn.Module) -> None:
+        """Shares the target's embedding and head."""
+        self.draft_model_full.model.embed_tokens = target_model.model.embed_tokens
+        self.draft_model_full.lm_head = self.lm_head = target_model.lm_head
+
+    def _loaded(self) -> Drafter:
+        if self.drafter is None:
+            raise RuntimeError("load_weights comes first")
+        return self.drafter
+
+    def _build_fused_kv_buffers(self) -> None:
+        """Publishes the sizes of the arena, as the worker expects after this call; the product itself is made on load."""
+        self._loaded()
+        self._num_attn_layers = self.config.num_layers
+        self._num_heads = self.config.num_attention_heads // self.layout.size
+        self._num_kv_heads = self.layout.kv_heads(self.config)
+        self._head_dim = self.config.head_dim
+
+    def _get_attention_mask_args(self, layer_idx: int) -> tuple[bool, tuple[int, int]]:
+        return mask_arguments(self.config.layers[layer_idx])
+
+    def project_target_hidden(self, hidden_states: Tensor) -> Tensor:
+        """Captured features [N, F*H], layers ascending -> [N, H]."""
+        return self._loaded().project_context(hidden_states.to(self.dtype))
+
+    def precompute_context_kv(self, projected_hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Context rows [N, H] -> rotated keys and values [N, layers, kv_heads, head_dim], by one product."""
+        assert self._context is not None
+        config, rows = self.config, len(projected_hidden)
+        shape = (rows, config.num_layers, 2, self.layout.kv_heads(config), config.head_dim)
+        k, v = self._context(projected_hidden.to(self.dtype)).view(shape).unbind(dim=2)
+        k = F.rms_norm(k, (config.head_dim,), eps=config.rms_norm_eps) * self._k_norms
+        cos, sin = self._loaded().rotary(positions.reshape(-1))
+        return rotate(k, cos[:, None], sin[:, None]), v.contiguous()
+
+    def dflash_forward(
+        self,
+        noise_embedding: Tensor,
+        query_positions: Tensor,
+        num_ctx_per_req: Tensor,
+        ctx_k_cache: Tensor,
+        ctx_v_cache: Tensor,
+        ctx_cache_batch_idx: Tensor,
+        ctx_kv_cache: Tensor | None = None,
+        ctx_page_table: Tensor | None = None,
+    ) -> Tensor:
+        """Blocks [requests, B, H] -> hidden states of their slots [requests * B, H]; see `Drafter.forward`."""
+        drafter = self._loaded()
+        noise = noise_embedding.to(self.dtype)
+        if drafter.mask_embedding is not None:
+            noise = torch.cat([noise[:, :1], drafter.mask_embedding.to(noise).expand_as(noise[:, 1:])], dim=1)
+        attend = PooledAttention(
+            self.attention, self.config.layers, ctx_k_cache, ctx_v_cache, num_ctx_per_req, ctx_cache_batch_idx
+        )
+        rows = noise.reshape(-1, noise.shape[-1]) * self.config.embedding_scale
+        out: Tensor = drafter(rows, query_positions.reshape(-1), attend)
+        return out
+
+
+def _adjusts(config: DrafterConfig | None) -> bool:
+    return config is not None and (config.output_multiplier != 1.0 or config.final_logit_softcap is not None)
+
+
+def _dtype(pretrained: Any) -> torch.dtype:
+    """The draft's dtype, which transformers keeps as a name or as the thing itself."""
+    stated = getattr(pretrained, "dtype", None) or getattr(pretrained, "torch_dtype", None) or torch.bfloat16
+    return stated if isinstance(stated, torch.dtype) else getattr(torch, str(stated).removeprefix("torch."))

@@ -1,0 +1,80 @@
+"""The drafter's products: plain or quantised weights, cut over ranks, and the one product that makes all context K/V."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_serve.quantization.formats import FP8_MAX, QuantizedTensor
+
+if TYPE_CHECKING:
+    from dflash_serve.quantization.checkpoint import Weight
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+class Product(nn.Module):
+    """x @ weights^T for weights stacked along their rows.
+
+    FP8 weights with an input scale are multiplied as FP8, and each stacked part's own scale is applied to its columns of the
+    result: that is what upstream's fused K/V product leaves out. NVFP4, and FP8 without an input scale, are decoded once.
+
+    Args:
+        weights: parts [out, in], all of one kind.
+        bias: of all parts together.
+        dtype: of activations and results.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scales: Tensor | None
+    input_scale: Tensor | None
+
+    def __init__(self, weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        fp8 = [w for w in weights if isinstance(w, QuantizedTensor) and w.format == "fp8" and w.input_scale is not None]
+        scales = input_scale = None
+        if fp8 and len(fp8) == len(weights):
+            stacked = torch.cat([w.values for w in fp8])
+            scales = torch.cat([w.scale.float().reshape(1).expand(len(w.values)) for w in fp8])
+            input_scale = torch.stack(
+                [w.input_scale.float().reshape(()) for w in fp8 if w.input_scale is not None]
+            ).amax()
+        else:
+            plain = [w.dequantize(dtype) if isinstance(w, QuantizedTensor) else w.to(dtype) for w in weights]
+            stacked = plain[0] if len(plain) == 1 else torch.cat(plain)
+        self.register_buffer("weight", stacked.contiguous())
+        self.register_buffer("scales", scales)
+        self.register_buffer("input_scale", input_scale)
+        self.register_buffer("bias", None if bias is None else bias.to(dtype))
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scales is None or self.input_scale is None:
+            return F.linear(x, self.weight, self.bias)
+        rounded = (x.float() / self.input_scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        one = torch.ones_like(self.input_scale)
+        y = torch._scaled_mm(rounded, self.weight.t(), scale_a=self.input_scale, scale_b=one, out_dtype=torch.float32)
+        y = (y * self.scales).to(self.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+class RowParallel(nn.Module):
+    """A product over this rank's share of the input; the ranks' results are added, and the bias once."""
+
+    def __init__(self, product: Product, reduce: Reduce | None) -> None:
+        super().__init__()
+        self.product, self.reduce = product, reduce
+        self.register_buffer("bias", None if reduce is None else product.bias)
+        if reduce is not None:
+            product.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.product(x)
+        if self.reduce is not None:
+            y = self.reduce(y)
+        return y if self.bias is None else y + self.bias

@@ -1,0 +1,165 @@
+"""Requests as OpenAI's clients send them. Unknown fields are refused; null means the default; nothing here runs code.
+
+Sampling fields are inherited from `SamplingParams`: their ranges and meanings stand there and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dflash_serve.speculation.params import SamplingParams
+
+from .settings import AcceptanceMetrics
+
+
+class Strict(BaseModel):
+    """Unknown fields are refused, null fields are as good as absent."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class StreamOptions(Strict):
+    """What a stream says beside the text."""
+
+    include_usage: bool = False
+    """A last chunk without choices carries the usage."""
+    include_obfuscation: bool = False
+    """Taken and ignored: padding against traffic analysis is the connection's business."""
+
+
+class AnyText(Strict):
+    """No constraint."""
+
+    type: Literal["text"]
+
+
+class JsonObject(Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Strict):
+    """A JSON schema as OpenAI wraps it."""
+
+    name: str
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    description: str = ""
+    strict: bool = False
+    """Taken and ignored: it is always enforced."""
+
+
+class JsonSchema(Strict):
+    """JSON of this schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class Regex(Strict):
+    """Text that matches from beginning to end. Ours: OpenAI has none."""
+
+    type: Literal["regex"]
+    pattern: str
+
+
+ResponseFormat = Annotated[AnyText | JsonObject | JsonSchema | Regex, Field(discriminator="type")]
+
+
+class Generation(SamplingParams):
+    """What chat and plain completions have in common."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    model: str
+    n: int = Field(1, ge=1, description="answers to one prompt")
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat = AnyText(type="text")
+    cache_salt: str = Field("", max_length=256, description="only requests of the same salt share prefixes")
+    acceptance_metrics: AcceptanceMetrics | None = Field(None, description="metrics.speculative_decoding; n = 1 only")
+    user: str = Field("", description="taken and ignored, as are the next three")
+    metadata: dict[str, str] = Field(default_factory=dict)
+    store: bool = False
+    service_tier: str = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Generation:
+        if self.stream_options.include_usage and not self.stream:
+            raise ValueError("stream_options: only with stream: true")
+        return self
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of SamplingParams."""
+        return {name: getattr(self, name) for name in SamplingParams.model_fields}
+
+
+class CompletionRequest(Generation):
+    """POST /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = Field(16, ge=1, description="most tokens to generate")
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or several, as text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+class TextPart(Strict):
+    """Text; images and files are not for these models."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Strict):
+    """One turn; what the target's template makes of it is the target's business."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str = ""
+    refusal: None = None
+
+    def plain(self) -> dict[str, str]:
+        """For the chat template."""
+        content = self.content
+        return {"role": self.role, "content": content if isinstance(content, str) else "".join(p.text for p in content)}
+
+
+class ChatRequest(Generation):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, description="most tokens to generate; as max_tokens")
+    logprobs: bool = False  # type: ignore[assignment]
+    top_logprobs: int = Field(0, ge=0, le=20, description="of so many most probable tokens; needs logprobs: true")
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs: true")
+        return self
+
+    def sampling(self) -> dict[str, Any]:
+        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
+        return super().sampling() | {
+            "logprobs": self.top_logprobs if self.logprobs else None,
+            "max_tokens": min(limits, default=None),
+        }

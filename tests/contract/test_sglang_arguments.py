@@ -1,0 +1,213 @@
+"""What we write, held against what SGLang itself makes of it: its real argument parser and resolution, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dflash_sglang import SGLangBackend
+from dflash_sglang.gpus import GPUS
+from tests.support.paper_models import FP8, NVFP4, write_paper_drafter, write_paper_target
+
+from dflash_serve.deployment import Deployment
+
+pytest.importorskip("sglang")
+
+HOPPER = {"is_sm90": True, "is_hopper_with_cuda_12_3": True, "device_sm": 90, "device_capability": (9, 0)}
+BLACKWELL = {
+    "is_sm100": True,
+    "is_sm100_or_sm110": True,
+    "is_blackwell": True,
+    "device_sm": 100,
+    "device_capability": (10, 0),
+}
+FACTS = {"h100": HOPPER, "h200": HOPPER, "b200": BLACKWELL, "b300": BLACKWELL}
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    tensor: int = 1
+    expert: int = 1
+    nodes: int = 1
+    attention_data: bool = False
+
+
+LAYOUTS = (
+    Layout("one"),
+    Layout("tp2", 2),
+    Layout("tp8", 8),
+    Layout("tp8ep8", 8, 8),
+    Layout("tp8dp8", 8, attention_data=True),
+    Layout("two-nodes", 16, nodes=2),
+)
+PRECISIONS = ("none", "fp8", "fp8-online", "nvfp4")
+MATRIX = [
+    (gpu, precision, layout)
+    for gpu in GPUS
+    for precision in PRECISIONS
+    for layout in LAYOUTS
+    if precision != "nvfp4" or GPUS[gpu].fp4
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    recipes = {"none": None, "fp8": FP8, "fp8-online": None, "nvfp4": NVFP4}
+    found = {name: write_paper_target(folder / name, recipe=recipe) for name, recipe in recipes.items()}
+    found |= {f"{name}-experts": write_paper_target(folder / f"{name}-experts", experts=16, recipe=recipe)
+              for name, recipe in recipes.items()}  # fmt: skip
+    return {**found, "drafter": write_paper_drafter(folder / "drafter")}
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """SGLang's resolution, told that it runs on a GPU."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.runtime_context import override_platform
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    monkeypatch.setattr(type(current_platform), "is_out_of_tree", lambda _: False)
+
+    def resolve(argv: tuple[str, ...], gpu: str) -> Any:
+        assert argv[1:3] == ("-m", "sglang.launch_server")
+        with override_platform(is_cuda=True, **FACTS[gpu]):
+            server_args = prepare_server_args([*argv[3:], "--device", "cuda"])
+            server_args.resolve_once()
+            return resolving_view(server_args)
+
+    return resolve
+
+
+def deployment(models: dict[str, Path], gpu: str, precision: str, layout: Layout, **changes: Any) -> Deployment:
+    target = models[f"{precision}-experts" if layout.expert > 1 else precision]
+    fields: dict[str, Any] = {
+        "target": {"model": str(target), "quantization": precision.removesuffix("-online")},
+        "drafter": {"model": str(models["drafter"])},
+        "speculation": {"width": 8},
+        "parallel": {
+            "tensor": layout.tensor,
+            "expert": layout.expert,
+            "nodes": layout.nodes,
+            "attention_data": layout.attention_data,
+        },
+        "hardware": {"gpu": gpu, "count": layout.tensor},
+    }
+    for path, value in changes.items():
+        room, field = path.split("__")
+        fields.setdefault(room, {})[field] = value
+    return Deployment.model_validate(fields)
+
+
+@pytest.fixture
+def leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LEADER_ADDRESS": "dflash-0.dflash", "GROUP_SIZE": "2", "WORKER_INDEX": "1"}.items():
+        monkeypatch.setenv(f"LWS_{name}", value)
+
+
+@pytest.mark.usefixtures("leader")
+@pytest.mark.parametrize(
+    ("gpu", "precision", "layout"), MATRIX, ids=lambda value: value.name if isinstance(value, Layout) else value
+)
+def test_sglang_understands_what_we_write(
+    models: dict[str, Path], on_gpu: Any, tmp_path: Path, gpu: str, precision: str, layout: Layout
+) -> None:
+    wanted = deployment(models, gpu, precision, layout)
+    backend = SGLangBackend()
+    assert backend.check(wanted) == []
+    backend.prepare(wanted, tmp_path)
+    resolved = on_gpu(backend.command(wanted, tmp_path).argv, gpu)
+    assert resolved.speculative_algorithm == "DFLASH"
+    assert resolved.speculative_num_draft_tokens == 8
+    assert resolved.speculative_draft_model_quantization is None
+    assert resolved.speculative_draft_kv_cache_dtype == "bfloat16"
+    assert resolved.speculative_draft_attention_backend == GPUS[gpu].draft_attention
+    assert resolved.attention_backend == GPUS[gpu].attention
+    assert (resolved.tp_size, resolved.ep_size, resolved.nnodes) == (layout.tensor, layout.expert, layout.nodes)
+    assert resolved.attn_dp_size == (layout.tensor if layout.attention_data else 1)
+    assert resolved.node_rank == (1 if layout.nodes > 1 else 0)
+    assert resolved.max_running_requests == 32
+    assert resolved.quantization == ("fp8" if precision == "fp8-online" else None)
+
+
+REFUSED = {
+    "pipeline": {"parallel__pipeline": 2},
+    "nvfp4 keys and values": {"kv_cache__dtype": "nvfp4"},
+    "window below the block": {"speculation__draft_window": 4},
+    "more nodes than devices": {"parallel__nodes": 3},
+}
+
+
+@pytest.mark.usefixtures("leader")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_sglang_refuses_we_refuse_first(
+    models: dict[str, Path], on_gpu: Any, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LWS_GROUP_SIZE", "3")
+    bad = deployment(models, "b200", "none", Layout("tp8", 8), **REFUSED[what])
+    assert SGLangBackend().check(bad)
+    with pytest.raises((ValueError, AssertionError, RuntimeError)):
+        on_gpu(SGLangBackend().command(bad, tmp_path).argv, "b200")
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16", "fp8"])
+def test_cache_and_window_arrive(
+    models: dict[str, Path], on_gpu: Any, tmp_path: Path, window: int | None, kv_dtype: str
+) -> None:
+    wanted = deployment(
+        models,
+        "h200",
+        "none",
+        Layout("one"),
+        kv_cache__dtype=kv_dtype,
+        kv_cache__block_reuse=False,
+        kv_cache__memory_fraction=0.5,
+        speculation__draft_window=window,
+        limits__max_num_tokens=64,
+    )
+    backend = SGLangBackend()
+    assert backend.check(wanted) == []
+    backend.prepare(wanted, tmp_path)
+    resolved = on_gpu(backend.command(wanted, tmp_path).argv, "h200")
+    assert resolved.kv_cache_dtype == {"auto": "auto", "bfloat16": "bfloat16", "fp8": "fp8_e4m3"}[kv_dtype]
+    assert resolved.speculative_draft_window_size == window
+    assert resolved.disable_radix_cache
+    assert resolved.mem_fraction_static == pytest.approx(0.5, abs=0.01)
+    assert resolved.chunked_prefill_size == 64
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_halves_of_a_pair_say_which_they_are(
+    models: dict[str, Path], on_gpu: Any, tmp_path: Path, role: str
+) -> None:
+    fields = deployment(models, "h200", "none", Layout("one")).model_dump()
+    half = Deployment.model_validate({**fields, "role": role})
+    backend = SGLangBackend()
+    backend.prepare(half, tmp_path)
+    resolved = on_gpu(backend.command(half, tmp_path).argv, "h200")
+    assert resolved.disaggregation_mode == role
+
+
+def test_without_a_drafter_nothing_speculates(models: dict[str, Path], on_gpu: Any, tmp_path: Path) -> None:
+    plain = deployment(models, "h200", "none", Layout("one"), speculation__width="off")
+    resolved = on_gpu(SGLangBackend().command(plain, tmp_path).argv, "h200")
+    assert resolved.speculative_algorithm is None
+
+
+def test_the_draft_folder_is_what_sglangs_own_parser_expects(models: dict[str, Path], tmp_path: Path) -> None:
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    SGLangBackend().prepare(deployment(models, "h200", "none", Layout("one")), tmp_path)
+    parsed = parse_dflash_draft_config(draft_hf_config=get_config(str(tmp_path / "draft"), trust_remote_code=False))
+    assert parsed.block_size == 8
+    assert parsed.mask_token_id == 7
+    assert tuple(parsed.target_layer_ids) == (1, 3, 5)

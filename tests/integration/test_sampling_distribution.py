@@ -1,0 +1,131 @@
+"""The whole loop samples from the target's distribution: a two-sample G-test, with and without speculation.
+
+The unit tests compare the rule with exact probabilities; here real rows of a (tiny) target go through drafting,
+verification, acceptance and commit. The two sides use different seeds: with the same ones they would be equal token by
+token, which would leave nothing to test. False-alarm rate 1e-4 a case; seeds are fixed, so a pass stays a pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy.stats import chi2_contingency
+
+from dflash_serve.speculation.params import SamplingParams
+from dflash_torch.decoder import Decoder
+from dflash_torch.engine import EmbeddedEngine
+from dflash_torch.sequence import Sequence
+from dflash_torch.speculator import Speculator
+from tests.support.embedded import tiny_engine
+from tests.support.tiny_target import write_tiny_pair
+
+ALARM = 1e-4
+SAMPLES = 2400
+TOKENS = 3
+CASES: dict[str, dict[str, Any]] = {
+    "temperature 1": {},
+    "temperature 0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9},
+    "top-k 20": {"top_k": 20},
+    "penalties": {"presence_penalty": 1.5, "frequency_penalty": 0.8, "repetition_penalty": 1.3, "top_k": 20},
+}
+Samples = list[tuple[int, ...]]
+
+
+class LikelySpeculator(Speculator):
+    """Drafts the continuation that was most frequent after the same tokens: right often enough to test acceptance."""
+
+    likely: dict[tuple[int, ...], int]
+
+    def draft(self, sequences: Many[Sequence], widths: Many[int]) -> list[list[int]]:
+        super().draft(sequences, widths)  # the real pass, for its effects on the stores
+        return [self._continue(s.output_ids, width) for s, width in zip(sequences, widths, strict=True)]
+
+    def _continue(self, output: list[int], width: int) -> list[int]:
+        seen = list(output)
+        while len(seen) < len(output) + width - 1:
+            seen.append(self.likely.get(tuple(seen), 5))
+        return seen[len(output) :]
+
+
+def sample(engine: EmbeddedEngine, first_seed: int, settings: dict[str, Any]) -> tuple[Samples, float]:
+    """Answers of `TOKENS` tokens to one prompt, one seed each, and the share of drafted tokens accepted."""
+    params = [
+        SamplingParams(seed=first_seed + n, max_tokens=TOKENS, ignore_eos=True, **settings) for n in range(SAMPLES)
+    ]
+    list(engine.stream(["the quick brown fox"] * SAMPLES, params))
+    outputs = engine.outputs()
+    tally = sum((output.statistics.tally for output in outputs), start=Counter[tuple[int, int]]())
+    offered = sum((width - 1) * steps for (width, _), steps in tally.items())
+    accepted = sum(accepted * steps for (_, accepted), steps in tally.items())
+    return [tuple(output.token_ids) for output in outputs], accepted / max(offered, 1)
+
+
+def p_value(first: Samples, second: Samples) -> float:
+    """Of equal distribution: the least over token 2, token 3, both and the whole answer, times four (Bonferroni).
+
+    Token 1 comes from the prompt's own pass, the others from verified blocks.
+    """
+    views = (slice(1, 2), slice(2, 3), slice(1, 3), slice(0, 3))
+    return min(1.0, 4 * min(g_test([a[v] for a in first], [a[v] for a in second]) for v in views))
+
+
+def g_test(first: Samples, second: Samples) -> float:
+    """Two-sample G-test; values seen fewer than 10 times in all are pooled."""
+    counts = Counter(first) + Counter(second)
+    common = {value: n for n, (value, count) in enumerate(counts.items()) if count >= 10}
+    table = [Counter(common.get(value, -1) for value in side) for side in (first, second)]
+    cells = sorted({*table[0], *table[1]})
+    result = chi2_contingency([[side[cell] for cell in cells] for side in table], lambda_="log-likelihood")
+    return float(result.pvalue)
+
+
+def most_frequent(samples: Samples) -> dict[tuple[int, ...], int]:
+    following: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for answer in samples:
+        for n in range(1, len(answer)):
+            following[answer[:n]][answer[n]] += 1
+    return {prefix: counts.most_common(1)[0][0] for prefix, counts in following.items()}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+def speculating(folders: tuple[Path, Path], likely: dict[tuple[int, ...], int]) -> EmbeddedEngine:
+    engine = tiny_engine(folders, width=4, slots=32)
+    speculator = engine.decoder.speculator
+    assert speculator is not None
+    speculator.__class__, speculator.likely = LikelySpeculator, likely  # type: ignore[assignment, attr-defined]
+    return engine
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_speculation_samples_what_plain_sampling_samples(folders: tuple[Path, Path], case: str) -> None:
+    plain = tiny_engine(folders, width=1, slots=32)
+    expected, _ = sample(plain, 0, CASES[case])
+    engine = speculating(folders, most_frequent(expected))
+    observed, accepted = sample(engine, 10**6, CASES[case])
+    assert accepted > 0.03, "too little was accepted for the test to mean anything"
+    assert p_value(expected, observed) > ALARM
+
+
+def test_greedy_verification_would_be_noticed(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tiny_engine(folders, width=1, slots=32)
+    expected, _ = sample(plain, 0, {"top_k": 20})
+    engine = speculating(folders, most_frequent(expected))
+    honest = Decoder._draft
+
+    def always_right(self: Decoder, sequences: Many[Sequence]) -> list[list[int]]:
+        drafts = honest(self, sequences)
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            sequence.params = sequence.params.model_copy(update={"temperature": 0.0 if draft else 1.0})
+        return drafts
+
+    monkeypatch.setattr(Decoder, "_draft", always_right)
+    observed, _ = sample(engine, 10**6, {"top_k": 20})
+    assert p_value(expected, observed) < ALARM
