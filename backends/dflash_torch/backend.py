@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_serve.assets import bundled_drafter
+from dflash_serve.backend import Command, Metrics
 from dflash_serve.deployment import Deployment
 from dflash_serve.drafter.checkpoint import read_config
 from dflash_serve.drafter.config import DrafterConfig
@@ -18,11 +20,20 @@ from .target.source import target_folder
 if TYPE_CHECKING:
     from .engine import EmbeddedEngine
 
+DEPLOYMENT_FILE = "deployment.json"
+
 
 class EmbeddedBackend:
     """PyTorch in this process: one device, Llama- and Qwen-family targets, unquantised."""
 
     name = "torch"
+    metrics = Metrics(
+        path="/metrics",
+        format="prometheus",
+        drafted="dflash:spec_decode_num_draft_tokens_total",
+        accepted="dflash:spec_decode_num_accepted_tokens_total",
+        acceptance_length="dflash:spec_decode_acceptance_length",
+    )
 
     def check(self, deployment: Deployment) -> list[Problem]:
         """Everything that would not work, before anything is loaded.
@@ -48,6 +59,21 @@ class EmbeddedBackend:
         from .start import start_engine
 
         return start_engine(deployment)
+
+    def prepare(self, deployment: Deployment, folder: Path) -> None:
+        """Writes the deployment itself: flags and environment are merged in already.
+
+        Raises:
+            UserError: the first problem of `check`.
+        """
+        raise_problems(self.check(deployment))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / DEPLOYMENT_FILE).write_text(deployment.model_dump_json(indent=1))
+
+    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        """The HTTP server of this backend, for a folder that `prepare` has written."""
+        argv = (sys.executable, "-m", "dflash_torch.server", str(folder.resolve() / DEPLOYMENT_FILE))
+        return Command(argv, {"DFLASH_SERVE_HTTP_HOST": host, "DFLASH_SERVE_HTTP_PORT": str(port)})
 
 
 def drafter_folder(deployment: Deployment) -> str | Path:

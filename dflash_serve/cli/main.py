@@ -9,6 +9,7 @@ import typer
 from dflash_serve.cli.convert import convert
 from dflash_serve.cli.generate import generate
 from dflash_serve.cli.inspect import inspect
+from dflash_serve.cli.serve import serve
 from dflash_serve.cli.train import train
 from dflash_serve.errors import UserError
 
@@ -18,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (generate, inspect, convert, train):
+for verb in (generate, serve, inspect, convert, train):
     app.command()(verb)
 
 

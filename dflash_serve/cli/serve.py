@@ -1,0 +1,94 @@
+"""`dflash-serve serve`: check a deployment, then become the engine's own server. Nothing of ours stays in between."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dflash_serve.backend import ServerBackend, backend
+from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.errors import UserError
+from dflash_serve.problem import raise_problems
+
+EMBEDDED = "torch"
+HTTP_ENV = "DFLASH_SERVE_HTTP_"
+"""The embedded server reads its settings under this prefix; flags are handed on as such."""
+
+
+def serve(
+    deployment: Annotated[Path | None, typer.Argument(help="YAML file; flags and environment go before it.")] = None,
+    target: Annotated[str | None, typer.Option(help="Hub id, folder, or the bundled smollm2.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Likewise; without one there is no speculation.")] = None,
+    backend_name: Annotated[str, typer.Option("--backend", help="Which engine serves.")] = EMBEDDED,
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Where to listen; 0 takes a free one.", min=0, max=65535)] = 8000,
+    block_size: Annotated[int | None, typer.Option(help="B, the anchor counted. [default: the drafter's]")] = None,
+    width: Annotated[str | None, typer.Option(help="Slots verified a step: a number, auto or off.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    max_batch_size: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")] = None,
+    max_queued_requests: Annotated[int | None, typer.Option(help="Requests that may wait; more get 429.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call it. [default: the target]")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="One key a line; without, the server is open.")] = None,
+    drain_seconds: Annotated[float | None, typer.Option(help="How long SIGTERM lets requests go on.")] = None,
+    acceptance_metrics: Annotated[
+        str | None, typer.Option(help="Acceptance in responses: none, summary or detailed.")
+    ] = None,
+) -> None:
+    """Serve a target and its drafter behind an OpenAI-compatible API."""
+    flags: dict[str, Any] = {
+        "target": {"model": target},
+        "drafter": {"model": drafter},
+        "speculation": {"block_size": block_size, "width": width},
+        "hardware": {"dtype": dtype},
+        "limits": {
+            "max_batch_size": max_batch_size,
+            "max_model_len": max_model_len,
+            "max_queued_requests": max_queued_requests,
+        },
+    }
+    http = {
+        "SERVED_MODEL_NAME": served_model_name,
+        "API_KEY_FILE": api_key_file and api_key_file.resolve(),
+        "DRAIN_SECONDS": drain_seconds,
+        "ACCEPTANCE_METRICS": acceptance_metrics,
+    }
+    chosen = _server(backend_name)
+    environment = {HTTP_ENV + name: str(value) for name, value in http.items() if value is not None}
+    if environment and backend_name != EMBEDDED:
+        names = ", ".join("--" + name.removeprefix(HTTP_ENV).lower().replace("_", "-") for name in environment)
+        raise UserError(f"only the embedded backend's server has them: {names}", where=f"--backend {backend_name}")
+    if deployment is None and target is None:
+        raise UserError("nothing to serve", where="serve", do="give a deployment.yaml, or --target and --drafter")
+    become(chosen, load_deployment(deployment, flags), host, port, environment)
+
+
+def become(
+    chosen: ServerBackend, deployment: Deployment, host: str, port: int, environment: dict[str, str]
+) -> None:
+    """Replaces this process by the engine's server: signals reach it, and its exit code is ours."""
+    raise_problems(chosen.check(deployment))
+    folder = Path(tempfile.mkdtemp(prefix="dflash-serve-"))
+    try:
+        chosen.prepare(deployment, folder)
+    except OSError as error:
+        raise UserError(f"cannot be written ({error.strerror})", where=str(folder), do="free some space") from None
+    command = chosen.command(deployment, folder, host=host, port=port)
+    sys.stdout.flush()
+    try:
+        os.execvpe(command.argv[0], command.argv, {**os.environ, **command.env, **environment})
+    except OSError as error:
+        do = f"install what --backend {chosen.name} needs"
+        raise UserError(f"cannot be started ({error.strerror})", where=command.argv[0], do=do) from None
+
+
+def _server(name: str) -> ServerBackend:
+    found = backend(name)
+    if not isinstance(found, ServerBackend):
+        raise UserError("it has no server", where=f"--backend {name}", do=f"use --backend {EMBEDDED}")
+    return found

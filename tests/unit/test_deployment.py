@@ -1,0 +1,71 @@
+"""Deployment: flag > environment > YAML > default, unknown keys refused, one clear line for each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dflash_serve.deployment import load_deployment
+from dflash_serve.errors import UserError
+
+YAML = """
+target: {model: Qwen/Qwen3-8B, revision: abc}
+drafter: {model: z-lab/Qwen3-8B-DFlash-b16}
+speculation: {block_size: 16, width: 8}
+hardware: {gpu: b200, count: 1}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(YAML)
+    return path
+
+
+def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_deployment(file).limits.max_batch_size == 32
+    assert load_deployment(file).speculation.width == 8
+    monkeypatch.setenv("DFLASH_SERVE_SPECULATION__WIDTH", "off")
+    assert load_deployment(file).speculation.width == "off"
+    assert load_deployment(file, {"speculation": {"width": "4"}}).speculation.width == 4
+    assert load_deployment(file, {"speculation": {"width": None}}).speculation.width == "off"
+    assert load_deployment(file).speculation.block_size == 16
+
+
+def test_it_cannot_be_changed(file: Path) -> None:
+    deployment = load_deployment(file)
+    with pytest.raises(ValueError, match="frozen"):
+        deployment.target.model = "other"
+
+
+MISTAKES = {
+    "targt: {model: x}": "target",
+    "target: {model: x, quantisation: fp8}": "unknown key target.quantisation",
+    "target: {model: x, quantization: int3}": "target.quantization",
+    "target: {model: x}\nspeculation: {width: 0}": "width",
+    "target: {model: x}\nspeculation: {width: wide}": "`auto` or `off`",
+    "target: {model: x}\nspeculation: {block_size: 1}": "speculation.block_size",
+    "target: {model: x}\nparallel: {tensor: 0}": "parallel.tensor",
+    "target: {model: x": "not valid YAML",
+    "- a list": "not a mapping",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_is_one_line_that_names_file_and_field(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_deployment(path)
+    assert str(path) in str(caught.value)
+    assert MISTAKES[text] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.yaml"):
+        load_deployment(tmp_path / "nowhere.yaml")
