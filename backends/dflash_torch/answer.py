@@ -25,7 +25,7 @@ class Answer:
         self.logprobs: list[TokenLogprob] | None = None if sequence.params.logprobs is None else []
 
     def advance(self, gain: Gain) -> Chunk:
-        """The chunk of one step. A stop string ends the answer at the token that completes it, whatever the step gained."""
+        """The chunk of one step; a stop string ends the answer at the token that completes it."""
         sequence = self.sequence
         before, stop = self.stream.fed, sequence.stop_token is not None
         text = self.stream.feed(gain.token_ids[:-1] if stop else gain.token_ids)

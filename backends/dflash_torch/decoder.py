@@ -246,7 +246,8 @@ class Decoder:
 
 def _last_rows(pending: list[list[int]], drafts: list[list[int]], heads: list[int]) -> list[int] | None:
     """Rows of the flat batch whose logits are needed: each head's anchor and drafted slots. None = all of them."""
-    rows, first = [], 0
+    rows: list[int] = []
+    first = 0
     for index, (prompt, draft) in enumerate(zip(pending, drafts, strict=True)):
         end = first + len(prompt) + len(draft)
         if index in heads:

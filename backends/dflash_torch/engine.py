@@ -25,7 +25,8 @@ class EmbeddedEngine:
 
     def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> None:
         self.decoder, self.tokenizer = decoder, tokenizer
-        self._outputs: dict[int, RequestOutput] = {}
+        self.outputs_by_index: dict[int, RequestOutput] = {}
+        """Finished requests of the running or last `stream`, by the index of their prompt."""
 
     def stream(self, prompts: Many[Prompt], params: Many[SamplingParams]) -> Iterator[Chunk]:
         """News of all prompts as steps end; each ends with a chunk that has a finish_reason.
@@ -36,7 +37,7 @@ class EmbeddedEngine:
         waiting = deque((n, self.tokenise(p), par) for n, (p, par) in enumerate(zip(prompts, params, strict=True)))
         for _, token_ids, param in waiting:
             self.decoder.check(token_ids, param)
-        self._outputs.clear()
+        self.outputs_by_index.clear()
         answers: dict[int, Answer] = {}
         try:
             while waiting or self.decoder.running:
@@ -56,13 +57,13 @@ class EmbeddedEngine:
             if answer.stream.stopped and gain.sequence in self.decoder.running:
                 self.decoder.leave(gain.sequence)
             if chunk.finish_reason is not None:
-                self._outputs[answer.index] = answer.output()
+                self.outputs_by_index[answer.index] = answer.output()
             if chunk.token_ids or chunk.finish_reason:
                 yield chunk
 
     def outputs(self) -> list[RequestOutput]:
         """The finished requests of the last `stream`, in the order of its prompts."""
-        return [self._outputs[index] for index in sorted(self._outputs)]
+        return [self.outputs_by_index[index] for index in sorted(self.outputs_by_index)]
 
     def plain(self) -> EmbeddedEngine:
         """The same target without speculation, to compare with: no drafter, no features taken."""
@@ -79,7 +80,7 @@ class EmbeddedEngine:
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
         if not prompt or not isinstance(prompt[0], Mapping):
-            return [int(token) for token in prompt]  # type: ignore[arg-type, call-overload]
+            return [int(token) for token in prompt]  # type: ignore[arg-type]
         try:
             encoded = self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
         except Exception as error:  # templates raise what they like

@@ -101,7 +101,7 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         self._vocab_size = vocab_size
-        self._tokenizer = from_tokenizer(tokenizer, vocab_size, list(eos_token_ids) or None)  # type: ignore[arg-type]
+        self._tokenizer = from_tokenizer(tokenizer, vocab_size, list(eos_token_ids) or None)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for; a character may need several tokens."""

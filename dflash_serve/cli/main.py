@@ -7,6 +7,7 @@ import sys
 import typer
 
 from dflash_serve.cli.convert import convert
+from dflash_serve.cli.evaluate import evaluate
 from dflash_serve.cli.generate import generate
 from dflash_serve.cli.inspect import inspect
 from dflash_serve.cli.serve import serve
@@ -19,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (generate, serve, inspect, convert, train):
+for verb in (generate, serve, inspect, convert, train, evaluate):
     app.command()(verb)
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -68,9 +68,7 @@ def serve(
     become(chosen, load_deployment(deployment, flags), host, port, environment)
 
 
-def become(
-    chosen: ServerBackend, deployment: Deployment, host: str, port: int, environment: dict[str, str]
-) -> None:
+def become(chosen: ServerBackend, deployment: Deployment, host: str, port: int, environment: dict[str, str]) -> None:
     """Replaces this process by the engine's server: signals reach it, and its exit code is ours."""
     raise_problems(chosen.check(deployment))
     folder = Path(tempfile.mkdtemp(prefix="dflash-serve-"))
@@ -81,7 +79,7 @@ def become(
     command = chosen.command(deployment, folder, host=host, port=port)
     sys.stdout.flush()
     try:
-        os.execvpe(command.argv[0], command.argv, {**os.environ, **command.env, **environment})
+        os.execvpe(command.argv[0], command.argv, {**os.environ, **command.env, **environment})  # noqa: S606
     except OSError as error:
         do = f"install what --backend {chosen.name} needs"
         raise UserError(f"cannot be started ({error.strerror})", where=command.argv[0], do=do) from None
@@ -89,6 +87,6 @@ def become(
 
 def _server(name: str) -> ServerBackend:
     found = backend(name)
-    if not isinstance(found, ServerBackend):
+    if not hasattr(found, "command"):
         raise UserError("it has no server", where=f"--backend {name}", do=f"use --backend {EMBEDDED}")
-    return found
+    return cast(ServerBackend, found)

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
 
+from dflash_serve.drafter.checkpoint import load_drafter
+from dflash_serve.speculation.width import FixedWidth, WidthPolicy
 from dflash_torch.decoder import Decoder
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.sequence import Sequence
 from dflash_torch.speculator import Speculator
 from dflash_torch.target import load_target, load_tokenizer
-
-from dflash_serve.drafter.checkpoint import load_drafter
-from dflash_serve.speculation.width import FixedWidth, WidthPolicy
 
 PROMPTS = ["the quick brown fox", "the quick dog", '{"name": [1', "over", "fox fox fox lazy"]
 

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import torch
-from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<mask>"]
 EOS = SPECIALS.index("<|im_end|>")
@@ -60,8 +61,8 @@ def write_tiny_pair(folder: Path, *, block_size: int = 4, positions: int = 256) 
 
 def _write_tokenizer(folder: Path) -> int:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIALS, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(CORPUS, trainer)

@@ -141,7 +141,7 @@ class PlugInDrafter(nn.Module):
         return self.drafter
 
     def _build_fused_kv_buffers(self) -> None:
-        """Publishes the sizes of the arena, as the worker expects after this call; the product itself is made on load."""
+        """Publishes the sizes of the arena, as the worker expects after this call; the product was made on load."""
         self._loaded()
         self._num_attn_layers = self.config.num_layers
         self._num_heads = self.config.num_attention_heads // self.layout.size

@@ -1,4 +1,4 @@
-"""The drafter's products: plain or quantised weights, cut over ranks, and the one product that makes all context K/V."""
+"""The drafter's products: plain or quantised weights, cut over ranks; one of them makes all context K/V."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Reduce = Callable[[Tensor], Tensor]
 class Product(nn.Module):
     """x @ weights^T for weights stacked along their rows.
 
-    FP8 weights with an input scale are multiplied as FP8, and each stacked part's own scale is applied to its columns of the
-    result: that is what upstream's fused K/V product leaves out. NVFP4, and FP8 without an input scale, are decoded once.
+    FP8 weights with an input scale are multiplied as FP8, and each stacked part's own scale is applied to its columns of
+    the result: that is what upstream's fused K/V product leaves out. NVFP4, and FP8 without an input scale, are decoded
+    once and multiplied in `dtype`.
 
     Args:
         weights: parts [out, in], all of one kind.
@@ -41,9 +42,8 @@ class Product(nn.Module):
         if fp8 and len(fp8) == len(weights):
             stacked = torch.cat([w.values for w in fp8])
             scales = torch.cat([w.scale.float().reshape(1).expand(len(w.values)) for w in fp8])
-            input_scale = torch.stack(
-                [w.input_scale.float().reshape(()) for w in fp8 if w.input_scale is not None]
-            ).amax()
+            inputs = [w.input_scale.float().reshape(()) for w in fp8 if w.input_scale is not None]
+            input_scale = torch.stack(inputs).max()
         else:
             plain = [w.dequantize(dtype) if isinstance(w, QuantizedTensor) else w.to(dtype) for w in weights]
             stacked = plain[0] if len(plain) == 1 else torch.cat(plain)

@@ -36,7 +36,9 @@ class ApiKeys:
         try:
             lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot be read ({error})", where=str(path), do="give a file with one key a line") from None
+            raise UserError(
+                f"cannot be read ({error})", where=str(path), do="give a file with one key a line"
+            ) from None
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
             raise UserError("has no key", where=str(path), do="write one key a line, or leave --api-key-file out")

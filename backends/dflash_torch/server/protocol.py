@@ -113,13 +113,12 @@ class CompletionRequest(Generation):
     max_tokens: int | None = Field(16, ge=1, description="most tokens to generate")
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[str | list[int]]:
         """One or several, as text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+        tokens = [entry for entry in self.prompt if isinstance(entry, int)]
+        return [tokens] if tokens else [entry for entry in self.prompt if not isinstance(entry, int)]
 
 
 class TextPart(Strict):
@@ -148,7 +147,7 @@ class ChatRequest(Generation):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, description="most tokens to generate; as max_tokens")
-    logprobs: bool = False  # type: ignore[assignment]
+    logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20, description="of so many most probable tokens; needs logprobs: true")
 
     @model_validator(mode="after")

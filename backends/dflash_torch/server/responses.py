@@ -1,4 +1,4 @@
-"""Responses in OpenAI's shapes. Text and token log probabilities share one chunk; a stream's pieces add up to the whole."""
+"""Responses in OpenAI's shapes."""
 
 from __future__ import annotations
 

@@ -66,9 +66,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     def card() -> r.ModelCard:
         engine = service.worker.engine
-        return r.ModelCard(
-            id=service.model, created=started, max_model_len=engine.decoder.capacity if engine else None
-        )
+        return r.ModelCard(id=service.model, created=started, max_model_len=engine.decoder.capacity if engine else None)
 
     app.include_router(router)
 
@@ -115,7 +113,9 @@ async def _events(
 ) -> AsyncIterator[bytes]:
     try:
         async for news in _news(first, ticket, writer):
-            yield event(writer.event(news.chunk))
+            chunk = news.chunk
+            if chunk.text or chunk.logprobs or chunk.finish_reason:  # a step may bring half a character only
+                yield event(writer.event(chunk))
         if include_usage:
             yield event(writer.closing())
     except ApiError as error:  # too late for a status: the last event says it
@@ -137,5 +137,3 @@ async def _whole(first: News, ticket: Ticket, writer: Writer[Event, Whole]) -> l
 
 def _json(body: BaseModel, status: int = 200) -> Response:
     return AsciiJSON(body.model_dump(by_alias=True), status)
-
-

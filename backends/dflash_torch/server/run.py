@@ -75,7 +75,15 @@ def serve(deployment: Deployment, settings: ServerSettings) -> int:
     metrics = Metrics(model)
     worker = Worker(lambda: _start(deployment), metrics, max_queued=deployment.limits.max_queued_requests)
     metrics.watch(worker)
-    service = Service(settings, worker, metrics, model)
+    server = server_of(Service(settings, worker, metrics, model))
+    log.info("serving %s on http://%s:%d", model, *listener.getsockname()[:2])
+    server.run(sockets=[listener])
+    return _outcome(server, worker)
+
+
+def server_of(service: Service) -> Server:
+    """uvicorn around the application, told what this server does itself."""
+    settings = service.settings
     config = uvicorn.Config(
         guarded(service),
         http="h11",
@@ -88,10 +96,7 @@ def serve(deployment: Deployment, settings: ServerSettings) -> int:
         h11_max_incomplete_event_size=settings.max_header_bytes + 1024,  # the door says what is too large, h11 cuts off
         timeout_graceful_shutdown=2,
     )
-    server = Server(config, service)
-    log.info("serving %s on http://%s:%d", model, *listener.getsockname()[:2])
-    server.run(sockets=[listener])
-    return _outcome(server, worker)
+    return Server(config, service)
 
 
 def _start(deployment: Deployment) -> EmbeddedEngine:

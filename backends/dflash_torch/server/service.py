@@ -60,8 +60,8 @@ class Service:
             ApiError, UserError: what stands in the way.
         """
         engine = self._check(body)
-        if len(body.prompts) > self.settings.max_prompts:
-            what = f"{len(body.prompts)} prompts, at most {self.settings.max_prompts} are taken"
+        if not 0 < len(body.prompts) <= self.settings.max_prompts:
+            what = f"{len(body.prompts)} prompts, 1 to {self.settings.max_prompts} are taken"
             raise ApiError(400, what, param="prompt")
         ticket = await self._ticket(engine, body, body.prompts, owner)
         return ticket, CompletionWriter(self.model, self._names(engine), **self._writing(engine, body))
@@ -77,9 +77,7 @@ class Service:
             raise ApiError(400, f"n is {body.n}, at most {self.settings.max_n} are taken", param="n")
         return self.worker.engine
 
-    async def _ticket(
-        self, engine: EmbeddedEngine, body: Generation, prompts: Sequence[Prompt], owner: str
-    ) -> Ticket:
+    async def _ticket(self, engine: EmbeddedEngine, body: Generation, prompts: Sequence[Prompt], owner: str) -> Ticket:
         params = SamplingParams(**body.sampling())
         count = len(prompts) * body.n
         if count > self.worker.most_admitted:

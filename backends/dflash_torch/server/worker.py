@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from time import monotonic
 from typing import Literal
 
@@ -24,6 +25,8 @@ from .ticket import Failure, News, Part, Ticket
 log = logging.getLogger(__name__)
 
 State = Literal["loading", "ready", "broken", "stopped"]
+Entry = tuple[Ticket, News | Failure | None]
+"""What happened to a part of a ticket; None = it was cancelled and is gone."""
 MAX_FAILED_STEPS = 8
 """So many failed steps without a good one between them: the engine is broken, and only a new process helps."""
 
@@ -175,7 +178,7 @@ class Worker:
         self._failed_steps = 0
         self._post([news for gain in gains if (news := self._news(gain)) is not None])
 
-    def _news(self, gain: Gain) -> tuple[Ticket, News | Failure] | None:
+    def _news(self, gain: Gain) -> Entry | None:
         """What a step brought one part, and its end where it has one."""
         assert self.engine is not None
         sequence = gain.sequence
@@ -216,15 +219,15 @@ class Worker:
             self.metrics.ended("error")
         self._post([(seat.ticket, Failure(message)) for seat in failed])
 
-    def _post(self, news: list[tuple[Ticket, News | Failure | None]] | list[tuple[Ticket, News | Failure]]) -> None:
-        """Hands news to the event loop, one call for a whole step; None = a cancelled part is gone."""
+    def _post(self, news: Many[Entry]) -> None:
+        """Hands news to the event loop, one call for a whole step."""
         assert self._loop is not None
         if news:
             self._loop.call_soon_threadsafe(self._deliver, news)
 
     # --- in the event loop again
 
-    def _deliver(self, news: list[tuple[Ticket, News | Failure | None]]) -> None:
+    def _deliver(self, news: Many[Entry]) -> None:
         for ticket, item in news:
             if not isinstance(item, News) or item.ended is not None:
                 self.admitted -= 1

@@ -3,10 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.support.embedded import PROMPTS, tiny_engine
-from tests.support.tiny_target import write_tiny_pair
 
 from dflash_serve import SamplingParams
+from tests.support.embedded import PROMPTS, tiny_engine
+from tests.support.tiny_target import write_tiny_pair
 
 Truth = dict[tuple[int, ...], list[int]]
 

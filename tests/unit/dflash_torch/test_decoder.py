@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from dflash_torch.engine import EmbeddedEngine
-from tests.support.embedded import PROMPTS, tiny_engine
 
 from dflash_serve import SamplingParams
 from dflash_serve.errors import UserError
 from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.cost import CostModel
 from dflash_serve.speculation.width import AutoWidth
+from dflash_torch.engine import EmbeddedEngine
+from tests.support.embedded import PROMPTS, tiny_engine
 
 Folders = tuple[Path, Path]
 Truth = dict[tuple[int, ...], list[int]]

@@ -5,16 +5,16 @@ import re
 from pathlib import Path
 
 import pytest
+
+from dflash_serve import SamplingParams
+from dflash_serve.errors import UserError
+from dflash_serve.outputs import Chunk
 from dflash_torch.answer import Answer
 from dflash_torch.decoder import Decoder
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.grammar import Grammar, Grammars
 from tests.support.embedded import tiny_engine
 from tests.support.tiny_target import EOS
-
-from dflash_serve import SamplingParams
-from dflash_serve.errors import UserError
-from dflash_serve.outputs import Chunk
 
 Folders = tuple[Path, Path]
 SCHEMA = {
@@ -85,7 +85,9 @@ def test_neighbours_of_a_grammar_are_left_alone(engine: EmbeddedEngine, grammars
     assert free.output_ids == alone.outputs()[0].token_ids
 
 
-@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "http://x/y"}, {"a": {"$ref": "#/no"}} | {"$ref": "#/a"}])
+@pytest.mark.parametrize(
+    "schema", [{"type": "nonsense"}, {"$ref": "http://x/y"}, {"a": {"$ref": "#/no"}} | {"$ref": "#/a"}]
+)
 def test_what_is_no_schema_is_a_users_mistake(grammars: Grammars, schema: dict[str, object]) -> None:
     with pytest.raises(UserError, match="response_format"):
         grammars.json_schema(schema)

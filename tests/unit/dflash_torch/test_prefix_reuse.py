@@ -3,12 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dflash_torch.slots import common_length
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.embedded import tiny_engine
 
 from dflash_serve import SamplingParams
+from dflash_torch.slots import common_length
+from tests.support.embedded import tiny_engine
 
 Folders = tuple[Path, Path]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -58,7 +58,10 @@ def test_the_drafter_sees_the_same_context_after_reuse(folders: Folders) -> None
     assert reused.speculator is not None
     length = min(a.injected, b.injected)
     assert length > len(PREFIX)
-    keys, other = fresh.speculator.store.keys[:, a.slot, :, :length], reused.speculator.store.keys[:, b.slot, :, :length]
+    keys, other = (
+        fresh.speculator.store.keys[:, a.slot, :, :length],
+        reused.speculator.store.keys[:, b.slot, :, :length],
+    )
     assert (keys - other).abs().max() < 1e-5
 
 

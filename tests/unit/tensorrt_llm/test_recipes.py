@@ -41,9 +41,7 @@ def test_there_is_a_recipe_for_every_promised_machine() -> None:
 
 @pytest.mark.parametrize("release", ["1.3.0rc27", "1.4"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_has_no_problems(
-    name: str, release: str, hub: Path, recipe: Callable[[str], Deployment]
-) -> None:
+def test_a_recipe_has_no_problems(name: str, release: str, hub: Path, recipe: Callable[[str], Deployment]) -> None:
     assert TensorRTLLMBackend(Release.parse(release)).check(recipe(name)) == []
 
 

@@ -1,0 +1,79 @@
+"""What SGLang runs in each of its processes (entry point `sglang.srt.plugins`).
+
+Nothing is changed until a server asks for DFLASH or DFLASH_SERVE: then its draft is checked before anything is loaded,
+loaded strictly, and measured. SGLang only logs what a plug-in raises while it is installed, so refusals are raised
+later, where they stop the server.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from . import upstream
+from .draft_check import draft_problems
+from .plan import NATIVE, OURS
+from .release import installed, is_supported, window
+
+logger = logging.getLogger(__name__)
+
+
+def install() -> None:
+    """The entry point."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(upstream.RESOLUTION, before_resolution, HookType.AROUND)
+    version = installed() or "unknown"
+    if not is_supported(version):
+        logger.error("dflash-serve: SGLang %s is not supported, tested %s", version, window())
+        return
+    HookRegistry.register(upstream.CREATE_WORKER, before_worker, HookType.AROUND)
+    from .algorithm import register
+
+    register()
+
+
+def before_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
+    """In the main process, before SGLang looks at what speculation is asked for.
+
+    Raises:
+        ValueError: this SGLang or this draft will not do; the message says why.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    asked = resolving_view(server_args)
+    if (asked.speculative_algorithm or "").upper() in (NATIVE, OURS):
+        _refuse(list(upstream.problems()))
+        _refuse(draft_problems(asked))
+        from .sampling_guard import guard_sampling
+
+        guard_sampling()
+    resolve(server_args)
+
+
+def before_worker(create: Callable[..., type], algorithm: Any, server_args: Any) -> type:
+    """In a scheduler, before SGLang's own DFlash worker is built."""
+    if algorithm.is_dflash():
+        watch_worker()
+    return create(algorithm, server_args)
+
+
+def watch_worker() -> None:
+    """Strict loading, and the counting of results."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from .results import on_result
+    from .strict_load import load_strictly
+    from .timing import on_worker_built
+
+    HookRegistry.register(upstream.LOAD_WEIGHTS, load_strictly, HookType.AROUND)
+    HookRegistry.register(upstream.RESULT, on_result, HookType.AROUND)
+    HookRegistry.register(f"{upstream.WORKER}.__init__", on_worker_built, HookType.AROUND)
+    HookRegistry.apply_hooks()
+
+
+def _refuse(problems: list[Any]) -> None:
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ValueError(f"dflash-serve: {problems[0]}{more}")

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.embedded import tiny_engine
+from tests.support.serving import Running, running
+from tests.support.tiny_target import write_tiny_pair
+
+
+@pytest.fixture(scope="session")
+def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_pair(tmp_path_factory.mktemp("tiny_pair"))
+
+
+@pytest.fixture(scope="session")
+def served(tiny_folders: tuple[Path, Path]) -> Iterator[Running]:
+    """One server for all tests that leave it as they found it."""
+    with running(tiny_engine(tiny_folders, slots=4)) as server:
+        yield server

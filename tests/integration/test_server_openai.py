@@ -1,0 +1,306 @@
+"""Every field we claim, through the official client, over a real socket."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from tests.support.serving import MODEL, Running, running
+
+MESSAGES: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the fox?"}]
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def client(served: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def chat(client: OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(**{**GREEDY, "messages": MESSAGES, "max_tokens": 12, **fields})
+
+
+def complete(client: OpenAI, **fields: Any) -> Any:
+    return client.completions.create(**{**GREEDY, "prompt": "the quick", "max_tokens": 12, **fields})
+
+
+def streamed(chunks: Any) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            piece = choice.text if hasattr(choice, "text") else choice.delta.content
+            texts[choice.index] = texts.get(choice.index, "") + (piece or "")
+    return texts
+
+
+def test_the_model_is_listed(client: OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == MODEL
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_a_chat_answer_has_role_text_reason_and_usage(client: OpenAI) -> None:
+    response = chat(client)
+    (choice,) = response.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason == "length"
+    assert response.usage.completion_tokens == 12
+    assert response.usage.total_tokens == response.usage.prompt_tokens + 12
+    assert response.system_fingerprint is None
+
+
+@pytest.mark.parametrize("call", [chat, complete])
+def test_a_stream_adds_up_to_the_whole(client: OpenAI, call: Any) -> None:
+    whole = call(client).choices[0]
+    assert streamed(call(client, stream=True)) == {0: whole.text if hasattr(whole, "text") else whole.message.content}
+
+
+@pytest.mark.parametrize("call", [chat, complete])
+def test_usage_comes_last_in_a_stream_that_asks_for_it(client: OpenAI, call: Any) -> None:
+    chunks = list(call(client, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == call(client).usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+    )
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "length"
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_streams_first_delta_has_the_role_and_no_other(client: OpenAI) -> None:
+    deltas = [chunk.choices[0].delta for chunk in chat(client, stream=True)]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+
+
+def test_n_answers_have_seeds_of_their_own_and_share_the_prompt(client: OpenAI) -> None:
+    fields = {"temperature": 1.0, "seed": 3, "n": 3}
+    response = chat(client, **fields)
+    assert [choice.index for choice in response.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in response.choices}) == 3
+    assert response.usage.completion_tokens == 36
+    assert response.usage.prompt_tokens == chat(client).usage.prompt_tokens
+    assert response.choices[0].message.content == chat(client, temperature=1.0, seed=3).choices[0].message.content
+    assert streamed(chat(client, stream=True, **fields)) == {c.index: c.message.content for c in response.choices}
+
+
+def test_several_prompts_as_text_or_tokens_are_answered_in_order(client: OpenAI) -> None:
+    both = complete(client, prompt=["the quick", "lazy dog"])
+    assert [choice.text for choice in both.choices] == [
+        complete(client, prompt=prompt).choices[0].text for prompt in ("the quick", "lazy dog")
+    ]
+    assert complete(client, prompt=[10, 11, 12]).choices[0].text == complete(client, prompt=[[10, 11, 12]]).choices[0].text
+
+
+def test_the_same_seed_gives_the_same_answer_and_another_another(client: OpenAI) -> None:
+    one, two, other = (chat(client, temperature=1.0, seed=s).choices[0].message.content for s in (7, 7, 8))
+    assert one == two != other
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("call", [chat, complete])
+def test_a_stop_string_ends_the_answer_before_it_wherever_tokens_cut_it(client: OpenAI, call: Any, stream: bool) -> None:
+    whole = streamed(call(client, stream=True, max_tokens=30))[0]
+    stop = whole[5:8]
+    cut = whole[: whole.index(stop)]
+    if stream:
+        chunks = list(call(client, stream=True, max_tokens=30, stop=["never there", stop]))
+        assert streamed(chunks) == {0: cut}
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    else:
+        response = call(client, max_tokens=30, stop=stop)
+        choice = response.choices[0]
+        assert (choice.text if hasattr(choice, "text") else choice.message.content) == cut
+        assert choice.finish_reason == "stop"
+        assert response.usage.completion_tokens < 30
+
+
+def test_the_end_of_sequence_token_is_a_stop_and_not_text(client: OpenAI) -> None:
+    response = chat(client, logit_bias={"2": 100}, extra_body={})
+    assert response.choices[0].finish_reason == "stop"
+    assert response.choices[0].message.content == ""
+    assert response.usage.completion_tokens == 1
+
+
+def test_stop_token_ids_end_the_answer(client: OpenAI) -> None:
+    response = chat(client, logit_bias={"50": 100}, extra_body={"stop_token_ids": [50]})
+    assert response.choices[0].finish_reason == "stop"
+    assert response.choices[0].message.content == ""
+
+
+def test_logit_bias_and_penalties_change_what_is_said(client: OpenAI) -> None:
+    plain = complete(client).choices[0].text
+    assert complete(client, logit_bias={"60": 100}).choices[0].text == complete(client, prompt=[60]).choices[0].text[:0] + (
+        complete(client, logit_bias={"60": 100}, max_tokens=1).choices[0].text * 12
+    )
+    assert complete(client, frequency_penalty=2, presence_penalty=2).choices[0].text != plain
+
+
+@pytest.mark.parametrize("extra", [{"top_k": 1}, {"min_p": 1.0}])
+def test_top_k_and_min_p_can_make_sampling_greedy(client: OpenAI, extra: dict[str, Any]) -> None:
+    sampled = complete(client, temperature=1.5, extra_body={"ignore_eos": True, **extra}).choices[0].text
+    assert sampled == complete(client).choices[0].text
+
+
+def test_max_completion_tokens_is_max_tokens(client: OpenAI) -> None:
+    assert chat(client, max_tokens=None, max_completion_tokens=5).usage.completion_tokens == 5
+
+
+def test_without_a_limit_an_answer_ends_at_the_models_length(client: OpenAI, served: Running) -> None:
+    response = chat(client, max_tokens=None)
+    assert response.choices[0].finish_reason == "length"
+    assert response.usage.total_tokens == served.engine.decoder.capacity
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_logprobs_are_of_every_token_and_the_best_is_the_greedy_one(client: OpenAI, stream: bool) -> None:
+    fields = {"logprobs": True, "top_logprobs": 3}
+    if stream:
+        entries = [e for c in chat(client, stream=True, **fields) for e in (c.choices[0].logprobs.content or [])]
+    else:
+        entries = chat(client, **fields).choices[0].logprobs.content
+    assert len(entries) == 12
+    for entry in entries:
+        assert [top.logprob for top in entry.top_logprobs] == sorted((t.logprob for t in entry.top_logprobs), reverse=True)
+        assert entry.top_logprobs[0].token == entry.token
+        assert sum(math.exp(top.logprob) for top in entry.top_logprobs) < 1.001
+        assert bytes(entry.bytes).decode(errors="replace") == entry.token
+
+
+def test_completion_logprobs_are_parallel_lists(client: OpenAI) -> None:
+    logprobs = complete(client, logprobs=2).choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 12
+    assert all(2 <= len(top) <= 3 or len(set(top)) < 3 for top in logprobs.top_logprobs)
+    parts = list(complete(client, logprobs=2, stream=True))
+    assert [token for part in parts for token in part.choices[0].logprobs.tokens] == logprobs.tokens
+    assert [offset for part in parts for offset in part.choices[0].logprobs.text_offset] == logprobs.text_offset
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.2])
+def test_response_format_json_schema_is_obeyed(client: OpenAI, temperature: float) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "digit", "schema": SCHEMA, "strict": True}}
+    response = chat(client, response_format=form, max_tokens=100, temperature=temperature, n=2)
+    for choice in response.choices:
+        assert set(json.loads(choice.message.content)) == {"n"}
+        assert choice.finish_reason == "stop"
+
+
+def test_response_format_json_object_and_regex_are_obeyed(client: OpenAI) -> None:
+    bias = {str(token): 5 for token in client_tokens('"}')}
+    text = chat(client, response_format={"type": "json_object"}, max_tokens=200, logit_bias=bias).choices[0]
+    if text.finish_reason == "stop":
+        assert isinstance(json.loads(text.message.content), dict)
+    assert text.message.content.lstrip().startswith("{")
+    form = {"type": "regex", "pattern": "(fox|dog)-[0-9]{4}"}
+    chunks = chat(client, extra_body={"response_format": form}, stream=True, max_tokens=50)
+    assert re.fullmatch(form["pattern"], streamed(chunks)[0])
+
+
+def client_tokens(text: str) -> list[int]:
+    """Byte tokens of the tiny tokenizer: specials first, then printable bytes in order."""
+    return [4 + ord(char) - ord("!") for char in text]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_acceptance_comes_on_demand_in_vllms_shape(client: OpenAI, stream: bool) -> None:
+    extra = {"ignore_eos": True, "acceptance_metrics": "detailed"}
+    if stream:
+        *_, last = chat(client, extra_body=extra, stream=True, stream_options={"include_usage": True})
+    else:
+        last = chat(client, extra_body=extra)
+    metrics = last.model_extra["metrics"]["speculative_decoding"]
+    assert metrics["num_spec_tokens"] == 3
+    assert sum(metrics["acceptance_histogram"]) == metrics["num_spec_steps"] == len(metrics["per_step_drafted"])
+    assert sum(metrics["per_step_accepted"]) == metrics["num_accepted_draft_tokens"]
+    expected = 1 + metrics["num_accepted_draft_tokens"] / metrics["num_spec_steps"]
+    assert metrics["mean_acceptance_length"] == pytest.approx(expected)
+    assert chat(client).model_extra["metrics"] is None
+    assert chat(client, n=2, extra_body=extra).model_extra["metrics"]["speculative_decoding"] is None
+
+
+def test_a_prefix_that_was_seen_before_is_reused_and_reported(client: OpenAI) -> None:
+    extra = {"ignore_eos": True, "cache_salt": "a test of its own"}
+    first, second = (complete(client, prompt=[9] * 20, extra_body=extra) for _ in range(2))
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens == 19
+    assert first.choices[0].text == second.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"temperature": 3}, "temperature", "invalid_value"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 17}, "n", None),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+        ({"stop": [""]}, "stop", "invalid_value"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "invalid_value"),
+        ({"top_logprobs": 2}, "", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        ({"stream_options": {"include_usage": True}}, "", "invalid_value"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", None),
+        ({"messages": [{"role": "user", "content": "x " * 600}]}, "messages", "context_length_exceeded"),
+        ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template", "unknown_parameter"),
+        ({"extra_body": {"logits_processors": ["os.system"]}}, "logits_processors", "unknown_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unknown_parameter"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "?"}}}}, "response_format", None),
+        ({"extra_body": {"response_format": {"type": "regex", "pattern": "("}}}, "response_format", None),
+    ],
+)  # fmt: skip
+def test_a_bad_field_is_a_400_that_names_it(
+    client: OpenAI, fields: dict[str, Any], param: str, code: str | None
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, **fields)
+    body: Any = caught.value.body
+    assert body["type"] == "invalid_request_error"
+    assert (body["param"] or "").startswith(param)
+    assert code in (None, body["code"])
+    assert body["message"]
+
+
+def test_another_model_is_a_404(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        chat(client, model="gpt-nothing")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-nothing")
+
+
+def test_null_fields_mean_their_defaults(client: OpenAI) -> None:
+    nulls = {"stop": None, "seed": None, "logit_bias": None, "user": None, "tools": None, "response_format": None}
+    assert chat(client, extra_body={"ignore_eos": True, **nulls}).choices == chat(client).choices
+
+
+def test_content_may_come_in_text_parts(client: OpenAI) -> None:
+    parts: Any = [MESSAGES[0], {"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "fox?"}]}]
+    assert chat(client, messages=parts).choices == chat(client).choices
+
+
+def test_acceptance_can_be_on_for_all_by_the_servers_setting(served: Running) -> None:
+    with (
+        running(served.engine, acceptance_metrics="summary") as other,
+        OpenAI(base_url=f"{other.url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        metrics = chat(client).model_extra["metrics"]["speculative_decoding"]
+        assert metrics["num_spec_steps"] > 0
+        assert metrics["per_step_accepted"] is None

@@ -1,0 +1,70 @@
+"""A server on a real socket, in a thread of this process, so that tests can look inside and break things."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_torch.engine import EmbeddedEngine
+from dflash_torch.server.metrics import Metrics
+from dflash_torch.server.run import Server, bind, server_of
+from dflash_torch.server.service import Service
+from dflash_torch.server.settings import ServerSettings
+from dflash_torch.server.worker import Worker
+
+MODEL = "tiny"
+
+
+@dataclass
+class Running:
+    """A server that answers."""
+
+    url: str
+    service: Service
+    server: Server
+    engine: EmbeddedEngine
+
+    @property
+    def worker(self) -> Worker:
+        return self.service.worker
+
+    def idle(self) -> bool:
+        """Nothing admitted, nothing seated, every slot free."""
+        decoder = self.engine.decoder
+        slots_back = len(decoder.free_slots) == decoder.store.slots and not decoder.running
+        return self.worker.admitted == 0 and self.worker.running == 0 and self.worker.waiting == 0 and slots_back
+
+
+@contextmanager
+def running(
+    engine: EmbeddedEngine, *, start: Callable[[], EmbeddedEngine] | None = None, queue: int = 32, **settings: Any
+) -> Iterator[Running]:
+    """Serves an engine until the block ends; `start` replaces how it is loaded."""
+    metrics = Metrics(MODEL)
+    worker = Worker(start or (lambda: engine), metrics, max_queued=queue)
+    metrics.watch(worker)
+    server = server_of(Service(ServerSettings(port=0, **settings), worker, metrics, MODEL))
+    listener = bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    thread.start()
+    try:
+        if start is None:
+            until(lambda: worker.state == "ready")
+        yield Running(url, server.service, server, engine)
+    finally:
+        server.service.draining = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Waits for a condition that must come true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.005)
