@@ -25,7 +25,7 @@ class Metrics:
         self._model = model_name
         self._offered = counter("slots_offered", "Drafted tokens put to the test, by slot of the block.", "slot")
         self._accepted = counter("slots_accepted", "Drafted tokens that were accepted, by slot of the block.", "slot")
-        self._steps = counter("steps", "Verifications of one request each, by width (slots, the anchor counted).", "width")
+        self._steps = counter("steps", "Verifications of one request, by width (the anchor counted).", "width")
         self._drafting = Histogram(
             f"{PREFIX}draft_seconds", "Time of one drafter pass over a batch.", ["model_name"], buckets=SECONDS
         )

@@ -15,6 +15,7 @@ from . import upstream
 from .draft_check import draft_problems
 from .plan import NATIVE, OURS
 from .release import installed, is_supported, window
+from .resolution import being_resolved
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ def before_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
         from .sampling_guard import guard_sampling
 
         guard_sampling()
-    resolve(server_args)
+    with being_resolved(server_args):
+        resolve(server_args)
 
 
 def before_worker(create: Callable[..., type], algorithm: Any, server_args: Any) -> type:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-
-logger = logging.getLogger(__name__)
 
 
 class Listener(Protocol):

@@ -1,7 +1,7 @@
 """Strict loading of a draft, of any of SGLang's DFlash classes: no tensor unknown, none missing.
 
-SGLang's `load_weights` skips names it does not know and never looks for missing ones: the server would start, and accept
-nothing.
+SGLang's `load_weights` skips names it does not know and never looks for missing ones: the server would start, and
+accept nothing.
 """
 
 from __future__ import annotations

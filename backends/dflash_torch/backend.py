@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_serve.assets import bundled_drafter
 from dflash_serve.backend import Command, Metrics
 from dflash_serve.deployment import Deployment
 from dflash_serve.drafter.checkpoint import read_config
@@ -15,7 +14,7 @@ from dflash_serve.drafter.config import DrafterConfig
 from dflash_serve.drafter.pairing import check_pairing, read_target_shape
 from dflash_serve.problem import Problem, raise_problems
 
-from .target.source import target_folder
+from .target.source import target_source
 
 if TYPE_CHECKING:
     from .engine import EmbeddedEngine
@@ -45,8 +44,8 @@ class EmbeddedBackend:
         if deployment.drafter is None:
             return problems
         target, drafter = deployment.target, deployment.drafter
-        config, _ = read_config(drafter_folder(deployment), drafter.revision)
-        shape = replace(read_target_shape(target_folder(target.model, target.revision)), name=target.model)
+        config, _ = read_config(drafter.model, drafter.revision)
+        shape = replace(read_target_shape(target_source(target.model), target.revision), name=target.model)
         return problems + check_pairing(config, shape) + _block_size(deployment, config)
 
     def engine(self, deployment: Deployment) -> EmbeddedEngine:
@@ -74,12 +73,6 @@ class EmbeddedBackend:
         """The HTTP server of this backend, for a folder that `prepare` has written."""
         argv = (sys.executable, "-m", "dflash_torch.server", str(folder.resolve() / DEPLOYMENT_FILE))
         return Command(argv, {"DFLASH_SERVE_HTTP_HOST": host, "DFLASH_SERVE_HTTP_PORT": str(port)})
-
-
-def drafter_folder(deployment: Deployment) -> str | Path:
-    """Folder or hub id of the drafter; the bundled alias becomes its folder in this package."""
-    assert deployment.drafter is not None
-    return bundled_drafter(deployment.drafter.model) or deployment.drafter.model
 
 
 def _unsupported(deployment: Deployment) -> list[Problem]:

@@ -9,7 +9,7 @@ from dflash_serve.drafter.checkpoint import load_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.width import AutoWidth, FixedWidth
 
-from .backend import drafter_folder, uses_drafter
+from .backend import uses_drafter
 from .calibration import cost_of
 from .decoder import Decoder
 from .engine import EmbeddedEngine
@@ -44,7 +44,7 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
 def _speculator(deployment: Deployment, target: TargetModel, slots: int, capacity: int) -> Speculator:
     assert deployment.drafter is not None
     drafter = load_drafter(
-        drafter_folder(deployment),
+        deployment.drafter.model,
         revision=deployment.drafter.revision,
         dtype=target.embedding.dtype,
         device=target.device,

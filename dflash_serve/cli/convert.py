@@ -39,12 +39,13 @@ def convert(
     from dflash_serve.drafter.checkpoint_writer import write_drafter
     from dflash_serve.drafter.dialects import Target
     from dflash_serve.drafter.pairing import read_target_shape
+    from dflash_torch.target import target_source
 
     checkpoint = open_checkpoint(source, revision)
     tensors = load_tensors(checkpoint)
     assert checkpoint.config is not None
     assert checkpoint.dialect is not None
-    shape = None if target is None else read_target_shape(target)
+    shape = None if target is None else read_target_shape(target_source(target))
     config = checkpoint.config if shape is None else _of_target(checkpoint.config, shape)
     write_drafter(destination, config, tensors, dialect=to.value, target=Target(target), overwrite=overwrite)
     note = _note(config, to, target)

@@ -22,11 +22,12 @@ def inspect(
     """Describe a drafter and list everything wrong with it. Exit code 2 where there is anything."""
     from dflash_serve.drafter.checkpoint import open_checkpoint, weight_problems
     from dflash_serve.drafter.pairing import check_pairing, read_target_shape
+    from dflash_torch.target import target_source
 
     checkpoint = open_checkpoint(drafter, revision)
     problems = checkpoint.problems + weight_problems(checkpoint)
     if target is not None:
-        shape = read_target_shape(target)
+        shape = read_target_shape(target_source(target))
         problems += check_pairing(checkpoint.config, shape) if checkpoint.config is not None else []
     if as_json:
         typer.echo(json.dumps(_as_json(checkpoint, problems), indent=2))

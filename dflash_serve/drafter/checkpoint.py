@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from dflash_serve.drafter.config import DrafterConfig
 from dflash_serve.drafter.dialects import Dialect, parse
 from dflash_serve.drafter.headers import Header, read_headers
-from dflash_serve.drafter.source import local_folder
+from dflash_serve.drafter.source import drafter_source, local_folder
 from dflash_serve.drafter.tensor_check import Piece, match_tensors
 from dflash_serve.drafter.tensor_names import proper_name
 from dflash_serve.problem import Problem, raise_problems
@@ -49,7 +49,7 @@ def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Ch
     Raises:
         UserError: neither a folder nor an id that can be fetched.
     """
-    checkpoint = Checkpoint(local_folder(folder_or_id, revision))
+    checkpoint = Checkpoint(local_folder(drafter_source(folder_or_id), revision))
     weight_problems: list[Problem] = []
     checkpoint.headers = read_headers(checkpoint.folder, weight_problems)
     _read_config(checkpoint)
@@ -96,7 +96,7 @@ def read_config(folder_or_id: str | Path, revision: str | None = None) -> tuple[
     Raises:
         UserError: config.json is absent, broken, of no dialect we know, or describes a drafter we cannot run.
     """
-    checkpoint = Checkpoint(local_folder(folder_or_id, revision))
+    checkpoint = Checkpoint(local_folder(drafter_source(folder_or_id), revision))
     checkpoint.headers = read_headers(checkpoint.folder, [])
     _read_config(checkpoint)
     raise_problems(checkpoint.problems, hint=HINT)

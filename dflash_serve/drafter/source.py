@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from dflash_serve.assets import bundled_drafter
 from dflash_serve.errors import UserError
 
 FILES = ["*.json", "*.safetensors"]
 """What is fetched from the hub: never code, never pickle."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def drafter_source(name: str | Path) -> str | Path:
+    """The folder of a drafter that comes with this package, for its alias; anything else as it is."""
+    return bundled_drafter(str(name)) or name
 
 
 def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files: list[str] | None = None) -> Path:

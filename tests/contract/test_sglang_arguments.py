@@ -1,4 +1,4 @@
-"""What we write, held against what SGLang itself makes of it: its real argument parser and resolution, without a GPU."""
+"""What we write, held against what SGLang itself makes of it: its real parser and resolution, without a GPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dflash_serve.deployment import Deployment
 from dflash_sglang import SGLangBackend
 from dflash_sglang.gpus import GPUS
 from tests.support.paper_models import FP8, NVFP4, write_paper_drafter, write_paper_target
-
-from dflash_serve.deployment import Deployment
 
 pytest.importorskip("sglang")
 

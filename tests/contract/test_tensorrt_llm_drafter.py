@@ -27,7 +27,7 @@ from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, random_tensors,
 PROMPTS = [3, 17, 9, 1, 24, 5, 12, 8]
 """Ragged contexts; a batch of n takes the first n."""
 ACCEPTED = [1, 4, 2, 3, 1, 4, 1, 2]
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "full": {},
     "windowed": {"layers": (SLIDING, SLIDING)},
     "windowed, then full": {"layers": (SLIDING, FULL)},
@@ -60,7 +60,7 @@ class FakeTarget(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(7)
         table = torch.randn(config.vocab_size, config.hidden_size, generator=generator).to(dtype)
-        self.model = nn.Module()
+        self.model: Any = nn.Module()
         self.model.embed_tokens = nn.Embedding.from_pretrained(table)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
         self.lm_head.weight = nn.Parameter(table.flip(0), requires_grad=False)
@@ -179,7 +179,8 @@ def test_it_stays_within_a_thousandth_in_bf16(shape: str, batch: int) -> None:
 @pytest.mark.parametrize("format", ["fp8", "nvfp4"])
 def test_quantised_weights_keep_their_scales_in_the_fused_product(format: Format, input_scale: float | None) -> None:
     config = tiny_drafter_config(intermediate_size=64, layers=(SLIDING, FULL))
-    original, state, scale = random_tensors(config), dict[str, Tensor](), input_scale and torch.tensor(input_scale)
+    original, state = random_tensors(config), dict[str, Tensor]()
+    scale = None if input_scale is None else torch.tensor(input_scale)
     for name, tensor in original.items():
         module = name.removesuffix(".weight")
         # Layers and projections get very different scales: one scale for all of them would be far off.

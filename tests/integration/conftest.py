@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.support.embedded import tiny_engine
 from tests.support.serving import Running, running
 from tests.support.tiny_target import write_tiny_pair

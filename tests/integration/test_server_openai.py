@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
+
 from tests.support.serving import MODEL, Running, running
 
 MESSAGES: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the fox?"}]
@@ -96,7 +97,9 @@ def test_several_prompts_as_text_or_tokens_are_answered_in_order(client: OpenAI)
     assert [choice.text for choice in both.choices] == [
         complete(client, prompt=prompt).choices[0].text for prompt in ("the quick", "lazy dog")
     ]
-    assert complete(client, prompt=[10, 11, 12]).choices[0].text == complete(client, prompt=[[10, 11, 12]]).choices[0].text
+    assert (
+        complete(client, prompt=[10, 11, 12]).choices[0].text == complete(client, prompt=[[10, 11, 12]]).choices[0].text
+    )
 
 
 def test_the_same_seed_gives_the_same_answer_and_another_another(client: OpenAI) -> None:
@@ -106,7 +109,9 @@ def test_the_same_seed_gives_the_same_answer_and_another_another(client: OpenAI)
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("call", [chat, complete])
-def test_a_stop_string_ends_the_answer_before_it_wherever_tokens_cut_it(client: OpenAI, call: Any, stream: bool) -> None:
+def test_a_stop_string_ends_the_answer_before_it_wherever_tokens_cut_it(
+    client: OpenAI, call: Any, stream: bool
+) -> None:
     whole = streamed(call(client, stream=True, max_tokens=30))[0]
     stop = whole[5:8]
     cut = whole[: whole.index(stop)]
@@ -137,9 +142,9 @@ def test_stop_token_ids_end_the_answer(client: OpenAI) -> None:
 
 def test_logit_bias_and_penalties_change_what_is_said(client: OpenAI) -> None:
     plain = complete(client).choices[0].text
-    assert complete(client, logit_bias={"60": 100}).choices[0].text == complete(client, prompt=[60]).choices[0].text[:0] + (
-        complete(client, logit_bias={"60": 100}, max_tokens=1).choices[0].text * 12
-    )
+    assert complete(client, logit_bias={"60": 100}).choices[0].text == complete(client, prompt=[60]).choices[0].text[
+        :0
+    ] + (complete(client, logit_bias={"60": 100}, max_tokens=1).choices[0].text * 12)
     assert complete(client, frequency_penalty=2, presence_penalty=2).choices[0].text != plain
 
 
@@ -168,7 +173,9 @@ def test_chat_logprobs_are_of_every_token_and_the_best_is_the_greedy_one(client:
         entries = chat(client, **fields).choices[0].logprobs.content
     assert len(entries) == 12
     for entry in entries:
-        assert [top.logprob for top in entry.top_logprobs] == sorted((t.logprob for t in entry.top_logprobs), reverse=True)
+        assert [top.logprob for top in entry.top_logprobs] == sorted(
+            (t.logprob for t in entry.top_logprobs), reverse=True
+        )
         assert entry.top_logprobs[0].token == entry.token
         assert sum(math.exp(top.logprob) for top in entry.top_logprobs) < 1.001
         assert bytes(entry.bytes).decode(errors="replace") == entry.token
@@ -292,7 +299,10 @@ def test_null_fields_mean_their_defaults(client: OpenAI) -> None:
 
 
 def test_content_may_come_in_text_parts(client: OpenAI) -> None:
-    parts: Any = [MESSAGES[0], {"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "fox?"}]}]
+    parts: Any = [
+        MESSAGES[0],
+        {"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "fox?"}]},
+    ]
     assert chat(client, messages=parts).choices == chat(client).choices
 
 

@@ -1,4 +1,4 @@
-"""Targets and drafters on paper: config.json and safetensors headers with the right shapes, for checks that load nothing."""
+"""Targets and drafters on paper: config.json and safetensors headers of the right shapes; nothing is loaded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_paper_target(
         "torch_dtype": "bfloat16",
     }
     if experts:
-        fields |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        fields |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     if recipe is not None:
         fields["quantization_config"] = dict(recipe)
     folder.mkdir(parents=True)

@@ -76,10 +76,11 @@ class PlugInDrafter(nn.Module):
         # The worker embeds this token for the masked slots; with an embedding of our own we overwrite the rows.
         self.mask_token_id = config.mask_token_id or 0
         self.target_layer_ids = list(config.target_layer_ids)
-        self.draft_model_full, self.lm_head = Borrowed(), None
+        self.draft_model_full: Any = Borrowed()
         self.draft_model_full.model = Borrowed()
         self.model = self.draft_model_full.model
-        self.logits_processor = None
+        self.lm_head: Any = None
+        self.logits_processor: Any = None
         self.drafter: Drafter | None = None
         self._context: Product | None = None
 
@@ -130,7 +131,7 @@ class PlugInDrafter(nn.Module):
         self.drafter, self._context, self._k_norms = loaded.drafter, loaded.context, loaded.k_norms
         self.fc, self.hidden_norm = self.drafter.fc, self.drafter.hidden_norm
 
-    def load_weights_from_target_model(self, target_model: nn.Module) -> None:
+    def load_weights_from_target_model(self, target_model: Any) -> None:
         """Shares the target's embedding and head."""
         self.draft_model_full.model.embed_tokens = target_model.model.embed_tokens
         self.draft_model_full.lm_head = self.lm_head = target_model.lm_head

@@ -20,9 +20,9 @@ Reduce = Callable[[Tensor], Tensor]
 class Product(nn.Module):
     """x @ weights^T for weights stacked along their rows.
 
-    FP8 weights with an input scale are multiplied as FP8, and each stacked part's own scale is applied to its columns of
-    the result: that is what upstream's fused K/V product leaves out. NVFP4, and FP8 without an input scale, are decoded
-    once and multiplied in `dtype`.
+    FP8 weights with an input scale are multiplied as FP8, and each stacked part's own scale is applied to its columns
+    of the result: that is what upstream's fused K/V product leaves out. NVFP4, and FP8 without an input scale, are
+    decoded once and multiplied in `dtype`.
 
     Args:
         weights: parts [out, in], all of one kind.
@@ -65,6 +65,8 @@ class Product(nn.Module):
 
 class RowParallel(nn.Module):
     """A product over this rank's share of the input; the ranks' results are added, and the bias once."""
+
+    bias: Tensor | None
 
     def __init__(self, product: Product, reduce: Reduce | None) -> None:
         super().__init__()

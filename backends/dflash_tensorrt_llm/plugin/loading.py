@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -83,4 +83,4 @@ def _to(weight: Weight, device: torch.device) -> Weight:
     if not isinstance(weight, QuantizedTensor):
         return weight.to(device)
     moved = [None if t is None else t.to(device) for t in (weight.scale_2, weight.input_scale)]
-    return QuantizedTensor(weight.format, weight.values.to(device), cast("Tensor", weight.scale.to(device)), *moved)
+    return QuantizedTensor(weight.format, weight.values.to(device), weight.scale.to(device), *moved)

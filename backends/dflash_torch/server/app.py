@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from .door import Door
-from .errors import install
+from .errors import FAULTS, install
 from .routes import add_routes
 from .service import Service
 
@@ -31,6 +31,7 @@ def create_app(service: Service) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
+        responses=FAULTS,
     )
     install(app)
     add_routes(app, service)

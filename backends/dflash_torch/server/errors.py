@@ -39,6 +39,12 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+FAULTS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 431, 500, 503)
+}
+"""What any route may answer, for the OpenAPI document."""
+
+
 class ApiError(Exception):
     """An answer that is an error.
 

@@ -5,6 +5,7 @@ Sampling fields are inherited from `SamplingParams`: their ranges and meanings s
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -93,6 +94,7 @@ class Generation(SamplingParams):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
+        json.dumps(data, ensure_ascii=False).encode()  # a lone surrogate is a ValueError, and so a mistake of the client
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @model_validator(mode="after")

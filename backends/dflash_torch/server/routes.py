@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from time import time
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -14,61 +14,58 @@ from starlette.responses import Response
 from dflash_serve.outputs import Chunk
 
 from . import responses as r
-from .errors import ApiError, AsciiJSON, ErrorBody
+from .errors import ApiError, AsciiJSON
 from .protocol import ChatRequest, CompletionRequest
 from .service import Service
 from .sse import DONE, EventStream, event, unless_gone
 from .ticket import Failure, News, Ticket
 from .writer import Event, Whole, Writer
 
-FAULTS = {status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 431, 500, 503)}
 GENERATED = {"content": {"text/event-stream": {}}, "description": "whole, or as events where `stream` is true"}
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
     """Puts them all on the app."""
-    router, started = APIRouter(responses=FAULTS), int(time())  # type: ignore[arg-type]
+    started = int(time())
 
-    @router.post("/v1/chat/completions", responses={200: {"model": r.ChatCompletion, **GENERATED}})
+    @app.post("/v1/chat/completions", responses={200: {"model": r.ChatCompletion, **GENERATED}})
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         ticket, writer = await unless_gone(request.receive, service.chat(body, request.state.owner))
         return await respond(request, ticket, writer, body.stream, body.stream_options.include_usage)
 
-    @router.post("/v1/completions", responses={200: {"model": r.Completion, **GENERATED}})
+    @app.post("/v1/completions", responses={200: {"model": r.Completion, **GENERATED}})
     async def completions(body: CompletionRequest, request: Request) -> Response:
         ticket, writer = await unless_gone(request.receive, service.completion(body, request.state.owner))
         return await respond(request, ticket, writer, body.stream, body.stream_options.include_usage)
 
-    @router.get("/v1/models", response_model=r.ModelList)
+    @app.get("/v1/models", response_model=r.ModelList)
     async def models() -> Response:
         return _json(r.ModelList(data=[card()]))
 
-    @router.get("/v1/models/{model:path}", response_model=r.ModelCard)
+    @app.get("/v1/models/{model:path}", response_model=r.ModelCard)
     async def model(model: str) -> Response:
         if model != service.model:
             raise ApiError(404, f"the model {model!r} is not served here", param="model", code="model_not_found")
         return _json(card())
 
-    @router.get("/health", response_model=r.Status)
+    @app.get("/health", response_model=r.Status)
     async def health() -> Response:
         """Liveness: only a new process would help."""
         broken = service.worker.state == "broken"
         return _json(r.Status(status="broken" if broken else "ok"), 503 if broken else 200)
 
-    @router.get("/ready", response_model=r.Status)
+    @app.get("/ready", response_model=r.Status)
     async def ready() -> Response:
         """Readiness: new requests are taken."""
         return _json(r.Status(status=service.status), 200 if service.status == "ready" else 503)
 
-    @router.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
 
     def card() -> r.ModelCard:
         engine = service.worker.engine
         return r.ModelCard(id=service.model, created=started, max_model_len=engine.decoder.capacity if engine else None)
-
-    app.include_router(router)
 
 
 async def respond(

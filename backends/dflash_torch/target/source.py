@@ -20,13 +20,18 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """What is fetched from the hub: never code, never pickle."""
 
 
+def target_source(name: str) -> str | Path:
+    """The folder of the bundled target, converted first where need be; any other name as it is."""
+    return smollm2_folder() if name == ALIAS else name
+
+
 def target_folder(name: str, revision: str | None = None) -> Path:
     """The local folder of a target, fetched or converted first where need be.
 
     Raises:
         UserError: neither an alias, a folder nor an id that can be fetched.
     """
-    return smollm2_folder() if name == ALIAS else local_folder(name, revision, files=FILES)
+    return local_folder(target_source(name), revision, files=FILES)
 
 
 def load_target(

@@ -87,7 +87,7 @@ class Worker:
     def _noise(self, bonus: Tensor) -> Tensor:
         """[requests, B, H]: the target's embedding of the newest token, then of the mask token."""
         embed = self.model.draft_model_full.model.embed_tokens
-        rows = embed(torch.cat([bonus, torch.tensor([int(self.model.mask_token_id)])]))
+        rows: Tensor = embed(torch.cat([bonus, torch.tensor([int(self.model.mask_token_id)])]))
         noise = rows[-1].expand(len(bonus), self.block, -1).clone()
         noise[:, 0] = rows[:-1]
         return noise

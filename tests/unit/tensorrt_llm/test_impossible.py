@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -212,7 +213,7 @@ def test_the_arena_is_counted_to_the_byte_and_names_limits_that_fit(hub: Path) -
     assert backend.check(deployment(QWEN, {**changes, "limits.max_batch_size": batch + 1})) != []
 
 
-ODD = {
+ODD: dict[str, dict[str, Any]] = {
     "out of order": {"target_layer_ids": (5, 1, 3)},
     "embedding scale": {"embedding_scale": 2.0},
     "output multiplier": {"output_multiplier": 0.5},

@@ -13,6 +13,6 @@ class Qwen3ForCausalLM:
     pass
 
 
-@register_draft_model(SpeculativeDecodingMode.DFLASH)
+@register_draft_model(SpeculativeDecodingMode.DFLASH)  # type: ignore[untyped-decorator]
 def build(model_config: Any, draft_config: Any, lm_head: Any, model: Any) -> str:
     return "built-in"

@@ -1,0 +1,92 @@
+"""A recipe: what to serve, and what to build for it. YAML, unknown keys refused."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from dflash_serve.deployment import Deployment, describe
+from dflash_serve.drafter.config import Frozen, PositiveInt
+from dflash_serve.errors import UserError
+from dflash_serve.quantization.formats import Format
+
+OnnxPrecision = Literal["fp16", "fp8", "nvfp4"]
+Compute = Literal["sm75", "sm80", "sm86", "sm89", "sm120", "sm121"]
+"""What TensorRT-RTX 1.7 can be asked for; SM100 and SM103 are not among them."""
+
+
+class Prompts(Frozen):
+    """Prompts of a JSONL file, one {"prompt": ...} a line."""
+
+    prompts: Path | None = None
+    """None = the step does without (calibration) or is left out (acceptance)."""
+    count: PositiveInt = 8
+    max_tokens: PositiveInt = 64
+    """Of the target's answer to each."""
+
+
+class Checkpoints(Frozen):
+    """TensorRT-LLM checkpoints for trtllm-build, which ended with 1.3.0rc20: legacy."""
+
+    tensor: tuple[PositiveInt, ...] = (1,)
+    precision: Literal["bf16", "fp8"] = "fp8"
+
+
+class Build(Frozen):
+    """What to make; an empty list makes none of its kind."""
+
+    target: tuple[Format, ...] = ()
+    """Precisions of Hugging Face-form target checkpoints."""
+    drafter: tuple[Format, ...] = ()
+    """The same of the drafter."""
+    calibration: Prompts = Prompts()
+    checkpoints: Checkpoints | None = None
+    onnx: tuple[OnnxPrecision, ...] = ()
+    rtx: tuple[Compute, ...] = ()
+    commands: tuple[Literal["tensorrt", "edge-llm"], ...] = ()
+    acceptance: Prompts | None = None
+
+
+class Recipe(Frozen):
+    """One YAML file of `engines/recipes`."""
+
+    tensorrt_llm: Annotated[str, Field(pattern=r"^\d+\.\d+")] = "1.4"
+    """The release its configuration is written for."""
+    deployment: Deployment
+    build: Build = Build()
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Reads a recipe; ${NAME} is the environment's, and a value that is one unset name counts as not given.
+
+    Raises:
+        UserError: it cannot be read, has an unknown key or an impossible value.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
+    except yaml.YAMLError as error:
+        raise UserError(f"not valid YAML ({' '.join(str(error).split())})", where=str(path)) from None
+    try:
+        return Recipe.model_validate(_expand(raw))
+    except ValidationError as error:
+        raise UserError(describe(error), where=str(path)) from None
+
+
+def _expand(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _expand(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_expand(inner) for inner in value]
+    if isinstance(value, str):
+        alone = re.fullmatch(r"\$\{(\w+)\}", value)
+        if alone and alone[1] not in os.environ:
+            return None
+        return re.sub(r"\$\{(\w+)\}", lambda found: os.environ.get(found[1], ""), value)
+    return value

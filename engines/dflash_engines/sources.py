@@ -1,0 +1,75 @@
+"""Where a build starts: the folders of target and drafter, and a digest of what is in them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_serve.assets import bundled_drafter
+from dflash_serve.deployment import Model
+from dflash_serve.drafter.source import local_folder
+from dflash_serve.errors import UserError
+from dflash_serve.manifest import file_entries, sha256
+
+SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
+TARGET_FILES = [f"*{suffix}" for suffix in SUFFIXES]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder that the build reads."""
+
+    folder: Path
+    digest: str
+    description: dict[str, object]
+    """For the manifest: what was asked for, and what it was."""
+
+
+def target_source(model: Model) -> Source:
+    """The target, fetched or converted first where need be.
+
+    Raises:
+        UserError: it cannot be found.
+    """
+    if model.model == "smollm2":
+        # The one bundled target; its conversion lives with the embedded backend.
+        from dflash_torch.target import target_folder
+
+        folder = target_folder(model.model)
+    else:
+        folder = local_folder(model.model, model.revision, files=TARGET_FILES)
+    return _source(model, folder)
+
+
+def drafter_source(model: Model) -> Source:
+    """The drafter, in any dialect.
+
+    Raises:
+        UserError: it cannot be found.
+    """
+    return _source(model, local_folder(bundled_drafter(model.model) or model.model, model.revision))
+
+
+def prompts_source(path: Path | None) -> Source | None:
+    """A JSONL file of prompts as a source; None where none is given.
+
+    Raises:
+        UserError: the file is not there.
+    """
+    if path is None:
+        return None
+    if not path.is_file():
+        raise UserError("no such file of prompts", where=str(path), do="correct the recipe, or unset its variable")
+    return Source(path, sha256(path), {"file": path.name, "sha256": sha256(path)})
+
+
+def _source(model: Model, folder: Path) -> Source:
+    files = {name: entry for name, entry in file_entries(folder).items() if name.endswith(SUFFIXES)}
+    text = "\n".join(f"{name} {entry.sha256}" for name, entry in files.items())
+    description: dict[str, object] = {
+        "model": model.model,
+        "revision": model.revision,
+        "files": {name: entry.model_dump() for name, entry in files.items()},
+    }
+    return Source(folder, hashlib.sha256(text.encode()).hexdigest(), description)

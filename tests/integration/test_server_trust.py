@@ -1,0 +1,397 @@
+"""Queue, disconnects, failures, keys and caps: what a server must do when things go wrong."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from dflash_torch.server.app import create_app
+from tests.support.embedded import tiny_engine
+from tests.support.serving import MODEL, Running, running, until
+
+LONG: dict[str, Any] = {"model": MODEL, "prompt": [9, 8, 7], "max_tokens": 240, "temperature": 0, "ignore_eos": True}
+SHORT = LONG | {"max_tokens": 4}
+Folders = tuple[Path, Path]
+
+
+def post(url: str, body: Any = SHORT, **kwargs: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60, **kwargs)
+
+
+def error(response: httpx.Response) -> dict[str, Any]:
+    body: dict[str, Any] = response.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    return body
+
+
+class Gate:
+    """Holds every step of an engine until it is opened, and can break one."""
+
+    def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.step, self.open, self.faults, self.steps = engine.decoder.step, True, 0, 0
+        self.closes_after = 0
+        monkeypatch.setattr(engine.decoder, "step", self)
+
+    def __call__(self) -> Any:
+        while not self.open:
+            time.sleep(0.002)
+        self.steps += 1
+        if self.steps == self.closes_after:
+            self.open = False
+        if self.faults:
+            self.faults -= 1
+            raise RuntimeError("injected fault")
+        return self.step()
+
+
+@pytest.fixture
+def gate(served: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(served.engine, monkeypatch)
+    yield gate
+    gate.open = True
+    until(served.idle)
+
+
+def raw_request(url: str, body: dict[str, Any]) -> socket.socket:
+    """Sends a request and leaves the connection open."""
+    place, content = urlparse(url), json.dumps(body).encode()
+    connection = socket.create_connection((place.hostname, place.port or 80))
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
+    connection.sendall(head.encode() + b"\r\n\r\n" + content)
+    return connection
+
+
+# --- backpressure
+
+
+def test_a_full_queue_is_429_at_the_door_and_those_inside_are_answered(
+    folders_small: Running, gate_small: Gate
+) -> None:
+    server = folders_small
+    gate_small.open = False
+    with ThreadPoolExecutor(8) as pool:
+        inside = [pool.submit(post, server.url) for _ in range(3)]  # one slot, a queue of two
+        until(lambda: server.worker.admitted == 3)
+        refused = post(server.url)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert error(refused)["code"] == "queue_full"
+        assert post(server.url, SHORT | {"stream": True}).status_code == 429
+        gate_small.open = True
+        assert [future.result().status_code for future in inside] == [200] * 3
+    until(server.idle)
+
+
+@pytest.fixture(scope="module")
+def folders_small(tiny_folders: Folders) -> Iterator[Running]:
+    with running(tiny_engine(tiny_folders, slots=1), queue=2) as server:
+        yield server
+
+
+@pytest.fixture
+def gate_small(folders_small: Running, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(folders_small.engine, monkeypatch)
+
+
+def test_more_answers_than_slots_and_queue_hold_are_a_400(folders_small: Running) -> None:
+    response = post(folders_small.url, SHORT | {"n": 4})
+    assert response.status_code == 400
+    assert error(response)["param"] == "n"
+    assert post(folders_small.url, SHORT | {"n": 3}).status_code == 200
+
+
+def test_while_loading_it_lives_but_is_not_ready(tiny_folders: Folders) -> None:
+    engine, loaded = tiny_engine(tiny_folders), []
+
+    def slow() -> Any:
+        until(lambda: bool(loaded))
+        return engine
+
+    with running(engine, start=slow) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/ready").status_code == 503
+        refused = post(server.url)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "5"
+        assert error(refused)["code"] == "not_ready"
+        assert httpx.get(f"{server.url}/v1/models").status_code == 200
+        loaded.append(True)
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 200)
+        assert post(server.url).status_code == 200
+
+
+# --- disconnects
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_running_frees_its_slot_within_a_step(
+    served: Running, gate: Gate, stream: bool
+) -> None:
+    gate.closes_after = 3
+    connection = raw_request(served.url, LONG | {"stream": stream})
+    until(lambda: not gate.open)
+    connection.close()
+    until(lambda: any(seat.ticket.cancelled for seat in served.worker._seats.values()))
+    gate.open = True
+    until(served.idle)
+    assert gate.steps <= 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_queued_is_never_run(folders_small: Running, gate_small: Gate, stream: bool) -> None:
+    server = folders_small
+    gate_small.open = False
+    first = raw_request(server.url, LONG)
+    until(lambda: server.worker.running == 1)
+    second = raw_request(server.url, LONG | {"stream": stream})
+    until(lambda: server.worker.waiting == 1)
+    joined = server.engine.decoder.joined
+    second.close()
+    until(lambda: all(ticket.cancelled for ticket, _ in server.worker._waiting))
+    first.close()
+    gate_small.open = True
+    until(server.idle)
+    assert server.engine.decoder.joined == joined
+
+
+def test_a_client_that_leaves_before_its_body_is_whole_does_no_harm(served: Running) -> None:
+    place = urlparse(served.url)
+    with socket.create_connection((place.hostname, place.port or 80)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert post(served.url).status_code == 200
+    assert served.idle()
+
+
+def test_all_answers_of_n_are_cancelled_together(served: Running, gate: Gate) -> None:
+    gate.closes_after = 3
+    connection = raw_request(served.url, LONG | {"n": 6})
+    until(lambda: served.worker.running == 4 and served.worker.waiting == 2)
+    connection.close()
+    until(lambda: any(seat.ticket.cancelled for seat in served.worker._seats.values()))
+    gate.open = True
+    until(served.idle)
+    assert gate.steps <= 4
+
+
+# --- failures
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failed_step_fails_its_requests_with_a_500_and_the_server_goes_on(
+    served: Running, gate: Gate, stream: bool
+) -> None:
+    gate.faults = 1
+    response = post(served.url, SHORT | {"stream": stream})
+    assert response.status_code == 500
+    assert "the server goes on" in error(response)["message"]
+    assert post(served.url).status_code == 200
+    assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+def test_a_step_that_fails_mid_stream_ends_the_stream_with_an_error_event(served: Running, gate: Gate) -> None:
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        next(lines)
+        gate.faults = 1
+        events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["error"]["type"] == "server_error"
+
+
+def test_those_that_waited_are_not_failed_by_anothers_step(folders_small: Running, gate_small: Gate) -> None:
+    gate_small.open = False
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(post, folders_small.url)
+        until(lambda: folders_small.worker.running == 1)
+        second = pool.submit(post, folders_small.url)
+        until(lambda: folders_small.worker.waiting == 1)
+        gate_small.faults, gate_small.open = 1, True
+        assert first.result().status_code == 500
+        assert second.result().status_code == 200
+
+
+def test_an_engine_that_fails_every_step_ends_the_server(
+    tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that whoever watches over it starts a new one."""
+    engine = tiny_engine(tiny_folders)
+    with running(engine) as server:
+        Gate(engine, monkeypatch).faults = 1000
+        assert [post(server.url).status_code for _ in range(8)] == [500] * 8
+        until(lambda: server.server.exit_code == 1)
+
+
+def test_an_engine_that_cannot_be_loaded_ends_the_server(tiny_folders: Folders) -> None:
+    def no_engine() -> Any:
+        raise MemoryError("cannot allocate 99 GiB")
+
+    with running(tiny_engine(tiny_folders), start=no_engine) as server:
+        until(lambda: server.server.exit_code == 1)
+        assert isinstance(server.worker.fatal, MemoryError)
+
+
+# --- keys
+
+
+@pytest.fixture(scope="module")
+def locked(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text("# ours\nfirst-key\n\nsecond-key\n")
+    with running(tiny_engine(tiny_folders), api_key_file=file, max_messages=3, body_seconds=0.5) as server:
+        yield server
+
+
+def test_every_route_but_the_probes_wants_a_key(locked: Running) -> None:
+    routes = [route for route in create_app(locked.service).routes if isinstance(route, APIRoute)]
+    paths = {route.path.replace("{model:path}", MODEL): sorted(route.methods)[0] for route in routes}
+    paths |= {"/openapi.json": "GET", "/no/such/route": "GET", "/docs": "GET"}
+    assert len(paths) >= 10
+    for path, method in paths.items():
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first-key"}):
+            response = httpx.request(method, locked.url + path, headers=headers)
+            if path in ("/health", "/ready"):
+                assert response.status_code == 200
+            else:
+                assert (path, response.status_code) == (path, 401)
+                assert error(response)["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("key", ["first-key", "second-key"])
+def test_any_key_of_the_file_opens_it(locked: Running, key: str) -> None:
+    headers = {"Authorization": f"Bearer {key}"}
+    assert post(locked.url, headers=headers).status_code == 200
+    assert httpx.get(f"{locked.url}/metrics", headers=headers).status_code == 200
+
+
+def test_holders_of_different_keys_do_not_share_prefixes(locked: Running) -> None:
+    def cached(key: str) -> int:
+        response = post(locked.url, SHORT | {"prompt": [33] * 20}, headers={"Authorization": f"Bearer {key}"})
+        count: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return count
+
+    assert [cached("first-key"), cached("second-key"), cached("first-key")] == [0, 0, 19]
+
+
+# --- caps
+
+
+def test_a_body_that_is_too_large_is_413_declared_or_not(served: Running) -> None:
+    assert post(served.url, SHORT | {"user": "x" * 5_000_000}).status_code == 413
+
+    def pieces() -> Iterator[bytes]:
+        yield from (b" " * 100_000 for _ in range(60))
+
+    try:
+        response = httpx.post(f"{served.url}/v1/completions", content=pieces())
+        assert response.status_code == 413
+    except httpx.TransportError:  # it may hang up before all is sent
+        pass
+    assert post(served.url).status_code == 200
+
+
+@pytest.mark.parametrize(("size", "status"), [(16_900, 431), (200_000, 400)])
+def test_headers_that_are_too_large_are_refused(served: Running, size: int, status: int) -> None:
+    place = urlparse(served.url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port)
+    try:
+        connection.request("GET", "/v1/models", headers={"X-Large": "x" * size})
+        assert connection.getresponse().status == status
+    except (BrokenPipeError, ConnectionResetError):
+        assert status == 400
+    assert post(served.url).status_code == 200
+
+
+def test_a_body_that_does_not_come_is_408(locked: Running) -> None:
+    place = urlparse(locked.url)
+    with socket.create_connection((place.hostname, place.port or 80), timeout=10) as connection:
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\nContent-Length: 9\r\n\r\n"
+        )
+        connection.sendall(head)
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_too_many_messages_or_prompts_are_a_400(locked: Running, served: Running) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}] * 4}
+    headers = {"Authorization": "Bearer first-key"}
+    response = httpx.post(f"{locked.url}/v1/chat/completions", json=body, headers=headers)
+    assert (response.status_code, error(response)["param"]) == (400, "messages")
+    response = post(served.url, SHORT | {"prompt": ["x"] * 17})
+    assert (response.status_code, error(response)["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"model": "tiny", "prompt": "x", "temperature": NaN}',
+        b'{"model": "tiny", "prompt": "\\ud800", "max_tokens": 1}',
+        b'{"model": "\\ud800", "prompt": "x", "max_tokens": 1}',
+        b'{"model": "tiny", "prompt": [' + b"9" * 5000 + b"]}",
+        b'{"model": "tiny", "prompt": "x", "seed": ' + b"1" * 400 + b"}",
+        b"[" * 100_000,
+        b'{"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ' + b'{"a":' * 2000,
+    ],
+)
+def test_what_is_no_request_is_a_4xx_in_openais_shape(served: Running, content: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = httpx.post(f"{served.url}/v1/completions", content=content, headers=headers)
+    assert 400 <= response.status_code < 500
+    assert error(response)["message"]
+
+
+def test_unknown_routes_and_methods_have_errors_in_openais_shape(served: Running) -> None:
+    for response in (httpx.get(f"{served.url}/nothing"), httpx.put(f"{served.url}/v1/models")):
+        assert response.status_code in (404, 405)
+        assert error(response)["message"]
+
+
+# --- metrics
+
+
+def test_the_metrics_speak_of_queue_latency_and_acceptance(served: Running) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    post(served.url, LONG)
+    text = httpx.get(f"{served.url}/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for name in (
+        "num_requests_waiting",
+        "num_requests_running",
+        "kv_cache_usage_perc",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "spec_decode_num_drafts",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_acceptance_length",
+        "spec_decode_survival",
+        "spec_decode_width",
+    ):
+        assert families[f"dflash:{name}"].samples, name
+    (length,) = families["dflash:spec_decode_acceptance_length"].samples
+    assert length.value >= 1
+    assert length.labels == {"model_name": MODEL}
+
+
+def test_a_figure_that_is_not_known_is_left_out(tiny_folders: Folders) -> None:
+    with running(tiny_engine(tiny_folders)) as server:
+        assert "spec_decode_acceptance_length{" not in httpx.get(f"{server.url}/metrics").text
