@@ -12,7 +12,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 
 demo: .venv/demo
 	$(BIN)/dflash-serve generate --compare --max-tokens 160 \
-	  "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did she sell altogether in April and May?"
+	  "Lena reads 15 pages before school and 25 pages after dinner every day. Her book has 320 pages. How many days does she need to finish it?"
 
 test: lint types unit
 
@@ -47,3 +47,18 @@ bench: .venv/test
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache
+
+# SGLang's own server on a CPU, in an environment of its own (1.6 GB): see tests/support/sglang_cpu.
+SGLANG_BIN := .venv-sglang/bin
+SGLANG_CPU := tests/support/sglang_cpu
+
+.PHONY: test-sglang
+test-sglang: .venv-sglang/ready
+	$(SGLANG_BIN)/python -m pytest tests/sglang tests/contract/test_sglang_arguments.py
+
+.venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt)
+	$(PYTHON) -m venv .venv-sglang
+	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -r $(SGLANG_CPU)/requirements.txt
+	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(SGLANG_CPU)/requirements-no-deps.txt
+	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e $(SGLANG_CPU)
+	touch $@

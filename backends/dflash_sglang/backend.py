@@ -15,7 +15,8 @@ from .arguments import DRAFT, arguments
 from .checks import problems
 from .draft_folder import write_draft_folder
 from .nodes import node_arguments
-from .plan import Plan, make_plan
+from .plan import OURS, Plan, make_plan
+from .widths import WIDTH
 
 
 class SGLangBackend:
@@ -62,10 +63,11 @@ class SGLangBackend:
         Raises:
             UserError: several nodes, and the environment does not say which this is.
         """
-        argv = [sys.executable, "-m", "sglang.launch_server"]
-        argv += arguments(make_plan(deployment), folder.resolve())
+        plan = make_plan(deployment)
+        argv = [sys.executable, "-m", "sglang.launch_server", *arguments(plan, folder.resolve())]
         argv += node_arguments(deployment.parallel.nodes, os.environ)
-        return Command((*argv, "--host", host, "--port", str(port)))
+        env = {WIDTH: str(deployment.speculation.width)} if plan.algorithm == OURS else {}
+        return Command((*argv, "--host", host, "--port", str(port)), env)
 
     def _sound_plan(self, deployment: Deployment) -> Plan:
         plan = make_plan(deployment)

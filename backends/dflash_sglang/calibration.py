@@ -17,6 +17,7 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from dflash_serve.speculation.cost import CostModel
 
 from .drafting import draft_block
+from .states import verifying
 from .widths import allowed_widths
 from .window import positions_of, window
 
@@ -102,12 +103,13 @@ def _verify_nothing(worker: DFlashServeWorker, batch: Any, width: int) -> Any:
         can_run_decode_cuda_graph=True,
     )
     plan.bind(forward_batch, runner.kv_index_translator)
-    graphs = runner.decode_cuda_graph_runner
-    if graphs and graphs.can_run_graph(forward_batch):
-        graphs.load_batch(forward_batch)
-    else:
-        runner.attn_backend.init_forward_metadata(forward_batch)
-    return runner.forward(forward_batch, skip_attn_backend_init=True).logits_output.next_token_logits.argmax(-1)
+    with verifying(runner, worker.states.get(width)):
+        graphs = runner.decode_cuda_graph_runner
+        if graphs and graphs.can_run_graph(forward_batch):
+            graphs.load_batch(forward_batch)
+        else:
+            runner.attn_backend.init_forward_metadata(forward_batch)
+        return runner.forward(forward_batch, skip_attn_backend_init=True).logits_output.next_token_logits.argmax(-1)
 
 
 def _timed(run: Any, device: Any) -> float:

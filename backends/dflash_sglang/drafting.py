@@ -14,8 +14,8 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.speculative.dflash_worker_v2 import _resolve_dflash_embedding_module
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang.srt.speculative.spec_utils import draft_tp_context
 
+from .upstream import draft_scope
 from .window import positions_of, window
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 def draft_block(worker: DFlashServeWorker, batch: Any) -> Any:
     """Greedy drafts [n, B - 1] for slots 1..B-1 of every request's block."""
     block, prefix = int(worker.block_size), batch.seq_lens
+    worker._ensure_draft_block_buffers(len(prefix))
     slots, plan = window(worker, batch, block)
     ids = torch.full((len(prefix), block), int(worker._mask_token_id), dtype=torch.int64, device=prefix.device)
     ids[:, 0] = batch.spec_info.bonus_tokens
@@ -48,7 +49,7 @@ def draft_block(worker: DFlashServeWorker, batch: Any) -> Any:
         can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
     )
     _bind(worker, plan, forward_batch, lengths, lengths_cpu)
-    with torch.inference_mode(), draft_tp_context(worker.draft_parallel_layout):
+    with torch.inference_mode(), draft_scope(worker):
         output = worker.draft_model_runner.forward(forward_batch)
     return _tokens(worker, output, len(prefix), block)
 
@@ -103,7 +104,7 @@ def _tokens(worker: DFlashServeWorker, output: Any, requests: int, block: int) -
         return worker._draft_sampler.out[: requests * (block - 1)].view(requests, block - 1)
     hidden = output.logits_output.hidden_states.view(requests, block, -1)[:, 1:]
     head = unwrap_lora_layer(worker.target_worker.model_runner.model.lm_head)
-    with draft_tp_context(worker.draft_parallel_layout):
+    with draft_scope(worker):
         tokens = worker._greedy_sample_from_vocab_parallel_head(
             hidden_states=hidden.reshape(-1, hidden.shape[-1]), lm_head=head
         )

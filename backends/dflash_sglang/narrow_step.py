@@ -18,6 +18,8 @@ from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCap
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from .drafting import draft_block
+from .states import verifying
+from .upstream import whole_logits
 from .window import positions_of, window
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ def narrow_step(worker: DFlashServeWorker, batch: Any, width: int, on_publish: A
 
 
 def _verify(worker: DFlashServeWorker, batch: Any, tokens: Any, slots: Any, plan: Any) -> Any:
-    """The target's pass over [n, w] tokens. SGLang replays a CUDA graph only where one was captured for this width."""
+    """The target's pass over [n, w] tokens."""
     state, width, prefix = batch.spec_info, tokens.shape[1], batch.seq_lens
     verify_input = DFlashVerifyInput(
         draft_token=tokens.reshape(-1),
@@ -80,15 +82,14 @@ def _verify(worker: DFlashServeWorker, batch: Any, tokens: Any, slots: Any, plan
     elif state.nxt_kv_lens_cpu is not None:
         batch.seq_lens_cpu, batch.seq_lens_sum = state.nxt_kv_lens_cpu, int(state.nxt_kv_lens_sum)
     batch.out_cache_loc = slots
-    forward_batch, _ = verify_input.prepare_for_verify(batch, worker.target_worker)
-    batch.seq_lens_cpu, batch.seq_lens_sum = saved
-    output = worker.target_worker.forward_batch_generation(
-        batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
-    )
-    gather = worker._target_logits_processor
+    with verifying(worker.model_runner, worker.states[width]):
+        forward_batch, _ = verify_input.prepare_for_verify(batch, worker.target_worker)
+        batch.seq_lens_cpu, batch.seq_lens_sum = saved
+        output = worker.target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+        )
     logits = output.logits_output
-    if gather is not None and gather.is_deferred_shard(logits.next_token_logits):
-        logits.next_token_logits = gather.finish_deferred_gather(logits.next_token_logits)
+    logits.next_token_logits = whole_logits(worker, logits.next_token_logits)
     return output
 
 

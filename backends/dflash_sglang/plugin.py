@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from dflash_serve.problem import Problem
+
 from . import upstream
 from .draft_check import draft_problems
 from .plan import NATIVE, OURS
@@ -18,6 +20,8 @@ from .release import installed, is_supported, window
 from .resolution import being_resolved
 
 logger = logging.getLogger(__name__)
+MOST = 8
+"""Problems in one message."""
 
 
 def install() -> None:
@@ -75,7 +79,7 @@ def watch_worker() -> None:
     HookRegistry.apply_hooks()
 
 
-def _refuse(problems: list[Any]) -> None:
+def _refuse(problems: list[Problem]) -> None:
     if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ValueError(f"dflash-serve: {problems[0]}{more}")
+        more = [f"(and {len(problems) - MOST} more)"] if len(problems) > MOST else []
+        raise ValueError("dflash-serve: " + "\n".join([*map(str, problems[:MOST]), *more]))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from time import perf_counter
 from typing import Any
 
@@ -29,12 +31,24 @@ def on_worker_built(build: Callable[..., None], worker: Any, *args: Any, **kwarg
     runner.forward = timed(runner.forward, str(worker.device), metrics.drafted)
 
 
+@contextmanager
+def unwatched(runner: Any) -> Iterator[None]:
+    """While passes are run for their own sake."""
+    watched = runner.forward
+    runner.forward = getattr(watched, "__wrapped__", watched)
+    try:
+        yield
+    finally:
+        runner.forward = watched
+
+
 def timed(forward: Callable[..., Any], device: str, report: Callable[[float], None]) -> Callable[..., Any]:
     """The same function, reporting the seconds of each call."""
     return _timed_on_gpu(forward, report) if device.startswith("cuda") else _timed_on_host(forward, report)
 
 
 def _timed_on_host(forward: Callable[..., Any], report: Callable[[float], None]) -> Callable[..., Any]:
+    @wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         start = perf_counter()
         output = forward(*args, **kwargs)
@@ -49,6 +63,7 @@ def _timed_on_gpu(forward: Callable[..., Any], report: Callable[[float], None]) 
 
     waiting: deque[tuple[Any, Any]] = deque(maxlen=PENDING)
 
+    @wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         while waiting and waiting[0][1].query():
             start, end = waiting.popleft()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 from dflash_serve.problem import Problem
 
@@ -63,3 +65,20 @@ def _exists(name: str) -> bool:
     except (ImportError, AttributeError):
         return False
     return True
+
+
+def draft_scope(worker: Any) -> AbstractContextManager[Any]:
+    """Where the drafter runs: its own tensor-parallel layout (0.5.22 only asks whether it owns its attention)."""
+    from sglang.srt.speculative.spec_utils import draft_tp_context
+
+    layout = getattr(worker, "draft_parallel_layout", None)
+    scope: AbstractContextManager[Any] = draft_tp_context(worker.draft_owns_attention if layout is None else layout)
+    return scope
+
+
+def whole_logits(worker: Any, logits: Any) -> Any:
+    """Logits of the whole vocabulary: 0.5.23 leaves them in shards after a verification, 0.5.22 never does."""
+    gather = getattr(worker, "_target_logits_processor", None)
+    if gather is not None and gather.is_deferred_shard(logits):
+        return gather.finish_deferred_gather(logits)
+    return logits

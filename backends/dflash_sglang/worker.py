@@ -17,7 +17,9 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from .calibration import measure
 from .narrow_step import narrow_step
 from .results import listen
-from .widths import BatchWidths, asked_width, given_cost, make_policy
+from .states import State, build_states
+from .timing import unwatched
+from .widths import BatchWidths, allowed_widths, asked_width, given_cost, make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ class DFlashServeWorker(DFlashWorkerV2):  # type: ignore[misc]
             raise ValueError("dflash-serve: DFLASH_SERVE runs plain DFlash drafts; use DFLASH for this one")
         self.widths: BatchWidths | None = None
         """None until everything is allocated: full blocks."""
+        self.states: dict[int, State] = {}
+        """By width, for those narrower than B."""
 
     def init_cuda_graphs(self) -> None:
         """The last step of start-up: everything is allocated, and costs can be measured."""
@@ -41,7 +45,11 @@ class DFlashServeWorker(DFlashWorkerV2):  # type: ignore[misc]
         if self._need_mamba_verify_commit or get_parallel().attn_dp_enabled:
             logger.warning("dflash-serve: this target's blocks are always verified whole")
             return
-        cost = None if asked_width() is not None else given_cost() or measure(self)
+        fixed = asked_width()
+        narrow = {1, *allowed_widths(self.block_size)} if fixed is None else {fixed}
+        self.states = build_states(self, narrow - {self.block_size})
+        with unwatched(self.draft_model_runner):
+            cost = None if fixed is not None else given_cost() or measure(self)
         self.widths = BatchWidths(make_policy(self.block_size, cost))
         listen(self.widths)
         if cost is not None:

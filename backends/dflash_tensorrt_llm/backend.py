@@ -9,13 +9,14 @@ import yaml
 from dflash_serve.backend import Command, Engine, Metrics
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
+from dflash_serve.manifest import verify
 from dflash_serve.problem import Problem, raise_problems
 
 from .checks import problems
 from .command import CONFIG, DRAFT, PLUG_IN, command_of
 from .configuration import configuration
 from .draft_folder import write_draft_folder
-from .plan import Plan, make_plan
+from .plan import Plan, drafter_config, make_plan, target_config
 from .release import Release, installed_release
 
 REGISTERING = '''"""Written by `dflash-serve`: registers its drafter with TensorRT-LLM wherever this is imported."""
@@ -69,10 +70,13 @@ class TensorRTLLMBackend:
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         """Writes config.yaml, draft/ and, where the built-in drafter would not do, the package that registers ours.
 
+        A built target or drafter is held against its manifest first, byte for byte.
+
         Raises:
-            UserError: the first problem of `check`, or a drafter that cannot be fetched or read.
+            UserError: the first problem of `check`, a built file that was changed, or a drafter that cannot be read.
         """
         plan = self._sound_plan(deployment)
+        raise_problems(_changed(deployment))
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
         if plan.drafter is not None:
@@ -99,6 +103,13 @@ class TensorRTLLMBackend:
         plan = make_plan(deployment, self.release)
         raise_problems(problems(plan), hint="`dflash-serve check` shows all")
         return plan
+
+
+def _changed(deployment: Deployment) -> list[Problem]:
+    """Files of what `dflash-serve build` made that are not what it made."""
+    folders = [target_config(deployment.target)]
+    folders += [drafter_config(deployment.drafter)] if deployment.drafter else []
+    return [problem for folder in folders for problem in verify(folder)]
 
 
 def _write(path: Path, text: str) -> None:

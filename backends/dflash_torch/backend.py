@@ -14,7 +14,9 @@ from dflash_serve.drafter.config import DrafterConfig
 from dflash_serve.drafter.pairing import check_pairing, read_target_shape
 from dflash_serve.problem import Problem, raise_problems
 
-from .target.source import target_source
+from .memory import memory_problems
+from .target.config import read_target_config
+from .target.source import target_folder, target_source
 
 if TYPE_CHECKING:
     from .engine import EmbeddedEngine
@@ -63,9 +65,10 @@ class EmbeddedBackend:
         """Writes the deployment itself: flags and environment are merged in already.
 
         Raises:
-            UserError: the first problem of `check`.
+            UserError: the first problem of `check`, or weights and stores that do not fit into memory.
         """
         raise_problems(self.check(deployment))
+        raise_problems(_memory(deployment))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / DEPLOYMENT_FILE).write_text(deployment.model_dump_json(indent=1))
 
@@ -73,6 +76,14 @@ class EmbeddedBackend:
         """The HTTP server of this backend, for a folder that `prepare` has written."""
         argv = (sys.executable, "-m", "dflash_torch.server", str(folder.resolve() / DEPLOYMENT_FILE))
         return Command(argv, {"DFLASH_SERVE_HTTP_HOST": host, "DFLASH_SERVE_HTTP_PORT": str(port)})
+
+
+def _memory(deployment: Deployment) -> list[Problem]:
+    """A server reserves for all its slots; what it cannot back would end it under load."""
+    model, drafter = deployment.target, None
+    if uses_drafter(deployment) and deployment.drafter is not None:
+        drafter, _ = read_config(deployment.drafter.model, deployment.drafter.revision)
+    return memory_problems(deployment, read_target_config(target_folder(model.model, model.revision)), drafter)
 
 
 def _unsupported(deployment: Deployment) -> list[Problem]:

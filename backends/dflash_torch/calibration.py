@@ -7,6 +7,7 @@ figure is the least of its repetitions, and the repetitions are interleaved: a b
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import tempfile
@@ -27,6 +28,8 @@ from .sequence import Sequence
 from .speculator import Speculator
 from .target.smollm2 import cache_home
 
+log = logging.getLogger(__name__)
+
 CONTEXT = 128
 """Tokens of context while measuring: attention is a small part of a step at this size."""
 REPETITIONS = 5
@@ -44,8 +47,8 @@ def cost_of(decoder: Decoder, speculator: Speculator) -> CostModel:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
             scratch.write(cost.model_dump_json(indent=1))
         Path(scratch.name).rename(path)
-    except OSError:
-        pass  # a cache that cannot be written costs the next start two seconds, no more
+    except OSError as error:  # it costs the next start two seconds, no more
+        log.warning("%s: the cost table cannot be kept (%s); it is measured again next time", path, error.strerror)
     return cost
 
 

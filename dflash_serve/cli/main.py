@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from dflash_serve.cli.build import build
 from dflash_serve.cli.convert import convert
 from dflash_serve.cli.evaluate import evaluate
 from dflash_serve.cli.generate import generate
@@ -20,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (generate, serve, inspect, convert, train, evaluate):
+for verb in (generate, serve, inspect, convert, train, evaluate, build):
     app.command()(verb)
 
 

@@ -71,11 +71,12 @@ def serve(
 def become(chosen: ServerBackend, deployment: Deployment, host: str, port: int, environment: dict[str, str]) -> None:
     """Replaces this process by the engine's server: signals reach it, and its exit code is ours."""
     raise_problems(chosen.check(deployment))
-    folder = Path(tempfile.mkdtemp(prefix="dflash-serve-"))
     try:
+        folder = Path(tempfile.mkdtemp(prefix="dflash-serve-"))
         chosen.prepare(deployment, folder)
     except OSError as error:
-        raise UserError(f"cannot be written ({error.strerror})", where=str(folder), do="free some space") from None
+        do = "free some space, or set TMPDIR to another folder"
+        raise UserError(f"cannot be written ({error.strerror})", where=tempfile.gettempdir(), do=do) from None
     command = chosen.command(deployment, folder, host=host, port=port)
     sys.stdout.flush()
     try:

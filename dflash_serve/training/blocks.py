@@ -10,6 +10,8 @@ from torch import Tensor
 
 from dflash_serve.drafter.config import AttentionKind
 
+CONTEXT_STEP = 32
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -19,7 +21,8 @@ class Blocks:
         anchors: positions int64 [blocks]; anchor_ids: their tokens int64 [blocks].
         positions: int64 [blocks * B], anchor .. anchor + B - 1.
         targets: token ids int64 [blocks, B-1] of slots 1..B-1; valid: bool, False behind the sequence's end.
-        counts: blocks of each sequence; contexts: context rows of each, positions 0 .. contexts - 1.
+        counts: blocks of each sequence.
+        contexts: context rows of each, positions 0 .. contexts - 1; up to a multiple of 32, so that shapes recur.
     """
 
     block_size: int
@@ -74,5 +77,5 @@ def lay_out(sequences: Sequence[Tensor], anchors: Sequence[Tensor], block_size: 
         targets=torch.cat(targets),
         valid=torch.cat(valid),
         counts=tuple(len(a) for a in anchors),
-        contexts=tuple(int(a.max()) for a in anchors),
+        contexts=tuple(-(-int(a.max()) // CONTEXT_STEP) * CONTEXT_STEP for a in anchors),
     )

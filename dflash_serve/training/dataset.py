@@ -42,10 +42,13 @@ class Features:
 
     def __init__(self, target: Target, answers: Sequence[Answer], layer_ids: Sequence[int], cache_gib: float) -> None:
         self.target, self.answers, self.layer_ids = target, answers, layer_ids
-        self.room = int(cache_gib * 2**30)
+        row = len(layer_ids) * target.config.hidden_size
+        wanted = sum(len(answer.tokens) for answer in answers)
+        rows = min(wanted, int(cache_gib * 2**30) // (row * target.embedding.element_size()))
+        # One block of memory: thousands of pieces kept among what every step takes and frees would slow malloc down.
+        self.room = torch.empty(rows, row, dtype=target.embedding.dtype, device=target.embedding.device)
+        self.used = 0
         self.kept: dict[int, Tensor] = {}
-        self.tokens: int = 0
-        """Tokens the target has read so far."""
 
     def token_ids(self, index: int) -> Tensor:
         """int64 [length] on the target's device."""
@@ -61,13 +64,12 @@ class Features:
         if not indexes:
             return {}
         sequences = [self.token_ids(index) for index in indexes]
-        self.tokens += sum(map(len, sequences))
         fresh = dict(zip(indexes, target_features(self.target, sequences, self.layer_ids), strict=True))
         for index, features in fresh.items():
-            size = features.numel() * features.element_size()
-            if size <= self.room:
-                self.room -= size
-                self.kept[index] = features.clone()  # a row of the batch's tensor would keep the whole batch
+            end = self.used + len(features)
+            if end <= len(self.room):
+                self.kept[index] = self.room[self.used : end].copy_(features)
+                self.used = end
         return fresh
 
 

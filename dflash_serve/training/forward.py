@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -29,12 +30,12 @@ class BlockForward:
         """Hidden states [blocks, B-1, H] of slots 1..B-1, after the final norm.
 
         Args:
-            features: [length, F*H] of each sequence; only the rows before its last anchor are read.
+            features: [length, F*H] of each sequence; no row from its last anchor on is seen.
         """
         # Rounded weights rather than autocast: that keeps the norms in fp32 and casts at every border between the two,
         # which on a CPU costs as much as the products.
         rounded = {name: weight.to(self.dtype) for name, weight in self.whole.named_parameters()}
-        rows = torch.cat([f[:count] for f, count in zip(features, blocks.contexts, strict=True)])
+        rows = context_rows(features, blocks.contexts)
         hidden: Tensor = functional_call(self.whole, rounded, (blocks, rows.to(self.dtype)))
         return hidden.view(len(blocks.anchors), blocks.block_size, -1)[:, 1:]
 
@@ -59,6 +60,12 @@ class _Pass(nn.Module):
         if self.flex is not None:
             return FlexBlockAttention(blocks, context, kinds, self.flex)
         return BlockAttention(blocks, context, kinds, context[0].dtype)
+
+
+def context_rows(features: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """The first `count` rows of each sequence, zeros behind its end (which no block sees): [sum of counts, F*H]."""
+    pieces = [F.pad(f[:count], (0, 0, 0, max(0, count - len(f)))) for f, count in zip(features, counts, strict=True)]
+    return torch.cat(pieces)
 
 
 def _flex(device: torch.device) -> Callable[..., Any] | None:

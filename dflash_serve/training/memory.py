@@ -15,8 +15,10 @@ GIB = 1 << 30
 
 
 def keep_freed_memory() -> None:
-    """To be called before torch is first imported: torch reads its switch for large pages once."""
+    """To be called before torch is first imported: torch and oneDNN read their switches once."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # Every length of a context is a shape of its own, and oneDNN compiles a kernel for each: keep them all.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
     with contextlib.suppress(OSError, AttributeError):  # another C library: slower, no worse
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, GIB)

@@ -88,7 +88,7 @@ def new_trainer(recipe: Recipe, target: Target, manifest: Manifest, output: Path
 
 def publish(trainer: Trainer, manifest: Manifest, output: Path, started: str, scores: Scores | None) -> None:
     """Writes the drafter in bf16 and its provenance."""
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in trainer.best_weights().items()}
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in trainer.average.published().items()}
     write_drafter(output / DRAFTER, trainer.drafter.config, tensors, overwrite=True)
     answers, _, answer_tokens = totals(manifest.shards)
     record = provenance.Provenance(

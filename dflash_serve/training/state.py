@@ -9,7 +9,6 @@ import os
 import shutil
 from pathlib import Path
 
-import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -66,10 +65,3 @@ def load_state(output: Path) -> tuple[Progress, dict[str, dict[str, Tensor]]] | 
         what = f"cannot be read ({str(error).splitlines()[0]})"
         raise UserError(what, where=str(folder), do="remove it and train again") from None
     return progress, groups
-
-
-def copy_average(average: dict[str, Tensor], weights: dict[str, Tensor], decay: float) -> None:
-    """average = decay * average + (1 - decay) * weights, in place."""
-    with torch.no_grad():
-        for name, weight in weights.items():
-            average[name].lerp_(weight, 1 - decay)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from dflash_serve.drafter.model import Drafter
+from dflash_serve.errors import UserError
+from dflash_serve.training.average import Average
 from dflash_serve.training.blocks import Blocks, lay_out
 from dflash_serve.training.dataset import Features, seen_vocabulary
 from dflash_serve.training.forward import BlockForward
@@ -19,13 +21,13 @@ from dflash_serve.training.optimizers import Optimizer
 from dflash_serve.training.recipe import Recipe
 from dflash_serve.training.schedule import draw_anchors, learning_rate, step_sequences
 from dflash_serve.training.shards import Answer
-from dflash_serve.training.state import Progress, copy_average, load_state, save_state
-from dflash_serve.training.target import Target, target_features
-from dflash_serve.training.validation import Scores, Tally
+from dflash_serve.training.state import Progress, load_state, save_state
+from dflash_serve.training.target import Target
+from dflash_serve.training.validation import Scores
+from dflash_serve.training.validator import Validator
 
 PAUSE = 30.0
 """Seconds: more than this between two steps is a process that was stopped, and is not counted."""
-VALIDATED_AT_ONCE = 4
 
 
 @dataclass
@@ -74,11 +76,10 @@ class Trainer:
         alpha = self.settings.dpace_alpha if self.settings.weighting == "dpace" else None
         weighting = Weighting(alpha, self.settings.decay_gamma)
         head, self.loss_rows = self._loss_head(training)
-        self.loss, self.whole_loss = SlotLoss(head, weighting), SlotLoss(self.head, weighting)
+        self.loss = SlotLoss(head, weighting)
+        self.validator = Validator(target, self.forward, SlotLoss(self.head, weighting), drafter.config)
         self.optimizer = Optimizer(drafter, self.settings)
-        self.average = (
-            None if self.settings.ema is None else {n: p.detach().clone() for n, p in drafter.named_parameters()}
-        )
+        self.average = Average(drafter, self.settings.ema)
         self.progress = Progress(recipe_sha256=recipe_hash)
         self.stopping = False
         target.pack()
@@ -130,9 +131,7 @@ class Trainer:
         peak, warmup, final = self.settings.lr, self.settings.warmup, self.settings.final_lr
         lr = learning_rate(self.fraction, peak=peak, warmup=warmup, final=final)
         self.optimizer.step(lr)
-        if self.average is not None:
-            assert self.settings.ema is not None
-            copy_average(self.average, dict(self.drafter.named_parameters()), self.settings.ema)
+        self.average.update()
         return self._tick(blocks, scores, lr, float(loss.detach()), float(norm))
 
     def _blocks(self, step: int) -> tuple[Blocks, list[Tensor]]:
@@ -171,43 +170,16 @@ class Trainer:
             anchors=len(blocks.anchors),
         )
 
-    @torch.no_grad()
-    def validate(self, answers: Sequence[Answer] | None = None) -> Scores:
-        """Scores on held-out answers, every position an anchor, over the whole vocabulary."""
-        answers = self.validation if answers is None else answers
-        weights = self._swap_in_average()
-        tally, device = Tally(self.block_size), self.head.device
-        for first in range(0, len(answers), VALIDATED_AT_ONCE):
-            part = answers[first : first + VALIDATED_AT_ONCE]
-            sequences = [answer.tokens.to(device, torch.int64) for answer in part]
-            anchors = [torch.arange(a.prompt_length, len(a.tokens) - 1, device=device) for a in part]
-            blocks = lay_out(sequences, anchors, self.block_size)
-            features = target_features(self.target, sequences, self.drafter.config.target_layer_ids)
-            scores = self.whole_loss.scores(self.forward(blocks, features), blocks.targets, blocks.valid)
-            tally.add(blocks, scores.cross_entropy, scores.weights, scores.hit)
-        self._swap_back(weights)
-        return tally.scores()
-
-    def _swap_in_average(self) -> dict[str, Tensor] | None:
-        if self.average is None:
-            return None
-        weights = {name: p.detach().clone() for name, p in self.drafter.named_parameters()}
-        self.drafter.load_state_dict(self.average)
-        return weights
-
-    def _swap_back(self, weights: dict[str, Tensor] | None) -> None:
-        if weights is not None:
-            self.drafter.load_state_dict(weights)
-
-    def best_weights(self) -> dict[str, Tensor]:
-        """What is to be published: the average where one is kept."""
-        return self.average if self.average is not None else dict(self.drafter.state_dict())
+    def validate(self) -> Scores:
+        """Scores of the weights to be published, on all held-out answers."""
+        with self.average.in_place():
+            return self.validator.scores(self.validation)
 
     def save(self) -> None:
         """Writes a checkpoint to resume from."""
         groups = {"drafter": dict(self.drafter.state_dict()), "optimizer": self.optimizer.tensors()}
-        if self.average is not None:
-            groups["average"] = self.average
+        if self.average.tensors:
+            groups["average"] = self.average.tensors
         save_state(self.output, self.progress, groups)
 
     def resume(self) -> bool:
@@ -216,8 +188,6 @@ class Trainer:
         Raises:
             UserError: the checkpoint is of another recipe, or broken.
         """
-        from dflash_serve.errors import UserError
-
         state = load_state(self.output)
         if state is None:
             return False
@@ -227,7 +197,7 @@ class Trainer:
             raise UserError(what, where=str(self.output), do="give another --output, or train without --resume")
         self.drafter.load_state_dict(groups["drafter"])
         self.optimizer.load_tensors(groups["optimizer"])
-        if self.average is not None:
-            self.average = {name: t.to(self.head.device) for name, t in groups["average"].items()}
+        if self.average.tensors:
+            self.average.load(groups["average"])
         self.progress = progress
         return True

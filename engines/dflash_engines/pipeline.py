@@ -1,7 +1,8 @@
 """Runs steps in order, keeps every output by the digest of what made it, and goes on where it was stopped.
 
-OUTPUT/steps/<name>-<key> holds a step's files and its manifest.json, which is written last; the folder gets its name when
-the step is done, so a name means a whole output. OUTPUT/<name> points at the current one, OUTPUT/manifest.json names all.
+OUTPUT/steps/<name>-<key> holds a step's files and its manifest.json, which is written last; the folder gets its name
+when the step is done, so a name means a whole output. OUTPUT/<name> points at the current one, and OUTPUT/manifest.json
+names all.
 """
 
 from __future__ import annotations
@@ -132,7 +133,9 @@ def verify_output(output: Path) -> list[Problem]:
     for name, (folder, key) in folders.items():
         manifest = read_manifest(folder)
         if manifest is None or manifest.key != key:
-            problems.append(Problem(f"the output of {name} is not the one that was built", str(folder), "build it again"))
+            problems.append(
+                Problem(f"the output of {name} is not the one that was built", str(folder), "build it again")
+            )
         else:
             problems += verify(folder)
     return problems

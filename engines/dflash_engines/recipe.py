@@ -13,8 +13,8 @@ from pydantic import Field, ValidationError
 from dflash_serve.deployment import Deployment, describe
 from dflash_serve.drafter.config import Frozen, PositiveInt
 from dflash_serve.errors import UserError
-from dflash_serve.quantization.formats import Format
 
+Format = Literal["fp8", "nvfp4"]
 OnnxPrecision = Literal["fp16", "fp8", "nvfp4"]
 Compute = Literal["sm75", "sm80", "sm86", "sm89", "sm120", "sm121"]
 """What TensorRT-RTX 1.7 can be asked for; SM100 and SM103 are not among them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's resolution, told that it runs on a GPU."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.platforms import current_platform
@@ -138,7 +137,7 @@ def test_sglang_understands_what_we_write(
         assert resolved.quantization == ("fp8" if precision == "fp8-online" else None)
 
 
-REFUSED = {
+REFUSED: dict[str, dict[str, Any]] = {
     "pipeline": {"parallel__pipeline": 2},
     "nvfp4 keys and values": {"kv_cache__dtype": "nvfp4"},
     "window below the block": {"speculation__draft_window": 4},
@@ -152,6 +151,7 @@ def test_what_sglang_refuses_we_refuse_first(
     models: dict[str, Path], on_gpu: Any, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LWS_GROUP_SIZE", "3")
+    SGLangBackend().prepare(deployment(models, "b200", "none", Layout("tp8", 8)), tmp_path)
     bad = deployment(models, "b200", "none", Layout("tp8", 8), **REFUSED[what])
     assert SGLangBackend().check(bad)
     with pytest.raises((ValueError, AssertionError, RuntimeError)):

@@ -72,6 +72,6 @@ def test_a_deployment_says_the_same_as_arguments(folders: tuple[str, str], llm: 
 
 
 @pytest.mark.parametrize("prompt", ["", [], [10**6], list(range(3)) * 100])
-def test_a_prompt_that_cannot_run_is_refused_before_anything_runs(llm: LLM, prompt: object) -> None:
+def test_a_prompt_that_cannot_run_is_refused_before_anything_runs(llm: LLM, prompt: str | list[int]) -> None:
     with pytest.raises(UserError, match="prompt"):
-        llm.generate([[1, 2, 3], prompt], GREEDY)  # type: ignore[list-item]
+        llm.generate([[1, 2, 3], prompt], GREEDY)

@@ -100,7 +100,7 @@ def speculating(folders: tuple[Path, Path], likely: dict[tuple[int, ...], int]) 
     engine = tiny_engine(folders, width=4, slots=32)
     speculator = engine.decoder.speculator
     assert speculator is not None
-    speculator.__class__, speculator.likely = LikelySpeculator, likely  # type: ignore[assignment, attr-defined]
+    speculator.__class__, speculator.likely = LikelySpeculator, likely  # type: ignore[attr-defined]
     return engine
 
 

@@ -142,9 +142,8 @@ def test_stop_token_ids_end_the_answer(client: OpenAI) -> None:
 
 def test_logit_bias_and_penalties_change_what_is_said(client: OpenAI) -> None:
     plain = complete(client).choices[0].text
-    assert complete(client, logit_bias={"60": 100}).choices[0].text == complete(client, prompt=[60]).choices[0].text[
-        :0
-    ] + (complete(client, logit_bias={"60": 100}, max_tokens=1).choices[0].text * 12)
+    biased = complete(client, logit_bias={"60": 100}).choices[0].text
+    assert biased == biased[0] * 12
     assert complete(client, frequency_penalty=2, presence_penalty=2).choices[0].text != plain
 
 
@@ -177,7 +176,7 @@ def test_chat_logprobs_are_of_every_token_and_the_best_is_the_greedy_one(client:
             (t.logprob for t in entry.top_logprobs), reverse=True
         )
         assert entry.top_logprobs[0].token == entry.token
-        assert sum(math.exp(top.logprob) for top in entry.top_logprobs) < 1.001
+        assert sum(map(math.exp, values)) < 1.001
         assert bytes(entry.bytes).decode(errors="replace") == entry.token
 
 
@@ -248,6 +247,9 @@ def test_a_prefix_that_was_seen_before_is_reused_and_reported(client: OpenAI) ->
     assert first.choices[0].text == second.choices[0].text
 
 
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
@@ -270,7 +272,7 @@ def test_a_prefix_that_was_seen_before_is_reused_and_reported(client: OpenAI) ->
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template", "unknown_parameter"),
         ({"extra_body": {"logits_processors": ["os.system"]}}, "logits_processors", "unknown_parameter"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unknown_parameter"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "?"}}}}, "response_format", None),
+        ({"response_format": NO_SCHEMA}, "response_format", None),
         ({"extra_body": {"response_format": {"type": "regex", "pattern": "("}}}, "response_format", None),
     ],
 )  # fmt: skip

@@ -78,10 +78,10 @@ def raw_request(url: str, body: dict[str, Any]) -> socket.socket:
 
 
 def test_a_full_queue_is_429_at_the_door_and_those_inside_are_answered(
-    folders_small: Running, gate_small: Gate
+    narrow: Running, narrow_gate: Gate
 ) -> None:
-    server = folders_small
-    gate_small.open = False
+    server = narrow
+    narrow_gate.open = False
     with ThreadPoolExecutor(8) as pool:
         inside = [pool.submit(post, server.url) for _ in range(3)]  # one slot, a queue of two
         until(lambda: server.worker.admitted == 3)
@@ -90,27 +90,27 @@ def test_a_full_queue_is_429_at_the_door_and_those_inside_are_answered(
         assert refused.headers["retry-after"] == "1"
         assert error(refused)["code"] == "queue_full"
         assert post(server.url, SHORT | {"stream": True}).status_code == 429
-        gate_small.open = True
+        narrow_gate.open = True
         assert [future.result().status_code for future in inside] == [200] * 3
     until(server.idle)
 
 
 @pytest.fixture(scope="module")
-def folders_small(tiny_folders: Folders) -> Iterator[Running]:
+def narrow(tiny_folders: Folders) -> Iterator[Running]:
     with running(tiny_engine(tiny_folders, slots=1), queue=2) as server:
         yield server
 
 
 @pytest.fixture
-def gate_small(folders_small: Running, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate(folders_small.engine, monkeypatch)
+def narrow_gate(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(narrow.engine, monkeypatch)
 
 
-def test_more_answers_than_slots_and_queue_hold_are_a_400(folders_small: Running) -> None:
-    response = post(folders_small.url, SHORT | {"n": 4})
+def test_more_answers_than_slots_and_queue_hold_are_a_400(narrow: Running) -> None:
+    response = post(narrow.url, SHORT | {"n": 4})
     assert response.status_code == 400
     assert error(response)["param"] == "n"
-    assert post(folders_small.url, SHORT | {"n": 3}).status_code == 200
+    assert post(narrow.url, SHORT | {"n": 3}).status_code == 200
 
 
 def test_while_loading_it_lives_but_is_not_ready(tiny_folders: Folders) -> None:
@@ -144,16 +144,16 @@ def test_a_client_that_leaves_while_running_frees_its_slot_within_a_step(
     connection = raw_request(served.url, LONG | {"stream": stream})
     until(lambda: not gate.open)
     connection.close()
-    until(lambda: any(seat.ticket.cancelled for seat in served.worker._seats.values()))
+    until(lambda: served.idle() or any(seat.ticket.cancelled for seat in served.worker._seats.values()))
     gate.open = True
     until(served.idle)
     assert gate.steps <= 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_while_queued_is_never_run(folders_small: Running, gate_small: Gate, stream: bool) -> None:
-    server = folders_small
-    gate_small.open = False
+def test_a_client_that_leaves_while_queued_is_never_run(narrow: Running, narrow_gate: Gate, stream: bool) -> None:
+    server = narrow
+    narrow_gate.open = False
     first = raw_request(server.url, LONG)
     until(lambda: server.worker.running == 1)
     second = raw_request(server.url, LONG | {"stream": stream})
@@ -162,7 +162,7 @@ def test_a_client_that_leaves_while_queued_is_never_run(folders_small: Running, 
     second.close()
     until(lambda: all(ticket.cancelled for ticket, _ in server.worker._waiting))
     first.close()
-    gate_small.open = True
+    narrow_gate.open = True
     until(server.idle)
     assert server.engine.decoder.joined == joined
 
@@ -178,9 +178,10 @@ def test_a_client_that_leaves_before_its_body_is_whole_does_no_harm(served: Runn
 def test_all_answers_of_n_are_cancelled_together(served: Running, gate: Gate) -> None:
     gate.closes_after = 3
     connection = raw_request(served.url, LONG | {"n": 6})
-    until(lambda: served.worker.running == 4 and served.worker.waiting == 2)
+    until(lambda: not gate.open)
+    assert (served.worker.running, served.worker.waiting) == (4, 2)
     connection.close()
-    until(lambda: any(seat.ticket.cancelled for seat in served.worker._seats.values()))
+    until(lambda: served.idle() or any(seat.ticket.cancelled for seat in served.worker._seats.values()))
     gate.open = True
     until(served.idle)
     assert gate.steps <= 4
@@ -212,14 +213,14 @@ def test_a_step_that_fails_mid_stream_ends_the_stream_with_an_error_event(served
     assert json.loads(events[-2])["error"]["type"] == "server_error"
 
 
-def test_those_that_waited_are_not_failed_by_anothers_step(folders_small: Running, gate_small: Gate) -> None:
-    gate_small.open = False
+def test_those_that_waited_are_not_failed_by_anothers_step(narrow: Running, narrow_gate: Gate) -> None:
+    narrow_gate.open = False
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(post, folders_small.url)
-        until(lambda: folders_small.worker.running == 1)
-        second = pool.submit(post, folders_small.url)
-        until(lambda: folders_small.worker.waiting == 1)
-        gate_small.faults, gate_small.open = 1, True
+        first = pool.submit(post, narrow.url)
+        until(lambda: narrow.worker.running == 1)
+        second = pool.submit(post, narrow.url)
+        until(lambda: narrow.worker.waiting == 1)
+        narrow_gate.faults, narrow_gate.open = 1, True
         assert first.result().status_code == 500
         assert second.result().status_code == 200
 

@@ -39,7 +39,7 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(
 def test_it_cannot_be_changed(file: Path) -> None:
     deployment = load_deployment(file)
     with pytest.raises(ValueError, match="frozen"):
-        deployment.target.model = "other"
+        deployment.target.model = "other"  # type: ignore[misc]
 
 
 MISTAKES = {

@@ -5,23 +5,35 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from dflash_serve.deployment import Deployment
+from pydantic import ValidationError
+
+from dflash_serve.deployment import Deployment, describe
 from dflash_serve.errors import UserError
 
-from .settings import ServerSettings
+from .listen import bind
+from .settings import ENV_PREFIX, ServerSettings
 
 
 def main() -> None:
     """A user's mistake is one line on stderr and exit code 2."""
     try:
-        deployment, settings = Deployment.model_validate_json(Path(sys.argv[1]).read_text()), ServerSettings()
-        from .run import serve
+        deployment = Deployment.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        settings = _settings()
+        listener = bind(settings.host, settings.port)
+        from .run import serve  # after the port is ours: this imports torch
 
-        code = serve(deployment, settings)
+        code = serve(deployment, settings, listener)
     except UserError as error:
         print(f"dflash-serve: {error}", file=sys.stderr)
         code = 2
     sys.exit(code)
+
+
+def _settings() -> ServerSettings:
+    try:
+        return ServerSettings()
+    except ValidationError as error:
+        raise UserError(describe(error), where=f"{ENV_PREFIX}*") from None
 
 
 if __name__ == "__main__":

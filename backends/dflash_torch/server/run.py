@@ -1,4 +1,4 @@
-"""The process: bind, load, serve, drain. Exit codes: 0 drained, 1 cut short or broken, 2 a user's mistake."""
+"""The process: load, serve, drain. Exit codes: 0 drained, 1 cut short or broken, 2 a user's mistake."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ class Server(uvicorn.Server):
         if self.service.worker.admitted:
             log.warning("the drain's %g seconds are over", self.service.settings.drain_seconds)
             self.exit_code = 1
+            await asyncio.to_thread(self.service.worker.stop)  # which tells whoever still waits
 
     def _broken(self) -> bool:
         return self.service.worker.state == "broken"
 
 
-def serve(deployment: Deployment, settings: ServerSettings) -> int:
+def serve(deployment: Deployment, settings: ServerSettings, listener: socket.socket) -> int:
     """Runs until it is told to stop; returns the exit code.
 
     Raises:
-        UserError: the port is taken, the key file is no use, or the deployment does not run here.
+        UserError: the key file is no use, or the deployment does not run here.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    listener = bind(settings.host, settings.port)
     model = settings.served_model_name or deployment.target.model
     metrics = Metrics(model)
     worker = Worker(lambda: _start(deployment), metrics, max_queued=deployment.limits.max_queued_requests)
@@ -103,26 +103,6 @@ def _start(deployment: Deployment) -> EmbeddedEngine:
     from ..backend import backend
 
     return backend.engine(deployment)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, before anything slow is done.
-
-    Raises:
-        UserError: the address is taken, not ours, or not to be had.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        do = "choose another with --port, or stop what has it"
-        raise UserError(f"cannot listen ({error.strerror})", where=f"{host}:{port}", do=do) from None
-    listener.setblocking(False)
-    return listener
 
 
 def _outcome(server: Server, worker: Worker) -> int:

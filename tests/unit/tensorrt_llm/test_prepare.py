@@ -13,6 +13,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.drafter.checkpoint import read_config
 from dflash_serve.drafter.config import DrafterConfig
 from dflash_serve.errors import UserError
+from dflash_serve.manifest import Manifest, file_entries
 from dflash_tensorrt_llm import TensorRTLLMBackend
 from dflash_tensorrt_llm.release import Release
 from tests.support.tiny import SLIDING, random_tensors, tiny_drafter_config, write_tiny_drafter
@@ -99,6 +100,30 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
 def test_problems_stop_it_before_anything_is_written(tmp_path: Path) -> None:
     deployment = served(tmp_path, tiny_drafter_config()).model_copy(update={"role": "decode"})
     with pytest.raises(UserError, match="never sees the prompt's features"):
+        BACKEND.prepare(deployment, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_flipped_byte_of_a_built_drafter_is_caught_before_anything_is_written(tmp_path: Path) -> None:
+    deployment = served(tmp_path, tiny_drafter_config())
+    folder = tmp_path / "drafter"
+    about = {
+        "step": "drafter-fp8",
+        "key": "k",
+        "inputs": {},
+        "parameters": {},
+        "tools": {},
+        "seconds": 1,
+        "measured": {},
+    }
+    manifest = Manifest.model_validate({**about, "files": file_entries(folder)})
+    (folder / "manifest.json").write_text(manifest.model_dump_json())
+    BACKEND.prepare(deployment, tmp_path / "sound")
+    weights = folder / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(UserError, match="sha256 differs"):
         BACKEND.prepare(deployment, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

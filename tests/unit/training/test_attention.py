@@ -11,7 +11,7 @@ from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention
 from dflash_serve.drafter.model import Drafter
 from dflash_serve.training.attention import FlexBlockAttention
 from dflash_serve.training.blocks import lay_out
-from dflash_serve.training.forward import BlockForward
+from dflash_serve.training.forward import BlockForward, context_rows
 from tests.support.tiny import tiny_drafter_config
 
 KINDS = {
@@ -78,7 +78,7 @@ def test_flex_attention_sees_the_same(kind: AttentionKind) -> None:
     blocks = lay_out(sequences, [torch.tensor(a) for a in ANCHORS], drafter.config.block_size)
     with torch.no_grad():
         expected = BlockForward(drafter, embedding, dtype=torch.float32)(blocks, features)
-        rows = torch.cat([f[:n] for f, n in zip(features, blocks.contexts, strict=True)])
+        rows = context_rows(features, blocks.contexts)
         context = drafter.context_kv(drafter.project_context(rows), blocks.context_positions())
         attention = FlexBlockAttention(blocks, context, drafter.config.layers, flex_attention)
         hidden = drafter(drafter.noise(blocks.anchor_ids, embedding), blocks.positions, attention)
@@ -91,4 +91,4 @@ def test_targets_are_the_tokens_at_the_slots_and_stop_at_the_end() -> None:
     blocks = lay_out([tokens], [torch.tensor([2, 7])], block_size=4)
     assert blocks.targets[0].tolist() == [103, 104, 105]
     assert blocks.valid.tolist() == [[True] * 3, [True, True, False]]
-    assert blocks.contexts == (7,)
+    assert blocks.contexts == (32,)

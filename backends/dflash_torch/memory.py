@@ -1,0 +1,59 @@
+"""Whether a deployment fits into this machine's memory, by arithmetic, before anything is loaded. Needs no torch.
+
+A store is reserved at once and backed by the system as it fills, so too large a one would start and be killed later.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dflash_serve.deployment import Deployment
+from dflash_serve.drafter.config import DrafterConfig
+from dflash_serve.problem import Problem
+
+from .target.config import TargetConfig
+
+GIB = 2**30
+
+
+def memory_problems(deployment: Deployment, target: TargetConfig, drafter: DrafterConfig | None) -> list[Problem]:
+    """One where weights and stores together are more than what is free; none where that is not known."""
+    free = free_bytes()
+    needed = needed_bytes(deployment, target, drafter)
+    if free is None or needed <= free:
+        return []
+    what = f"weights and K/V need {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free"
+    do = "lower limits.max_batch_size or limits.max_model_len, or use a smaller model"
+    return [Problem(what, "limits", do)]
+
+
+def needed_bytes(deployment: Deployment, target: TargetConfig, drafter: DrafterConfig | None) -> int:
+    """Weights, and the stores of all slots at their full length, in the arithmetic of a CPU."""
+    size = 2 if deployment.hardware.dtype == "bfloat16" else 4
+    rows = deployment.limits.max_batch_size * (deployment.limits.max_model_len or target.max_position_embeddings)
+    numbers = _weights(target) + target.vocab_size * target.hidden_size * (1 if target.tie_word_embeddings else 2)
+    numbers += rows * _kv_row(target)
+    if drafter is not None:
+        numbers += _weights(drafter) + drafter.feature_size * drafter.hidden_size + rows * _kv_row(drafter)
+    return numbers * size
+
+
+def _weights(config: TargetConfig | DrafterConfig) -> int:
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads  # q and o, k and v
+    layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+    return layer * config.num_layers
+
+
+def _kv_row(config: TargetConfig | DrafterConfig) -> int:
+    return 2 * config.num_layers * config.num_key_value_heads * config.head_dim
+
+
+def free_bytes() -> int | None:
+    """Memory to be had on a Linux machine that computes on its CPU; None = not known (a GPU's own memory decides)."""
+    if Path("/proc/driver/nvidia/version").exists():
+        return None
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None

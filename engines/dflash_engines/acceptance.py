@@ -1,0 +1,69 @@
+"""What quantisation costs: acceptance of every drafter on the same prompts, by the embedded backend, greedy."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+from pathlib import Path
+
+import torch
+
+from dflash_serve.backend import backend
+from dflash_serve.deployment import Deployment
+from dflash_serve.drafter.checkpoint import read_config
+from dflash_serve.drafter.checkpoint_writer import write_drafter
+from dflash_serve.errors import UserError
+from dflash_serve.quantization.checkpoint import dequantized, load_weights
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+
+from .calibration import read_prompts
+from .recipe import Prompts
+from .step import Measured, Work
+
+ENOUGH = {"fp8": 0.99, "nvfp4": 0.95}
+"""Acceptance length relative to bf16 below which a precision is not worth its speed."""
+
+
+def measure(work: Work, deployment: Deployment, wanted: Prompts, formats: Sequence[str]) -> Measured:
+    """Step `acceptance`: acceptance length by precision, and its ratio to the unquantised drafter's."""
+    prompts = read_prompts(work.inputs["acceptance prompts"], wanted.count)
+    drafters = {"bf16": work.inputs["drafter"]}
+    for format in formats:
+        config, weights = load_weights(work.inputs[f"drafter-{format}"])
+        drafters[format] = work.folder / f".{format}"
+        write_drafter(drafters[format], config, dequantized(weights, torch.float32))
+    measured: Measured = {"prompts": len(prompts), "max_tokens": wanted.max_tokens}
+    base: float | None = None
+    for name, folder in drafters.items():
+        work.say(f"{name} on {len(prompts)} prompts")
+        statistics = accept(deployment, work.inputs["target"], folder, prompts, wanted.max_tokens)
+        length = statistics.acceptance_length
+        if length is None:
+            raise UserError("no answer had a step to measure", where="acceptance", do="raise max_tokens")
+        base = base or length
+        entry: dict[str, object] = {"acceptance_length": round(length, 4), "steps": statistics.steps}
+        if name != "bf16":
+            entry |= {"of_bf16": round(length / base, 4), "enough": length / base >= ENOUGH[name]}
+            shutil.rmtree(folder)
+        measured[name] = entry
+    return measured
+
+
+def accept(
+    deployment: Deployment, target: Path, drafter: Path, prompts: Sequence[str], max_tokens: int
+) -> AcceptanceStatistics:
+    """Acceptance over all answers; width is the whole block, so that the policy has no say in it."""
+    block = deployment.speculation.block_size or read_config(drafter)[0].block_size
+    embedded = Deployment.model_validate({
+        "target": {"model": str(target)}, "drafter": {"model": str(drafter)},
+        "speculation": {"block_size": block, "width": block},
+        "limits": {"max_batch_size": 4, "max_model_len": deployment.limits.max_model_len},
+    })  # fmt: skip
+    engine = backend("torch").engine(embedded)
+    params = [SamplingParams(temperature=0, max_tokens=max_tokens)] * len(prompts)
+    for _ in engine.stream([[{"role": "user", "content": prompt}] for prompt in prompts], params):
+        pass
+    return reduce(add, (output.statistics for output in engine.outputs()), AcceptanceStatistics())

@@ -1,0 +1,142 @@
+"""The target's own answers, and how large the drafter's activations get on them.
+
+Post-training quantisation is calibrated on what the model will see: prompts followed by the target's greedy answers.
+Without a file of prompts the target answers a few openers of ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dflash_serve.backend import backend
+from dflash_serve.deployment import Deployment
+from dflash_serve.drafter.checkpoint import load_drafter
+from dflash_serve.drafter.model import Drafter
+from dflash_serve.errors import UserError
+from dflash_serve.speculation.params import SamplingParams
+
+from .environment import need
+from .modelopt import quietly
+from .recipe import Prompts
+from .sample import Sample, by_core
+from .step import Measured, Work
+
+OPENERS = (
+    "Write a Python function that checks whether a number is prime.",
+    "Explain in three sentences how a refrigerator works.",
+    "A train travels 60 miles in 1.5 hours. What is its average speed? Reason step by step.",
+    "List five tips for sleeping better.",
+    "Summarize the plot of Romeo and Juliet.",
+    "Write a short e-mail that asks a colleague to review a document.",
+    "What is the difference between a list and a tuple in Python?",
+    "Give me a recipe for a simple vegetable soup.",
+)
+ANSWERS, AMAX = "answers.jsonl", "amax.safetensors"
+BLOCKS = 4
+"""Blocks taken from each answer."""
+
+
+def read_prompts(path: Path, count: int) -> list[str]:
+    """The first prompts of a JSONL file.
+
+    Raises:
+        UserError: a line is not {"prompt": "..."}.
+    """
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            prompts.append(str(json.loads(line)["prompt"]))
+        except (ValueError, KeyError, TypeError):
+            raise UserError('not {"prompt": ...}', where=f"{path}:{number}", do="correct the line") from None
+        if len(prompts) == count:
+            break
+    return prompts
+
+
+def answer(work: Work, deployment: Deployment, wanted: Prompts) -> Measured:
+    """Step `answers`: prompts with the target's greedy answers, as token ids."""
+    given = work.inputs.get("calibration prompts")
+    prompts = read_prompts(given, wanted.count) if given else list(OPENERS[: wanted.count])
+    engine = backend("torch").engine(plain(deployment, work.inputs["target"]))
+    params = [SamplingParams(temperature=0, max_tokens=wanted.max_tokens)] * len(prompts)
+    for _ in engine.stream([[{"role": "user", "content": prompt}] for prompt in prompts], params):
+        pass
+    with (work.folder / ANSWERS).open("w", encoding="utf-8") as file:
+        for output in engine.outputs():
+            file.write(json.dumps({"prompt": output.prompt_token_ids, "answer": output.token_ids}) + "\n")
+    tokens = sum(len(output.token_ids) for output in engine.outputs())
+    return {"prompts": len(prompts), "answer_tokens": tokens, "openers": given is None}
+
+
+def plain(deployment: Deployment, target: Path) -> Deployment:
+    """The embedded backend on the target alone, small enough for calibration."""
+    return Deployment.model_validate({
+        "target": {"model": str(target)},
+        "limits": {"max_batch_size": 4, "max_model_len": deployment.limits.max_model_len},
+    })  # fmt: skip
+
+
+def read_answers(folder: Path) -> Iterator[tuple[list[int], list[int]]]:
+    """Prompt and answer of each line."""
+    for line in (folder / ANSWERS).read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        yield entry["prompt"], entry["answer"]
+
+
+@torch.inference_mode()
+def drafter_ranges(work: Work) -> Measured:
+    """Step `drafter-ranges`: the largest input of each of the drafter's products on real features and blocks."""
+    drafter = load_drafter(work.inputs["drafter"], dtype=torch.float32)
+    need("transformers")
+    from transformers import AutoModelForCausalLM
+
+    with quietly():
+        target = AutoModelForCausalLM.from_pretrained(work.inputs["target"], dtype=torch.float32).eval()
+    amax: dict[str, Tensor] = {}
+    hooks = [
+        module.register_forward_pre_hook(_recorder(name, amax))
+        for name, module in drafter.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    samples = [_draft_over(drafter, target, *answer) for answer in read_answers(work.inputs["answers"])]
+    for hook in hooks:
+        hook.remove()
+    save_file(amax, work.folder / AMAX)
+    samples[0].save(work.folder)
+    largest = max(amax, key=lambda name: float(amax[name]))
+    return {"blocks": sum(len(sample.anchors) for sample in samples), "largest": {largest: float(amax[largest])}}
+
+
+def _recorder(name: str, amax: dict[str, Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def record(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        found = arguments[0].abs().max()
+        amax[name] = torch.maximum(amax[name], found) if name in amax else found
+
+    return record
+
+
+def _draft_over(drafter: Drafter, target: Any, prompt: list[int], reply: list[int]) -> Sample:
+    """Runs the drafter over some blocks of an answer, with the features of all tokens before each."""
+    config, ids = drafter.config, torch.tensor([prompt + reply])
+    output = target(ids, output_hidden_states=True)
+    features = torch.cat([output.hidden_states[layer + 1][0] for layer in config.target_layer_ids], dim=-1)
+    embedding = target.get_input_embeddings().weight
+    anchors = torch.linspace(len(prompt), ids.shape[1] - 1, BLOCKS).long().unique()
+    noise = drafter.noise(ids[0, anchors], embedding).view(len(anchors), config.block_size, -1)
+    sample = Sample(features, noise, tuple(anchors.tolist()))
+    by_core(drafter, sample)
+    return sample
+
+
+def read_ranges(folder: Path) -> Mapping[str, Tensor]:
+    """Module name -> largest absolute input."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / AMAX)

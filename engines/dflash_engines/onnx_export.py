@@ -1,0 +1,119 @@
+"""The drafter as ONNX: block.onnx and context.onnx in FP16, or with FP8 or NVFP4 weights, checked against the core."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash_serve.drafter.checkpoint import load_drafter
+from dflash_serve.drafter.model import Drafter
+from dflash_serve.errors import UserError
+from dflash_serve.quantization.checkpoint import load_weights
+from dflash_serve.quantization.formats import QuantizedTensor, relative_error
+
+from .environment import need
+from .graph import Block, Context
+from .modelopt import quietly
+from .recipe import OnnxPrecision
+from .sample import Sample, block_inputs, by_core, context_inputs
+from .step import Measured, Work
+
+OPSET = 23
+"""The first with FP4."""
+BOUNDS = {"fp16": 0.02, "fp8": 0.2, "nvfp4": 0.4}
+"""Relative error of hidden states beyond which the graph is wrong rather than coarse."""
+GRAPHS = ("block", "context")
+
+
+def export_fp16(work: Work) -> Measured:
+    """Step `onnx-fp16`."""
+    drafter = load_drafter(work.inputs["drafter"], dtype=torch.float16)
+    sample = Sample.load(work.inputs["drafter-ranges"])
+    wide = load_drafter(work.inputs["drafter"], dtype=torch.float32)
+    _, k, v = by_core(wide, sample)
+    with quietly():
+        _export(Block(drafter), block_inputs(wide, sample, k, v, torch.float16), work.folder / "block.onnx")
+        _export(Context(drafter), context_inputs(wide, sample, torch.float16), work.folder / "context.onnx")
+    _describe(work.folder, drafter, "fp16")
+    return check(work.folder, wide, sample, "fp16")
+
+
+def export_quantized(work: Work, precision: OnnxPrecision) -> Measured:
+    """Step `onnx-fp8` and `onnx-nvfp4`: the FP16 graphs with the quantised drafter's own numbers in them."""
+    from .qdq import insert
+
+    _, weights = load_weights(work.inputs[f"drafter-{precision}"])
+    packed = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedTensor)}
+    plain = load_drafter(work.inputs["drafter"], dtype=torch.float16)
+    by_name = {name: tensor for name, tensor in plain.state_dict().items() if name in packed}
+    counts = {}
+    for name in GRAPHS:
+        target = work.folder / f"{name}.onnx"
+        counts[name] = insert(work.inputs["onnx-fp16"] / f"{name}.onnx", target, by_name, packed)
+    wide = load_drafter(work.inputs["drafter"], dtype=torch.float32)
+    _describe(work.folder, wide, precision)
+    measured = check(work.folder, wide, Sample.load(work.inputs["drafter-ranges"]), precision)
+    return {"quantised_products": counts, **measured}
+
+
+def _export(module: nn.Module, inputs: dict[str, Tensor], path: Path) -> None:
+    need("onnxscript")
+    dynamic, names = _dynamic(module)
+    torch.onnx.export(
+        module.eval(), tuple(inputs.values()), str(path), dynamo=True, external_data=False, opset_version=OPSET,
+        input_names=list(inputs), output_names=names, dynamic_shapes=dynamic, verbose=False,
+    )  # fmt: skip
+
+
+def _dynamic(module: nn.Module) -> tuple[tuple[dict[int, Any], ...], list[str]]:
+    """Which axes vary, and the outputs' names."""
+    if isinstance(module, Context):
+        rows = torch.export.Dim("tokens", min=1, max=1 << 17)
+        return ({0: rows}, {0: rows}, {0: rows}), ["keys", "values"]
+    assert isinstance(module, Block)
+    batch, length = torch.export.Dim("batch", min=1, max=1024), torch.export.Dim("length", min=1, max=1 << 17)
+    kv = {1: batch, 3: length}
+    mask = {0: batch, 3: length + module.config.block_size}
+    return ({0: batch}, kv, kv, {0: batch}, {0: batch}, mask), ["hidden"]
+
+
+def _describe(folder: Path, drafter: Drafter, precision: str) -> None:
+    """drafter.json: what the runner and the builder must know of the graphs."""
+    fields = {"precision": precision, "opset": OPSET, "drafter": drafter.config.model_dump(mode="json")}
+    (folder / "drafter.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def check(folder: Path, wide: Drafter, sample: Sample, precision: OnnxPrecision) -> Measured:
+    """Runs both graphs on the sample and compares them with the core in fp32.
+
+    Raises:
+        UserError: they are farther away than the precision explains.
+    """
+    hidden, k, v = by_core(wide, sample)
+    found_k, found_v = execute(folder / "context.onnx", context_inputs(wide, sample, torch.float16), precision)
+    (found,) = execute(folder / "block.onnx", block_inputs(wide, sample, k, v, torch.float16), precision)
+    errors = {"block": relative_error(hidden, found), "keys": relative_error(k, found_k)}
+    errors["values"] = relative_error(v, found_v)
+    worst = max(errors, key=lambda name: errors[name])
+    if not errors[worst] < BOUNDS[precision]:
+        what = f"{worst} of the {precision} graph is {errors[worst]:.3f} away from the core"
+        raise UserError(what, where=str(folder), do="report this")
+    runtime = "onnx.reference" if precision == "nvfp4" else "onnxruntime"
+    return {"relative_error": {name: round(error, 6) for name, error in errors.items()}, "checked_in": runtime}
+
+
+def execute(path: Path, inputs: dict[str, Tensor], precision: OnnxPrecision) -> list[Tensor]:
+    """Outputs of a graph on CPU; onnxruntime has no FP4, onnx's own evaluator has."""
+    arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
+    if precision == "nvfp4":
+        session = need("onnx.reference").ReferenceEvaluator(str(path))
+    else:
+        runtime = need("onnxruntime")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
+        session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return [torch.from_numpy(output.copy()).float() for output in session.run(None, arrays)]

@@ -1,0 +1,130 @@
+"""LEGACY: checkpoints for trtllm-build, one file a rank.
+
+The command ended with TensorRT-LLM 1.3.0rc20 and never knew DFlash: these serve a target without speculation.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+
+from .compare import BOUNDS, compare, read_checkpoint
+from .environment import need
+from .modelopt import quietly
+from .quantize_target import quantized_model
+from .recipe import Checkpoints
+from .step import Measured, Work
+
+DECODERS = {"llama": "llama", "mistral": "llama", "qwen2": "qwen", "qwen3": "qwen"}
+"""transformers' model_type -> ModelOpt's decoder_type."""
+LAST = "1.3.0rc20"
+GATE, UP = "fc", "gate"
+"""TensorRT-LLM calls gate_proj `fc` and up_proj `gate`."""
+
+
+def write_checkpoints(work: Work, deployment: Deployment, wanted: Checkpoints) -> Measured:
+    """Step `trtllm-checkpoints`: tp1/, tp2/, ... with config.json, rank files and the command to build each."""
+    raw = json.loads((work.inputs["target"] / "config.json").read_text(encoding="utf-8"))
+    decoder = DECODERS.get(raw["model_type"])
+    if decoder is None:
+        what = f"model_type {raw['model_type']!r} has no TensorRT-LLM checkpoint of ours"
+        raise UserError(what, where="build.checkpoints", do=f"leave it out; there are: {', '.join(DECODERS)}")
+    source = {name: t.to(torch.bfloat16).float() for name, t in read_checkpoint(work.inputs["target"]).items()}
+    with quietly():
+        model = quantized_model(work, "fp8" if wanted.precision == "fp8" else None)
+    measured: Measured = {"legacy": f"trtllm-build ended with {LAST}"}
+    for size in wanted.tensor:
+        work.say(f"{size} ranks")
+        folder = work.folder / f"tp{size}"
+        with quietly():
+            export = need("modelopt.torch.export").export_tensorrt_llm_checkpoint
+            export(copy.deepcopy(model), decoder, torch.bfloat16, str(folder), inference_tensor_parallel=size)
+        found = compare(source, reassemble(folder), BOUNDS["fp8"])
+        argv = build_command(folder, deployment, size, wanted.precision)
+        splits = raw["num_attention_heads"] % size == 0
+        (folder / "trtllm-build.json").write_text(json.dumps({"legacy": True, "argv": argv}, indent=2) + "\n")
+        measured[f"tp{size}"] = {
+            "worst_tensor": found["worst_tensor"],
+            "worst_error": found["worst_error"],
+            "servable": True if splits else f"no: {raw['num_attention_heads']} heads do not split into {size}",
+            "engine": _build(argv, folder) if splits else "not built here",
+        }
+    return measured
+
+
+def build_command(folder: Path, deployment: Deployment, size: int, precision: str) -> list[str]:
+    """trtllm-build's argv (tensorrt_llm/commands/build.py @008b2b8): one engine a rank."""
+    limits = deployment.limits
+    length = str(limits.max_model_len or 8192)
+    argv = ["trtllm-build", "--checkpoint_dir", folder.name, "--output_dir", f"{folder.name}-engine"]
+    argv += ["--max_batch_size", str(limits.max_batch_size), "--max_seq_len", length]
+    argv += ["--max_num_tokens", str(limits.max_num_tokens or 8192), "--gemm_plugin", "auto", "--workers", str(size)]
+    return argv + (["--use_fp8_context_fmha", "enable"] if precision == "fp8" else [])
+
+
+def _build(argv: list[str], folder: Path) -> str:
+    """Runs the command where it exists."""
+    if shutil.which(argv[0]) is None:
+        return "not built here: there is no trtllm-build"
+    done = subprocess.run(argv, cwd=folder.parent, capture_output=True, text=True, check=False)  # noqa: S603
+    return "built" if done.returncode == 0 else f"failed: {(done.stderr.splitlines() or ['no message'])[-1]}"
+
+
+def reassemble(folder: Path) -> dict[str, Tensor]:
+    """All ranks' files as the whole model's plain fp32 weights, under Hugging Face's names."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    size = config["mapping"]["tp_size"]
+    ranks = [load_file(folder / f"rank{rank}.safetensors") for rank in range(size)]
+    heads, dim = config["num_attention_heads"], config["head_size"]
+    whole = {
+        "model.embed_tokens.weight": _stack(ranks, "transformer.vocab_embedding", 0, config["vocab_size"]),
+        "lm_head.weight": _stack(ranks, "lm_head", 0, config["vocab_size"]),
+        "model.norm.weight": ranks[0]["transformer.ln_f.weight"].float(),
+    }
+    for index in range(config["num_hidden_layers"]):
+        ours, theirs = f"model.layers.{index}", f"transformer.layers.{index}"
+        for mine, other in (("input_layernorm", "input_layernorm"), ("post_attention_layernorm", "post_layernorm")):
+            whole[f"{ours}.{mine}.weight"] = ranks[0][f"{theirs}.{other}.weight"].float()
+        whole |= _attention(
+            ranks, f"{theirs}.attention", f"{ours}.self_attn", heads * dim, config["num_key_value_heads"] * dim
+        )
+        for mine, other, axis in (("gate_proj", GATE, 0), ("up_proj", UP, 0), ("down_proj", "proj", 1)):
+            whole[f"{ours}.mlp.{mine}.weight"] = _stack(ranks, f"{theirs}.mlp.{other}", axis, None)
+    return whole
+
+
+def _attention(ranks: list[dict[str, Tensor]], theirs: str, ours: str, q_rows: int, kv_rows: int) -> dict[str, Tensor]:
+    parts: dict[str, list[Tensor]] = {"q_proj": [], "k_proj": [], "v_proj": []}
+    for rank in ranks:
+        fused = _plain(rank, f"{theirs}.qkv")
+        q = q_rows // len(ranks)
+        kv = (len(fused) - q) // 2
+        for name, part in zip(parts, fused.split([q, kv, kv]), strict=True):
+            parts[name].append(part)
+    copies = max(1, sum(len(part) for part in parts["k_proj"]) // kv_rows)  # K/V heads repeated on neighbours
+    whole = {f"{ours}.q_proj.weight": torch.cat(parts["q_proj"])}
+    for name in ("k_proj", "v_proj"):
+        whole[f"{ours}.{name}.weight"] = torch.cat(parts[name][::copies])
+    return {**whole, f"{ours}.o_proj.weight": _stack(ranks, f"{theirs}.dense", 1, None)}
+
+
+def _stack(ranks: list[dict[str, Tensor]], module: str, axis: int, rows: int | None) -> Tensor:
+    """The ranks' parts side by side; `rows` cuts padding off and undoes copies."""
+    parts = [_plain(rank, module) for rank in ranks]
+    return parts[0] if rows is not None and len(parts[0]) == rows else torch.cat(parts, dim=axis)[:rows]
+
+
+def _plain(rank: Mapping[str, Tensor], module: str) -> Tensor:
+    weight, scale = rank[f"{module}.weight"].float(), rank.get(f"{module}.weights_scaling_factor")
+    return weight if scale is None else weight * scale.float()

@@ -1,0 +1,196 @@
+"""The real process: signals, the port, memory and the disk. One clear line each."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from dflash_torch.backend import EmbeddedBackend, backend
+from dflash_torch.target import smollm2
+from tests.support.embedded import tiny_engine
+from tests.support.serving import MODEL, Running, running, until
+
+from dflash_serve.cli.serve import become
+from dflash_serve.deployment import load_deployment
+from dflash_serve.errors import UserError
+
+Folders = tuple[Path, Path]
+LONG = {"model": MODEL, "prompt": [9, 8], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+def command(folders: Folders, *more: str) -> list[str]:
+    """`dflash-serve serve` for the tiny pair."""
+    pair = ["--target", str(folders[0]), "--drafter", str(folders[1]), "--width", "4", "--max-batch-size", "2"]
+    start = "from dflash_serve.cli.main import run; run()"
+    return [sys.executable, "-c", start, "serve", *pair, "--served-model-name", MODEL, *more]
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def process(folders: Folders, tmp_path: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    port = str(free_port())
+    url = f"http://127.0.0.1:{port}"
+    child = subprocess.Popen(command(folders, "--port", port, *more), env=environment(tmp_path))
+    try:
+        until(lambda: child.poll() is not None or _ready(url), seconds=90)
+        yield child, url
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_sigterm_lets_answers_end_and_takes_no_new_ones(tiny_folders: Folders, tmp_path: Path) -> None:
+    with process(tiny_folders, tmp_path) as (child, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            child.send_signal(signal.SIGTERM)
+            until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+            refused = httpx.post(f"{url}/v1/completions", json=LONG)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in events[-2]
+        assert child.wait(20) == 0
+
+
+def test_a_client_that_is_killed_frees_its_slot_and_a_second_signal_stops_at_once(
+    tiny_folders: Folders, tmp_path: Path
+) -> None:
+    with process(tiny_folders, tmp_path) as (child, url):
+        body = "{'model': 'tiny', 'prompt': [9], 'max_tokens': 250, 'ignore_eos': True}"
+        script = f"import httpx; httpx.post('{url}/v1/completions', json={body}, timeout=60)"
+        client = subprocess.Popen([sys.executable, "-c", script])
+        until(lambda: _gauge(url, "num_requests_running") == 1)
+        client.kill()
+        client.wait()
+        until(lambda: _gauge(url, "num_requests_running") == 0)
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"max_tokens": 250}, timeout=60) as response:
+            next(response.iter_lines())
+            child.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(5) == 1
+
+
+def _gauge(url: str, name: str) -> float | None:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"dflash:{name}{{")), None)
+
+
+def test_the_drains_deadline_ends_what_is_left_with_an_error(tiny_folders: Folders) -> None:
+    engine = tiny_engine(tiny_folders)
+    real = engine.decoder.step
+
+    def slow() -> Any:
+        time.sleep(0.05)
+        return real()
+
+    engine.decoder.step = slow  # type: ignore[method-assign]
+    with running(engine, drain_seconds=0.3) as server:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.server.handle_exit(signal.SIGTERM, None)
+            events = [line for line in lines if line]
+        assert "shutting down" in events[-2]
+        until(lambda: server.server.exit_code == 1)
+
+
+def one_line(command_line: list[str], tmp_path: Path, **extra: str) -> str:
+    """Runs what must fail: exit code 2, one line, no traceback."""
+    env = {**environment(tmp_path), **extra}
+    done = subprocess.run(command_line, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    return line
+
+
+def test_a_port_in_use_is_one_line(tiny_folders: Folders, tmp_path: Path, served: Running) -> None:
+    line = one_line(command(tiny_folders, "--port", served.url.rsplit(":", 1)[1]), tmp_path)
+    assert "Address already in use" in line
+    assert "--port" in line
+
+
+def test_a_model_that_does_not_fit_is_one_line(tiny_folders: Folders, tmp_path: Path) -> None:
+    line = one_line([*command(tiny_folders), "--max-batch-size", "100000000"], tmp_path)
+    assert "GiB are free" in line
+    assert "limits.max_batch_size" in line
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_without_room_for_the_deployment_is_one_line(
+    tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EmbeddedBackend, "prepare", full)
+    deployment = load_deployment(flags={"target": {"model": str(tiny_folders[0])}})
+    with pytest.raises(UserError, match="No space left on device.*TMPDIR"):
+        become(backend, deployment, "127.0.0.1", 0, {})
+
+
+def test_a_disk_without_room_for_the_converted_target_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "_convert", full)
+    with pytest.raises(UserError, match="No space left on device.*free some space"):
+        smollm2.smollm2_folder()
+
+
+def test_a_disk_without_room_for_the_cost_table_costs_one_line_and_no_more(
+    tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
+    flags = {"target": {"model": str(tiny_folders[0])}, "drafter": {"model": str(tiny_folders[1])}}
+    backend.engine(load_deployment(flags={**flags, "limits": {"max_batch_size": 1}}))
+    assert [record.message for record in caplog.records if "No space left" in record.message]
+
+
+@pytest.mark.parametrize("flag", ["--acceptance-metrics", "--drain-seconds"])
+def test_a_setting_that_is_no_use_is_one_line(tiny_folders: Folders, tmp_path: Path, flag: str) -> None:
+    more = [flag, "-3" if flag == "--drain-seconds" else "all"]
+    assert flag.removeprefix("--").replace("-", "_") in one_line(command(tiny_folders, "--port", "0", *more), tmp_path)
+
+
+def test_a_key_file_without_keys_is_one_line(tiny_folders: Folders, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# none\n")
+    line = one_line(command(tiny_folders, "--port", "0", "--api-key-file", str(tmp_path / "keys")), tmp_path)
+    assert "has no key" in line
+
+
+def test_nothing_to_serve_is_one_line(tmp_path: Path) -> None:
+    start = "from dflash_serve.cli.main import run; run()"
+    assert "nothing to serve" in one_line([sys.executable, "-c", start, "serve"], tmp_path)

@@ -1,0 +1,146 @@
+"""A build goes on where it was stopped, keeps what is still right, and finds what was changed behind its back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dflash_engines.pipeline import Done, run, verify_output
+from dflash_engines.sources import Source
+from dflash_engines.step import Measured, Step, Work
+from dflash_serve.errors import UserError
+from dflash_serve.manifest import read_manifest, verify
+
+
+class Bench:
+    """Three steps in a row, counting how often each runs; `fails` stops before that one is done."""
+
+    def __init__(self, folder: Path) -> None:
+        self.output, self.ran, self.fails = folder / "out", list[str](), ""
+        self.source = folder / "source"
+        self.source.mkdir()
+        (self.source / "words").write_text("one two three")
+
+    def steps(self, power: int = 2) -> list[Step]:
+        def count(work: Work) -> Measured:
+            return self.write(work, "count", str(len((work.inputs["source"] / "words").read_text().split())))
+
+        def raise_(work: Work) -> Measured:
+            return self.write(work, "raise", str(int((work.inputs["count"] / "result").read_text()) ** power))
+
+        def report(work: Work) -> Measured:
+            return self.write(work, "report", "= " + (work.inputs["raise"] / "result").read_text())
+
+        return [
+            Step("count", count, ("source",)),
+            Step("raise", raise_, ("count",), {"power": power}, ("pydantic",)),
+            Step("report", report, ("raise",)),
+        ]
+
+    def write(self, work: Work, name: str, text: str) -> Measured:
+        self.ran.append(name)
+        (work.folder / "result").write_text(text)
+        if self.fails == name:
+            raise KeyboardInterrupt
+        return {"length": len(text)}
+
+    def run(self, power: int = 2) -> Sequence[Done]:
+        self.ran.clear()
+        digest = str(hash((self.source / "words").read_text()))
+        return run(self.steps(power), {"source": Source(self.source, digest, {"model": "words"})}, self.output)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_every_step_runs_once(bench: Bench) -> None:
+    bench.run()
+    assert bench.ran == ["count", "raise", "report"]
+    assert (bench.output / "report" / "result").read_text() == "= 9"
+    assert [done.state for done in bench.run()] == ["there already"] * 3
+    assert bench.ran == []
+
+
+@pytest.mark.parametrize("stopped", ["count", "raise", "report"])
+def test_killed_at_any_step_it_goes_on_from_there(stopped: str, bench: Bench) -> None:
+    bench.fails = stopped
+    with pytest.raises(KeyboardInterrupt):
+        bench.run()
+    bench.fails = ""
+    bench.run()
+    names = ["count", "raise", "report"]
+    assert bench.ran == names[names.index(stopped) :]
+    assert not list((bench.output / "steps").glob(".unfinished-*"))
+    assert verify_output(bench.output) == []
+
+
+def test_a_changed_parameter_runs_what_depends_on_it_and_no_more(bench: Bench) -> None:
+    bench.run()
+    bench.run(power=3)
+    assert bench.ran == ["raise", "report"]
+    assert (bench.output / "report" / "result").read_text() == "= 27"
+    bench.run(power=2)  # still there
+    assert bench.ran == []
+
+
+def test_a_step_that_gives_the_same_bytes_spares_those_after_it(bench: Bench) -> None:
+    bench.run()
+    (bench.source / "words").write_text("uno due tre")
+    bench.run()
+    assert bench.ran == ["count"]
+
+
+def test_the_manifest_says_where_everything_came_from(bench: Bench) -> None:
+    bench.run()
+    manifest = read_manifest(bench.output / "raise")
+    assert manifest is not None
+    assert (manifest.step, manifest.parameters, manifest.measured) == ("raise", {"power": 2}, {"length": 1})
+    assert manifest.tools.keys() == {"pydantic"}
+    assert manifest.files["result"].size == 1
+    summary = json.loads((bench.output / "manifest.json").read_text())
+    assert list(summary["steps"]) == ["count", "raise", "report"]
+    assert summary["sources"] == {"source": {"model": "words"}}
+
+
+@pytest.mark.parametrize("step", ["count", "raise", "report"])
+def test_a_flipped_byte_is_found_and_rebuilt(step: str, bench: Bench) -> None:
+    bench.run()
+    path = (bench.output / step / "result").resolve()
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+    (problem,) = verify_output(bench.output)
+    assert "sha256 differs" in problem.what
+    assert str(path) == problem.where
+    bench.run()
+    assert step in bench.ran
+    assert verify_output(bench.output) == []
+
+
+def test_lost_cut_and_added_files_are_found(bench: Bench) -> None:
+    bench.run()
+    folder = (bench.output / "report").resolve()
+    (folder / "extra").write_text("?")
+    assert [problem.what for problem in verify(folder)] == ["is not in the manifest"]
+    (folder / "result").write_text("=")
+    assert "bytes, its manifest says" in verify(folder)[0].what
+    (folder / "result").unlink()
+    assert verify(folder)[0].what == "is missing"
+
+
+def test_a_folder_without_a_manifest_is_nobodys_business(tmp_path: Path) -> None:
+    assert verify(tmp_path) == []
+    with pytest.raises(UserError, match="no manifest of a finished build"):
+        verify_output(tmp_path)
+
+
+def test_a_broken_manifest_is_an_error(bench: Bench) -> None:
+    bench.run()
+    (bench.output / "report" / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read as a manifest"):
+        verify(bench.output / "report")

@@ -1,0 +1,70 @@
+"""Recipes are read strictly, and their steps come in an order that works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_engines.plan import make_steps
+from dflash_engines.recipe import load_recipe
+from dflash_serve.errors import UserError
+
+RECIPES = sorted((Path(__file__).parents[3] / "engines" / "recipes").glob("*.yaml"))
+SOURCES = {"target", "drafter", "calibration prompts", "acceptance prompts"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_step_comes_after_what_it_needs(path: Path) -> None:
+    known = set(SOURCES)
+    for step in make_steps(load_recipe(path)):
+        assert set(step.needs) <= known
+        assert step.about
+        known.add(step.name)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text("deployment: {target: {model: a}, drafter: {model: b}}\n" + text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("build: {engines: [sm89]}", "unknown key build.engines"),
+        ("build: {rtx: [sm100]}", "build.rtx"),
+        ("build: {drafter: [int4]}", "build.drafter"),
+        ("tensorrt_llm: newest", "tensorrt_llm"),
+        ("build: [", "not valid YAML"),
+    ],
+)
+def test_a_mistake_is_named(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        load_recipe(write(tmp_path, text))
+
+
+def test_quantised_graphs_need_what_they_are_made_of(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="ONNX in fp8 needs the drafter in fp8"):
+        make_steps(load_recipe(write(tmp_path, "build: {onnx: [fp16, fp8]}")))
+    with pytest.raises(UserError, match="made from the FP16 one"):
+        make_steps(load_recipe(write(tmp_path, "build: {onnx: [fp8], drafter: [fp8]}")))
+
+
+def test_an_unset_variable_means_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, 'build: {acceptance: {prompts: "${SOME_PROMPTS}"}, drafter: [fp8]}')
+    monkeypatch.delenv("SOME_PROMPTS", raising=False)
+    assert "acceptance" not in [step.name for step in make_steps(load_recipe(path))]
+    monkeypatch.setenv("SOME_PROMPTS", "/prompts.jsonl")
+    assert "acceptance" in [step.name for step in make_steps(load_recipe(path))]
+
+
+def test_a_plan_costs_no_torch() -> None:
+    code = (
+        "import sys; from pathlib import Path; from dflash_engines.plan import make_steps;"
+        f"from dflash_engines.recipe import load_recipe; make_steps(load_recipe(Path({str(RECIPES[-1])!r})));"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,116 @@
+"""The command, its environment and the draft folder that the SGLang backend writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_serve.deployment import Deployment
+from dflash_serve.drafter.checkpoint import open_checkpoint, read_config
+from dflash_serve.errors import UserError
+from dflash_sglang import SGLangBackend
+from tests.support.paper_models import write_paper_drafter, write_paper_target
+
+
+@pytest.fixture
+def fields(tmp_path: Path) -> dict[str, Any]:
+    target, drafter = write_paper_target(tmp_path / "target"), write_paper_drafter(tmp_path / "drafter")
+    return {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}}
+
+
+def flags(fields: dict[str, Any], folder: Path, **more: Any) -> dict[str, str]:
+    """Flag -> value; "" where it takes none."""
+    argv = SGLangBackend().command(Deployment.model_validate({**fields, **more}), folder).argv[3:]
+    after = [*argv[1:], "--"]
+    return {
+        word: "" if next_word.startswith("--") else next_word
+        for word, next_word in zip(argv, after, strict=True)
+        if word.startswith("--")
+    }
+
+
+def test_block_size_is_the_number_sglang_wants_too(fields: dict[str, Any], tmp_path: Path) -> None:
+    assert flags(fields, tmp_path)["--speculative-num-draft-tokens"] == "8"
+    assert flags(fields, tmp_path, speculation={"block_size": 4})["--speculative-num-draft-tokens"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("width", "algorithm"), [("auto", "DFLASH_SERVE"), (4, "DFLASH_SERVE"), (8, "DFLASH"), ("off", None), (1, None)]
+)
+def test_ours_serves_where_the_width_is_not_the_whole_block(
+    fields: dict[str, Any], tmp_path: Path, width: object, algorithm: str | None
+) -> None:
+    deployment = Deployment.model_validate({**fields, "speculation": {"width": width}})
+    assert flags(fields, tmp_path, speculation={"width": width}).get("--speculative-algorithm") == algorithm
+    expected = {"DFLASH_SERVE_SPECULATION__WIDTH": str(width)} if algorithm == "DFLASH_SERVE" else {}
+    assert SGLangBackend().command(deployment, tmp_path).env == expected
+
+
+def test_half_of_a_pair_runs_sglangs_own_algorithm(fields: dict[str, Any], tmp_path: Path) -> None:
+    found = flags(fields, tmp_path, role="decode")
+    assert found["--disaggregation-mode"] == "decode"
+    assert found["--speculative-algorithm"] == "DFLASH"
+
+
+def test_a_draft_never_inherits_the_targets_quantisation(fields: dict[str, Any], tmp_path: Path) -> None:
+    fields["target"]["quantization"] = "fp8"
+    found = flags(fields, tmp_path, kv_cache={"dtype": "fp8"})
+    assert found["--quantization"] == "fp8"
+    assert found["--speculative-draft-model-quantization"] == "unquant"
+    assert found["--kv-cache-dtype"] == "fp8_e4m3"
+    assert found["--speculative-draft-kv-cache-dtype"] == "bfloat16"
+
+
+def test_host_port_and_metrics_are_told(fields: dict[str, Any], tmp_path: Path) -> None:
+    command = SGLangBackend().command(Deployment.model_validate(fields), tmp_path, host="0.0.0.0", port=30000)
+    assert command.argv[-4:] == ("--host", "0.0.0.0", "--port", "30000")
+    assert "--enable-metrics" in command.argv
+
+
+def test_on_several_nodes_the_environment_says_which(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel = {"parallel": {"tensor": 16, "nodes": 2}, "hardware": {"count": 16}}
+    with pytest.raises(UserError, match="LWS_LEADER_ADDRESS, LWS_GROUP_SIZE, LWS_WORKER_INDEX is not set"):
+        flags(fields, tmp_path, **parallel)
+    for name, value in {"LEADER_ADDRESS": "pod-0.pods", "GROUP_SIZE": "2", "WORKER_INDEX": "1"}.items():
+        monkeypatch.setenv(f"LWS_{name}", value)
+    found = flags(fields, tmp_path, **parallel)
+    assert (found["--nnodes"], found["--node-rank"]) == ("2", "1")
+    assert found["--dist-init-addr"] == "pod-0.pods:20000"
+    monkeypatch.setenv("LWS_GROUP_SIZE", "3")
+    with pytest.raises(UserError, match="2 nodes, but LWS_GROUP_SIZE is 3"):
+        flags(fields, tmp_path, **parallel)
+
+
+@pytest.mark.parametrize("dialect", ["zlab", "speculators", "modelopt"])
+def test_the_draft_folder_is_zlabs_whatever_it_came_in(fields: dict[str, Any], tmp_path: Path, dialect: str) -> None:
+    from tests.support.tiny import write_tiny_drafter
+
+    config, _ = read_config(fields["drafter"]["model"])
+    drafter = write_tiny_drafter(tmp_path / dialect, config, dialect=dialect)
+    deployment = Deployment.model_validate({**fields, "drafter": {"model": str(drafter)}})
+    for _ in range(2):  # and again, over what is there
+        SGLangBackend().prepare(deployment, tmp_path / "prepared")
+    written = open_checkpoint(tmp_path / "prepared" / "draft")
+    assert written.problems == []
+    assert written.dialect is not None
+    assert written.dialect.name == "zlab"
+    assert json.loads((written.folder / "config.json").read_text())["block_size"] == 8
+    assert {header.dtype for header in written.headers.values()} == {"BF16"}
+    assert read_config(written.folder)[0].target_layer_ids == config.target_layer_ids
+
+
+def test_nothing_is_prepared_of_a_bad_deployment(fields: dict[str, Any], tmp_path: Path) -> None:
+    bad = Deployment.model_validate({**fields, "speculation": {"block_size": 16}})
+    with pytest.raises(UserError, match="block_size 16 is larger"):
+        SGLangBackend().prepare(bad, tmp_path / "prepared")
+    assert not (tmp_path / "prepared").exists()
+
+
+def test_it_runs_as_a_server_only(fields: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="runs as a server only"):
+        SGLangBackend().engine(Deployment.model_validate(fields))

@@ -1,0 +1,117 @@
+"""The parts of the plug-in that need no SGLang: strict loading, counting, widths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash_serve.drafter.tensor_names import expected_tensors
+from dflash_serve.errors import UserError
+from dflash_serve.speculation.cost import CostModel
+from dflash_serve.speculation.width import FixedWidth
+from dflash_sglang.draft_check import draft_problems
+from dflash_sglang.results import on_result
+from dflash_sglang.strict_load import account, load_strictly
+from dflash_sglang.widths import COST_TABLE, WIDTH, BatchWidths, allowed_widths, asked_width, given_cost, make_policy
+from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
+
+TENSORS = list(expected_tensors(tiny_drafter_config()))
+WHOLE = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
+PARAMETERS = sorted(
+    {".".join(WHOLE.get(part, part) for part in name.split(".")) for name in TENSORS if ".up_proj." not in name}
+)
+"""As SGLang's class has them: q, k and v are one parameter, gate and up another."""
+
+
+def test_a_whole_checkpoint_is_accounted_for() -> None:
+    assert account(TENSORS, PARAMETERS) == ([], [])
+    assert account([f"model.{name}" for name in TENSORS], PARAMETERS) == ([], [])
+    assert account([*TENSORS, "layers.0.self_attn.rotary_emb.inv_freq"], PARAMETERS) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "layers.1.self_attn.k_proj.weight", "layers.0.mlp.up_proj.weight"])
+def test_one_missing_tensor_is_named(name: str) -> None:
+    assert account([t for t in TENSORS if t != name], PARAMETERS) == ([], [name])
+
+
+def test_a_renamed_tensor_is_both_unknown_and_missing() -> None:
+    names = ["fc.weight_packed" if name == "fc.weight" else name for name in TENSORS]
+    assert account(names, PARAMETERS) == (["fc.weight_packed"], ["fc.weight"])
+
+
+def test_loading_a_broken_draft_raises_and_names_the_tensor() -> None:
+    model = SimpleNamespace(named_parameters=lambda: [(name, None) for name in PARAMETERS])
+    weights: list[tuple[str, Any]] = [(name, None) for name in TENSORS if not name.startswith("layers.1.")]
+    with pytest.raises(ValueError, match=r"missing: layers\.1\.input_layernorm\.weight, "):
+        load_strictly(lambda _, given: list(given), model, weights)
+
+
+def server_args(folder: Path, block_size: int | None = None) -> Any:
+    return SimpleNamespace(
+        speculative_draft_model_path=str(folder),
+        speculative_draft_model_revision=None,
+        speculative_num_draft_tokens=block_size,
+        speculative_dflash_block_size=None,
+    )
+
+
+def test_drafts_that_sglang_would_read_wrongly_are_found(tmp_path: Path) -> None:
+    sliding = tiny_drafter_config(layers=[{"window": 6, "causal": True}] * 2)
+    assert draft_problems(server_args(write_tiny_drafter(tmp_path / "zlab"))) == []
+    speculators = write_tiny_drafter(tmp_path / "speculators", dialect="speculators")
+    assert "speculators' dialect, SGLang reads z-lab's" in str(draft_problems(server_args(speculators))[0])
+    modelopt = write_tiny_drafter(tmp_path / "modelopt", sliding, dialect="modelopt")
+    assert "written as ModelOpt does" in str(draft_problems(server_args(modelopt))[0])
+    assert "block size 16 is larger" in str(draft_problems(server_args(tmp_path / "zlab", 16))[0])
+
+
+def test_only_what_sglang_counts_is_counted() -> None:
+    def request(rid: str, finished: bool = False, retracted: bool = False) -> Any:
+        return SimpleNamespace(rid=rid, finished=lambda: finished, is_retracted=retracted)
+
+    heard: list[tuple[int, Any]] = []
+    listener = SimpleNamespace(verified=lambda width, accepted: heard.append((width, list(accepted))))
+    batch = SimpleNamespace(reqs=[request("a"), request("b", finished=True), request("c", retracted=True)])
+    result = SimpleNamespace(speculative_num_draft_tokens=4, num_correct_drafts_per_req_cpu=[2, 3, 1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflash_sglang.results._LISTENERS", [listener])
+        assert on_result(lambda *_: "settled", None, result, batch) == "settled"
+    assert heard == [(4, [("a", 2)])]
+
+
+def test_a_narrow_step_costs_what_its_batch_says(tmp_path: Path) -> None:
+    flat_then_steep = CostModel(target={1: 1.0, 8: 1.0, 128: 16.0}, draft={1: 0.1, 16: 0.1})
+    widths = BatchWidths(make_policy(8, flat_then_steep))
+    for _ in range(40):  # a drafter that is right three times in a row
+        alone = widths.choose(["a"])
+        widths.verified(alone, [("a", min(3, alone - 1))])
+    crowd = [str(i) for i in range(16)]
+    narrow = [widths.choose(crowd) for _ in range(20)]
+    assert alone >= 4
+    assert sorted(narrow)[10] < alone
+
+
+def test_requests_that_have_ended_are_forgotten() -> None:
+    told: list[object] = []
+    policy = FixedWidth(4)
+    widths = BatchWidths(policy)
+    widths.choose(["a"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FixedWidth, "observe", lambda _, rid, *__: told.append(rid))
+        widths.finished("a")
+        widths.verified(4, [("a", 1)])
+    assert told == []
+
+
+def test_widths_are_few_and_end_with_the_block() -> None:
+    assert allowed_widths(8) == [2, 4, 8]
+    assert allowed_widths(10) == [2, 4, 8, 10]
+    assert asked_width({}) is None
+    assert asked_width({WIDTH: "4"}) == 4
+    with pytest.raises(UserError, match="neither a number of slots nor auto"):
+        asked_width({WIDTH: "wide"})
+    with pytest.raises(UserError, match="no cost table"):
+        given_cost({COST_TABLE: "/nowhere.json"})
