@@ -19,10 +19,13 @@ def register() -> None:
 
 def worker_class(server_args: Any) -> type:
     """What SGLang's scheduler builds."""
-    from .plugin import watch_worker
+    from . import upstream
+    from .plugin import refuse, watch_worker
+
+    refuse(upstream.problems(upstream.OF_SCHEDULER))  # before the worker's module imports them
+    watch_worker()
     from .worker import DFlashServeWorker
 
-    watch_worker()
     return DFlashServeWorker
 
 

@@ -57,8 +57,8 @@ def _attention(plan: Plan, drafter: DrafterConfig) -> Iterator[Problem]:
     if len(windows) > 1:
         what = f"its layers have different windows ({', '.join(map(str, sorted(filter(None, windows))))})"
         yield Problem(what, "drafter.model", "SGLang's drafts have one window; use another backend")
-    unruly = {kind.causal != (kind.window is not None) for kind in drafter.layers}
-    if unruly == {True, False} and len({kind.causal for kind in drafter.layers}) > 1:
+    by_rule = all(kind.causal == (kind.window is not None) for kind in drafter.layers)
+    if not by_rule and len({kind.causal for kind in drafter.layers}) > 1:
         what = "some layers are causal and others not, other than sliding ones causal"
         yield Problem(what, "drafter.model", "SGLang has one is_causal for all layers; use another backend")
     window = plan.deployment.speculation.draft_window

@@ -8,7 +8,7 @@ later, where they stop the server.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dflash_serve.problem import Problem
@@ -49,8 +49,8 @@ def before_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
 
     asked = resolving_view(server_args)
     if (asked.speculative_algorithm or "").upper() in (NATIVE, OURS):
-        _refuse(list(upstream.problems()))
-        _refuse(draft_problems(asked))
+        refuse(upstream.problems())
+        refuse(draft_problems(asked))
         from .sampling_guard import guard_sampling
 
         guard_sampling()
@@ -61,6 +61,7 @@ def before_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
 def before_worker(create: Callable[..., type], algorithm: Any, server_args: Any) -> type:
     """In a scheduler, before SGLang's own DFlash worker is built."""
     if algorithm.is_dflash():
+        refuse(upstream.problems(upstream.OF_SCHEDULER))
         watch_worker()
     return create(algorithm, server_args)
 
@@ -79,7 +80,13 @@ def watch_worker() -> None:
     HookRegistry.apply_hooks()
 
 
-def _refuse(problems: list[Problem]) -> None:
-    if problems:
-        more = [f"(and {len(problems) - MOST} more)"] if len(problems) > MOST else []
-        raise ValueError("dflash-serve: " + "\n".join([*map(str, problems[:MOST]), *more]))
+def refuse(problems: Iterable[Problem]) -> None:
+    """Does nothing where there are none.
+
+    Raises:
+        ValueError: the problems; in a server that starts, its end.
+    """
+    found = list(problems)
+    if found:
+        more = [f"(and {len(found) - MOST} more)"] if len(found) > MOST else []
+        raise ValueError("dflash-serve: " + "\n".join([*map(str, found[:MOST]), *more]))

@@ -7,7 +7,7 @@ until it has been tested.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,37 +26,98 @@ RESULT = (
 LOAD_WEIGHTS = "sglang.srt.models.dflash.DFlashDraftModel.load_weights"
 WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 
-NAMES = (
+OF_MAIN = (
     RESOLUTION,
     RESOLVE_DFLASH,
     CREATE_WORKER,
     TOKENIZED,
+    "sglang.srt.arg_groups.overrides.resolving_view",
+    "sglang.srt.plugins.hook_registry.HookRegistry",
+    "sglang.srt.plugins.hook_registry.HookType",
+    "sglang.srt.speculative.dflash_utils.is_dflash_sampling_verify_available",
+    "sglang.srt.speculative.spec_info.SpeculativeAlgorithm",
+    "sglang.srt.speculative.spec_registry.CustomSpecAlgo",
+    "sglang.srt.speculative.spec_registry.get_spec",
+)
+"""What is used in the main process."""
+
+OF_SCHEDULER = (
     RESULT,
     LOAD_WEIGHTS,
     WORKER,
-    "sglang.srt.arg_groups.overrides.resolving_view",
-    "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks",
+    "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_func",
+    "sglang.srt.layers.logprob_processor.compute_spec_logprobs",
+    "sglang.srt.lora.layers.unwrap_lora_layer",
+    "sglang.srt.managers.overlap_utils.FutureMap",
+    "sglang.srt.managers.scheduler.GenerationBatchResult",
+    "sglang.srt.model_executor.cuda_graph_config.Backend",
+    "sglang.srt.model_executor.forward_batch_info.CaptureHiddenMode",
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+    "sglang.srt.model_executor.forward_batch_info.ForwardMode",
+    "sglang.srt.model_executor.forward_batch_info.enable_num_token_non_padded",
+    "sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls",
+    "sglang.srt.model_executor.model_runner.ModelRunner._get_attention_backend",
+    "sglang.srt.platforms.current_platform",
+    "sglang.srt.runtime_context.get_exec",
     "sglang.srt.runtime_context.get_parallel",
-    "sglang.srt.speculative.dflash_utils.is_dflash_sampling_verify_available",
-    "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2.forward_batch_generation",
-    "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._accept_block",
-    "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc",
-    "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._draft_write_ids",
-    "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._greedy_sample_from_vocab_parallel_head",
+    "sglang.srt.runtime_context.get_schedule",
+    "sglang.srt.runtime_context.get_spec",
+    "sglang.srt.speculative.dflash_info.DFlashVerifyInput",
+    "sglang.srt.speculative.dflash_utils.apply_dflash_verify_logits_adjustments",
     "sglang.srt.speculative.dflash_worker_v2._resolve_dflash_embedding_module",
+    "sglang.srt.speculative.draft_worker_common.make_draft_input_v2",
+    "sglang.srt.speculative.spec_sampling_mask.SpeculativeSamplingMaskCapture",
+    "sglang.srt.speculative.spec_utils.GrammarTree",
+    "sglang.srt.speculative.spec_utils.build_grammar_vocab_mask",
+    "sglang.srt.speculative.spec_utils.draft_tp_context",
+    "sglang.srt.utils.get_available_gpu_memory",
 )
-"""What is looked up when DFlash is asked for."""
+"""What is used where the models are; looked up there, because importing it all takes seconds."""
+
+OF_WORKER = (
+    "_accept_block",
+    "_append_target_hidden_to_draft_kv_by_loc",
+    "_compute_compact_draft_seq_lens",
+    "_draft_block_spec_info",
+    "_draft_sampler",
+    "_draft_write_ids",
+    "_ensure_draft_block_buffers",
+    "_fill_compact_seq_lens_cpu_bound",
+    "_greedy_sample_from_vocab_parallel_head",
+    "_mask_token_id",
+    "_need_mamba_verify_commit",
+    "_noise_embed_scale",
+    "_rebuild_compact_draft_cache",
+    "_use_triton_accept_bonus",
+    "_validate_phase1_sampling_support",
+    "draft_model",
+    "draft_model_runner",
+    "lilicorr",
+    "model_runner",
+    "selector",
+    "target_worker",
+    "use_compact_draft_cache",
+)
+"""What a built worker must have."""
 
 
-def problems() -> Iterator[Problem]:
+def problems(names: Iterable[str] = OF_MAIN) -> Iterator[Problem]:
     """A version outside the window, or a name that has gone."""
     version = installed()
     yield from release_problems(version)
     if version is not None and is_supported(version):
-        for name in NAMES:
-            if not _exists(name):
-                what = f"SGLang {version} has no {name}, though {window()} should"
-                yield Problem(what, "sglang", "install SGLang again; it may have been changed")
+        yield from (_gone(version, name) for name in names if not _exists(name))
+
+
+def worker_problems(worker: Any) -> Iterator[Problem]:
+    """What a built worker has not."""
+    version = installed() or "unknown"
+    yield from (_gone(version, f"{WORKER}.{name}") for name in OF_WORKER if not hasattr(worker, name))
+
+
+def _gone(version: str, name: str) -> Problem:
+    what = f"SGLang {version} has no {name}, though {window()} should"
+    return Problem(what, "sglang", "install SGLang again; it may have been changed")
 
 
 def _exists(name: str) -> bool:

@@ -16,9 +16,11 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from .calibration import measure
 from .narrow_step import narrow_step
+from .plugin import refuse
 from .results import listen
 from .states import State, build_states
 from .timing import unwatched
+from .upstream import worker_problems
 from .widths import BatchWidths, allowed_widths, asked_width, given_cost, make_policy
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class DFlashServeWorker(DFlashWorkerV2):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        refuse(worker_problems(self))
         if self.selector is not None or self.lilicorr is not None or self._is_domino:
             raise ValueError("dflash-serve: DFLASH_SERVE runs plain DFlash drafts; use DFLASH for this one")
         self.widths: BatchWidths | None = None
@@ -46,7 +49,7 @@ class DFlashServeWorker(DFlashWorkerV2):  # type: ignore[misc]
             logger.warning("dflash-serve: this target's blocks are always verified whole")
             return
         fixed = asked_width()
-        narrow = {1, *allowed_widths(self.block_size)} if fixed is None else {fixed}
+        narrow = {1, *allowed_widths(self.block_size)} if fixed is None else {min(fixed, self.block_size)}
         self.states = build_states(self, narrow - {self.block_size})
         with unwatched(self.draft_model_runner):
             cost = None if fixed is not None else given_cost() or measure(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from dflash_serve.backend import Command
@@ -19,7 +20,7 @@ def command_of(plan: Plan, folder: Path, host: str, port: int) -> Command:
     if plan.drafter is not None and plan.implementation == "plug-in":
         serve += ["--custom_module_dirs", str(folder / PLUG_IN)]
         # The option imports it in this process; the workers import it by name and need to find it.
-        env["PYTHONPATH"] = str(folder)
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     return Command((*_launcher(plan), *serve), env)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_serve.backend import Command, Metrics
 from dflash_serve.deployment import Deployment
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from .engine import EmbeddedEngine
 
 DEPLOYMENT_FILE = "deployment.json"
+HONOURED = {
+    *("target.model", "target.revision", "drafter.model", "drafter.revision"),
+    *("speculation.block_size", "speculation.width", "hardware.gpu", "hardware.dtype"),
+    *("limits.max_batch_size", "limits.max_model_len", "limits.max_queued_requests"),
+}
+"""Fields of a Deployment that this backend acts on; any other must be left at its default."""
 
 
 class EmbeddedBackend:
@@ -87,17 +94,22 @@ def _memory(deployment: Deployment) -> list[Problem]:
 
 
 def _unsupported(deployment: Deployment) -> list[Problem]:
-    """What the embedded backend has not."""
-    problems = []
-    parallel = deployment.parallel
-    if max(parallel.tensor, parallel.expert, parallel.nodes) > 1:
-        do = "serve with --backend sglang or tensorrt-llm, or set all of parallel to 1"
-        problems.append(Problem("the embedded backend runs on one device", "parallel", do))
-    for room, model in (("target", deployment.target), ("drafter", deployment.drafter)):
-        if model is not None and model.quantization != "none":
-            do = "set quantization: none, or use another backend"
-            problems.append(Problem("the embedded backend runs unquantised models", f"{room}.quantization", do))
-    return problems
+    """Everything asked for that this backend would ignore: a setting without effect would be a lie."""
+    asked = _leaves(deployment.model_dump(exclude_defaults=True))
+    do = "leave it out, or serve with --backend sglang or tensorrt-llm"
+    return [
+        Problem(f"the embedded backend has no such thing (given: {value!r})", field, do)
+        for field, value in asked.items()
+        if field not in HONOURED
+    ]
+
+
+def _leaves(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _block_size(deployment: Deployment, config: DrafterConfig) -> list[Problem]:

@@ -19,6 +19,7 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.speculation.width import WidthPolicy
 
+from .ending import answer_length
 from .grammar import Grammar
 from .sequence import Sequence
 from .slots import Seat, Slots
@@ -204,7 +205,8 @@ class Decoder:
         sequence.verified += pending + accepted
         sequence.token_ids += gain.token_ids
         if features is not None and self.speculator is not None:
-            sequence.features.append(features[: pending + accepted])
+            # A copy: a view would keep the features of the whole batch alive until the next draft.
+            sequence.features.append(features[: pending + accepted].clone())
             if sequence.verified - sequence.injected >= BACKLOG:
                 self.speculator.inject([sequence])
 
@@ -217,31 +219,13 @@ class Decoder:
     def _end(self, gain: Gain) -> Gain:
         """The gain up to what ends the answer; sets the finish_reason and lets a finished sequence go."""
         sequence = gain.sequence
-        count = self._stop(sequence, gain.token_ids)
+        count = answer_length(sequence, gain.token_ids, self.target.config.eos_token_ids)
         sequence.cut(len(gain.token_ids) - count)
         if sequence.finish_reason is None and sequence.failure is None and sequence.remaining <= 0:
             sequence.finish_reason = "length"
         if sequence.finish_reason is not None or sequence.failure is not None:
             self.leave(sequence)
         return gain.first(count)
-
-    def _stop(self, sequence: Sequence, tokens: list[int]) -> int:
-        """How many of the tokens belong to the answer, the stop token counted."""
-        grammar, stops = sequence.grammar, set(sequence.params.stop_token_ids)
-        if grammar is not None or not sequence.params.ignore_eos:
-            stops.update(self.target.config.eos_token_ids)
-        for count, token in enumerate(tokens, start=1):
-            if grammar is not None:
-                grammar.advance(token)
-                sequence.failure = grammar.failure
-            if sequence.failure is not None:
-                return 0
-            if token in stops:
-                sequence.stop_token = token
-            if token in stops or (grammar is not None and grammar.finished):
-                sequence.finish_reason = "stop"
-                return count
-        return len(tokens)
 
 
 def _last_rows(pending: list[list[int]], drafts: list[list[int]], heads: list[int]) -> list[int] | None:

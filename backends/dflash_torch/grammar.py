@@ -40,6 +40,10 @@ class Grammar:
         self._matcher, self._vocab_size = matcher, vocab_size
         self.failure: str | None = None
 
+    def copy(self) -> Grammar:
+        """The same, to be walked on its own."""
+        return Grammar(self._matcher.deep_copy(), self._vocab_size)
+
     @property
     def finished(self) -> bool:
         """Nothing can follow but the end of the answer."""

@@ -23,8 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def start_engine(deployment: Deployment) -> EmbeddedEngine:
     """Loads and starts what `EmbeddedBackend.check` has passed."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = deployment.target
+    device, model = _device(deployment), deployment.target
     dtype = DTYPES.get(deployment.hardware.dtype)
     target = load_target(model.model, dtype=dtype, device=device, revision=model.revision)
     target.pack()
@@ -39,6 +38,16 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
             else AutoWidth(cost_of(decoder, speculator), speculator.block_size)
         )
     return EmbeddedEngine(decoder, load_tokenizer(model.model, model.revision))
+
+
+def _device(deployment: Deployment) -> str:
+    """The GPU where there is one, unless the deployment says `gpu: none`."""
+    gpu = deployment.hardware.gpu
+    if gpu not in (None, "none") and not torch.cuda.is_available():
+        raise UserError(
+            f"{gpu} is asked for, but PyTorch sees no GPU", where="hardware.gpu", do="run it there, or none"
+        )
+    return "cpu" if gpu == "none" or not torch.cuda.is_available() else "cuda"
 
 
 def _speculator(deployment: Deployment, target: TargetModel, slots: int, capacity: int) -> Speculator:

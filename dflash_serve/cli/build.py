@@ -80,7 +80,9 @@ def _build(recipe: Recipe, folder: Path, as_json: bool, console: Console) -> Non
     from dflash_engines.pipeline import run
     from dflash_engines.plan import find_sources, make_steps
 
-    steps, sources = make_steps(recipe), find_sources(recipe)
+    steps = make_steps(recipe)
+    _require_tools(steps)
+    sources = find_sources(recipe)
     status = console.status("")
     current = ""
 
@@ -106,6 +108,19 @@ def _build(recipe: Recipe, folder: Path, as_json: bool, console: Console) -> Non
     console.print(
         f"{folder}: {made} steps built in {seconds:.0f} s, {len(finished) - made} there already", markup=False
     )
+
+
+def _require_tools(steps: list[Step]) -> None:
+    """Says what is not installed before hours are spent on the steps that come first."""
+    from dflash_serve.errors import UserError
+
+    absent = {
+        tool: step.name for step in steps for tool, version in step.tool_versions().items() if version == "absent"
+    }
+    if absent:
+        what = ", ".join(f"{tool} (step {name})" for tool, name in sorted(absent.items()))
+        do = "pip install torch==2.13.0 && pip install 'dflash-serve[engines]'"
+        raise UserError(f"not installed: {what}", where="build", do=do)
 
 
 def _line(done: Done) -> str:

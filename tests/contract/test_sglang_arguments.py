@@ -80,6 +80,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         with override_platform(is_cuda=True, **FACTS[gpu]):
             server_args = prepare_server_args([*argv[3:], "--device", "cuda"])
             server_args.resolve_once()
+            server_args.check_server_args()
             return resolving_view(server_args)
 
     return resolve

@@ -8,11 +8,11 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
+
+from dflash_serve import SamplingParams
 from dflash_torch.engine import EmbeddedEngine
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running, until
-
-from dflash_serve import SamplingParams
 
 CLIENTS, REQUESTS = 64, 20
 PROMPTS = [[10 + n, 20, 30 + n, 40] for n in range(8)]

@@ -172,9 +172,8 @@ def test_chat_logprobs_are_of_every_token_and_the_best_is_the_greedy_one(client:
         entries = chat(client, **fields).choices[0].logprobs.content
     assert len(entries) == 12
     for entry in entries:
-        assert [top.logprob for top in entry.top_logprobs] == sorted(
-            (t.logprob for t in entry.top_logprobs), reverse=True
-        )
+        values = [top.logprob for top in entry.top_logprobs]
+        assert values == sorted(values, reverse=True)
         assert entry.top_logprobs[0].token == entry.token
         assert sum(map(math.exp, values)) < 1.001
         assert bytes(entry.bytes).decode(errors="replace") == entry.token

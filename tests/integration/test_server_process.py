@@ -17,14 +17,14 @@ from typing import Any
 
 import httpx
 import pytest
-from dflash_torch.backend import EmbeddedBackend, backend
-from dflash_torch.target import smollm2
-from tests.support.embedded import tiny_engine
-from tests.support.serving import MODEL, Running, running, until
 
 from dflash_serve.cli.serve import become
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
+from dflash_torch.backend import EmbeddedBackend, backend
+from dflash_torch.target import smollm2
+from tests.support.embedded import tiny_engine
+from tests.support.serving import MODEL, Running, running, until
 
 Folders = tuple[Path, Path]
 LONG = {"model": MODEL, "prompt": [9, 8], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -156,7 +156,7 @@ def test_a_disk_without_room_for_the_deployment_is_one_line(
 ) -> None:
     monkeypatch.setattr(EmbeddedBackend, "prepare", full)
     deployment = load_deployment(flags={"target": {"model": str(tiny_folders[0])}})
-    with pytest.raises(UserError, match="No space left on device.*TMPDIR"):
+    with pytest.raises(UserError, match=r"No space left on device.*TMPDIR"):
         become(backend, deployment, "127.0.0.1", 0, {})
 
 
@@ -165,7 +165,7 @@ def test_a_disk_without_room_for_the_converted_target_is_one_line(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "_convert", full)
-    with pytest.raises(UserError, match="No space left on device.*free some space"):
+    with pytest.raises(UserError, match=r"No space left on device.*free some space"):
         smollm2.smollm2_folder()
 
 

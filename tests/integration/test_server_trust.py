@@ -17,6 +17,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from dflash_torch.server.app import create_app
+from dflash_torch.server.batch import Seat
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running, until
 
@@ -63,6 +64,11 @@ def gate(served: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     until(served.idle)
 
 
+def seats(server: Running) -> list[Seat]:
+    assert server.worker.batch is not None
+    return list(server.worker.batch.seats.values())
+
+
 def raw_request(url: str, body: dict[str, Any]) -> socket.socket:
     """Sends a request and leaves the connection open."""
     place, content = urlparse(url), json.dumps(body).encode()
@@ -77,9 +83,7 @@ def raw_request(url: str, body: dict[str, Any]) -> socket.socket:
 # --- backpressure
 
 
-def test_a_full_queue_is_429_at_the_door_and_those_inside_are_answered(
-    narrow: Running, narrow_gate: Gate
-) -> None:
+def test_a_full_queue_is_429_at_the_door_and_those_inside_are_answered(narrow: Running, narrow_gate: Gate) -> None:
     server = narrow
     narrow_gate.open = False
     with ThreadPoolExecutor(8) as pool:
@@ -114,7 +118,8 @@ def test_more_answers_than_slots_and_queue_hold_are_a_400(narrow: Running) -> No
 
 
 def test_while_loading_it_lives_but_is_not_ready(tiny_folders: Folders) -> None:
-    engine, loaded = tiny_engine(tiny_folders), []
+    engine = tiny_engine(tiny_folders)
+    loaded: list[bool] = []
 
     def slow() -> Any:
         until(lambda: bool(loaded))
@@ -144,7 +149,7 @@ def test_a_client_that_leaves_while_running_frees_its_slot_within_a_step(
     connection = raw_request(served.url, LONG | {"stream": stream})
     until(lambda: not gate.open)
     connection.close()
-    until(lambda: served.idle() or any(seat.ticket.cancelled for seat in served.worker._seats.values()))
+    until(lambda: served.idle() or any(seat.ticket.cancelled for seat in seats(served)))
     gate.open = True
     until(served.idle)
     assert gate.steps <= 4
@@ -181,7 +186,7 @@ def test_all_answers_of_n_are_cancelled_together(served: Running, gate: Gate) ->
     until(lambda: not gate.open)
     assert (served.worker.running, served.worker.waiting) == (4, 2)
     connection.close()
-    until(lambda: served.idle() or any(seat.ticket.cancelled for seat in served.worker._seats.values()))
+    until(lambda: served.idle() or any(seat.ticket.cancelled for seat in seats(served)))
     gate.open = True
     until(served.idle)
     assert gate.steps <= 4
@@ -258,7 +263,7 @@ def locked(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> I
 
 def test_every_route_but_the_probes_wants_a_key(locked: Running) -> None:
     routes = [route for route in create_app(locked.service).routes if isinstance(route, APIRoute)]
-    paths = {route.path.replace("{model:path}", MODEL): sorted(route.methods)[0] for route in routes}
+    paths = {route.path.replace("{model:path}", MODEL): sorted(route.methods or ())[0] for route in routes}
     paths |= {"/openapi.json": "GET", "/no/such/route": "GET", "/docs": "GET"}
     assert len(paths) >= 10
     for path, method in paths.items():

@@ -16,7 +16,7 @@ from tests.support.prompts import word_problems
 from tests.support.sglang_server import Server, serving
 
 pytestmark = pytest.mark.model
-PROMPTS, TOKENS, STREAMS, CROWD = 20, 64, 4, 16
+PROMPTS, TOKENS, STREAMS, CROWD = 20, 64, 10, 16
 FLAT_THEN_STEEP = {"target": {1: 1.0, 8: 1.0, 256: 32.0}, "draft": {1: 0.05, 16: 0.05}}
 """A machine on which 8 rows cost no more than one, and every further row costs in full."""
 Tokens = list[list[int]]

@@ -11,6 +11,14 @@ from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
 HEADS, KV_HEADS, LAYERS, HIDDEN, VOCAB = 16, 8, 8, 64, 96
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "group_size": 16}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+PAPER_DRAFTER: Mapping[str, object] = {
+    "block_size": 8,
+    "num_target_layers": LAYERS,
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+}
 
 
 def write_paper_target(
@@ -46,12 +54,4 @@ def write_paper_target(
 
 def write_paper_drafter(folder: Path, **overrides: object) -> Path:
     """A small drafter that fits it: B = 8."""
-    fields: dict[str, object] = {
-        "block_size": 8,
-        "num_target_layers": LAYERS,
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-    }
-    return write_tiny_drafter(folder, tiny_drafter_config(**{**fields, **overrides}))
+    return write_tiny_drafter(folder, tiny_drafter_config(**{**PAPER_DRAFTER, **overrides}))

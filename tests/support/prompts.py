@@ -15,7 +15,7 @@ Messages = list[dict[str, str]]
 def word_problems(count: int) -> list[Messages]:
     """Grade-school word problems: GSM8K's where the variable names a file, else our own in its manner."""
     path = os.environ.get(GSM8K_VARIABLE)
-    file = Path(path) if path else Path(__file__).with_name("word_problems.jsonl")
+    file = Path(path) if path else Path(__file__).parents[2] / "benchmarks" / "prompts" / "word_problems.jsonl"
     rows = [json.loads(line)["prompt"] for line in file.read_text(encoding="utf-8").splitlines()]
     assert len(rows) >= count, f"{file} has {len(rows)} prompts, {count} wanted"
     return [user(row) for row in rows[:count]]

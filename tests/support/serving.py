@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.server.metrics import Metrics
 from dflash_torch.server.listen import bind
+from dflash_torch.server.metrics import Metrics
 from dflash_torch.server.run import Server, server_of
 from dflash_torch.server.service import Service
 from dflash_torch.server.settings import ServerSettings

@@ -126,11 +126,7 @@ def _wait(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """It and its children: they share a session of their own."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(10)
+    """It and its children, which share a session of their own; asked politely, SGLang looks for causes first."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -94,7 +94,9 @@ class Generation(SamplingParams):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
-        json.dumps(data, ensure_ascii=False).encode()  # a lone surrogate is a ValueError, and so a mistake of the client
+        json.dumps(
+            data, ensure_ascii=False
+        ).encode()  # a lone surrogate is a ValueError, and so a mistake of the client
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @model_validator(mode="after")

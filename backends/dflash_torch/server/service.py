@@ -87,8 +87,9 @@ class Service:
             raise self._refused(429, "the queue is full; try again later", code="queue_full")
         async with self._tokenising:  # the tokenizer is not made for several threads
             tokens = [await run_in_threadpool(_tokenise, engine, prompt, params) for prompt in prompts]
+        grammar = await self._grammar(engine, body)
         parts = [
-            Part(index, tokens[index // body.n], _child(params, index % body.n), await self._grammar(engine, body))
+            Part(index, tokens[index // body.n], _child(params, index % body.n), grammar and grammar.copy())
             for index in range(count)
         ]
         ticket = Ticket(parts, salt=f"{owner}/{body.cache_salt}")

@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from time import monotonic
 from typing import Literal
 
-from dflash_serve.errors import UserError
-from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.statistics import AcceptanceStatistics
-
-from ..answer import Answer
 from ..engine import EmbeddedEngine
-from ..sequence import Sequence
-from ..verdict import Gain
+from .batch import Batch, Entry
 from .metrics import Metrics
 from .ticket import Failure, News, Part, Ticket
 
-log = logging.getLogger(__name__)
-
 State = Literal["loading", "ready", "broken", "stopped"]
-Entry = tuple[Ticket, News | Failure | None]
-"""What happened to a part of a ticket; None = it was cancelled and is gone."""
-MAX_FAILED_STEPS = 8
-"""So many failed steps without a good one between them: the engine is broken, and only a new process helps."""
-
-
-class _Seat:
-    """A part that is running, and when it last had news."""
-
-    def __init__(self, ticket: Ticket, answer: Answer) -> None:
-        self.ticket, self.answer, self.last = ticket, answer, 0.0
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class Worker:
@@ -49,6 +29,7 @@ class Worker:
     def __init__(self, start: Callable[[], EmbeddedEngine], metrics: Metrics, *, max_queued: int) -> None:
         self._start, self.metrics, self.max_queued = start, metrics, max_queued
         self.engine: EmbeddedEngine | None = None
+        self.batch: Batch | None = None
         self.state: State = "loading"
         self.fatal: BaseException | None = None
         self.admitted = 0
@@ -56,9 +37,7 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Ticket, Part]] = deque()
-        self._seats: dict[int, _Seat] = {}
         self._stopping = False
-        self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- called in the event loop
@@ -103,126 +82,61 @@ class Worker:
     @property
     def running(self) -> int:
         """Parts with one."""
-        return len(self._seats)
+        return len(self.batch.seats) if self.batch else 0
 
     # --- the thread
 
     def _run(self) -> None:
         try:
             self.engine = self._start()
-            _warm_up(self.engine)
+            self.batch = Batch(self.engine, self.metrics)
+            self.batch.warm_up()
         except BaseException as error:  # whoever waits for readiness must hear of it
             self.fatal, self.state = error, "broken"
             return
         self.state = "ready"
-        while self._wait_for_work():
-            self._drop_cancelled()
-            self._seat_waiting()
-            if self._seats:
-                self._step()
-        self.state = "stopped"
-        self._fail_running("the server is shutting down")
-        self._post([(ticket, Failure("the server is shutting down", 503)) for ticket, _ in self._waiting])
+        while self._wait_for_work(self.batch):
+            self._post([*self._drop_waiting(), *self.batch.drop_cancelled()])
+            self._seat_waiting(self.batch)
+            if self.batch.seats:
+                self._post(self.batch.step())
+            if self.batch.broken:
+                self.state = "broken"
+        if self.state == "ready":
+            self.state = "stopped"
+        left = [(ticket, Failure(SHUTTING_DOWN, 503)) for ticket, _ in self._waiting]
+        self._waiting.clear()
+        self._post([*self.batch.fail(SHUTTING_DOWN, 503), *left])
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify()
 
-    def _wait_for_work(self) -> bool:
+    def _wait_for_work(self, batch: Batch) -> bool:
         with self._changed:
-            while not (self._stopping or self._waiting or self._seats):
+            while not (self._stopping or self._waiting or batch.seats):
                 self._changed.wait()
             return not self._stopping
 
-    def _drop_cancelled(self) -> None:
-        assert self.engine is not None
+    def _drop_waiting(self) -> list[Entry]:
         with self._changed:
             gone = [entry for entry in self._waiting if entry[0].cancelled]
             for entry in gone:
                 self._waiting.remove(entry)
-        self._post([(ticket, None) for ticket, _ in gone])
-        for sequence in [s for s in self.engine.decoder.running if self._seats[s.id].ticket.cancelled]:
-            self.engine.decoder.leave(sequence)
-            self._post([(self._seats.pop(sequence.id).ticket, None)])
-            self.metrics.ended("abort")
+        return [(ticket, None) for ticket, _ in gone]
 
-    def _seat_waiting(self) -> None:
-        assert self.engine is not None
-        decoder = self.engine.decoder
-        while decoder.free_slots:
+    def _seat_waiting(self, batch: Batch) -> None:
+        while batch.decoder.free_slots:
             with self._changed:
                 if not self._waiting:
                     return
                 ticket, part = self._waiting.popleft()
-            try:
-                sequence = decoder.join(part.token_ids, part.params, grammar=part.grammar, salt=ticket.salt)
-            except Exception as error:
-                log.exception("a request could not join")
-                self._post([(ticket, Failure(str(error), 400 if isinstance(error, UserError) else 500))])
-                continue
-            answer = Answer(part.index, sequence, self.engine.tokenizer.backend_tokenizer)
-            self._seats[sequence.id] = _Seat(ticket, answer)
-            self.metrics.joined(sequence, monotonic() - ticket.arrived)
-
-    def _step(self) -> None:
-        assert self.engine is not None
-        try:
-            gains = self.engine.decoder.step()
-        except Exception:
-            log.exception("a step failed: its %d requests fail with it, the server goes on", len(self._seats))
-            self._fail_running("the step that held this request failed; the server goes on, send it again")
-            self._failed_steps += 1
-            if self._failed_steps >= MAX_FAILED_STEPS:
-                self.state = "broken"
-            return
-        self._failed_steps = 0
-        self._post([news for gain in gains if (news := self._news(gain)) is not None])
-
-    def _news(self, gain: Gain) -> Entry | None:
-        """What a step brought one part, and its end where it has one."""
-        assert self.engine is not None
-        sequence = gain.sequence
-        seat = self._seats[sequence.id]
-        try:
-            chunk = seat.answer.advance(gain)
-        except Exception:
-            log.exception("an answer could not be turned into text")
-            sequence.failure = "the answer could not be turned into text"
-        if sequence.failure is None and chunk.finish_reason is None and not chunk.token_ids:
-            return None  # still in its prompt
-        if sequence.failure is not None or chunk.finish_reason is not None:
-            del self._seats[sequence.id]
-            if sequence in self.engine.decoder.running:  # a stop string, which the decoder does not know of
-                self.engine.decoder.leave(sequence)
-        self._observe(seat, sequence, len(gain.token_ids))
-        if sequence.failure is not None:
-            return seat.ticket, Failure(sequence.failure)
-        return seat.ticket, News(chunk, sequence if chunk.finish_reason else None)
-
-    def _observe(self, seat: _Seat, sequence: Sequence, tokens: int) -> None:
-        now = monotonic()
-        if seat.last:
-            self.metrics.tokens(tokens, now - seat.last)
-        else:
-            self.metrics.first_token(tokens, now - seat.ticket.arrived)
-        seat.last = now
-        if sequence.finish_reason or sequence.failure:
-            self.metrics.ended(sequence.finish_reason or "error", now - seat.ticket.arrived)
-
-    def _fail_running(self, message: str) -> None:
-        assert self.engine is not None
-        decoder = self.engine.decoder
-        for sequence in list(decoder.running):
-            decoder.leave(sequence, sound=False)
-        failed, self._seats = list(self._seats.values()), {}
-        for _ in failed:
-            self.metrics.ended("error")
-        self._post([(seat.ticket, Failure(message)) for seat in failed])
+            self._post(batch.join(ticket, part))
 
     def _post(self, news: Many[Entry]) -> None:
         """Hands news to the event loop, one call for a whole step."""
         assert self._loop is not None
-        if news:
+        if news and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver, news)
 
     # --- in the event loop again
@@ -233,11 +147,3 @@ class Worker:
                 self.admitted -= 1
             if item is not None:
                 ticket.events.put_nowait(item)
-
-
-def _warm_up(engine: EmbeddedEngine) -> None:
-    """One short answer before the server says it is ready: what is slow or broken shows now."""
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    list(engine.stream([[0, 1]], [params]))
-    engine.decoder.statistics = AcceptanceStatistics()
-    engine.decoder.slots.holds.clear()

@@ -3,13 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
+from dflash_serve.deployment import load_deployment
+from dflash_serve.drafter.checkpoint import read_config
 from dflash_torch import memory
 from dflash_torch.memory import memory_problems, needed_bytes
 from dflash_torch.target import load_target
 from dflash_torch.target.config import read_target_config
-
-from dflash_serve.deployment import load_deployment
-from dflash_serve.drafter.checkpoint import read_config
 
 
 def test_the_arithmetic_is_that_of_the_real_tensors(folders: tuple[Path, Path]) -> None:

@@ -3,18 +3,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dflash_torch.target import load_tokenizer
-from dflash_torch.text import TextStream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-LETTERS = st.text(alphabet="abé漢🦊 \n", max_size=30)
+from dflash_torch.target import load_tokenizer
+from dflash_torch.text import TextStream
+
+ALPHABET = "abé漢🦊 \n"
+LETTERS, STOP = st.text(ALPHABET, max_size=30), st.text(ALPHABET, min_size=1, max_size=4)
 
 
 @pytest.fixture(scope="module")
 def tokenizer(folders: tuple[Path, Path]) -> Tokenizer:
-    return load_tokenizer(str(folders[0])).backend_tokenizer
+    tokenizer: Tokenizer = load_tokenizer(str(folders[0])).backend_tokenizer
+    return tokenizer
 
 
 def pieces(tokens: list[int], cuts: list[int]) -> list[list[int]]:
@@ -23,7 +26,11 @@ def pieces(tokens: list[int], cuts: list[int]) -> list[list[int]]:
 
 
 @settings(deadline=None)
-@given(text=LETTERS, stops=st.lists(st.text("abé漢🦊 \n", min_size=1, max_size=4), max_size=3), cuts=st.lists(st.integers(0, 60)))
+@given(
+    text=LETTERS,
+    stops=st.lists(st.text("abé漢🦊 \n", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(0, 60)),
+)
 def test_the_text_ends_before_the_first_stop_string_however_it_is_cut(
     tokenizer: Tokenizer, text: str, stops: list[str], cuts: list[int]
 ) -> None:

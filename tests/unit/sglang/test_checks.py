@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from dflash_serve.deployment import Deployment
+from dflash_serve.drafter.checkpoint import Checkpoint
 from dflash_sglang import SGLangBackend, release
-from tests.support.paper_models import NVFP4, write_paper_drafter, write_paper_target
-from tests.support.tiny import edit_json
+from tests.support.paper_models import NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
+from tests.support.tiny import edit_json, tiny_drafter_config
 
 
 def deploy(target: Path, drafter: Path, **changes: Any) -> Deployment:
@@ -101,6 +102,26 @@ def test_a_renamed_tensor_is_found_before_launch(target: Path, drafter: Path) ->
     found = whats(deploy(target, drafter))
     assert "tensor fc.weight [64, 192] is missing" in found
     assert "tensor fd.weight" in found
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([{"causal": True}, {"window": 8}], "some layers are causal and others not"),
+        ([{"window": 8, "causal": True}, {"window": 16, "causal": True}], "different windows (8, 16)"),
+        ([{"window": 8, "causal": True}, {}], ""),
+        ([{"window": 8}, {"window": 8}], ""),
+    ],
+)
+def test_attention_that_sglang_cannot_be_told_of_is_found(
+    target: Path, tmp_path: Path, layers: list[dict[str, Any]], message: str
+) -> None:
+    drafter = tmp_path / "windowed"
+    config = tiny_drafter_config(**{**PAPER_DRAFTER, "layers": layers})
+    with pytest.MonkeyPatch.context() as patch:  # no dialect has words for it: the plan is made as if one had
+        patch.setattr("dflash_sglang.plan.open_checkpoint", lambda *_: Checkpoint(drafter, config=config))
+        assert message in whats(deploy(target, drafter))
+        assert bool(whats(deploy(target, drafter))) == bool(message)
 
 
 def test_a_drafter_beyond_its_positions_is_found(target: Path, tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +117,10 @@ def test_nothing_is_prepared_of_a_bad_deployment(fields: dict[str, Any], tmp_pat
 def test_it_runs_as_a_server_only(fields: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="runs as a server only"):
         SGLangBackend().engine(Deployment.model_validate(fields))
+
+
+def test_importing_it_needs_neither_torch_nor_sglang() -> None:
+    code = "import sys, dflash_sglang; sys.exit(bool({'torch', 'sglang', 'transformers'} & set(sys.modules)))"
+    root = Path(__file__).parents[3]
+    path = os.pathsep.join([str(root), str(root / "backends")])
+    assert subprocess.run([sys.executable, "-c", code], check=False, env={"PYTHONPATH": path}).returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from dflash_serve.drafter.tensor_names import expected_tensors
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.cost import CostModel
 from dflash_serve.speculation.width import FixedWidth
+from dflash_sglang import upstream
 from dflash_sglang.draft_check import draft_problems
 from dflash_sglang.results import on_result
 from dflash_sglang.strict_load import account, load_strictly
@@ -115,3 +117,12 @@ def test_widths_are_few_and_end_with_the_block() -> None:
         asked_width({WIDTH: "wide"})
     with pytest.raises(UserError, match="no cost table"):
         given_cost({COST_TABLE: "/nowhere.json"})
+
+
+def test_every_name_of_sglang_that_is_imported_is_looked_up_first() -> None:
+    imported = set()
+    for path in Path(upstream.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("sglang"):
+                imported |= {f"{node.module}.{name.name}" for name in node.names}
+    assert imported - {*upstream.OF_MAIN, *upstream.OF_SCHEDULER} == set()

@@ -71,13 +71,16 @@ def test_a_plain_drafter_is_linked_and_needs_no_package(tmp_path: Path) -> None:
     assert command.env == {}
 
 
-def test_an_odd_drafter_brings_our_package_and_tells_workers_where_it_is(tmp_path: Path) -> None:
+def test_an_odd_drafter_brings_our_package_and_tells_workers_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     deployment = served(tmp_path, tiny_drafter_config(target_layer_ids=(5, 1, 3)))
     BACKEND.prepare(deployment, tmp_path / "out")
     command = BACKEND.command(deployment, tmp_path / "out")
     package = Path(command.argv[command.argv.index("--custom_module_dirs") + 1])
     assert "register('Qwen3ForCausalLM', __name__)" in (package / "__init__.py").read_text()
-    assert command.env == {"PYTHONPATH": str(package.parent)}
+    assert command.env == {"PYTHONPATH": f"{package.parent}:/elsewhere"}
 
 
 def test_preparing_twice_is_preparing_once(tmp_path: Path) -> None:

@@ -1,0 +1,154 @@
+"""Tokens per second against concurrency, four ways in turns on the same prompts and weights.
+
+(a) no speculation, (b) a fixed width of B, (c) `width: auto`, (d) Hugging Face `generate` with the same batch.
+
+    python benchmarks/throughput.py [--concurrency 1,2,4,8,16,32] [--rounds 3] [--output results/throughput.json]
+
+At concurrency c, c requests start together and each makes exactly `--tokens` tokens (greedy, the end of sequence
+ignored), so every way does the same work; prefill is included, prefix reuse is off. Rounds are interleaved, so a busy
+spell of the machine slows all alike; figures are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+from environment import describe, versions
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from dflash_serve import LLM, SamplingParams
+from dflash_serve.speculation.width import FixedWidth, WidthPolicy
+from dflash_torch.engine import EmbeddedEngine
+from dflash_torch.target import target_folder
+from tests.support.prompts import word_problems
+
+Ids = list[int]
+WAYS = {"off": "off", "fixed": "fixed B", "auto": "auto", "hf": "HF"}
+
+
+def main(
+    concurrency: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,2,4,8,16,32",
+    tokens: Annotated[int, typer.Option(help="Tokens of every answer.")] = 96,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 3,
+    target: Annotated[str, typer.Option(help="Hub id, folder, or the bundled smollm2.")] = "smollm2",
+    drafter: Annotated[str, typer.Option(help="Likewise.")] = "smollm2",
+    output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
+) -> None:
+    """Measure the four ways side by side."""
+    sizes = [int(size) for size in concurrency.split(",")]
+    bench = Bench(target, drafter, tokens=tokens, most=max(sizes))
+    bench.round(min(sizes))  # warm-up, not counted
+    results = []
+    for size in sizes:
+        measured = [bench.round(size) for _ in track(range(rounds), f"concurrency {size}")]
+        results.append({"concurrency": size, **summary(measured)})
+    report = {
+        "environment": describe(),
+        "versions": versions("torch", "transformers", "dflash-serve"),
+        "load": {"target": target, "drafter": drafter, "dtype": bench.dtype, "tokens": tokens, "rounds": rounds},
+        "results": results,
+    }
+    show(report)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+class Bench:
+    """The four ways, loaded once: one set of weights of ours, one of theirs."""
+
+    def __init__(self, target: str, drafter: str, *, tokens: int, most: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        llm = LLM(target, drafter, max_batch_size=most, max_model_len=1024)
+        assert isinstance(llm.engine, EmbeddedEngine)
+        self.tokens, self.full, self.plain = tokens, llm.engine, llm.engine.plain()
+        for engine in (self.full, self.plain):
+            engine.decoder.slots.reuse = False  # every round has the same prompts
+        assert self.full.decoder.speculator is not None
+        self.policies: dict[str, WidthPolicy] = {
+            "fixed": FixedWidth(self.full.decoder.speculator.block_size),
+            "auto": self.full.decoder.policy,
+        }
+        embedding = self.full.decoder.target.embedding
+        self.dtype = str(embedding.dtype).removeprefix("torch.")
+        reference = AutoModelForCausalLM.from_pretrained(target_folder(target), dtype=embedding.dtype)
+        self.reference = reference.to(embedding.device).eval()
+        self.prompts = [self.full.tokenise(prompt) for prompt in word_problems(20)]
+
+    def round(self, size: int) -> dict[str, dict[str, Any]]:
+        """Each way once, on the same `size` prompts."""
+        prompts = [self.prompts[n % len(self.prompts)] for n in range(size)]
+        return {way: self._timed(way, prompts) for way in WAYS}
+
+    def _timed(self, way: str, prompts: list[Ids]) -> dict[str, Any]:
+        engine = self.plain if way == "off" else self.full
+        if way in self.policies:
+            engine.decoder.policy = self.policies[way]
+        start = perf_counter()
+        figures = self._hugging_face(prompts) if way == "hf" else self._ours(engine, prompts)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = perf_counter() - start
+        assert figures.pop("tokens") == len(prompts) * self.tokens
+        return {"tokens_per_second": len(prompts) * self.tokens / seconds, **figures}
+
+    def _ours(self, engine: EmbeddedEngine, prompts: list[Ids]) -> dict[str, Any]:
+        params = SamplingParams(temperature=0, max_tokens=self.tokens, ignore_eos=True)
+        for _ in engine.stream(prompts, [params] * len(prompts)):
+            pass
+        outputs = engine.outputs()
+        statistics = sum((output.statistics for output in outputs[1:]), outputs[0].statistics)
+        return {
+            "tokens": sum(len(output.token_ids) for output in outputs),
+            "acceptance_length": statistics.acceptance_length,
+            "tokens_per_step": statistics.tokens_per_step,
+        }
+
+    @torch.inference_mode()
+    def _hugging_face(self, prompts: list[Ids]) -> dict[str, Any]:
+        longest, device = max(map(len, prompts)), self.reference.device
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+        length = {"max_new_tokens": self.tokens, "min_new_tokens": self.tokens}
+        out = self.reference.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **length)
+        return {"tokens": out[:, longest:].numel()}
+
+
+def summary(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Medians, and the ratios that are promised: of medians of the same interleaved rounds."""
+    speed = {way: median(measured[way]["tokens_per_second"] for measured in rounds) for way in WAYS}
+    return {
+        "tokens_per_second": speed,
+        "all_rounds": {way: [measured[way]["tokens_per_second"] for measured in rounds] for way in WAYS},
+        "auto_over_better": speed["auto"] / max(speed["off"], speed["fixed"]),
+        "auto_over_off": speed["auto"] / speed["off"],
+        "auto_over_hf": speed["auto"] / speed["hf"],
+        "acceptance_length": {way: rounds[-1][way]["acceptance_length"] for way in ("fixed", "auto")},
+        "tokens_per_step": {way: rounds[-1][way]["tokens_per_step"] for way in ("fixed", "auto")},
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    """A row a concurrency."""
+    table = Table(title=f"Tokens per second, {report['load']['target']}, {report['load']['dtype']}")
+    for head in ("at once", *WAYS.values(), "auto / better", "auto / off", "auto / HF", "τ fixed"):
+        table.add_column(head, justify="right")
+    for row in report["results"]:
+        speeds = [f"{row['tokens_per_second'][way]:.1f}" for way in WAYS]
+        ratios = [f"{row[name]:.2f}" for name in ("auto_over_better", "auto_over_off", "auto_over_hf")]
+        length = row["acceptance_length"]["fixed"]
+        table.add_row(str(row["concurrency"]), *speeds, *ratios, "unknown" if length is None else f"{length:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

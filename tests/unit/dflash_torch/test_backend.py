@@ -1,0 +1,57 @@
+"""The embedded backend refuses what it would ignore, and what does not fit, before it loads anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dflash_torch import backend
+from tests.support.tiny_target import write_tiny_pair
+
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+def deployment(pair: tuple[Path, Path], **sections: Any) -> Deployment:
+    given = {"target": {"model": str(pair[0])}, "drafter": {"model": str(pair[1])}}
+    return Deployment.model_validate({**given, **sections})
+
+
+def test_what_it_can_do_has_no_problems(pair: tuple[Path, Path]) -> None:
+    limits = {"max_batch_size": 4, "max_model_len": 128, "max_queued_requests": 3}
+    assert backend.check(deployment(pair, limits=limits, speculation={"block_size": 3, "width": 2})) == []
+
+
+IGNORED: list[tuple[str, dict[str, Any]]] = [
+    ("parallel.tensor", {"parallel": {"tensor": 2}}),
+    ("parallel.nodes", {"parallel": {"nodes": 2}}),
+    ("parallel.attention_data", {"parallel": {"attention_data": True}}),
+    ("speculation.draft_window", {"speculation": {"draft_window": 512}}),
+    ("kv_cache.dtype", {"kv_cache": {"dtype": "fp8"}}),
+    ("kv_cache.memory_fraction", {"kv_cache": {"memory_fraction": 0.5}}),
+    ("hardware.count", {"hardware": {"count": 8}}),
+    ("role", {"role": "decode"}),
+]
+
+
+@pytest.mark.parametrize(("field", "sections"), IGNORED)
+def test_a_setting_it_would_ignore_is_a_problem(pair: tuple[Path, Path], field: str, sections: dict[str, Any]) -> None:
+    problems = backend.check(deployment(pair, **sections))
+    assert [problem.where for problem in problems] == [field]
+
+
+def test_a_quantised_model_is_a_problem(pair: tuple[Path, Path]) -> None:
+    quantised = {"model": str(pair[0]), "quantization": "fp8"}
+    assert [p.where for p in backend.check(deployment(pair, target=quantised))] == ["target.quantization"]
+
+
+def test_a_gpu_that_is_not_there_is_refused(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match="b200"):
+        backend.engine(deployment(pair, hardware={"gpu": "b200"}))
