@@ -81,6 +81,8 @@ class Bench:
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         self.dtype = str(dtype).removeprefix("torch.")
         self.plain = self.llm.engine.plain()
+        for engine in (self.llm.engine, self.plain):  # the others compute every prompt whole, so we do
+            engine.decoder.slots.reuse = False  # type: ignore[attr-defined]
         self.reference = AutoModelForCausalLM.from_pretrained(target_folder("smollm2"), dtype=dtype).to(self.device)
         self.drafter = DFlashDraftModel.from_pretrained(bundled_drafter("smollm2"), dtype=dtype).to(self.device)
         self.dflash_generate = dflash_generate

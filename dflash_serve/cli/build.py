@@ -79,6 +79,7 @@ def _show_plan(recipe: Recipe, as_json: bool, console: Console) -> None:
 def _build(recipe: Recipe, folder: Path, as_json: bool, console: Console) -> None:
     from dflash_engines.pipeline import run
     from dflash_engines.plan import find_sources, make_steps
+    from dflash_engines.serving import write_deployments
 
     steps = make_steps(recipe)
     _require_tools(steps)
@@ -96,13 +97,16 @@ def _build(recipe: Recipe, folder: Path, as_json: bool, console: Console) -> Non
             console.print(f"{done.step.name:<20} {_line(done)}", markup=False, highlight=False)
 
     if as_json:
-        finished = run(steps, sources, folder)
+        run(steps, sources, folder)
+        write_deployments(recipe, sources, folder)
         typer.echo((folder / "manifest.json").read_text(encoding="utf-8"))
         return
     with status:
         finished = run(
             steps, sources, folder, begins=begins, ends=ends, say=lambda line: status.update(f"{current}: {line}")
         )
+    for path in write_deployments(recipe, sources, folder):
+        console.print(f"to serve it: {path}", markup=False)
     made = sum(done.state == "built" for done in finished)
     seconds = sum(done.manifest.seconds for done in finished if done.state == "built")
     console.print(

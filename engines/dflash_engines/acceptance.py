@@ -44,12 +44,22 @@ def measure(work: Work, deployment: Deployment, wanted: Prompts, formats: Sequen
         if length is None:
             raise UserError("no answer had a step to measure", where="acceptance", do="raise max_tokens")
         base = base or length
-        entry: dict[str, object] = {"acceptance_length": round(length, 4), "steps": statistics.steps}
+        error = standard_error(statistics)
+        entry: dict[str, object] = {
+            "acceptance_length": round(length, 4), "standard_error": round(error, 4), "steps": statistics.steps,
+        }  # fmt: skip
         if name != "bf16":
             entry |= {"of_bf16": round(length / base, 4), "enough": length / base >= ENOUGH[name]}
             shutil.rmtree(folder)
         measured[name] = entry
     return measured
+
+
+def standard_error(statistics: AcceptanceStatistics) -> float:
+    """Of the mean acceptance length, steps taken as independent: a ratio is only as sure as this."""
+    lengths, count = statistics.acceptance_lengths, sum(statistics.acceptance_lengths.values())
+    mean = sum(length * n for length, n in lengths.items()) / count
+    return float((sum(n * (length - mean) ** 2 for length, n in lengths.items()) / count / count) ** 0.5)
 
 
 def accept(

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from dflash_serve.backend import backend
 from dflash_serve.deployment import Deployment
-from dflash_serve.drafter.checkpoint import load_drafter
+from dflash_serve.drafter.checkpoint import load_drafter, read_config
 from dflash_serve.drafter.model import Drafter
+from dflash_serve.drafter.tensor_names import expected_tensors
 from dflash_serve.errors import UserError
+from dflash_serve.quantization.formats import FP8_MAX
 from dflash_serve.speculation.params import SamplingParams
 
 from .environment import need
@@ -112,6 +114,19 @@ def drafter_ranges(work: Work) -> Measured:
     samples[0].save(work.folder)
     largest = max(amax, key=lambda name: float(amax[name]))
     return {"blocks": sum(len(sample.anchors) for sample in samples), "largest": {largest: float(amax[largest])}}
+
+
+def free_ranges(work: Work) -> Measured:
+    """Step `drafter-ranges` without data: one range for all, and made-up inputs to compare graphs on."""
+    config, _ = read_config(work.inputs["drafter"])
+    products = [name.removesuffix(".weight") for name in expected_tensors(config) if name.endswith("_proj.weight")]
+    save_file({name: torch.tensor(FP8_MAX) for name in products}, work.folder / AMAX)
+    generator = torch.Generator().manual_seed(0)
+    anchors = (7, 20, 33, 40)
+    features = torch.randn(48, config.feature_size, generator=generator)
+    noise = torch.randn(len(anchors), config.block_size, config.hidden_size, generator=generator)
+    Sample(features, noise, anchors).save(work.folder)
+    return {"calibration": "none: activations may reach 448"}
 
 
 def _recorder(name: str, amax: dict[str, Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

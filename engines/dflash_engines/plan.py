@@ -17,7 +17,7 @@ CALIBRATION, ACCEPTANCE = "calibration prompts", "acceptance prompts"
 
 
 def find_sources(recipe: Recipe) -> dict[str, Source]:
-    """Target, drafter and prompts, with digests of what they hold.
+    """Those of target, drafter and prompts that a step needs, with digests of what they hold.
 
     Raises:
         UserError: one cannot be found.
@@ -26,8 +26,9 @@ def find_sources(recipe: Recipe) -> dict[str, Source]:
     if deployment.drafter is None:
         raise UserError("no drafter to build for", where="deployment.drafter", do="name one")
     acceptance = recipe.build.acceptance
+    wanted = {name for step in make_steps(recipe) for name in step.needs}
     found = {
-        "target": target_source(deployment.target),
+        "target": target_source(deployment.target) if "target" in wanted else None,
         "drafter": drafter_source(deployment.drafter),
         CALIBRATION: prompts_source(recipe.build.calibration.prompts),
         ACCEPTANCE: prompts_source(acceptance.prompts if acceptance else None),
@@ -43,7 +44,10 @@ def make_steps(recipe: Recipe) -> list[Step]:
 def _calibration(recipe: Recipe) -> Iterator[Step]:
     build, deployment = recipe.build, recipe.deployment
     needs_drafter_ranges = bool(build.drafter or build.onnx)
-    if build.target or build.checkpoints or needs_drafter_ranges:
+    free = build.calibration.free
+    if free and (build.target or build.checkpoints):
+        raise UserError("a target is calibrated on data", where="build.calibration.free", do="set it to false")
+    if build.target or build.checkpoints or (needs_drafter_ranges and not free):
         given = build.calibration
         parameters = {"count": given.count, "max_tokens": given.max_tokens, "length": deployment.limits.max_model_len}
         needs = ("target", *([CALIBRATION] if given.prompts else []))
@@ -58,14 +62,13 @@ def _calibration(recipe: Recipe) -> Iterator[Step]:
     if needs_drafter_ranges:
 
         def ranges(work: Work) -> Measured:
-            from .calibration import drafter_ranges
+            from .calibration import drafter_ranges, free_ranges
 
-            return drafter_ranges(work)
+            return free_ranges(work) if free else drafter_ranges(work)
 
-        about = "how large the drafter's activations get on them"
-        yield Step(
-            "drafter-ranges", ranges, ("target", "drafter", "answers"), {}, ("torch", "transformers"), about=about
-        )
+        needs = ("drafter",) if free else ("target", "drafter", "answers")
+        about = "no data: activations may reach 448" if free else "how large the drafter's activations get on them"
+        yield Step("drafter-ranges", ranges, needs, {"free": free}, ("torch", "transformers"), about=about)
 
 
 def _targets(recipe: Recipe) -> Iterator[Step]:
@@ -157,4 +160,5 @@ def _last(recipe: Recipe) -> Iterator[Step]:
         length = deployment.limits.max_model_len
         measured_on: dict[str, object] = {"count": wanted.count, "max_tokens": wanted.max_tokens, "length": length}
         needs = ("target", "drafter", ACCEPTANCE, *(f"drafter-{format}" for format in build.drafter))
-        yield Step("acceptance", acceptance, needs, measured_on, ("torch",), about="of every drafter, against bf16")
+        about = "of every drafter, against bf16"
+        yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 2, about)

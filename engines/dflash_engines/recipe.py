@@ -30,6 +30,14 @@ class Prompts(Frozen):
     """Of the target's answer to each."""
 
 
+class Calibration(Prompts):
+    """Data for activation ranges: the target's answers, or none."""
+
+    free: bool = False
+    """No data, and no target: the drafter's activations may reach 448 (an FP8 input scale of 1). For targets that the
+    embedded backend does not run. ModelOpt's own `quantize_drafter.py` does so and lost no acceptance in FP8."""
+
+
 class Checkpoints(Frozen):
     """TensorRT-LLM checkpoints for trtllm-build, which ended with 1.3.0rc20: legacy."""
 
@@ -44,7 +52,7 @@ class Build(Frozen):
     """Precisions of Hugging Face-form target checkpoints."""
     drafter: tuple[Format, ...] = ()
     """The same of the drafter."""
-    calibration: Prompts = Prompts()
+    calibration: Calibration = Calibration()
     checkpoints: Checkpoints | None = None
     onnx: tuple[OnnxPrecision, ...] = ()
     rtx: tuple[Compute, ...] = ()

@@ -117,26 +117,32 @@ def by_core(
 ) -> Tensor:
     """The same with the core drafter and its own store."""
     drafter = Drafter(config)
-    drafter.load_state_dict(weights)
-    drafter = drafter.to(dtype)
+    # Not `drafter.to(dtype)`: rotary frequencies stay in fp32.
+    drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
     store = KVStore(
         layers=config.num_layers, slots=batch, kv_heads=config.num_key_value_heads, capacity=80,
         head_dim=config.head_dim, dtype=dtype,
     )  # fmt: skip
     lengths = [0] * batch
 
-    def inject(slot: int, rows: Tensor) -> None:
+    def inject(slot: int, rows: Tensor, context: Tensor) -> None:
+        """Keeps the first `len(rows)` of the projected rows: like the worker, which projects all B and masks."""
         span = [Span(slot, lengths[slot], len(rows))]
-        store.write_all(span, *drafter.context_kv(drafter.project_context(rows), span_positions(span)))
+        k, v = drafter.context_kv(context, lengths[slot] + torch.arange(len(context)))
+        store.write_all(span, k[: len(rows)], v[: len(rows)])
         lengths[slot] += len(rows)
 
     for index in range(batch):
-        inject(index, features(config, index, PROMPTS[index]).flatten(-2).to(dtype))
+        rows = features(config, index, PROMPTS[index]).flatten(-2).to(dtype)
+        for part in (slice(0, 2), slice(2, None)):
+            if len(rows[part]):
+                inject(index, rows[part], drafter.project_context(rows[part]))
     hidden = torch.empty(0)
     for step in range(2):
         rows = features(config, 100 + step, batch, config.block_size).flatten(-2).to(dtype)
+        projected = drafter.project_context(rows.flatten(0, 1)).view(batch, config.block_size, -1)
         for index in range(batch):
-            inject(index, rows[index, : ACCEPTED[index]])
+            inject(index, rows[index, : ACCEPTED[index]], projected[index])
         spans = [Span(index, lengths[index], config.block_size) for index in range(batch)]
         attend = StoreAttention(store, spans, config.layers, config.num_attention_heads)
         noise = drafter.noise(torch.arange(batch) + 20 + step, target.model.embed_tokens.weight)
@@ -156,23 +162,20 @@ def test_it_drafts_what_the_core_drafts_in_fp32(shape: str, batch: int) -> None:
     weights, target = random_tensors(config), FakeTarget(config, torch.float32)
     ours = by_worker(plug_in(config, weights, torch.float32, target), batch, torch.float32)
     core = by_core(config, weights, batch, torch.float32, target)
-    # Exact but for the order of sums: one product for all context K/V, and attention per head instead of per group.
-    torch.testing.assert_close(ours, core, rtol=1e-5, atol=2e-5)
-    assert torch.equal(ours.argmax(-1), core.argmax(-1))
+    if shape == "features out of order":  # fc's columns are summed in another order
+        torch.testing.assert_close(ours, core, rtol=1e-5, atol=2e-5)
+    else:
+        assert torch.equal(ours, core)
 
 
 @pytest.mark.parametrize("batch", range(1, 9))
-@pytest.mark.parametrize("shape", ["full", "windowed", "windowed, then full"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_it_stays_within_a_thousandth_in_bf16(shape: str, batch: int) -> None:
-    """Against the core in fp32 both err as bf16 does; ours may not err more, by a thousandth of the logits."""
     config = tiny_drafter_config(**SHAPES[shape])
-    weights = {name: tensor.bfloat16().float() for name, tensor in random_tensors(config).items()}
-    low, high = FakeTarget(config, torch.bfloat16), FakeTarget(config, torch.float32)
-    high.load_state_dict({name: tensor.float() for name, tensor in low.state_dict().items()})
-    ours = by_worker(plug_in(config, weights, torch.bfloat16, low), batch, torch.bfloat16)
-    core = by_core(config, weights, batch, torch.bfloat16, low)
-    exact = by_core(config, weights, batch, torch.float32, high)
-    assert relative(ours, exact) <= relative(core, exact) + 1e-3
+    weights, target = random_tensors(config, dtype=torch.bfloat16), FakeTarget(config, torch.bfloat16)
+    ours = by_worker(plug_in(config, weights, torch.bfloat16, target), batch, torch.bfloat16)
+    core = by_core(config, weights, batch, torch.bfloat16, target)
+    assert relative(ours, core) < 1e-3
 
 
 @pytest.mark.parametrize("input_scale", [None, 0.2])

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ pytest.importorskip("modelopt", reason="needs dflash-serve[engines]")
 pytest.importorskip("onnxruntime", reason="needs dflash-serve[engines]")
 pytest.importorskip("tensorrt_rtx_bindings", reason="needs dflash-serve[engines]")
 
-from dflash_engines.calibration import ANSWERS, drafter_ranges
+from dflash_engines.calibration import ANSWERS, drafter_ranges, free_ranges
 from dflash_engines.onnx_export import export_fp16, export_quantized
 from dflash_engines.quantize_drafter import EXCLUDED, quantize_drafter, quantized_state
 from dflash_engines.quantize_target import quantize_target
-from dflash_engines.recipe import Checkpoints
+from dflash_engines.recipe import Checkpoints, OnnxPrecision
 from dflash_engines.rtx import compile_engines
 from dflash_engines.step import Measured, Work
 from dflash_engines.trtllm_checkpoint import write_checkpoints
@@ -75,7 +76,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     bench.folders["answers"] = bench.root / "answers"
     bench.run("drafter-ranges", drafter_ranges)
     for format in FORMATS:
-        bench.run(f"drafter-{format}", lambda work, format=format: quantize_drafter(work, format))
+        bench.run(f"drafter-{format}", partial(quantize_drafter, format=format))
     bench.run("onnx-fp16", export_fp16)
     return bench
 
@@ -105,6 +106,21 @@ def test_a_quantised_drafter_is_whole_and_names_what_it_left_out(format: Format,
     packed = {name for name, weight in weights.items() if isinstance(weight, QuantizedTensor)}
     assert packed == {name for name in weights if name.endswith("_proj.weight")}
     assert all(weights[name].input_scale is not None for name in packed)  # type: ignore[union-attr]
+
+
+def test_without_data_a_drafter_is_quantised_all_the_same(bench: Bench, tmp_path: Path) -> None:
+    alone = Bench(tmp_path)
+    alone.folders["drafter"] = bench.folders["drafter"]
+    alone.run("drafter-ranges", free_ranges)
+    measured = alone.run("drafter-fp8", partial(quantize_drafter, format="fp8"))
+    assert measured["worst_error"] < 0.04
+    _, weights = load_weights(alone.folders["drafter-fp8"])
+    scales = {
+        float(w.input_scale) for w in weights.values() if isinstance(w, QuantizedTensor) and w.input_scale is not None
+    }
+    assert scales == {1.0}
+    errors = alone.run("onnx-fp16", export_fp16)["relative_error"]
+    assert max(errors.values()) < 0.01
 
 
 @pytest.mark.parametrize(("format", "kv"), [("fp8", "FP8"), ("nvfp4", None)])
@@ -137,10 +153,10 @@ def test_quantised_graphs_compute_what_the_core_computes(precision: Any, bound: 
 
 
 def test_the_compiler_makes_engines_and_its_refusals_are_written_down(bench: Bench) -> None:
-    for precision in ("fp16", "nvfp4"):
-        compiled = bench.run(
-            f"rtx-{precision}", lambda work, p=precision: compile_engines(work, DEPLOYMENT, p, ("sm89", "sm120"))
-        )
+    precisions: tuple[OnnxPrecision, ...] = ("fp16", "nvfp4")
+    for precision in precisions:
+        step = partial(compile_engines, deployment=DEPLOYMENT, precision=precision, compute=("sm89", "sm120"))
+        compiled = bench.run(f"rtx-{precision}", step)
         for graph in ("block", "context"):
             assert compiled[f"{graph}.sm120"]["bytes"] > 0
             assert (bench.folders[f"rtx-{precision}"] / f"{graph}.sm120.engine").stat().st_size > 0

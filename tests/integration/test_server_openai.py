@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -249,6 +250,16 @@ def test_a_prefix_that_was_seen_before_is_reused_and_reported(client: OpenAI) ->
 NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
 
 
+def test_n_answers_compute_their_prompt_once(client: OpenAI, served: Running) -> None:
+    def reused() -> float:
+        lines = httpx.get(f"{served.url}/metrics").text.splitlines()
+        return float(next(line for line in lines if line.startswith("dflash:prompt_tokens_cached_total")).split()[-1])
+
+    before = reused()
+    complete(client, prompt=[77] * 30, n=4, temperature=1.0)
+    assert reused() - before == 3 * 29
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
@@ -268,6 +279,10 @@ NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"typ
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "invalid_value"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", None),
         ({"messages": [{"role": "user", "content": "x " * 600}]}, "messages", "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": "x " * 600_000}]}, "messages", "context_length_exceeded"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "", "invalid_value"),
+        ({"extra_body": {"stop_token_ids": list(range(129))}}, "", "invalid_value"),
+        ({"stop": ["x" * 257]}, "", "invalid_value"),
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template", "unknown_parameter"),
         ({"extra_body": {"logits_processors": ["os.system"]}}, "logits_processors", "unknown_parameter"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unknown_parameter"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from dflash_torch.target import target_folder
+from dflash_torch.target import load_tokenizer, target_folder
 from tests.support.prompts import word_problems
 from tests.support.sglang_server import Server, serving
 
@@ -33,35 +33,20 @@ def deployment(width: int | str) -> Deployment:
 
 
 @pytest.fixture(scope="module")
-def embedded() -> LLM:
-    deployment("off")
-    return LLM("smollm2", "smollm2", width=8, max_model_len=1024, max_batch_size=STREAMS)
-
-
-@pytest.fixture(scope="module")
-def prompts(embedded: LLM) -> Tokens:
-    return [embedded.engine.tokenise(prompt) for prompt in word_problems(PROMPTS)]  # type: ignore[attr-defined]
+def prompts() -> Tokens:
+    deployment("off")  # skips where there is no SmolLM2
+    tokenizer = load_tokenizer("smollm2")
+    encoded = [
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        for messages in word_problems(PROMPTS)
+    ]
+    return [list(one["input_ids"]) for one in encoded]
 
 
 @pytest.fixture(scope="module")
 def plain(prompts: Tokens, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
     with serving(deployment("off"), tmp_path_factory.mktemp("plain")) as server:
         return server.tokens(prompts, TOKENS, STREAMS)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(deployment(8), tmp_path_factory.mktemp("whole")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def automatic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("automatic")
-    table = folder / "cost.json"
-    table.write_text(json.dumps(FLAT_THEN_STEEP))
-    with serving(deployment("auto"), folder, env={"DFLASH_SERVE_COST_TABLE": str(table)}) as server:
-        yield server
 
 
 def acceptance_length(server: Server) -> float:
@@ -76,29 +61,28 @@ def mean_width(before: dict[str, float], after: dict[str, float]) -> float:
 
 
 def test_dflash_changes_no_token_and_accepts_what_the_embedded_engine_does(
-    embedded: LLM, prompts: Tokens, plain: Tokens, whole: Server
+    prompts: Tokens, plain: Tokens, tmp_path: Path
 ) -> None:
-    assert whole.tokens(prompts, TOKENS, STREAMS) == plain
+    with serving(deployment(8), tmp_path) as server:
+        assert server.tokens(prompts, TOKENS, STREAMS) == plain
+        found = acceptance_length(server)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    list(embedded.engine.stream(prompts, [params] * len(prompts)))
-    reference = embedded.engine.decoder.statistics.acceptance_length  # type: ignore[attr-defined]
-    assert acceptance_length(whole) > 1.1
-    assert acceptance_length(whole) == pytest.approx(reference, rel=0.05)
+    engine = LLM("smollm2", "smollm2", width=8, max_model_len=1024, max_batch_size=STREAMS).engine
+    list(engine.stream(prompts, [params] * len(prompts)))
+    reference = engine.decoder.statistics.acceptance_length  # type: ignore[attr-defined]
+    assert found > 1.1
+    assert found == pytest.approx(reference, rel=0.05)
 
 
-def test_a_policy_of_widths_changes_no_token(prompts: Tokens, plain: Tokens, automatic: Server) -> None:
-    assert automatic.tokens(prompts[:4], TOKENS) == plain[:4]
-    assert automatic.tokens(prompts, TOKENS, CROWD) == plain
-
-
-def test_one_stream_is_served_wide_and_a_crowd_narrow(prompts: Tokens, automatic: Server) -> None:
-    def steps() -> dict[str, float]:
-        return automatic.metrics("dflash_serve:steps_total", "width")
-
-    start = steps()
-    automatic.tokens(prompts[:3], TOKENS)
-    middle = steps()
-    automatic.tokens(prompts[:CROWD], TOKENS, CROWD)
-    alone, crowded = mean_width(start, middle), mean_width(middle, steps())
-    assert alone > 6
-    assert crowded < 3
+def test_one_stream_is_served_wide_and_a_crowd_narrow_and_no_token_changes(
+    prompts: Tokens, plain: Tokens, tmp_path: Path
+) -> None:
+    table = tmp_path / "cost.json"
+    table.write_text(json.dumps(FLAT_THEN_STEEP))
+    with serving(deployment("auto"), tmp_path, env={"DFLASH_SERVE_COST_TABLE": str(table)}) as server:
+        assert server.tokens(prompts[:3], TOKENS) == plain[:3]
+        alone = server.metrics("dflash_serve:steps_total", "width")
+        assert server.tokens(prompts, TOKENS, CROWD) == plain
+        both = server.metrics("dflash_serve:steps_total", "width")
+    assert mean_width({}, alone) > 6
+    assert mean_width(alone, both) < 3

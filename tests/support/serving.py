@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_torch.engine import EmbeddedEngine
+from dflash_torch.server.keys import ApiKeys
 from dflash_torch.server.listen import bind
 from dflash_torch.server.metrics import Metrics
 from dflash_torch.server.run import Server, server_of
@@ -48,7 +49,8 @@ def running(
     metrics = Metrics(MODEL)
     worker = Worker(start or (lambda: engine), metrics, max_queued=queue)
     metrics.watch(worker)
-    server = server_of(Service(ServerSettings(port=0, **settings), worker, metrics, MODEL))
+    chosen = ServerSettings(port=0, **settings)
+    server = server_of(Service(chosen, ApiKeys.read(chosen.api_key_file), worker, metrics, MODEL))
     listener = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -22,7 +22,7 @@ from dflash_serve.deployment import Deployment
 from dflash_sglang import SGLangBackend
 
 ON_CPU = ("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "8192",
-          "--speculative-draft-kv-cache-dtype", "auto")  # fmt: skip
+          "--speculative-draft-kv-cache-dtype", "auto", "--sleep-on-idle")  # fmt: skip
 """On top of our command: the last flag of a name wins. In float32 losslessness is exact."""
 ENVIRONMENT = {"SGLANG_PLATFORM": "torch_cpu", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 READY = "fired up and ready"

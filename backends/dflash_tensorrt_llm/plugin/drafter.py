@@ -162,7 +162,8 @@ class PlugInDrafter(nn.Module):
         config, rows = self.config, len(projected_hidden)
         shape = (rows, config.num_layers, 2, self.layout.kv_heads(config), config.head_dim)
         k, v = self._context(projected_hidden.to(self.dtype)).view(shape).unbind(dim=2)
-        k = F.rms_norm(k, (config.head_dim,), eps=config.rms_norm_eps) * self._k_norms
+        # In fp32 with one rounding at the end, as F.rms_norm does it with a weight; each layer has its own.
+        k = (F.rms_norm(k.float(), (config.head_dim,), eps=config.rms_norm_eps) * self._k_norms.float()).to(self.dtype)
         cos, sin = self._loaded().rotary(positions.reshape(-1))
         return rotate(k, cos[:, None], sin[:, None]), v.contiguous()
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from dflash_serve.deployment import Deployment, describe
 from dflash_serve.errors import UserError
 
+from .keys import ApiKeys
 from .listen import bind
 from .settings import ENV_PREFIX, ServerSettings
 
@@ -19,10 +20,10 @@ def main() -> None:
     try:
         deployment = Deployment.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
         settings = _settings()
-        listener = bind(settings.host, settings.port)
-        from .run import serve  # after the port is ours: this imports torch
+        keys, listener = ApiKeys.read(settings.api_key_file), bind(settings.host, settings.port)
+        from .run import serve  # after what can be wrong with the settings: this imports torch
 
-        code = serve(deployment, settings, listener)
+        code = serve(deployment, settings, keys, listener)
     except UserError as error:
         print(f"dflash-serve: {error}", file=sys.stderr)
         code = 2

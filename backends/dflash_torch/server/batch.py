@@ -64,6 +64,12 @@ class Batch:
         self.metrics.joined(sequence, monotonic() - ticket.arrived)
         return []
 
+    def soon_reusable(self, ticket: Ticket, part: Part) -> bool:
+        """Another answer to the same prompt is still computing what this part could copy once it is through."""
+        siblings = [seat.answer.sequence for seat in self.seats.values() if seat.ticket is ticket]
+        same = [s for s in siblings if s.token_ids[: s.prompt_length] == part.token_ids]
+        return bool(same) and not any(s.is_decoding for s in same)
+
     def drop_cancelled(self) -> list[Entry]:
         """Frees the slots of those nobody waits for."""
         gone = [sequence for sequence in self.decoder.running if self.seats[sequence.id].ticket.cancelled]

@@ -14,6 +14,11 @@ from dflash_serve.speculation.params import SamplingParams
 
 from .settings import AcceptanceMetrics
 
+MAX_BIASED_TOKENS = 1024
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKENS = 128
+"""Every step pays for these, and the neighbours with it."""
+
 
 class Strict(BaseModel):
     """Unknown fields are refused, null fields are as good as absent."""
@@ -100,7 +105,13 @@ class Generation(SamplingParams):
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> Generation:
+    def _within_reason(self) -> Generation:
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise ValueError(f"logit_bias: {len(self.logit_bias)} tokens, at most {MAX_BIASED_TOKENS} are taken")
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise ValueError(f"stop_token_ids: {len(self.stop_token_ids)}, at most {MAX_STOP_TOKENS} are taken")
+        if any(len(stop) > MAX_STOP_CHARACTERS for stop in self.stop):
+            raise ValueError(f"stop: a stop string has at most {MAX_STOP_CHARACTERS} characters")
         if self.stream_options.include_usage and not self.stream:
             raise ValueError("stream_options: only with stream: true")
         return self

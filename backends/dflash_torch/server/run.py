@@ -16,6 +16,7 @@ from dflash_serve.errors import UserError
 
 from ..engine import EmbeddedEngine
 from .app import guarded
+from .keys import ApiKeys
 from .metrics import Metrics
 from .service import Service
 from .settings import ServerSettings
@@ -64,18 +65,18 @@ class Server(uvicorn.Server):
         return self.service.worker.state == "broken"
 
 
-def serve(deployment: Deployment, settings: ServerSettings, listener: socket.socket) -> int:
+def serve(deployment: Deployment, settings: ServerSettings, keys: ApiKeys, listener: socket.socket) -> int:
     """Runs until it is told to stop; returns the exit code.
 
     Raises:
-        UserError: the key file is no use, or the deployment does not run here.
+        UserError: the deployment does not run here.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     model = settings.served_model_name or deployment.target.model
     metrics = Metrics(model)
     worker = Worker(lambda: _start(deployment), metrics, max_queued=deployment.limits.max_queued_requests)
     metrics.watch(worker)
-    server = server_of(Service(settings, worker, metrics, model))
+    server = server_of(Service(settings, keys, worker, metrics, model))
     log.info("serving %s on http://%s:%d", model, *listener.getsockname()[:2])
     server.run(sockets=[listener])
     return _outcome(server, worker)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from starlette.concurrency import run_in_threadpool
 
@@ -14,8 +15,8 @@ from dflash_serve.speculation.params import SamplingParams
 
 from ..engine import EmbeddedEngine
 from ..grammar import Grammar, Grammars
-from .door import ApiKeys
 from .errors import ApiError
+from .keys import ApiKeys
 from .metrics import Metrics
 from .names import TokenNames
 from .protocol import ChatRequest, CompletionRequest, Generation, JsonObject, JsonSchema, Regex
@@ -24,13 +25,15 @@ from .ticket import Part, Ticket
 from .worker import Worker
 from .writer import ChatWriter, CompletionWriter
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class Service:
     """Everything the routes need, in one place."""
 
-    def __init__(self, settings: ServerSettings, worker: Worker, metrics: Metrics, model: str) -> None:
-        self.settings, self.worker, self.metrics, self.model = settings, worker, metrics, model
-        self.keys = ApiKeys.read(settings.api_key_file)
+    def __init__(self, settings: ServerSettings, keys: ApiKeys, worker: Worker, metrics: Metrics, model: str) -> None:
+        self.settings, self.keys, self.worker, self.metrics, self.model = settings, keys, worker, metrics, model
         self.draining = False
         self._tokenising = asyncio.Lock()
         self._tools: tuple[Grammars, TokenNames] | None = None
@@ -136,6 +139,9 @@ class Service:
 
 def _tokenise(engine: EmbeddedEngine, prompt: Prompt, params: SamplingParams) -> list[int]:
     chat = bool(prompt) and not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+    if (characters := _characters(prompt)) > engine.decoder.capacity * _longest_token(engine.tokenizer):
+        what = f"{characters} characters, more than {engine.decoder.capacity} tokens can hold"
+        raise ApiError(400, what, param="messages" if chat else "prompt", code="context_length_exceeded")
     tokens = engine.tokenise(prompt)
     try:
         engine.decoder.check(tokens, params)
@@ -144,6 +150,19 @@ def _tokenise(engine: EmbeddedEngine, prompt: Prompt, params: SamplingParams) ->
         code = "context_length_exceeded" if len(tokens) >= engine.decoder.capacity else "invalid_value"
         raise ApiError(400, str(error), param=param, code=code) from None
     return tokens
+
+
+def _characters(prompt: Prompt) -> int:
+    """Of its text; 0 for token ids."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(message["content"]) for message in prompt if isinstance(message, Mapping))
+
+
+@cache
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """In characters: a bound on what a number of tokens can hold, so that hopeless texts are not tokenised."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def _child(params: SamplingParams, index: int) -> SamplingParams:

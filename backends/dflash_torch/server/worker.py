@@ -128,7 +128,7 @@ class Worker:
     def _seat_waiting(self, batch: Batch) -> None:
         while batch.decoder.free_slots:
             with self._changed:
-                if not self._waiting:
+                if not self._waiting or batch.soon_reusable(*self._waiting[0]):
                     return
                 ticket, part = self._waiting.popleft()
             self._post(batch.join(ticket, part))

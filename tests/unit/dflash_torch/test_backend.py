@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dflash_torch import backend
-from tests.support.tiny_target import write_tiny_pair
 
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
+from dflash_torch import backend
+from tests.support.tiny_target import write_tiny_pair
 
 
 @pytest.fixture(scope="module")

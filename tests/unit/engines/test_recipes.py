@@ -68,3 +68,12 @@ def test_a_plan_costs_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_drafter_alone_is_built_without_its_target(tmp_path: Path) -> None:
+    """What gpt-oss and Kimi need: nobody wants to fetch 600 GB to quantise 6."""
+    steps = make_steps(load_recipe(write(tmp_path, "build: {drafter: [fp8], onnx: [fp16], calibration: {free: true}}")))
+    assert [step.name for step in steps] == ["drafter-ranges", "drafter-fp8", "onnx-fp16"]
+    assert all("target" not in step.needs for step in steps)
+    with pytest.raises(UserError, match="a target is calibrated on data"):
+        make_steps(load_recipe(write(tmp_path, "build: {target: [fp8], calibration: {free: true}}")))

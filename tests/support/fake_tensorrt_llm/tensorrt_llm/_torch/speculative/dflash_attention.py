@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from dflash_serve.drafter.attention import attend, fold_mask
 
 
 def get_dflash_flash_attention() -> Callable[..., Tensor]:
@@ -30,17 +31,12 @@ def flash_attn_with_kvcache(
     for row, (slot, length) in enumerate(zip(cache_batch_idx.tolist(), cache_seqlens.tolist(), strict=True)):
         end = length + q.shape[1]
         k_cache[slot, length:end], v_cache[slot, length:end] = k[row], v[row]
-        keys, values = k_cache[slot, :end].transpose(0, 1), v_cache[slot, :end].transpose(0, 1)
-        groups = q.shape[2] // keys.shape[0]
-        visible = _visible(torch.arange(length, end), torch.arange(end), causal, window_size)
-        outs.append(
-            F.scaled_dot_product_attention(
-                q[row].transpose(0, 1)[None],
-                keys.repeat_interleave(groups, 0)[None],
-                values.repeat_interleave(groups, 0)[None],
-                attn_mask=visible,
-            )[0].transpose(0, 1)
-        )
+        first = max(0, length - window_size[0]) if window_size[0] >= 0 else 0
+        visible = _visible(torch.arange(length, end), torch.arange(first, end), causal, window_size)
+        mask = None if visible.all() else fold_mask(visible, q.shape[2] // k.shape[2], q.dtype)
+        # Summed in the core's order, so that what differs is the drafter's doing.
+        keys, values = (cache[slot, first:end].transpose(0, 1).contiguous() for cache in (k_cache, v_cache))
+        outs.append(attend(q[row], keys, values, mask))
     return torch.stack(outs)
 
 
