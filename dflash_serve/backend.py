@@ -100,9 +100,7 @@ class ServerBackend(Protocol):
         """
         ...
 
-    def command(
-        self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000
-    ) -> Command:
+    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
         """The engine's command line, for a folder that `prepare` has written."""
         ...
 

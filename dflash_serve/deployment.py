@@ -83,7 +83,7 @@ class KVCache(Frozen):
     dtype: Literal["auto", "bfloat16", "fp8", "nvfp4"] = "auto"
     """auto = as the target's checkpoint says."""
     block_reuse: bool | None = None
-    """Keep the blocks of finished prompts for others (prefix caching); None = only where the drafter does not starve."""
+    """Keep finished prompts' blocks for others (prefix caching); None = only where the drafter does not starve."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the free memory given to it; None = what the weights and the drafter's context leave."""
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dflash_serve.drafter.checkpoint import Checkpoint, open_checkpoint
 from dflash_serve.drafter.source import local_folder
+from dflash_serve.errors import UserError
 from dflash_serve.problem import Problem
 
+logger = logging.getLogger(__name__)
 PLAIN = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
 """Architectures that we understand to the last tensor; of SGLang's others only the names of tensors are checked."""
 READ_BY_SGLANG = "mask_embedding.pt"
@@ -18,14 +21,18 @@ READ_BY_SGLANG = "mask_embedding.pt"
 
 
 def draft_problems(server_args: Any) -> list[Problem]:
-    """Everything wrong with the draft named in `server_args`; nothing where none is named (SGLang says so itself).
+    """Everything wrong with the draft named in `server_args`.
 
-    Raises:
-        UserError: neither a folder nor an id that can be fetched.
+    Nothing where none is named, and where we cannot find it: SGLang has other ways (ModelScope, object stores), says
+    itself when they fail, and loads strictly what it finds.
     """
     if server_args.speculative_draft_model_path is None:
         return []
-    folder = local_folder(server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision)
+    try:
+        folder = local_folder(server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision)
+    except UserError as error:
+        logger.warning("dflash-serve: the draft was not checked: %s", error)
+        return []
     if not _is_plain(folder):
         return []
     checkpoint = open_checkpoint(folder)

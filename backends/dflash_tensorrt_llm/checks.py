@@ -17,7 +17,7 @@ Check = Callable[[Plan], Iterator[Problem]]
 
 def problems(plan: Plan) -> list[Problem]:
     """All of them, in the order a user would fix them."""
-    checks: list[Check] = [_release, _devices, _target_layout, _target_precision, _role]
+    checks: list[Check] = [_release, _devices, _queue, _target_layout, _target_precision, _role]
     if plan.drafter is not None:
         checks += [_drafter_fits, _speculation, _implementation, _drafter_layout, _block_reuse]
     return [problem for check in [*checks, memory_problems] for problem in check(plan)]
@@ -53,6 +53,13 @@ def _devices(plan: Plan) -> Iterator[Problem]:
         yield Problem(what, "parallel.nodes", f"set it to {-(-world // PER_NODE)} or more")
     if hardware.dtype == "float32":
         yield Problem("TensorRT-LLM does not serve in float32", "hardware.dtype", "set it to auto or bfloat16")
+
+
+def _queue(plan: Plan) -> Iterator[Problem]:
+    limits = plan.deployment.limits
+    if "max_queued_requests" in limits.model_fields_set:
+        what = f"TensorRT-LLM queues without bound, it cannot stop at {limits.max_queued_requests} requests"
+        yield Problem(what, "limits.max_queued_requests", "leave it out, and bound the queue at your gateway")
 
 
 def _target_layout(plan: Plan) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.model
 PROMPTS, TOKENS, STREAMS, CROWD = 20, 64, 10, 16
 FLAT_THEN_STEEP = {"target": {1: 1.0, 8: 1.0, 256: 32.0}, "draft": {1: 0.05, 16: 0.05}}
 """A machine on which 8 rows cost no more than one, and every further row costs in full."""
+SCHEMA = json.dumps({"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]})
 Tokens = list[list[int]]
 
 
@@ -43,10 +45,31 @@ def prompts() -> Tokens:
     return [list(one["input_ids"]) for one in encoded]
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What a server made of the prompts, of one with log probabilities and of one with a grammar."""
+
+    tokens: Tokens
+    logprobs: list[float]
+    schema: str
+
+
+def special_answers(server: Server, prompts: Tokens) -> tuple[list[float], str]:
+    logged = server.generate(prompts[0], 16, return_logprob=True)["meta_info"]["output_token_logprobs"]
+    schema = server.generate(prompts[1], 32, json_schema=SCHEMA, ignore_eos=False)["text"]
+    return [entry[0] for entry in logged], schema
+
+
+def assert_same_special_answers(server: Server, prompts: Tokens, plain: Answers) -> None:
+    logprobs, schema = special_answers(server, prompts)
+    assert logprobs == pytest.approx(plain.logprobs, abs=1e-3)
+    assert schema == plain.schema
+
+
 @pytest.fixture(scope="module")
-def plain(prompts: Tokens, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
+def plain(prompts: Tokens, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     with serving(deployment("off"), tmp_path_factory.mktemp("plain")) as server:
-        return server.tokens(prompts, TOKENS, STREAMS)
+        return Answers(server.tokens(prompts, TOKENS, STREAMS), *special_answers(server, prompts))
 
 
 def acceptance_length(server: Server) -> float:
@@ -61,13 +84,14 @@ def mean_width(before: dict[str, float], after: dict[str, float]) -> float:
 
 
 def test_dflash_changes_no_token_and_accepts_what_the_embedded_engine_does(
-    prompts: Tokens, plain: Tokens, tmp_path: Path
+    prompts: Tokens, plain: Answers, tmp_path: Path
 ) -> None:
     with serving(deployment(8), tmp_path) as server:
-        assert server.tokens(prompts, TOKENS, STREAMS) == plain
+        assert server.tokens(prompts, TOKENS, STREAMS) == plain.tokens
+        assert_same_special_answers(server, prompts, plain)
         found = acceptance_length(server)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    engine = LLM("smollm2", "smollm2", width=8, max_model_len=1024, max_batch_size=STREAMS).engine
+    engine = LLM("smollm2", str(tmp_path / "draft"), width=8, max_model_len=1024, max_batch_size=STREAMS).engine
     list(engine.stream(prompts, [params] * len(prompts)))
     reference = engine.decoder.statistics.acceptance_length  # type: ignore[attr-defined]
     assert found > 1.1
@@ -75,14 +99,15 @@ def test_dflash_changes_no_token_and_accepts_what_the_embedded_engine_does(
 
 
 def test_one_stream_is_served_wide_and_a_crowd_narrow_and_no_token_changes(
-    prompts: Tokens, plain: Tokens, tmp_path: Path
+    prompts: Tokens, plain: Answers, tmp_path: Path
 ) -> None:
     table = tmp_path / "cost.json"
     table.write_text(json.dumps(FLAT_THEN_STEEP))
     with serving(deployment("auto"), tmp_path, env={"DFLASH_SERVE_COST_TABLE": str(table)}) as server:
-        assert server.tokens(prompts[:3], TOKENS) == plain[:3]
+        assert server.tokens(prompts[:3], TOKENS) == plain.tokens[:3]
+        assert_same_special_answers(server, prompts, plain)
         alone = server.metrics("dflash_serve:steps_total", "width")
-        assert server.tokens(prompts, TOKENS, CROWD) == plain
+        assert server.tokens(prompts, TOKENS, CROWD) == plain.tokens
         both = server.metrics("dflash_serve:steps_total", "width")
     assert mean_width({}, alone) > 6
     assert mean_width(alone, both) < 3

@@ -70,6 +70,11 @@ def test_drafts_that_sglang_would_read_wrongly_are_found(tmp_path: Path) -> None
     assert "block size 16 is larger" in str(draft_problems(server_args(tmp_path / "zlab", 16))[0])
 
 
+def test_a_draft_that_only_sglang_can_find_is_left_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert draft_problems(server_args(tmp_path / "elsewhere")) == []
+    assert "the draft was not checked" in caplog.text
+
+
 def test_only_what_sglang_counts_is_counted() -> None:
     def request(rid: str, finished: bool = False, retracted: bool = False) -> Any:
         return SimpleNamespace(rid=rid, finished=lambda: finished, is_retracted=retracted)

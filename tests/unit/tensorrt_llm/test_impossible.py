@@ -161,6 +161,7 @@ IMPOSSIBLE = [
         "limits.max_num_tokens",
         "are 512 rows a step",
     ),
+    ("a bounded queue", QWEN, {"limits.max_queued_requests": 8}, NEW, "limits.max_queued_requests", "without bound"),
     (
         "an arena of hundreds of GiB",
         QWEN,
