@@ -129,7 +129,7 @@ def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = 
     Raises:
         UserError: a file that cannot be read, an unknown key or an impossible value (the first one is named).
     """
-    merged = _read_yaml(path) if path else {}
+    merged = _read_mapping(path) if path else {}
     environment: dict[str, Any] = EnvSettingsSource(_Environment)()
     for layer in (environment, flags or {}):
         merged = _overlay(merged, layer)
@@ -148,13 +148,22 @@ def describe(error: ValidationError) -> str:
     return f"{field}: {first['msg'].removeprefix('Value error, ')} (given: {first['input']!r})"
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> object:
+    """What a YAML file holds.
+
+    Raises:
+        UserError: it cannot be read, or is not YAML.
+    """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
     except yaml.YAMLError as error:
         raise UserError(f"not valid YAML ({' '.join(str(error).split())})", where=str(path)) from None
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    raw = read_yaml(path)
     if not isinstance(raw, dict):
         raise UserError("not a mapping", where=str(path), do="start with `target: {model: ...}`")
     return raw

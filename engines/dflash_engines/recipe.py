@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import Field, ValidationError
 
-from dflash_serve.deployment import Deployment, describe
+from dflash_serve.deployment import Deployment, describe, read_yaml
 from dflash_serve.drafter.config import Frozen, PositiveInt
 from dflash_serve.errors import UserError
 
@@ -76,13 +75,7 @@ def load_recipe(path: Path) -> Recipe:
         UserError: it cannot be read, has an unknown key or an impossible value.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
-    except yaml.YAMLError as error:
-        raise UserError(f"not valid YAML ({' '.join(str(error).split())})", where=str(path)) from None
-    try:
-        return Recipe.model_validate(_expand(raw))
+        return Recipe.model_validate(_expand(read_yaml(path)))
     except ValidationError as error:
         raise UserError(describe(error), where=str(path)) from None
 
