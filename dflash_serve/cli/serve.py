@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from dflash_serve.backend import ServerBackend, backend
+from dflash_serve.backend import Command, ServerBackend, backend
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
 from dflash_serve.problem import raise_problems
@@ -39,6 +40,10 @@ def serve(
     acceptance_metrics: Annotated[
         str | None, typer.Option(help="Acceptance in responses: none, summary or detailed.")
     ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where what the engine reads is written. [default: a new temporary one]")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Check, print the command and stop; nothing is written.")] = False,
 ) -> None:
     """Serve a target and its drafter behind an OpenAI-compatible API."""
     flags: dict[str, Any] = {
@@ -65,24 +70,47 @@ def serve(
         raise UserError(f"only the embedded backend's server has them: {names}", where=f"--backend {backend_name}")
     if deployment is None and target is None:
         raise UserError("nothing to serve", where="serve", do="give a deployment.yaml, or --target and --drafter")
-    become(chosen, load_deployment(deployment, flags), host, port, environment)
+    described = load_deployment(deployment, flags)
+    raise_problems(chosen.check(described))
+    if not dry_run:
+        folder = prepared(chosen, described, folder)
+    command = chosen.command(described, folder or Path(tempfile.gettempdir(), "dflash-serve"), host=host, port=port)
+    command = Command(command.argv, {**command.env, **environment})
+    if dry_run:
+        typer.echo(in_shell(command))
+    else:
+        become(command, chosen.name)
 
 
-def become(chosen: ServerBackend, deployment: Deployment, host: str, port: int, environment: dict[str, str]) -> None:
-    """Replaces this process by the engine's server: signals reach it, and its exit code is ours."""
-    raise_problems(chosen.check(deployment))
+def prepared(chosen: ServerBackend, deployment: Deployment, folder: Path | None) -> Path:
+    """The folder with what the engine reads.
+
+    Raises:
+        UserError: it cannot be written, or the backend refuses the deployment.
+    """
     try:
-        folder = Path(tempfile.mkdtemp(prefix="dflash-serve-"))
+        folder = folder or Path(tempfile.mkdtemp(prefix="dflash-serve-"))
         chosen.prepare(deployment, folder)
     except OSError as error:
-        do = "free some space, or set TMPDIR to another folder"
-        raise UserError(f"cannot be written ({error.strerror})", where=tempfile.gettempdir(), do=do) from None
-    command = chosen.command(deployment, folder, host=host, port=port)
+        do = "free some space, or name another --folder"
+        where = str(folder or tempfile.gettempdir())
+        raise UserError(f"cannot be written ({error.strerror})", where=where, do=do) from None
+    return folder
+
+
+def in_shell(command: Command) -> str:
+    """The command as one line for a POSIX shell, its own environment first."""
+    settings = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
+    return " ".join([*settings, shlex.join(command.argv)])
+
+
+def become(command: Command, backend_name: str) -> None:
+    """Replaces this process by the engine's server: signals reach it, and its exit code is ours."""
     sys.stdout.flush()
     try:
-        os.execvpe(command.argv[0], command.argv, {**os.environ, **command.env, **environment})  # noqa: S606
+        os.execvpe(command.argv[0], command.argv, {**os.environ, **command.env})  # noqa: S606
     except OSError as error:
-        do = f"install what --backend {chosen.name} needs"
+        do = f"install what --backend {backend_name} needs"
         raise UserError(f"cannot be started ({error.strerror})", where=command.argv[0], do=do) from None
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dflash_serve.cli.serve import become
+from dflash_serve.cli.serve import prepared
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
 from dflash_torch.backend import EmbeddedBackend, backend
@@ -156,8 +156,8 @@ def test_a_disk_without_room_for_the_deployment_is_one_line(
 ) -> None:
     monkeypatch.setattr(EmbeddedBackend, "prepare", full)
     deployment = load_deployment(flags={"target": {"model": str(tiny_folders[0])}})
-    with pytest.raises(UserError, match=r"No space left on device.*TMPDIR"):
-        become(backend, deployment, "127.0.0.1", 0, {})
+    with pytest.raises(UserError, match=r"No space left on device.*--folder"):
+        prepared(backend, deployment, None)
 
 
 def test_a_disk_without_room_for_the_converted_target_is_one_line(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,35 @@ def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
     error = serve("--target", "x", "--backend", "nothing")
     assert isinstance(error, UserError)
     assert "torch" in str(error)
+
+
+def dry_run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["serve", "--dry-run", *arguments])
+    assert result.exception is None
+    return result.stdout
+
+
+def test_a_dry_run_prints_the_command_and_writes_nothing(
+    folders: tuple[Path, Path], tmp_path: Path, became: dict[str, Any]
+) -> None:
+    folder = tmp_path / "a folder"
+    pair = ("--target", str(folders[0]), "--drafter", str(folders[1]))
+    printed = dry_run(*pair, "--folder", str(folder), "--port", "9001", "--drain-seconds", "7")
+    words = shlex.split(printed)
+    assert {"DFLASH_SERVE_HTTP_PORT=9001", "DFLASH_SERVE_HTTP_DRAIN_SECONDS=7.0"} <= set(words)
+    assert words[-3:] == ["-m", "dflash_torch.server", str(folder / "deployment.json")]
+    assert not folder.exists()
+    assert became == {}
+
+
+def test_a_dry_run_prints_what_is_started(folders: tuple[Path, Path], tmp_path: Path, became: dict[str, Any]) -> None:
+    arguments = ("--target", str(folders[0]), "--drafter", str(folders[1]), "--folder", str(tmp_path / "served"))
+    printed = dry_run(*arguments)
+    assert isinstance(serve(*arguments), Became)
+    assert shlex.split(printed)[-len(became["argv"]) :] == list(became["argv"])
+
+
+def test_a_dry_run_refuses_what_serving_would_refuse(folders: tuple[Path, Path]) -> None:
+    error = serve("--dry-run", "--target", str(folders[0]), "--drafter", str(folders[1]), "--block-size", "99")
+    assert isinstance(error, UserError)
+    assert "larger than the drafter's" in str(error)
