@@ -81,9 +81,9 @@ def _target_pass(decoder: Decoder, rows: int, slots: int) -> Callable[[], object
     used = 1 if rows <= 8 else slots
     spans = [Span(slot, CONTEXT, rows // used + (slot < rows % used)) for slot in range(used)]
     spans = [span for span in spans if span.length]
-    token_ids = torch.full((rows,), 1, device=decoder.target.device)
+    token_ids = [[1] * span.length for span in spans]
     layer_ids = decoder.speculator.target_layer_ids if decoder.speculator else ()
-    return lambda: decoder.target.logits(decoder.target(token_ids, spans, decoder.store, layer_ids).hidden).argmax(-1)
+    return lambda: decoder.target.logits(decoder.verify(token_ids, spans, layer_ids).hidden).argmax(-1)
 
 
 def _draft_pass(decoder: Decoder, speculator: Speculator, requests: int) -> Callable[[], object]:

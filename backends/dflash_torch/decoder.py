@@ -21,6 +21,7 @@ from dflash_serve.speculation.width import WidthPolicy
 
 from .ending import answer_length
 from .grammar import Grammar
+from .passes import TargetPass
 from .sequence import Sequence
 from .slots import Seat, Slots
 from .speculator import Speculator
@@ -56,7 +57,9 @@ class Decoder:
     ) -> None:
         self.target, self.speculator, self.policy = target, speculator, policy
         self.capacity, self.prefill_rows = capacity, prefill_rows
-        self.store = target.new_store(slots, capacity + 1)
+        widest = speculator.block_size if speculator else 1
+        self.store = target.new_store(slots, capacity + widest)
+        self.verify = TargetPass(target, self.store, widest)
         self.slots = Slots(slots, reuse=reuse_prefixes)
         self.running: list[Sequence] = []
         self.joined = 0
@@ -178,9 +181,7 @@ class Decoder:
         """One target pass over all rows -> hidden [rows, H] and each sequence's features [its rows, F*H]."""
         blocks = [p + d for p, d in zip(pending, drafts, strict=True)]
         spans = [Span(s.slot, s.verified, len(block)) for s, block in zip(sequences, blocks, strict=True)]
-        token_ids = torch.tensor([token for block in blocks for token in block], device=self.target.device)
-        layer_ids = self.speculator.target_layer_ids if self.speculator else ()
-        output = self.target(token_ids, spans, self.store, layer_ids)
+        output = self.verify(blocks, spans, self.speculator.target_layer_ids if self.speculator else ())
         if output.features is None:
             return output.hidden, [None] * len(blocks)
         return output.hidden, list(output.features.split([len(block) for block in blocks]))

@@ -11,15 +11,19 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.drafter.config import DrafterConfig
 from dflash_serve.problem import Problem
 
+from .local_gpus import local_gpus
 from .target.config import TargetConfig
 
 GIB = 2**30
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""Where it is, a GPU's own memory decides, which only the extra `[cuda]` can read."""
 
 
 def memory_problems(deployment: Deployment, target: TargetConfig, drafter: DrafterConfig | None) -> list[Problem]:
     """One where weights and stores together are more than what is free; none where that is not known."""
-    free = free_bytes()
-    needed = needed_bytes(deployment, target, drafter)
+    gpus = [] if deployment.hardware.gpu == "none" else local_gpus()
+    free = gpus[0].free if gpus else None if gpus is None and NVIDIA_DRIVER.exists() else free_bytes()
+    needed = needed_bytes(deployment, target, drafter, on_gpu=bool(gpus))
     if free is None or needed <= free:
         return []
     what = f"weights and K/V need {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free"
@@ -27,9 +31,12 @@ def memory_problems(deployment: Deployment, target: TargetConfig, drafter: Draft
     return [Problem(what, "limits", do)]
 
 
-def needed_bytes(deployment: Deployment, target: TargetConfig, drafter: DrafterConfig | None) -> int:
-    """Weights, and the stores of all slots at their full length, in the arithmetic of a CPU."""
-    size = 2 if deployment.hardware.dtype == "bfloat16" else 4
+def needed_bytes(
+    deployment: Deployment, target: TargetConfig, drafter: DrafterConfig | None, *, on_gpu: bool = False
+) -> int:
+    """Weights, and the stores of all slots at their full length."""
+    dtype = deployment.hardware.dtype
+    size = 2 if dtype == "bfloat16" or (dtype == "auto" and on_gpu) else 4
     rows = deployment.limits.max_batch_size * (deployment.limits.max_model_len or target.max_position_embeddings)
     numbers = _weights(target) + target.vocab_size * target.hidden_size * (1 if target.tie_word_embeddings else 2)
     numbers += rows * _kv_row(target)
@@ -49,9 +56,7 @@ def _kv_row(config: TargetConfig | DrafterConfig) -> int:
 
 
 def free_bytes() -> int | None:
-    """Memory to be had on a Linux machine that computes on its CPU; None = not known (a GPU's own memory decides)."""
-    if Path("/proc/driver/nvidia/version").exists():
-        return None
+    """Memory to be had on a Linux machine that computes on its CPU; None = not known."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024

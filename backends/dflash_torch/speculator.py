@@ -7,9 +7,10 @@ from collections.abc import Sequence as Many
 import torch
 from torch import Tensor
 
-from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention, span_positions
+from dflash_serve.drafter.kv_store import KVStore, Span, span_positions
 from dflash_serve.drafter.model import Drafter
 
+from .passes import DrafterPass
 from .sequence import Sequence
 from .target.model import TargetModel
 
@@ -29,6 +30,7 @@ class Speculator:
             dtype=target.embedding.dtype,
             device=target.device,
         )
+        self.fill = DrafterPass(target.embedding, self.store, block_size)
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
@@ -67,11 +69,6 @@ class Speculator:
             sequence.features.clear()
 
     def _fill_blocks(self, sequences: Many[Sequence]) -> Tensor:
-        """One pass over the blocks [anchor, mask x (B-1)] of all sequences -> hidden [sequences * B, H]."""
-        config = self.drafter.config
-        spans = [Span(s.slot, s.verified, self.block_size) for s in sequences]
-        anchors = torch.tensor([s.token_ids[-1] for s in sequences], device=self.target.device)
-        noise = self.drafter.noise(anchors, self.target.embedding, self.block_size)
-        attend = StoreAttention(self.store, spans, config.layers, config.num_attention_heads)
-        hidden: Tensor = self.drafter(noise, span_positions(spans, noise.device), attend)
-        return hidden
+        """One pass over the blocks of all sequences -> hidden [sequences * B, H]."""
+        anchors, starts = [s.token_ids[-1] for s in sequences], [(s.slot, s.verified) for s in sequences]
+        return self.fill(self.drafter, anchors, starts)

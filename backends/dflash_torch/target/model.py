@@ -1,8 +1,8 @@
 """The target: a dense decoder of the Llama and Qwen families over flat ragged rows and a preallocated K/V store.
 
 One forward serves prefill, decoding and block verification of any number of requests: the batch is the concatenation
-of their rows, and only attention knows where one request ends (`kv_store.StoreAttention`). Context features are taken
-at the chosen layers only. Weights are fused as they are read: qkv and gate_up are one product each.
+of their rows, and only attention knows where one request ends (`passes`). Context features are taken at the chosen
+layers only. Weights are fused as they are read: qkv and gate_up are one product each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention, span_positions
+from dflash_serve.drafter.kv_store import KVStore
 from dflash_serve.drafter.model import Attend, RMSNorm, modules
 from dflash_serve.drafter.rope import RotaryEmbedding, rotate
 
@@ -81,17 +81,17 @@ class TargetModel(nn.Module):
         return self.embedding.device
 
     def forward(
-        self, token_ids: Tensor, spans: Sequence[Span], store: KVStore, target_layer_ids: Sequence[int] = ()
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, target_layer_ids: Sequence[int] = ()
     ) -> TargetOutput:
-        """One pass over a flat batch; writes its K/V into the store at its spans.
+        """One pass over a flat batch.
 
         Args:
             token_ids: int64 [rows].
-            spans: where each sequence's rows lie; their lengths add up to rows.
+            positions: int64 [rows], of the rows in their sequences.
+            attend: attention over each sequence's K/V and the rows themselves, which it keeps.
             target_layer_ids: 0-based layers whose outputs are returned as features.
         """
-        cos, sin = self.rotary(span_positions(spans, self.device))
-        attend = StoreAttention(store, spans, self.config.layers, self.config.num_attention_heads)
+        cos, sin = self.rotary(positions)
         h, taken = F.embedding(token_ids, self.embedding), {}
         for index, layer in enumerate(self.layers):
             h = layer(h, cos, sin, attend)

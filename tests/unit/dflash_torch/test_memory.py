@@ -7,6 +7,7 @@ import pytest
 from dflash_serve.deployment import load_deployment
 from dflash_serve.drafter.checkpoint import read_config
 from dflash_torch import memory
+from dflash_torch.local_gpus import LocalGpu
 from dflash_torch.memory import memory_problems, needed_bytes
 from dflash_torch.target import load_target
 from dflash_torch.target.config import read_target_config
@@ -29,3 +30,19 @@ def test_what_does_not_fit_is_a_problem_where_that_is_known(
     monkeypatch.setattr(memory, "free_bytes", lambda: free)
     deployment = load_deployment(flags={"target": {"model": "t"}})
     assert len(memory_problems(deployment, read_target_config(folders[0]), None)) == problems
+
+
+def test_a_gpus_own_memory_decides_where_it_is_known(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = LocalGpu("NVIDIA H200", 90, memory=150 * 2**30, free=10**4, nvlinks=18)
+    monkeypatch.setattr(memory, "local_gpus", lambda: [gpu])
+    config = read_target_config(folders[0])
+    asked = {"target": {"model": "t"}}
+    assert len(memory_problems(load_deployment(flags=asked), config, None)) == 1
+    assert memory_problems(load_deployment(flags={**asked, "hardware": {"gpu": "none"}}), config, None) == []
+
+
+def test_half_precision_is_the_default_on_a_gpu(folders: tuple[Path, Path]) -> None:
+    deployment, config = load_deployment(flags={"target": {"model": "t"}}), read_target_config(folders[0])
+    assert needed_bytes(deployment, config, None) == 2 * needed_bytes(deployment, config, None, on_gpu=True)

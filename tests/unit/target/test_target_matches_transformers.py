@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from dflash_serve.drafter.kv_store import Span
+from dflash_torch.passes import TargetPass
 from dflash_torch.target import load_target
 
 SIZES: dict[str, Any] = {
@@ -42,8 +43,9 @@ FAMILIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["ragged", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_features_equal_transformers(family: str, tmp_path: Path) -> None:
+def test_logits_and_features_equal_transformers(family: str, static: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     reference = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
     for parameter in reference.parameters():  # HF starts biases at 0 and norms at 1, which would hide a lost one
@@ -54,11 +56,12 @@ def test_logits_and_features_equal_transformers(family: str, tmp_path: Path) -> 
     tokens, layer_ids = torch.randint(0, 97, (23,)), (0, 3, 1)
     with torch.inference_mode():
         expected = reference(tokens[None], output_hidden_states=True)
-        store = target.new_store(slots=2, capacity=40)
+        forward = TargetPass(target, target.new_store(slots=2, capacity=40), widest=16, static=static)
+        ids = tokens.tolist()
         # in three pieces and in slot 1, with another sequence sharing the first batch
-        first = target(torch.cat([tokens[:5], tokens[:9]]), [Span(0, 0, 5), Span(1, 0, 9)], store, layer_ids)
-        pieces = [first.hidden[5:], target(tokens[9:10], [Span(1, 9, 1)], store).hidden]
-        last = target(tokens[10:], [Span(1, 10, 13)], store, layer_ids)
+        first = forward([ids[:5], ids[:9]], [Span(0, 0, 5), Span(1, 0, 9)], layer_ids)
+        pieces = [first.hidden[5:], forward([ids[9:10]], [Span(1, 9, 1)], ()).hidden]
+        last = forward([ids[10:]], [Span(1, 10, 13)], layer_ids)
         logits = target.logits(torch.cat([*pieces, last.hidden]))
     torch.testing.assert_close(logits, expected.logits[0], rtol=1e-4, atol=1e-4)
     # hidden_states[0] is the embedding, so layer id's output is hidden_states[id + 1]; the last one there is normed

@@ -1,0 +1,67 @@
+"""The few shapes that decoding steps are padded to, so that each is captured once and used again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dflash_serve.drafter.kv_store import Span
+
+SHORTEST = 256
+"""Keys read at least; lengths double from here."""
+LONGEST = 4096
+"""Keys read at most: beyond, reading what is only padding would cost more than launching kernels one by one."""
+
+
+class Shape(NamedTuple):
+    """N sequences of W rows each, that attend over the first `length` positions of their slots."""
+
+    sequences: int
+    width: int
+    length: int
+
+
+def shape_of(spans: Sequence[Span], *, slots: int, widest: int, capacity: int) -> Shape | None:
+    """The smallest shape that holds these spans; None where none does (a prefill, a context too long or too full).
+
+    Args:
+        slots: most sequences of a step.
+        widest: most rows of a sequence in a decoding step, B.
+        capacity: positions of a slot.
+    """
+    rows = max(span.length for span in spans)
+    if rows > widest:
+        return None
+    width = _at_least(rows, 1, widest)
+    end = max(span.start for span in spans) + width
+    if end > min(capacity, LONGEST):
+        return None
+    return Shape(_at_least(len(spans), 1, slots), width, _at_least(end, SHORTEST, capacity))
+
+
+def padded_table(spans: Sequence[Span], rows: Sequence[Sequence[int]], shape: Shape) -> list[list[int]]:
+    """[slot, start, numbers...] for each of N sequences; the last one is repeated: it writes the same K/V again.
+
+    Args:
+        rows: numbers of each span, as many as it has rows or fewer than W; filled up with 0.
+    """
+    table = [
+        [span.slot, span.start, *numbers, *[0] * (shape.width - len(numbers))]
+        for span, numbers in zip(spans, rows, strict=True)
+    ]
+    return table + [table[-1]] * (shape.sequences - len(table))
+
+
+def real_rows(spans: Sequence[Span], shape: Shape) -> list[int] | None:
+    """Which of the N x W rows are the spans' own; None = all of them, in order."""
+    if len(spans) == shape.sequences and all(span.length == shape.width for span in spans):
+        return None
+    return [n * shape.width + row for n, span in enumerate(spans) for row in range(span.length)]
+
+
+def _at_least(number: int, first: int, last: int) -> int:
+    """The first of first, 2 first, 4 first, ..., last that is not below `number`."""
+    size = first
+    while size < number:
+        size *= 2
+    return min(size, last)
