@@ -40,9 +40,9 @@ class ErrorBody(BaseModel):
 
 
 FAULTS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 431, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 431, "4XX", 500, 503)
 }
-"""What any route may answer, for the OpenAPI document."""
+"""What any route may answer, for the OpenAPI document; 4XX keeps FastAPI from adding a 422 of its own."""
 
 
 class ApiError(Exception):
