@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
 
+import torch
+
 from dflash_serve.drafter.checkpoint import load_drafter
 from dflash_serve.speculation.width import FixedWidth, WidthPolicy
 from dflash_torch.decoder import Decoder
@@ -42,14 +44,15 @@ def tiny_engine(
     truth: Mapping[tuple[int, ...], list[int]] | None = None,
     reuse_prefixes: bool = True,
     prefill_rows: int = 1024,
+    device: str = "cpu",
 ) -> EmbeddedEngine:
     """The pair of `write_tiny_pair`, running; width 1 = no speculator at all."""
-    target = load_target(str(folders[0]))
+    target = load_target(str(folders[0]), dtype=torch.float32, device=device)
     capacity = target.config.max_position_embeddings
     speculator: Speculator | None = None
     if width != 1:
         kind = Speculator if truth is None else OracleSpeculator
-        drafter = load_drafter(folders[1])
+        drafter = load_drafter(folders[1], dtype=torch.float32, device=device)
         speculator = kind(drafter, target, block_size=drafter.config.block_size, slots=slots, capacity=capacity)
         if isinstance(speculator, OracleSpeculator):
             speculator.truth = truth or {}

@@ -1,0 +1,93 @@
+"""What only a GPU can show of the embedded backend and of training: `pytest tests/gpu` on a machine that has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_serve import SamplingParams
+from dflash_serve.drafter.config import AttentionKind
+from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention
+from dflash_serve.training.blocks import lay_out
+from dflash_serve.training.forward import BlockForward
+from dflash_torch.engine import EmbeddedEngine
+from dflash_torch.flashinfer_attention import FlashInferAttention
+from dflash_torch.local_gpus import local_gpus
+from dflash_torch.passes import DrafterPass, TargetPass
+from tests.support.embedded import PROMPTS, tiny_engine
+from tests.support.tiny_target import write_tiny_pair
+from tests.unit.training.test_attention import ANCHORS, inputs, random_drafter
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+def ragged(engine: EmbeddedEngine) -> EmbeddedEngine:
+    decoder, speculator = engine.decoder, engine.decoder.speculator
+    assert speculator is not None
+    decoder.verify = TargetPass(decoder.target, decoder.store, speculator.block_size, static=False)
+    embedding, block = decoder.target.embedding, speculator.block_size
+    speculator.fill = DrafterPass(embedding, speculator.store, block, static=False)
+    return engine
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_graphs_change_no_token(folders: tuple[Path, Path], temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=3)
+    captured = tiny_engine(folders, device="cuda")
+    answers = []
+    for engine in (tiny_engine(folders), ragged(tiny_engine(folders, device="cuda")), captured):
+        list(engine.stream(PROMPTS, [params] * len(PROMPTS)))
+        answers.append([output.token_ids for output in engine.outputs()])
+    assert answers[0] == answers[1] == answers[2]
+    assert any(work.graph is not None for work in captured.decoder.verify.captured.values())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 32])
+def test_flashinfer_attends_as_we_do(causal: bool, window: int | None) -> None:
+    pytest.importorskip("flashinfer", reason="the extra [cuda] is not installed")
+    kind, spans = AttentionKind(causal=causal, window=window), [Span(2, 40, 3), Span(0, 0, 9), Span(3, 251, 1)]
+    q, k, v = (torch.randn(13, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (6, 2, 2))
+    outs = []
+    for make in (StoreAttention, FlashInferAttention):
+        torch.manual_seed(0)
+        store = KVStore(layers=1, slots=4, kv_heads=2, capacity=300, head_dim=64, dtype=torch.bfloat16, device="cuda")
+        store.keys.normal_()
+        store.values.normal_()
+        outs.append(make(store, spans, [kind], 6)(0, q, k, v))
+    torch.testing.assert_close(outs[1], outs[0], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("kind", [AttentionKind(), AttentionKind(window=6, causal=True)], ids=str)
+def test_training_through_flex_attention_is_training_on_a_cpu(kind: AttentionKind) -> None:
+    losses, gradients = [], []
+    for device in ("cpu", "cuda"):
+        drafter = random_drafter(kind).to(device)
+        sequences, features, embedding = inputs(drafter.config)
+        anchors = [torch.tensor(places, device=device) for places in ANCHORS]
+        blocks = lay_out([s.to(device) for s in sequences], anchors, drafter.config.block_size)
+        forward = BlockForward(drafter, embedding.to(device), dtype=torch.float32)
+        loss = forward(blocks, [f.to(device) for f in features]).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        assert drafter.fc.weight.grad is not None
+        gradients.append(drafter.fc.weight.grad.cpu())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-4, rtol=1e-3)
+
+
+def test_the_driver_tells_what_torch_knows() -> None:
+    gpus = local_gpus()
+    if gpus is None:
+        pytest.skip("the extra [cuda] is not installed")
+    properties = torch.cuda.get_device_properties(0)
+    assert gpus[0].name == properties.name
+    assert gpus[0].compute == 10 * properties.major + properties.minor
+    assert gpus[0].memory == pytest.approx(properties.total_memory, rel=0.05)
