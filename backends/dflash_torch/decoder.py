@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from dflash_serve.drafter.kv_store import Span
-from dflash_serve.errors import UserError
-from dflash_serve.speculation.noise import fresh_seed
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.speculation.width import WidthPolicy
 
+from .admission import check_request
 from .ending import answer_length
 from .grammar import Grammar
 from .passes import TargetPass
@@ -26,7 +25,7 @@ from .sequence import Sequence
 from .slots import Seat, Slots
 from .speculator import Speculator
 from .target.model import TargetModel
-from .verdict import Gain, judge
+from .verdict import Gain, judge, last_rows
 
 BACKLOG = 256
 """Rows of features that may wait for a draft; while speculation does not pay, they are injected in such portions."""
@@ -85,24 +84,10 @@ class Decoder:
             UserError: as `check`.
         """
         self.check(token_ids, params)
-        prompt = list(token_ids)
-        seat = self.slots.take(prompt, salt)
+        seat = self.slots.take(list(token_ids), salt)
         self._copy_prefix(seat)
-        sequence = Sequence(
-            id=self.joined,
-            slot=seat.slot,
-            token_ids=prompt,
-            prompt_length=len(prompt),
-            limit=min(self.capacity, len(prompt) + (params.max_tokens or self.capacity)),
-            params=params,
-            seed=fresh_seed() if params.seed is None else params.seed,
-            statistics=AcceptanceStatistics(),
-            grammar=grammar,
-            salt=salt,
-            reused=seat.reused,
-            verified=seat.reused,
-            injected=seat.reused,
-        )
+        limit = min(self.capacity, len(token_ids) + (params.max_tokens or self.capacity))
+        sequence = Sequence.seated(self.joined, seat, token_ids, params, limit=limit, grammar=grammar, salt=salt)
         self.joined += 1
         self.slots.give(sequence)
         self.running.append(sequence)
@@ -112,18 +97,9 @@ class Decoder:
         """Refuses what could not run.
 
         Raises:
-            UserError: an empty prompt, one that leaves no room for an answer, or token ids outside the vocabulary.
+            UserError: as `admission.check_request`.
         """
-        vocab = self.target.config.vocab_size
-        if not token_ids:
-            raise UserError("it has no tokens", where="prompt", do="send at least one")
-        if len(token_ids) >= self.capacity:
-            do = "shorten it, or raise limits.max_model_len if the target allows"
-            raise UserError(f"{len(token_ids)} tokens, but the model holds {self.capacity}", where="prompt", do=do)
-        if min(token_ids) < 0 or max(token_ids) >= vocab:
-            raise UserError(f"a token id is outside the vocabulary of {vocab}", where="prompt")
-        if max(params.logit_bias, default=0) >= vocab:
-            raise UserError(f"a token id is outside the vocabulary of {vocab}", where="logit_bias")
+        check_request(token_ids, params, capacity=self.capacity, vocab_size=self.target.config.vocab_size)
 
     def leave(self, sequence: Sequence, *, sound: bool = True) -> None:
         """Lets a sequence go, finished or not; its slot is free from the next step on.
@@ -193,7 +169,7 @@ class Decoder:
         heads = [i for i, s in enumerate(sequences) if len(pending[i]) == len(s.pending)]
         if not heads:
             return {}
-        rows = _last_rows(pending, drafts, heads)
+        rows = last_rows(pending, drafts, heads)
         logits = self.target.logits(hidden if rows is None else hidden[rows])
         gains = judge([sequences[i] for i in heads], [drafts[i] for i in heads], logits)
         return dict(zip(heads, gains, strict=True))
@@ -227,15 +203,3 @@ class Decoder:
         if sequence.finish_reason is not None or sequence.failure is not None:
             self.leave(sequence)
         return gain.first(count)
-
-
-def _last_rows(pending: list[list[int]], drafts: list[list[int]], heads: list[int]) -> list[int] | None:
-    """Rows of the flat batch whose logits are needed: each head's anchor and drafted slots. None = all of them."""
-    rows: list[int] = []
-    first = 0
-    for index, (prompt, draft) in enumerate(zip(pending, drafts, strict=True)):
-        end = first + len(prompt) + len(draft)
-        if index in heads:
-            rows += range(end - len(draft) - 1, end)
-        first = end
-    return None if len(rows) == first else rows

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from dflash_serve.outputs import FinishReason
+from dflash_serve.speculation.noise import fresh_seed
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from .grammar import Grammar
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The slot of a new sequence; its first `reused` tokens are to be copied from `donor`, None where there is none."""
+
+    slot: int
+    donor: Sequence | None = None
+    reused: int = 0
 
 
 @dataclass
@@ -46,6 +57,35 @@ class Sequence:
     """The token that ended the answer; its text is no part of it."""
     failure: str | None = None
     """Why it could not go on, where that is its own fault; it has left then."""
+
+    @classmethod
+    def seated(
+        cls,
+        number: int,
+        seat: Seat,
+        prompt: Many[int],
+        params: SamplingParams,
+        *,
+        limit: int,
+        grammar: Grammar | None,
+        salt: str,
+    ) -> Sequence:
+        """A new one in its slot, with the prefix that was copied there."""
+        return cls(
+            id=number,
+            slot=seat.slot,
+            token_ids=list(prompt),
+            prompt_length=len(prompt),
+            limit=limit,
+            params=params,
+            seed=fresh_seed() if params.seed is None else params.seed,
+            statistics=AcceptanceStatistics(),
+            grammar=grammar,
+            salt=salt,
+            reused=seat.reused,
+            verified=seat.reused,
+            injected=seat.reused,
+        )
 
     @property
     def pending(self) -> list[int]:

@@ -8,18 +8,8 @@ reused together: a prefix without the drafter's context would cost acceptance.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 
-from .sequence import Sequence
-
-
-@dataclass(frozen=True)
-class Seat:
-    """The slot of a new sequence; its first `reused` tokens are to be copied from `donor`, None where there is none."""
-
-    slot: int
-    donor: Sequence | None = None
-    reused: int = 0
+from .sequence import Seat, Sequence
 
 
 class Slots:

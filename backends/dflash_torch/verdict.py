@@ -95,3 +95,15 @@ def _counts(sequences: Many[Sequence], batch: SamplingBatch, vocab: int, device:
         return None
     prompts = [s.token_ids[: s.prompt_length] for s in sequences]
     return TokenCounts.of(prompts, [s.output_ids for s in sequences], vocab, device)
+
+
+def last_rows(pending: list[list[int]], drafts: list[list[int]], heads: list[int]) -> list[int] | None:
+    """Rows of the flat batch whose logits are needed: each head's anchor and drafted slots. None = all of them."""
+    rows: list[int] = []
+    first = 0
+    for index, (prompt, draft) in enumerate(zip(pending, drafts, strict=True)):
+        end = first + len(prompt) + len(draft)
+        if index in heads:
+            rows += range(end - len(draft) - 1, end)
+        first = end
+    return None if len(rows) == first else rows
