@@ -21,8 +21,8 @@ from .admission import check_request
 from .ending import answer_length
 from .grammar import Grammar
 from .passes import TargetPass
-from .sequence import Sequence
-from .slots import Seat, Slots
+from .sequence import Seat, Sequence
+from .slots import Slots
 from .speculator import Speculator
 from .target.model import TargetModel
 from .verdict import Gain, judge, last_rows

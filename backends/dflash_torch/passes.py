@@ -47,7 +47,8 @@ class TargetPass:
     def _run(self, token_ids: Tensor, spans: Many[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
         config = self.target.config
         attend = ragged_attention(self.store, spans, config.layers, config.num_attention_heads)
-        return self.target(token_ids, span_positions(spans, self.target.device), attend, layer_ids)
+        output: TargetOutput = self.target(token_ids, span_positions(spans, self.target.device), attend, layer_ids)
+        return output
 
     def _work(self, table: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> tuple[Tensor, ...]:
         config = self.target.config
