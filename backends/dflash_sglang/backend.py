@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dflash_serve.backend import Command, Engine, Metrics
 from dflash_serve.deployment import Deployment
+from dflash_serve.deployment_checks import changed_files
 from dflash_serve.errors import UserError
 from dflash_serve.problem import Problem, raise_problems
 
@@ -48,12 +49,13 @@ class SGLangBackend:
         raise UserError("it runs as a server only", where="--backend sglang", do="use `dflash-serve serve`")
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
-        """Writes draft/.
+        """Writes draft/. A built target or drafter is held against its manifest first, byte for byte.
 
         Raises:
-            UserError: the first problem of `check`, or a drafter that cannot be read.
+            UserError: the first problem of `check`, a built file that was changed, or a drafter that cannot be read.
         """
         plan = self._sound_plan(deployment)
+        raise_problems(changed_files(deployment))
         if plan.checkpoint is not None:
             write_draft_folder(plan.checkpoint, folder.resolve() / DRAFT)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dflash_serve.deployment_checks import block_problems, length_problems
 from dflash_serve.drafter.config import DrafterConfig
 from dflash_serve.drafter.pairing import check_pairing
 from dflash_serve.problem import Problem
@@ -13,6 +14,12 @@ from .parallel_checks import parallel_problems
 from .plan import Plan
 from .precision_checks import precision_problems
 from .release import installed, release_problems
+
+CAPTURING = (
+    *("beam", "deepseek", "gemma4", "glm4_moe_lite", "glm5", "gpt_oss", "inkling", "kimi", "laguna", "lfm2", "llama"),
+    *("mimo", "minicpm", "minimax", "mistral", "muse", "nanbeige", "nemotron", "qwen3"),
+)
+"""Families (model_type's beginning) whose SGLang model hands out hidden states (`set_dflash_layers_to_capture`)."""
 
 
 def problems(plan: Plan) -> list[Problem]:
@@ -30,22 +37,15 @@ def problems(plan: Plan) -> list[Problem]:
 
 
 def _drafter_problems(plan: Plan, drafter: DrafterConfig) -> Iterator[Problem]:
-    target, speculation = plan.target, plan.deployment.speculation
-    block = speculation.block_size or drafter.block_size
-    if block > drafter.block_size:
-        what = f"block_size {block} is larger than the drafter's {drafter.block_size}"
-        do = f"use {drafter.block_size} or less: SGLang would only warn and draft slots it was not trained for"
-        yield Problem(what, "speculation.block_size", do)
-    if isinstance(speculation.width, int) and speculation.width > block:
-        what = f"width {speculation.width} is larger than the block of {block} slots"
-        yield Problem(what, "speculation.width", f"use 1 to {block}, auto or off")
-    if not target.hands_out_features:
-        what = f"SGLang's model for {target.shape.model_type!r} does not hand out hidden states"
+    yield from block_problems(plan.deployment, drafter)
+    family = plan.target.shape.model_type
+    if not family.startswith(CAPTURING):
+        what = f"SGLang's model for {family!r} does not hand out hidden states"
         yield Problem(what, "target.model", "serve without a drafter, or use another backend")
     if drafter.has_mask_embedding:
         what = "SGLang reads a mask embedding from a pickle only, which we never write"
         yield Problem(what, "drafter.model", "use a drafter that masks with a token, or another backend")
-    if drafter.embedding_scale != 1.0 and not target.shape.model_type.startswith("gemma"):
+    if drafter.embedding_scale != 1.0 and not family.startswith("gemma"):
         what = f"input_embedding_scale is {drafter.embedding_scale}, SGLang scales for Gemma targets only"
         yield Problem(what, "drafter.model", "use another backend")
     yield from _attention(plan, drafter)
@@ -74,9 +74,7 @@ def _attention(plan: Plan, drafter: DrafterConfig) -> Iterator[Problem]:
 
 
 def _limits(plan: Plan) -> Iterator[Problem]:
-    asked, most = plan.deployment.limits.max_model_len, plan.target.shape.max_position_embeddings
-    if asked is not None and most is not None and asked > most:
-        yield Problem(f"{asked} is more than the target's {most} positions", "limits.max_model_len", f"use {most}")
+    yield from length_problems(plan.deployment, plan.target.shape)
     window = plan.deployment.speculation.draft_window
     if window is not None and plan.checkpoint is None:
         yield Problem("there is no drafter", "speculation.draft_window", "name one, or remove the window")

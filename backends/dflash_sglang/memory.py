@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
-from dflash_serve.drafter.config import DrafterConfig
-from dflash_serve.drafter.tensor_names import expected_tensors
+from dflash_serve.drafter.footprint import context_bytes, weight_bytes
+from dflash_serve.gpus import GIB, Gpu
 from dflash_serve.problem import Problem
 
-from .gpus import GIB, Gpu
 from .plan import Plan
 
 RUNTIME = 3 * GIB
@@ -58,19 +56,9 @@ def memory_of(plan: Plan, gpu: Gpu) -> Memory:
     token //= 1 if plan.target.latent else min(split, plan.target.kv_heads)
     drafter = 0
     if plan.drafter is not None:
-        drafter = drafter_bytes(plan.drafter) // split
-        token += draft_token_bytes(plan.drafter) // min(split, plan.drafter.num_key_value_heads)
+        drafter = weight_bytes(plan.drafter) // split
+        token += context_bytes(plan.drafter) // min(split, plan.drafter.num_key_value_heads)
     return Memory(gpu.memory, plan.target.weight_bytes // parallel.tensor, drafter, token)
-
-
-def drafter_bytes(drafter: DrafterConfig) -> int:
-    """Its weights in bf16."""
-    return 2 * sum(prod(shape) for shape in expected_tensors(drafter).values())
-
-
-def draft_token_bytes(drafter: DrafterConfig) -> int:
-    """K and V of one context token in all its layers, bf16."""
-    return 2 * drafter.num_layers * drafter.num_key_value_heads * drafter.head_dim * 2
 
 
 def memory_problems(plan: Plan) -> Iterator[Problem]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from dflash_serve.assets import bundled_drafter
 from dflash_serve.deployment import Deployment
+from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.drafter.checkpoint import Checkpoint, open_checkpoint
 from dflash_serve.drafter.config import DrafterConfig
-
-from .gpus import GPUS, Gpu
-from .target import Target, read_target
+from dflash_serve.drafter.source import drafter_source
+from dflash_serve.gpus import GPUS, Gpu
+from dflash_serve.target_layout import TargetLayout, read_target_layout, target_configuration
 
 NATIVE, OURS = "DFLASH", "DFLASH_SERVE"
 """SGLang's own algorithm, and the one our plug-in registers, whose width follows the policy."""
@@ -22,7 +21,7 @@ class Plan:
     """What is served, as far as files tell."""
 
     deployment: Deployment
-    target: Target
+    target: TargetLayout
     checkpoint: Checkpoint | None
     """None = no speculation."""
 
@@ -56,17 +55,6 @@ class Plan:
         return GPUS.get(self.deployment.hardware.gpu or "none")
 
 
-def uses_drafter(deployment: Deployment) -> bool:
-    """Whether the drafter is loaded at all."""
-    return deployment.drafter is not None and deployment.speculation.width not in ("off", 1)
-
-
-def drafter_source(deployment: Deployment) -> str | Path:
-    """Folder or hub id of the drafter; the bundled alias becomes its folder."""
-    assert deployment.drafter is not None
-    return bundled_drafter(deployment.drafter.model) or deployment.drafter.model
-
-
 def make_plan(deployment: Deployment) -> Plan:
     """Reads config.json files and safetensors headers.
 
@@ -76,5 +64,6 @@ def make_plan(deployment: Deployment) -> Plan:
     checkpoint = None
     if uses_drafter(deployment):
         assert deployment.drafter is not None
-        checkpoint = open_checkpoint(drafter_source(deployment), deployment.drafter.revision)
-    return Plan(deployment, read_target(deployment.target), checkpoint)
+        checkpoint = open_checkpoint(drafter_source(deployment.drafter.model), deployment.drafter.revision)
+    target = read_target_layout(target_configuration(deployment.target), deployment.target)
+    return Plan(deployment, target, checkpoint)

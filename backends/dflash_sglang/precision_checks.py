@@ -27,7 +27,7 @@ def _target(plan: Plan) -> Iterator[Problem]:
     elif asked in ("nvfp4", "mxfp4") and native is None:
         what = f"{asked} is asked for, but the checkpoint is not quantised"
         yield Problem(what, where, f"give a checkpoint in {asked}; `dflash-serve build` makes one")
-    if (asked == "nvfp4" or native == "nvfp4") and gpu is not None and not gpu.fp4:
+    if (asked == "nvfp4" or native == "nvfp4") and gpu is not None and not gpu.is_blackwell:
         yield Problem(f"{gpu.name} has no FP4 arithmetic", where, "use fp8, or a b200 or b300")
     if plan.checkpoint is not None and plan.target.head_is_quantized:
         what = "the target's lm_head is quantised to NVFP4; the drafter drafts through it (sglang#35534)"
@@ -45,7 +45,7 @@ def _key_values(plan: Plan) -> Iterator[Problem]:
     dtype, gpu = plan.deployment.kv_cache.dtype, plan.gpu
     if dtype != "nvfp4":
         return
-    if gpu is not None and not gpu.fp4:
+    if gpu is not None and not gpu.is_blackwell:
         yield Problem(f"{gpu.name} has no FP4 arithmetic", "kv_cache.dtype", "use fp8 or bfloat16")
     elif plan.checkpoint is not None:
         what = "SGLang refuses DFlash on NVFP4 keys and values (arg_groups/kv_cache_hook.py)"

@@ -8,15 +8,15 @@ import yaml
 
 from dflash_serve.backend import Command, Engine, Metrics
 from dflash_serve.deployment import Deployment
+from dflash_serve.deployment_checks import changed_files
 from dflash_serve.errors import UserError
-from dflash_serve.manifest import verify
 from dflash_serve.problem import Problem, raise_problems
 
 from .checks import problems
 from .command import CONFIG, DRAFT, PLUG_IN, command_of
 from .configuration import configuration
 from .draft_folder import write_draft_folder
-from .plan import Plan, drafter_config, make_plan, target_config
+from .plan import Plan, make_plan
 from .release import Release, installed_release
 
 REGISTERING = '''"""Written by `dflash-serve`: registers its drafter with TensorRT-LLM wherever this is imported."""
@@ -76,7 +76,7 @@ class TensorRTLLMBackend:
             UserError: the first problem of `check`, a built file that was changed, or a drafter that cannot be read.
         """
         plan = self._sound_plan(deployment)
-        raise_problems(_changed(deployment))
+        raise_problems(changed_files(deployment))
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
         if plan.drafter is not None:
@@ -103,13 +103,6 @@ class TensorRTLLMBackend:
         plan = make_plan(deployment, self.release)
         raise_problems(problems(plan), hint="`dflash-serve check` shows all")
         return plan
-
-
-def _changed(deployment: Deployment) -> list[Problem]:
-    """Files of what `dflash-serve build` made that are not what it made."""
-    folders = [target_config(deployment.target)]
-    folders += [drafter_config(deployment.drafter)] if deployment.drafter else []
-    return [problem for folder in folders for problem in verify(folder)]
 
 
 def _write(path: Path, text: str) -> None:

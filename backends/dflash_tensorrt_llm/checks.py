@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from dflash_serve.deployment_checks import block_problems
 from dflash_serve.drafter.pairing import check_pairing
+from dflash_serve.gpus import PER_NODE
 from dflash_serve.problem import Problem
 
-from .gpus import PER_NODE
 from .memory_checks import memory_problems
 from .plan import Plan
 from .release import FIRST
@@ -69,16 +70,16 @@ def _target_layout(plan: Plan) -> Iterator[Problem]:
         yield Problem(
             what, "parallel.expert", "experts are shared out among the tensor-parallel devices: use a divisor"
         )
-    if parallel.expert > 1 and not target.num_experts:
+    if parallel.expert > 1 and not target.experts:
         yield Problem(f"{target.shape.name} has no experts", "parallel.expert", "set it to 1")
-    elif parallel.expert > 1 and target.num_experts % parallel.expert:
-        what = f"{target.num_experts} experts do not spread evenly over {parallel.expert} devices"
-        yield Problem(what, "parallel.expert", f"use a divisor of {target.num_experts}")
+    elif parallel.expert > 1 and target.experts % parallel.expert:
+        what = f"{target.experts} experts do not spread evenly over {parallel.expert} devices"
+        yield Problem(what, "parallel.expert", f"use a divisor of {target.experts}")
     if parallel.attention_data and parallel.tensor == 1:
         yield Problem("attention data parallelism on one device", "parallel.attention_data", "set it to false")
-    if not parallel.attention_data and target.num_attention_heads % parallel.tensor:
-        what = f"{target.num_attention_heads} attention heads do not split over {parallel.tensor} devices"
-        yield Problem(what, "parallel.tensor", f"use a divisor of {target.num_attention_heads}, or attention_data")
+    if not parallel.attention_data and target.attention_heads % parallel.tensor:
+        what = f"{target.attention_heads} attention heads do not split over {parallel.tensor} devices"
+        yield Problem(what, "parallel.tensor", f"use a divisor of {target.attention_heads}, or attention_data")
 
 
 def _target_precision(plan: Plan) -> Iterator[Problem]:
@@ -129,14 +130,7 @@ def _drafter_fits(plan: Plan) -> Iterator[Problem]:
 
 def _speculation(plan: Plan) -> Iterator[Problem]:
     assert plan.drafter is not None
-    speculation, trained = plan.deployment.speculation, plan.drafter.block_size
-    block = speculation.block_size or trained
-    if block > trained:
-        what = f"block_size {block} is larger than the drafter's {trained} (max_draft_len would be {block - 1})"
-        yield Problem(what, "speculation.block_size", f"use {trained} or less")
-    if isinstance(speculation.width, int) and speculation.width > block:
-        what = f"width {speculation.width} is larger than the block of {block} slots"
-        yield Problem(what, "speculation.width", f"use 1 to {block}, auto or off")
+    yield from block_problems(plan.deployment, plan.drafter)
 
 
 def _implementation(plan: Plan) -> Iterator[Problem]:

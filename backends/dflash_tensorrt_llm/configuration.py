@@ -30,6 +30,7 @@ def configuration(plan: Plan, drafter: Path) -> LlmArgs:
         # Padding lets every batch size use a graph; without it a batch of 17 runs eagerly.
         "cuda_graph_config": {"enable_padding": True, "max_batch_size": limits.max_batch_size},
         "enable_iter_perf_stats": True,  # acceptance in /metrics
+        "return_perf_metrics": True,  # without it there is no /prometheus/metrics
     }
     if parallel.pipeline > 1 or parallel.context > 1:
         fields |= {"pipeline_parallel_size": parallel.pipeline, "context_parallel_size": parallel.context}

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_serve.assets import bundled_drafter
 from dflash_serve.deployment import Model
 from dflash_serve.drafter.checkpoint import load_tensors, open_checkpoint
 from dflash_serve.drafter.config import AttentionKind, DrafterConfig
 from dflash_serve.drafter.dialects import DIALECTS, Target
 from dflash_serve.drafter.headers import INDEX, SINGLE, Header, read_headers
-from dflash_serve.drafter.source import local_folder
+from dflash_serve.drafter.source import drafter_source, local_folder
 from dflash_serve.drafter.tensor_names import expected_tensors
 from dflash_serve.errors import UserError
 from dflash_serve.problem import Problem, raise_problems
@@ -34,7 +33,7 @@ def write_draft_folder(model: Model, config: DrafterConfig, folder: Path) -> Non
     Raises:
         UserError: the drafter cannot be fetched, its headers are broken, or the folder is not ours to replace.
     """
-    source = local_folder(bundled_drafter(model.model) or model.model, model.revision)
+    source = local_folder(drafter_source(model.model), model.revision)
     problems: list[Problem] = []
     headers = read_headers(source, problems)
     raise_problems(problems, hint="`dflash-serve inspect` shows all")

@@ -122,6 +122,7 @@ class LlmArgs(Strict):
     enable_chunked_prefill: bool = False
     disable_overlap_scheduler: bool = False
     enable_iter_perf_stats: bool = False
+    return_perf_metrics: bool = False
     kv_cache_config: KvCacheConfig = KvCacheConfig()
     cuda_graph_config: CudaGraphConfig | None = CudaGraphConfig()
     moe_config: MoeConfig = MoeConfig()

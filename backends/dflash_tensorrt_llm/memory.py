@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dflash_serve.drafter.config import DrafterConfig
-
-from .gpus import GIB, Gpu
+from dflash_serve.drafter.footprint import context_bytes
+from dflash_serve.gpus import GIB, Gpu
 
 OVERHEAD = 4 * GIB
 """CUDA context, NCCL, workspaces; upstream's own estimate (test_dflash_config_budget.py @414ba69)."""
@@ -48,7 +48,7 @@ class Arena:
     @property
     def token_bytes(self) -> int:
         """K and V of one context token in all drafter layers, bf16."""
-        return 2 * self.drafter.num_layers * self.kv_heads * self.drafter.head_dim * 2
+        return context_bytes(self.drafter, self.kv_heads)
 
     def largest_batch(self, budget: int, max_model_len: int) -> int:
         """The largest batch whose arena fits; 0 = none."""

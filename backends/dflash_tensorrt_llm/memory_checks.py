@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dflash_serve.deployment_checks import length_problems
+from dflash_serve.gpus import GIB, Gpu
 from dflash_serve.problem import Problem
 
-from .gpus import GIB, Gpu
 from .memory import after_weights, arena_budget
 from .plan import Plan
 
@@ -24,14 +25,11 @@ def memory_problems(plan: Plan) -> Iterator[Problem]:
 
 
 def _lengths(plan: Plan) -> Iterator[Problem]:
-    where, asked = "limits.max_model_len", plan.deployment.limits.max_model_len
-    most = plan.target.shape.max_position_embeddings
-    if asked is not None and most is not None and asked > most:
-        yield Problem(f"{asked} is more than the target's {most} positions", where, f"use {most} or less")
+    yield from length_problems(plan.deployment, plan.target.shape)
     if plan.drafter is not None and plan.max_model_len > plan.drafter.max_position_embeddings:
         covered = plan.drafter.max_position_embeddings
         what = f"the drafter covers {covered} positions of {plan.max_model_len}; longer requests would draft nothing"
-        yield Problem(what, where, f"set it to {covered}, or use a drafter trained for more")
+        yield Problem(what, "limits.max_model_len", f"set it to {covered}, or use a drafter trained for more")
 
 
 def _rows(plan: Plan) -> Iterator[Problem]:

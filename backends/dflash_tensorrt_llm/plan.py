@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dflash_serve.assets import bundled_drafter
 from dflash_serve.deployment import Deployment, Model
+from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.drafter.config import DrafterConfig
-from dflash_serve.drafter.source import local_folder
+from dflash_serve.drafter.footprint import weight_bytes
+from dflash_serve.drafter.source import drafter_source, local_folder
+from dflash_serve.gpus import GPUS, Gpu
 from dflash_serve.quantization.checkpoint import Quantization, read_drafter
+from dflash_serve.target_layout import TargetLayout, read_target_layout, target_configuration
 
-from .gpus import GPUS, Gpu
 from .memory import Arena, kv_heads_per_device
 from .release import Release
-from .target import Target, read_target
 
 Implementation = Literal["built-in", "plug-in"]
 ROWS = 8192
@@ -29,7 +30,7 @@ class Plan:
     deployment: Deployment
     release: Release
     gpu: Gpu | None
-    target: Target
+    target: TargetLayout
     drafter: DrafterConfig | None
     """None = it does not speculate."""
     quantization: Quantization | None
@@ -91,14 +92,7 @@ class Plan:
     def weight_bytes(self) -> int:
         """Target and drafter on one device."""
         target = self.target.weight_bytes // self.deployment.parallel.tensor
-        return target + (drafter_bytes(self.drafter) // self.drafter_devices if self.drafter else 0)
-
-
-def drafter_bytes(config: DrafterConfig) -> int:
-    """A drafter's weights in bf16."""
-    attention = config.head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
-    layer = config.hidden_size * (attention + 3 * config.intermediate_size)
-    return 2 * (config.num_layers * layer + config.hidden_size * config.feature_size)
+        return target + (weight_bytes(self.drafter) // self.drafter_devices if self.drafter else 0)
 
 
 def make_plan(deployment: Deployment, release: Release) -> Plan:
@@ -107,10 +101,10 @@ def make_plan(deployment: Deployment, release: Release) -> Plan:
     Raises:
         UserError: target or drafter cannot be found or read.
     """
-    target = read_target(target_config(deployment.target), deployment.target.model, deployment.target.quantization)
+    target = read_target_layout(target_configuration(deployment.target), deployment.target)
     config, quantization = None, None
-    if deployment.drafter is not None and deployment.speculation.width not in ("off", 1):
-        config, quantization = read_drafter(drafter_config(deployment.drafter))
+    if deployment.drafter is not None and uses_drafter(deployment):
+        config, quantization = read_drafter(drafter_configuration(deployment.drafter))
     return Plan(
         deployment=deployment,
         release=release,
@@ -122,14 +116,9 @@ def make_plan(deployment: Deployment, release: Release) -> Plan:
     )
 
 
-def target_config(model: Model) -> Path:
-    """A folder with the target's config.json; of a hub id only the JSON files are fetched."""
-    return local_folder(model.model, model.revision, files=["*.json"])
-
-
-def drafter_config(model: Model) -> Path:
-    """The same of a drafter, which may be the bundled one."""
-    return local_folder(bundled_drafter(model.model) or model.model, model.revision, files=["*.json"])
+def drafter_configuration(model: Model) -> Path:
+    """A folder with the drafter's configuration, fetched where it is a hub id."""
+    return local_folder(drafter_source(model.model), model.revision, files=["*.json"])
 
 
 def beyond_built_in(config: DrafterConfig, quantization: Quantization | None) -> list[str]:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_serve.backend import Command, Metrics
 from dflash_serve.deployment import Deployment
+from dflash_serve.deployment_checks import block_problems, length_problems, uses_drafter
 from dflash_serve.drafter.checkpoint import read_config
-from dflash_serve.drafter.config import DrafterConfig
 from dflash_serve.drafter.pairing import check_pairing, read_target_shape
+from dflash_serve.drafter.source import local_folder
 from dflash_serve.problem import Problem, raise_problems
 
 from .memory import memory_problems
@@ -47,15 +48,17 @@ class EmbeddedBackend:
         """Everything that would not work, before anything is loaded.
 
         Raises:
-            UserError: the target or drafter cannot be found or read at all.
+            UserError: the target or drafter cannot be found or read at all, or the target is of no family it runs.
         """
-        problems = _unsupported(deployment)
-        if deployment.drafter is None:
-            return problems
         target, drafter = deployment.target, deployment.drafter
+        source = target_source(target.model)
+        read_target_config(local_folder(source, target.revision, files=["config.json"]))
+        shape = replace(read_target_shape(source, target.revision), name=target.model)
+        problems = [*_unsupported(deployment), *length_problems(deployment, shape)]
+        if drafter is None:
+            return problems
         config, _ = read_config(drafter.model, drafter.revision)
-        shape = replace(read_target_shape(target_source(target.model), target.revision), name=target.model)
-        return problems + check_pairing(config, shape) + _block_size(deployment, config)
+        return [*problems, *check_pairing(config, shape), *block_problems(deployment, config)]
 
     def engine(self, deployment: Deployment) -> EmbeddedEngine:
         """Loads target and drafter and measures their costs.
@@ -110,25 +113,6 @@ def _leaves(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in nested.items():
         flat |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
-
-
-def _block_size(deployment: Deployment, config: DrafterConfig) -> list[Problem]:
-    speculation = deployment.speculation
-    block = speculation.block_size or config.block_size
-    problems = []
-    if block > config.block_size:
-        what = f"block_size {block} is larger than the drafter's {config.block_size}"
-        do = f"use {config.block_size} or less: a drafter cannot fill slots it was not trained for"
-        problems.append(Problem(what, "speculation.block_size", do))
-    if isinstance(speculation.width, int) and speculation.width > block:
-        what = f"width {speculation.width} is larger than the block of {block} slots"
-        problems.append(Problem(what, "speculation.width", f"use 1 to {block}, auto or off"))
-    return problems
-
-
-def uses_drafter(deployment: Deployment) -> bool:
-    """Whether the drafter has to be loaded at all."""
-    return deployment.drafter is not None and deployment.speculation.width not in ("off", 1)
 
 
 backend = EmbeddedBackend()

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 
-import torch
-
 from dflash_serve.backend import Prompt
+from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.speculation.width import FixedWidth
 
-from .controls import ControlSpeculator
 from .decoder import Decoder
 from .engine import EmbeddedEngine
+from .faults import Fault
 
 
 class Evaluation:
@@ -29,16 +28,21 @@ class Evaluation:
         self.engine, self.width = engine, width
 
     def run(
-        self, prompts: Many[Prompt], params: SamplingParams, control: str | None = None
+        self, prompts: Many[Prompt], params: SamplingParams, fault: Fault | None = None
     ) -> Iterator[AcceptanceStatistics]:
-        """The statistics of each prompt, as they finish; under one of `controls.CONTROLS` if named."""
-        torch.manual_seed(0)  # for the shuffles
+        """The statistics of each prompt, as they finish; under a fault if one is given."""
+        for _, output in self.outputs(prompts, params, fault):
+            yield output.statistics
+
+    def outputs(
+        self, prompts: Many[Prompt], params: SamplingParams, fault: Fault | None = None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Index and answer of each prompt, as they finish; a fault changes the drafts and no answer."""
         full = self.engine.decoder
         assert full.speculator is not None
-        speculator = full.speculator if control is None else ControlSpeculator.under(control, full.speculator)
         decoder = Decoder(
             full.target,
-            speculator,
+            full.speculator if fault is None else fault.change(full.speculator),
             FixedWidth(self.width),
             slots=full.store.slots,
             capacity=full.capacity,
@@ -47,4 +51,4 @@ class Evaluation:
         engine = EmbeddedEngine(decoder, self.engine.tokenizer)
         for chunk in engine.stream(prompts, [params] * len(prompts)):
             if chunk.finish_reason is not None:
-                yield engine.outputs_by_index[chunk.index].statistics
+                yield chunk.index, engine.outputs_by_index[chunk.index]

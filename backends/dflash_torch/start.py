@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from dflash_serve.deployment import Deployment
+from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.drafter.checkpoint import load_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.width import AutoWidth, FixedWidth
 
-from .backend import uses_drafter
 from .calibration import cost_of
 from .decoder import Decoder
 from .engine import EmbeddedEngine
@@ -64,8 +64,4 @@ def _speculator(deployment: Deployment, target: TargetModel, slots: int, capacit
 
 def _capacity(deployment: Deployment, target: TargetModel) -> int:
     """Tokens of prompt and answer that one sequence may have."""
-    most, asked = target.config.max_position_embeddings, deployment.limits.max_model_len
-    if asked is not None and asked > most:
-        do = f"use {most} or less"
-        raise UserError(f"{asked} is more than the target's {most} positions", where="limits.max_model_len", do=do)
-    return asked or most
+    return deployment.limits.max_model_len or target.config.max_position_embeddings

@@ -14,6 +14,7 @@ from dflash_serve.errors import UserError
 if TYPE_CHECKING:
     from dflash_serve.speculation.params import SamplingParams
     from dflash_torch.evaluation import Evaluation
+    from dflash_torch.faults import Fault
 
 HUMAN_EVAL = "humaneval"
 
@@ -35,7 +36,7 @@ def evaluate(
     from rich.console import Console
 
     from dflash_serve import LLM, SamplingParams
-    from dflash_torch.controls import CONTROLS
+    from dflash_torch.controls import controls as controls_of
     from dflash_torch.evaluation import Evaluation
 
     tasks = {name: texts[:prompts] for name, texts in map(_task, task)}
@@ -46,9 +47,9 @@ def evaluate(
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
     report: dict[str, Any] = {"target": target, "drafter": drafter, "width": evaluation.width, "tasks": {}}
     for name, texts in tasks.items():
-        variants = [None, *(CONTROLS if controls else ())]
+        faults = {"as it is": None, **(controls_of(decoder.speculator) if controls else {})}
         report["tasks"][name] = {
-            variant or "as it is": _measure(evaluation, name, texts, params, variant) for variant in variants
+            variant: _measure(evaluation, name, texts, params, fault) for variant, fault in faults.items()
         }
     if output is not None:
         output.write_text(json.dumps(report, indent=1) + "\n")
@@ -77,15 +78,15 @@ def _task(text: str) -> tuple[str, list[str]]:
 
 
 def _measure(
-    evaluation: Evaluation, name: str, texts: list[str], params: SamplingParams, control: str | None
+    evaluation: Evaluation, name: str, texts: list[str], params: SamplingParams, fault: Fault | None
 ) -> dict[str, Any]:
     from rich.progress import track
 
     from dflash_serve.speculation.statistics import AcceptanceStatistics
 
     asked = [[{"role": "user", "content": text}] for text in texts]
-    label = f"{name}, {control}" if control else name
-    each = track(evaluation.run(asked, params, control), label, total=len(asked), transient=True)
+    label = f"{name}, {fault.name}" if fault else name
+    each = track(evaluation.run(asked, params, fault), label, total=len(asked), transient=True)
     total = sum(each, start=AcceptanceStatistics())
     return {
         "prompts": len(texts),

@@ -6,13 +6,17 @@ import sys
 
 import typer
 
+from dflash_serve.cli.bench import bench
 from dflash_serve.cli.build import build
 from dflash_serve.cli.convert import convert
+from dflash_serve.cli.deploy import deploy
+from dflash_serve.cli.doctor import doctor
 from dflash_serve.cli.evaluate import evaluate
 from dflash_serve.cli.generate import generate
 from dflash_serve.cli.inspect import inspect
 from dflash_serve.cli.serve import serve
 from dflash_serve.cli.train import train
+from dflash_serve.cli.verify import verify
 from dflash_serve.errors import UserError
 
 app = typer.Typer(
@@ -21,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (generate, serve, inspect, convert, train, evaluate, build):
+for verb in (generate, serve, inspect, convert, train, evaluate, verify, doctor, bench, build, deploy):
     app.command()(verb)
 
 

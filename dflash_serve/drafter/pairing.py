@@ -11,7 +11,7 @@ from dflash_serve.drafter.source import local_folder
 from dflash_serve.errors import UserError
 from dflash_serve.problem import Problem, TargetShape
 
-__all__ = ["TargetShape", "check_pairing", "read_target_shape"]
+__all__ = ["TargetShape", "check_pairing", "language_model", "read_target_shape"]
 
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """Where multimodal models keep their language model's sizes."""
@@ -65,7 +65,7 @@ def read_target_shape(folder_or_id: str | Path, revision: str | None = None) -> 
         raise UserError(f"not valid JSON ({error})", where=str(path), do="download the target again") from None
     if not isinstance(raw, dict):
         raise UserError("not a JSON object", where=str(path), do="download the target again")
-    inner = next((raw[key] for key in TEXT_CONFIGS if isinstance(raw.get(key), dict)), raw)
+    inner = language_model(raw)
     longest = inner.get("max_position_embeddings")
     return TargetShape(
         name=str(folder_or_id),
@@ -75,6 +75,11 @@ def read_target_shape(folder_or_id: str | Path, revision: str | None = None) -> 
         num_layers=_size(inner, "num_hidden_layers", path),
         max_position_embeddings=longest if type(longest) is int else None,
     )
+
+
+def language_model(raw: Mapping[str, object]) -> Mapping[str, object]:
+    """The part of a config.json that has the language model's sizes."""
+    return next((inner for inner in map(raw.get, TEXT_CONFIGS) if isinstance(inner, dict)), raw)
 
 
 def _size(raw: Mapping[str, object], key: str, path: Path) -> int:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from dflash_serve.drafter.config import Frozen, PositiveInt
 from dflash_serve.errors import UserError
+from dflash_serve.recipe_file import read_recipe_file
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -148,17 +146,12 @@ class Recipe(Frozen):
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Reads a YAML recipe; ${NAME} is replaced from the environment.
+    """Reads a YAML recipe; ${NAME} is taken from the environment.
 
     Raises:
         UserError: unreadable, not YAML, an unset variable, an unknown key or an impossible value.
     """
-    try:
-        raw = yaml.safe_load(_expand(path.read_text(encoding="utf-8"), path))
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
-    except yaml.YAMLError as error:
-        raise UserError(f"not valid YAML ({' '.join(str(error).split())})", where=str(path)) from None
+    raw = read_recipe_file(path)
     if not isinstance(raw, dict):
         raise UserError("not a mapping of target, data, drafter and training", where=str(path))
     try:
@@ -166,15 +159,6 @@ def load_recipe(path: Path) -> Recipe:
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise UserError("; ".join(faults), where=str(path), do="correct the recipe") from None
-
-
-def _expand(text: str, path: Path) -> str:
-    def value(match: re.Match[str]) -> str:
-        if match[1] not in os.environ:
-            raise UserError(f"${{{match[1]}}} is not set", where=str(path), do=f"export {match[1]}=...")
-        return os.environ[match[1]]
-
-    return re.sub(r"\$\{(\w+)\}", value, text)
 
 
 def section_hash(*sections: Any) -> str:

@@ -20,16 +20,16 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from .calibration import read_prompts
-from .recipe import Prompts
+from .recipe import Acceptance
 from .step import Measured, Work
 
 ENOUGH = {"fp8": 0.99, "nvfp4": 0.95}
 """Acceptance length relative to bf16 below which a precision is not worth its speed."""
 
 
-def measure(work: Work, deployment: Deployment, wanted: Prompts, formats: Sequence[str]) -> Measured:
+def measure(work: Work, deployment: Deployment, wanted: Acceptance, formats: Sequence[str]) -> Measured:
     """Step `acceptance`: acceptance length by precision, and its ratio to the unquantised drafter's."""
-    prompts = read_prompts(work.inputs["acceptance prompts"], wanted.count)
+    prompts = read_prompts(work.inputs["acceptance prompts"], wanted.count, wanted.skip)
     drafters = {"bf16": work.inputs["drafter"]}
     for format in formats:
         config, weights = load_weights(work.inputs[f"drafter-{format}"])

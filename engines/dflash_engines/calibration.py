@@ -45,8 +45,8 @@ BLOCKS = 4
 """Blocks taken from each answer."""
 
 
-def read_prompts(path: Path, count: int) -> list[str]:
-    """The first prompts of a JSONL file.
+def read_prompts(path: Path, count: int, skip: int = 0) -> list[str]:
+    """`count` prompts of a JSONL file, after the first `skip`.
 
     Raises:
         UserError: a line is not {"prompt": "..."}.
@@ -57,9 +57,9 @@ def read_prompts(path: Path, count: int) -> list[str]:
             prompts.append(str(json.loads(line)["prompt"]))
         except (ValueError, KeyError, TypeError):
             raise UserError('not {"prompt": ...}', where=f"{path}:{number}", do="correct the line") from None
-        if len(prompts) == count:
+        if len(prompts) == skip + count:
             break
-    return prompts
+    return prompts[skip:]
 
 
 def answer(work: Work, deployment: Deployment, wanted: Prompts) -> Measured:

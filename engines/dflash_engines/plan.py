@@ -158,7 +158,7 @@ def _last(recipe: Recipe) -> Iterator[Step]:
             return measure(work, deployment, wanted, build.drafter)
 
         length = deployment.limits.max_model_len
-        measured_on: dict[str, object] = {"count": wanted.count, "max_tokens": wanted.max_tokens, "length": length}
+        measured_on: dict[str, object] = {**wanted.model_dump(exclude={"prompts"}), "length": length}
         needs = ("target", "drafter", ACCEPTANCE, *(f"drafter-{format}" for format in build.drafter))
         about = "of every drafter, against bf16"
         yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 2, about)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, NonNegativeInt, ValidationError
 
-from dflash_serve.deployment import Deployment, describe, read_yaml
+from dflash_serve.deployment import Deployment, describe
 from dflash_serve.drafter.config import Frozen, PositiveInt
 from dflash_serve.errors import UserError
+from dflash_serve.recipe_file import read_recipe_file
 
 Format = Literal["fp8", "nvfp4"]
 OnnxPrecision = Literal["fp16", "fp8", "nvfp4"]
@@ -37,6 +36,13 @@ class Calibration(Prompts):
     embedded backend does not run. ModelOpt's own `quantize_drafter.py` does so and lost no acceptance in FP8."""
 
 
+class Acceptance(Prompts):
+    """What to measure acceptance on."""
+
+    skip: NonNegativeInt = 0
+    """Prompts passed over first: those that the drafters were calibrated on must not judge them."""
+
+
 class Checkpoints(Frozen):
     """TensorRT-LLM checkpoints for trtllm-build, which ended with 1.3.0rc20: legacy."""
 
@@ -56,7 +62,7 @@ class Build(Frozen):
     onnx: tuple[OnnxPrecision, ...] = ()
     rtx: tuple[Compute, ...] = ()
     commands: tuple[Literal["tensorrt", "edge-llm"], ...] = ()
-    acceptance: Prompts | None = None
+    acceptance: Acceptance | None = None
 
 
 class Recipe(Frozen):
@@ -69,25 +75,12 @@ class Recipe(Frozen):
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Reads a recipe; ${NAME} is the environment's, and a value that is one unset name counts as not given.
+    """Reads a recipe; ${NAME} is taken from the environment.
 
     Raises:
-        UserError: it cannot be read, has an unknown key or an impossible value.
+        UserError: it cannot be read, or has an unset variable, an unknown key or an impossible value.
     """
     try:
-        return Recipe.model_validate(_expand(read_yaml(path)))
+        return Recipe.model_validate(read_recipe_file(path))
     except ValidationError as error:
         raise UserError(describe(error), where=str(path)) from None
-
-
-def _expand(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _expand(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_expand(inner) for inner in value]
-    if isinstance(value, str):
-        alone = re.fullmatch(r"\$\{(\w+)\}", value)
-        if alone and alone[1] not in os.environ:
-            return None
-        return re.sub(r"\$\{(\w+)\}", lambda found: os.environ.get(found[1], ""), value)
-    return value

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from dflash_serve.drafter.checkpoint import load_drafter
 from dflash_serve.errors import UserError
+from dflash_serve.manifest import verify
+from dflash_serve.problem import raise_problems
 from dflash_serve.quantization.formats import relative_error
 
 from .environment import need
@@ -29,8 +31,9 @@ def compare_engine(engine: Path, drafter: Path, sample: Path) -> dict[str, float
         sample: output of the step `drafter-ranges`.
 
     Raises:
-        UserError: no GPU of its kind is here.
+        UserError: the engine is not what was built, or no GPU of its kind is here.
     """
+    raise_problems(verify(engine.parent))
     graph, kind = engine.name.split(".")[:2]
     _require_gpu(kind)
     core, blocks = load_drafter(drafter, dtype=torch.float32), Sample.load(sample)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
-from dflash_serve.assets import bundled_drafter
+from dflash_serve.backend import backend
 from dflash_serve.deployment import Model
+from dflash_serve.drafter import source
 from dflash_serve.drafter.source import local_folder
 from dflash_serve.errors import UserError
 from dflash_serve.manifest import file_entries, sha256
@@ -32,14 +34,7 @@ def target_source(model: Model) -> Source:
     Raises:
         UserError: it cannot be found.
     """
-    if model.model == "smollm2":
-        # The one bundled target; its conversion lives with the embedded backend.
-        from dflash_torch.target import target_folder
-
-        folder = target_folder(model.model)
-    else:
-        folder = local_folder(model.model, model.revision, files=TARGET_FILES)
-    return _source(model, folder)
+    return _source(model, local_folder(_bundled_target(model.model), model.revision, files=TARGET_FILES))
 
 
 def drafter_source(model: Model) -> Source:
@@ -48,7 +43,7 @@ def drafter_source(model: Model) -> Source:
     Raises:
         UserError: it cannot be found.
     """
-    return _source(model, local_folder(bundled_drafter(model.model) or model.model, model.revision))
+    return _source(model, local_folder(source.drafter_source(model.model), model.revision))
 
 
 def prompts_source(path: Path | None) -> Source | None:
@@ -62,6 +57,16 @@ def prompts_source(path: Path | None) -> Source | None:
     if not path.is_file():
         raise UserError("no such file of prompts", where=str(path), do="correct the recipe, or unset its variable")
     return Source(path, sha256(path), {"file": path.name, "sha256": sha256(path)})
+
+
+def _bundled_target(name: str) -> str | Path:
+    """The folder of a bundled target; any other name as it is.
+
+    Bundled targets are converted by the embedded backend, which is found as backends are: by its entry point.
+    """
+    home = type(backend("torch")).__module__.partition(".")[0]
+    found: str | Path = import_module(f"{home}.target").target_source(name)
+    return found
 
 
 def _source(model: Model, folder: Path) -> Source:

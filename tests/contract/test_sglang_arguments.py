@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
+from dflash_serve.cli.main import app
 from dflash_serve.deployment import Deployment
+from dflash_serve.gpus import GPUS
 from dflash_sglang import SGLangBackend
-from dflash_sglang.gpus import GPUS
+from dflash_sglang.kernels import kernels_of
 from tests.support.paper_models import FP8, NVFP4, write_paper_drafter, write_paper_target
 
 pytest.importorskip("sglang")
@@ -49,7 +54,7 @@ MATRIX = [
     for gpu in GPUS
     for precision in PRECISIONS
     for layout in LAYOUTS
-    if precision != "nvfp4" or GPUS[gpu].fp4
+    if precision != "nvfp4" or GPUS[gpu].is_blackwell
 ]
 
 
@@ -128,8 +133,8 @@ def test_sglang_understands_what_we_write(
     assert resolved.speculative_num_draft_tokens == 8
     assert resolved.speculative_draft_model_quantization is None
     assert resolved.speculative_draft_kv_cache_dtype == "bfloat16"
-    assert resolved.speculative_draft_attention_backend == GPUS[gpu].draft_attention
-    assert resolved.attention_backend == GPUS[gpu].attention
+    assert resolved.speculative_draft_attention_backend == kernels_of(GPUS[gpu]).drafter
+    assert resolved.attention_backend == kernels_of(GPUS[gpu]).target
     assert (resolved.tp_size, resolved.ep_size, resolved.nnodes) == (layout.tensor, layout.expert, layout.nodes)
     assert resolved.attn_dp_size == (layout.tensor if layout.attention_data else 1)
     assert resolved.node_rank == (1 if layout.nodes > 1 else 0)
@@ -196,6 +201,25 @@ def test_the_halves_of_a_pair_say_which_they_are(
     backend.prepare(half, tmp_path)
     resolved = on_gpu(backend.command(half, tmp_path).argv, "h200")
     assert resolved.disaggregation_mode == role
+
+
+@pytest.mark.parametrize("width", [8, "auto"])
+def test_what_a_dry_run_prints_is_what_sglang_understands(
+    models: dict[str, Path], on_gpu: Any, tmp_path: Path, width: int | str
+) -> None:
+    wanted = deployment(models, "b200", "fp8", Layout("tp2", 2), speculation__width=width)
+    file = tmp_path / "deployment.yaml"
+    file.write_text(yaml.safe_dump(wanted.model_dump(mode="json", exclude_unset=True)))
+    SGLangBackend().prepare(wanted, tmp_path / "prepared")
+    dry_run = ["serve", str(file), "--backend", "sglang", "--dry-run", "--folder", str(tmp_path / "prepared")]
+    printed = CliRunner().invoke(app, [*dry_run, "--host", "0.0.0.0", "--port", "30000"])
+    assert printed.exit_code == 0, printed.output
+    argv = [word for word in shlex.split(printed.output) if not word.startswith("DFLASH_SERVE_")]
+    resolved = on_gpu(tuple(argv), "b200")
+    assert resolved.speculative_algorithm == ("DFLASH" if width == 8 else "DFLASH_SERVE")
+    assert resolved.speculative_draft_model_path == str(tmp_path / "prepared" / "draft")
+    assert (resolved.host, resolved.port, resolved.tp_size) == ("0.0.0.0", 30000, 2)
+    assert ("DFLASH_SERVE_SPECULATION__WIDTH=auto" in printed.output) is (width == "auto")
 
 
 def test_without_a_drafter_nothing_speculates(models: dict[str, Path], on_gpu: Any, tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ ASKED_OF_A_DRAFT_MODEL = {
     "logits_processor", "model", "precompute_context_kv", "project_target_hidden", "mask_token_id",
 }  # fmt: skip
 """`draft_model.<name>` in dflash.py @00679c6, with what getattr and hasattr ask for: block_size, fc, hidden_norm."""
+ASKED_LATER = {"validate_block_attention_windows"}
+"""By main's worker of autumn 2026, as the draft model in its own GPU tests has it; in no release that was read."""
 GIVEN_TO_IT = {"_runtime_position_ceiling"}
 real = pytest.mark.skipif(importlib.util.find_spec("tensorrt_llm") is None, reason="TensorRT-LLM is not installed here")
 
@@ -39,7 +41,7 @@ def test_the_drafter_has_every_attribute_the_worker_asks_for() -> None:
     drafter = PlugInDrafter(config, attention=lambda **_: torch.empty(0), dtype=torch.float32)
     drafter.load_weights(random_tensors(config))
     drafter._build_fused_kv_buffers()
-    for name in ASKED_OF_A_DRAFT_MODEL | {"block_size", "fc", "hidden_norm"}:
+    for name in ASKED_OF_A_DRAFT_MODEL | ASKED_LATER | {"block_size", "fc", "hidden_norm"}:
         assert hasattr(drafter, name), name
     for name in GIVEN_TO_IT:
         setattr(drafter, name, 1)
@@ -62,7 +64,7 @@ def test_the_real_worker_asks_for_nothing_new() -> None:
     from tensorrt_llm._torch.speculative.dflash import DFlashWorker
 
     asked = set(re.findall(r"draft_model\.(\w+)", inspect.getsource(DFlashWorker)))
-    assert asked - GIVEN_TO_IT <= ASKED_OF_A_DRAFT_MODEL
+    assert asked - GIVEN_TO_IT <= ASKED_OF_A_DRAFT_MODEL | ASKED_LATER
 
 
 @real

@@ -27,6 +27,8 @@ ON_CPU = ("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "
 ENVIRONMENT = {"SGLANG_PLATFORM": "torch_cpu", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 READY = "fired up and ready"
 PATIENCE = 300.0
+OF_REQUEST = ("return_logprob", "rid")
+"""Fields that stand beside the sampling parameters."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +40,28 @@ class Server:
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The answer's JSON, None for an empty one; an HTTP error raises."""
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        with self._open(path, body) as answer:
             text = answer.read()
             return json.loads(text) if text else None
 
+    def _open(self, path: str, body: Mapping[str, Any]) -> Any:
+        url, text = f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode()
+        request = urllib.request.Request(url, text, {"Content-Type": "application/json"})
+        return urllib.request.urlopen(request, timeout=PATIENCE)
+
     def generate(self, prompt: str | Sequence[int], tokens: int = 24, **more: Any) -> dict[str, Any]:
         """Greedy unless told otherwise; `more` are sampling parameters, or fields of the request."""
-        outside: dict[str, Any] = {key: more.pop(key) for key in ("return_logprob", "rid") if key in more}
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **more}
-        given: dict[str, Any] = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
-        answer: dict[str, Any] = self.post("/generate", {**given, "sampling_params": sampling, **outside})
+        answer: dict[str, Any] = self.post("/generate", _asked(prompt, tokens, more))
         return answer
+
+    def stream(self, prompt: str | Sequence[int], tokens: int = 24, **more: Any) -> Iterator[dict[str, Any]]:
+        """The same answer as it grows; closing the iterator hangs up."""
+        body = {**_asked(prompt, tokens, more), "stream": True}
+        with self._open("/generate", body) as lines:
+            for line in lines:
+                data = line.removeprefix(b"data: ").strip()
+                if data and data != b"[DONE]":
+                    yield json.loads(data)
 
     def tokens(self, prompts: Sequence[str | Sequence[int]], tokens: int = 24, streams: int = 1) -> list[list[int]]:
         """The answers' token ids, so many at a time."""
@@ -79,6 +89,15 @@ class Server:
         while self.metric(name) != value and time.monotonic() < end:
             time.sleep(0.5)
         return self.metric(name) == value
+
+
+def _asked(prompt: str | Sequence[int], tokens: int, more: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a request."""
+    outside = {key: value for key, value in more.items() if key in OF_REQUEST}
+    inside = {key: value for key, value in more.items() if key not in OF_REQUEST}
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **inside}
+    given: dict[str, Any] = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+    return {**given, "sampling_params": sampling, **outside}
 
 
 @contextmanager

@@ -43,6 +43,10 @@ def test_a_backend_never_looks_sideways(backend: str) -> None:
     assert violations(ROOT / "backends" / backend, (BACKENDS - {backend}) | ENGINES | {"dflash_serve.cli"}) == []
 
 
+def test_engines_look_only_to_the_core() -> None:
+    assert violations(ROOT / "engines", BACKENDS | {"dflash_serve.cli"}) == []
+
+
 def test_speculation_imports_nothing_of_ours_but_itself() -> None:
     ours = {f"dflash_serve.{path.stem}" for path in CORE.iterdir()} - {"dflash_serve.speculation"}
     assert violations(CORE / "speculation", ours | BACKENDS | ENGINES) == []

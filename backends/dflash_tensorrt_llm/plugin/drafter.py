@@ -1,7 +1,9 @@
 """The module TensorRT-LLM's DFlash worker drives: our core drafter behind the worker's duck-typed contract.
 
 Contract: `tensorrt_llm/_torch/speculative/dflash.py` @00679c6 (`DFlashWorker`) and, for loading,
-`_torch/models/modeling_dflash.py` @009d8fa (`DFlashForCausalLM`), whose attribute names are these.
+`_torch/models/modeling_dflash.py` @009d8fa (`DFlashForCausalLM`), whose attribute names are these. With any other
+attention backend than VANILLA the worker hands over pages instead of the dense arena, and leaves it to the draft model
+to bring a kernel that reads them: ours has flash-attn's only.
 """
 
 from __future__ import annotations
@@ -151,6 +153,9 @@ class PlugInDrafter(nn.Module):
 
     def _get_attention_mask_args(self, layer_idx: int) -> tuple[bool, tuple[int, int]]:
         return mask_arguments(self.config.layers[layer_idx])
+
+    def validate_block_attention_windows(self) -> None:
+        """Asked by workers later than 1.4.0rc1, whose own drafter has windows that some kernels lack; ours has none."""
 
     def project_target_hidden(self, hidden_states: Tensor) -> Tensor:
         """Captured features [N, F*H], layers ascending -> [N, H]."""

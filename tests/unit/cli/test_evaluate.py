@@ -12,7 +12,7 @@ import torch
 from dflash_serve.cli.main import run
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import FixedWidth
-from dflash_torch.controls import CONTROLS, ControlSpeculator
+from dflash_torch.controls import CONTROLS, controls
 from dflash_torch.decoder import Decoder
 from dflash_torch.evaluation import Evaluation
 from tests.support.embedded import tiny_engine
@@ -57,8 +57,8 @@ def test_controls_change_the_context_and_not_the_answer(pair: tuple[Path, Path])
     full = engine.decoder
     assert full.speculator is not None
     contexts = []
-    for control in CONTROLS:
-        speculator = ControlSpeculator.under(control, full.speculator)
+    for control in controls(full.speculator).values():
+        speculator = control.change(full.speculator)
         decoder = Decoder(full.target, speculator, FixedWidth(4), slots=1, capacity=full.capacity, reuse_prefixes=False)
         sequence = decoder.join(engine.tokenise("the quick brown fox"), params)
         while decoder.running:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,17 @@ def test_a_gpu_that_is_not_there_is_refused(pair: tuple[Path, Path], monkeypatch
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match="b200"):
         backend.engine(deployment(pair, hardware={"gpu": "b200"}))
+
+
+def test_a_family_it_does_not_run_is_refused_before_anything_is_fetched(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = json.loads((pair[0] / "config.json").read_text()) | {"model_type": "qwen3_moe"}
+    (tmp_path / "config.json").write_text(json.dumps(config))  # and no weights
+    with pytest.raises(UserError, match=r"qwen3_moe.*another backend"):
+        backend.check(deployment((tmp_path, pair[1])))
+
+
+def test_more_tokens_than_the_target_has_positions_is_a_problem(pair: tuple[Path, Path]) -> None:
+    problems = backend.check(deployment(pair, limits={"max_model_len": 10**7}))
+    assert [problem.where for problem in problems] == ["limits.max_model_len"]

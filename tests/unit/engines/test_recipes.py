@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_engines.calibration import read_prompts
 from dflash_engines.plan import make_steps
 from dflash_engines.recipe import load_recipe
 from dflash_serve.errors import UserError
@@ -53,12 +54,22 @@ def test_quantised_graphs_need_what_they_are_made_of(tmp_path: Path) -> None:
         make_steps(load_recipe(write(tmp_path, "build: {onnx: [fp8], drafter: [fp8]}")))
 
 
-def test_an_unset_variable_means_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path, 'build: {acceptance: {prompts: "${SOME_PROMPTS}"}, drafter: [fp8]}')
+def test_a_variable_with_an_empty_default_need_not_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, 'build: {acceptance: {prompts: "${SOME_PROMPTS:-}"}, drafter: [fp8]}')
     monkeypatch.delenv("SOME_PROMPTS", raising=False)
     assert "acceptance" not in [step.name for step in make_steps(load_recipe(path))]
     monkeypatch.setenv("SOME_PROMPTS", "/prompts.jsonl")
     assert "acceptance" in [step.name for step in make_steps(load_recipe(path))]
+
+
+def test_no_drafter_is_judged_on_what_it_was_calibrated_on(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "{number}"}}\n' for number in range(9)))
+    assert read_prompts(path, 3) == ["0", "1", "2"]
+    assert read_prompts(path, 4, skip=3) == ["3", "4", "5", "6"]
+    for recipe in map(load_recipe, RECIPES):
+        acceptance, calibration = recipe.build.acceptance, recipe.build.calibration
+        assert acceptance is None or calibration.free or acceptance.skip >= calibration.count
 
 
 def test_a_plan_costs_no_torch() -> None:

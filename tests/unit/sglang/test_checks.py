@@ -13,6 +13,11 @@ from dflash_sglang import SGLangBackend, release
 from tests.support.paper_models import NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
 from tests.support.tiny import edit_json, tiny_drafter_config
 
+LARGE: dict[str, Any] = {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256,
+    "num_attention_heads": 64, "head_dim": 128,
+}  # fmt: skip
+
 
 def deploy(target: Path, drafter: Path, **changes: Any) -> Deployment:
     fields: dict[str, Any] = {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}}
@@ -140,13 +145,7 @@ def test_without_speculation_the_drafter_does_not_matter(target: Path, tmp_path:
 
 
 def test_a_target_too_large_for_its_devices_is_found(tmp_path: Path, drafter: Path) -> None:
-    sizes: dict[str, Any] = {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "vocab_size": 128256,
-    }
-    target = write_paper_target(tmp_path / "large", num_attention_heads=64, head_dim=128, **sizes)
+    target = write_paper_target(tmp_path / "large", **LARGE)
     found = whats(deploy(target, drafter, hardware__gpu="h100", speculation__width="off"))
     assert "one device needs 131" in found
     wide = {"parallel__tensor": 4, "hardware__count": 4, "speculation__width": "off"}
@@ -154,14 +153,7 @@ def test_a_target_too_large_for_its_devices_is_found(tmp_path: Path, drafter: Pa
 
 
 def test_a_context_that_leaves_no_room_is_found(tmp_path: Path, drafter: Path) -> None:
-    sizes: dict[str, Any] = {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "vocab_size": 128256,
-    }
-    long: dict[str, Any] = {"num_attention_heads": 64, "head_dim": 128, "max_position_embeddings": 1_000_000}
-    target = write_paper_target(tmp_path / "long", **sizes, **long)
+    target = write_paper_target(tmp_path / "long", **{**LARGE, "max_position_embeddings": 1_000_000})
     four = {"parallel__tensor": 4, "hardware__count": 4, "speculation__width": "off"}
     found = whats(deploy(target, drafter, hardware__gpu="h100", **four))
     assert "1000000 tokens, but after the weights there is room" in found

@@ -11,12 +11,27 @@ import yaml
 
 from dflash_serve.assets import bundled_drafter
 from dflash_serve.deployment import Deployment, Model
+from dflash_serve.drafter.config import DrafterConfig
 from dflash_serve.drafter.source import local_folder
 from dflash_tensorrt_llm import plan
+from tests.support.tiny import write_tiny_drafter
 from tests.unit.drafter.published import PUBLISHED
 from tests.unit.tensorrt_llm.published_targets import TARGETS
 
 RECIPES = Path(__file__).parents[3] / "engines" / "recipes"
+
+
+def tiny_deployment(folder: Path, config: DrafterConfig, dialect: str = "zlab") -> Deployment:
+    """A target and a drafter of `config` below `folder`, on one H200."""
+    write_tiny_drafter(folder / "drafter", config, dialect=dialect)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 8, "vocab_size": 96, "num_attention_heads": 4}
+    (folder / "target").mkdir()
+    raw = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **sizes}
+    (folder / "target" / "config.json").write_text(json.dumps(raw))
+    return Deployment.model_validate({
+        "target": {"model": str(folder / "target")}, "drafter": {"model": str(folder / "drafter")},
+        "limits": {"max_model_len": 128}, "hardware": {"gpu": "h200"},
+    })  # fmt: skip
 
 
 @pytest.fixture
@@ -32,8 +47,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         found = tmp_path / "hub" / model.model
         return found if found.is_dir() else local_folder(model.model)
 
-    monkeypatch.setattr(plan, "target_config", config_folder)
-    monkeypatch.setattr(plan, "drafter_config", lambda model: bundled_drafter(model.model) or config_folder(model))
+    monkeypatch.setattr(plan, "target_configuration", config_folder)
+    monkeypatch.setattr(
+        plan, "drafter_configuration", lambda model: bundled_drafter(model.model) or config_folder(model)
+    )
     return tmp_path / "hub"
 
 

@@ -9,35 +9,20 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from dflash_serve.deployment import Deployment
 from dflash_serve.drafter.checkpoint import read_config
-from dflash_serve.drafter.config import DrafterConfig
 from dflash_serve.errors import UserError
-from dflash_serve.manifest import Manifest, file_entries
 from dflash_tensorrt_llm import TensorRTLLMBackend
 from dflash_tensorrt_llm.release import Release
-from tests.support.tiny import SLIDING, random_tensors, tiny_drafter_config, write_tiny_drafter
+from tests.support.tiny import SLIDING, random_tensors, tiny_drafter_config
+from tests.unit.tensorrt_llm.conftest import tiny_deployment
 
 BACKEND = TensorRTLLMBackend(Release.parse("1.4"))
-
-
-def served(folder: Path, config: DrafterConfig, dialect: str = "zlab") -> Deployment:
-    """A target and a drafter of `config`, on one H200."""
-    write_tiny_drafter(folder / "drafter", config, dialect=dialect)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 8, "vocab_size": 96, "num_attention_heads": 4}
-    (folder / "target").mkdir()
-    raw = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **sizes}
-    (folder / "target" / "config.json").write_text(json.dumps(raw))
-    return Deployment.model_validate({
-        "target": {"model": str(folder / "target")}, "drafter": {"model": str(folder / "drafter")},
-        "limits": {"max_model_len": 128}, "hardware": {"gpu": "h200"},
-    })  # fmt: skip
 
 
 @pytest.mark.parametrize("dialect", ["zlab", "modelopt", "speculators"])
 def test_any_dialect_becomes_a_folder_that_upstream_reads(dialect: str, tmp_path: Path) -> None:
     config = tiny_drafter_config()
-    deployment = served(tmp_path, config, dialect)
+    deployment = tiny_deployment(tmp_path, config, dialect)
     BACKEND.prepare(deployment, tmp_path / "out")
     draft = tmp_path / "out" / "draft"
     raw = json.loads((draft / "config.json").read_text())
@@ -55,7 +40,7 @@ def test_a_prefixed_checkpoint_is_renamed(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     config = tiny_drafter_config()
-    deployment = served(tmp_path, config)
+    deployment = tiny_deployment(tmp_path, config)
     path = tmp_path / "drafter" / "model.safetensors"
     save_file({f"model.{name}": tensor for name, tensor in load_file(path).items()}, path)
     BACKEND.prepare(deployment, tmp_path / "out")
@@ -63,7 +48,7 @@ def test_a_prefixed_checkpoint_is_renamed(tmp_path: Path) -> None:
 
 
 def test_a_plain_drafter_is_linked_and_needs_no_package(tmp_path: Path) -> None:
-    deployment = served(tmp_path, tiny_drafter_config(layers=(SLIDING, SLIDING)))
+    deployment = tiny_deployment(tmp_path, tiny_drafter_config(layers=(SLIDING, SLIDING)))
     BACKEND.prepare(deployment, tmp_path / "out")
     assert (tmp_path / "out" / "draft" / "model.safetensors").is_symlink()
     command = BACKEND.command(deployment, tmp_path / "out")
@@ -75,7 +60,7 @@ def test_an_odd_drafter_brings_our_package_and_tells_workers_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    deployment = served(tmp_path, tiny_drafter_config(target_layer_ids=(5, 1, 3)))
+    deployment = tiny_deployment(tmp_path, tiny_drafter_config(target_layer_ids=(5, 1, 3)))
     BACKEND.prepare(deployment, tmp_path / "out")
     command = BACKEND.command(deployment, tmp_path / "out")
     package = Path(command.argv[command.argv.index("--custom_module_dirs") + 1])
@@ -84,7 +69,7 @@ def test_an_odd_drafter_brings_our_package_and_tells_workers_where_it_is(
 
 
 def test_preparing_twice_is_preparing_once(tmp_path: Path) -> None:
-    deployment = served(tmp_path, tiny_drafter_config())
+    deployment = tiny_deployment(tmp_path, tiny_drafter_config())
     BACKEND.prepare(deployment, tmp_path / "out")
     first = sorted(path.name for path in (tmp_path / "out").iterdir())
     BACKEND.prepare(deployment, tmp_path / "out")
@@ -92,7 +77,7 @@ def test_preparing_twice_is_preparing_once(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
-    deployment = served(tmp_path, tiny_drafter_config())
+    deployment = tiny_deployment(tmp_path, tiny_drafter_config())
     precious = tmp_path / "out" / "draft" / "precious"
     precious.mkdir(parents=True)
     with pytest.raises(UserError, match="not written by us"):
@@ -101,38 +86,14 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_problems_stop_it_before_anything_is_written(tmp_path: Path) -> None:
-    deployment = served(tmp_path, tiny_drafter_config()).model_copy(update={"role": "decode"})
+    deployment = tiny_deployment(tmp_path, tiny_drafter_config()).model_copy(update={"role": "decode"})
     with pytest.raises(UserError, match="never sees the prompt's features"):
         BACKEND.prepare(deployment, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_flipped_byte_of_a_built_drafter_is_caught_before_anything_is_written(tmp_path: Path) -> None:
-    deployment = served(tmp_path, tiny_drafter_config())
-    folder = tmp_path / "drafter"
-    about = {
-        "step": "drafter-fp8",
-        "key": "k",
-        "inputs": {},
-        "parameters": {},
-        "tools": {},
-        "seconds": 1,
-        "measured": {},
-    }
-    manifest = Manifest.model_validate({**about, "files": file_entries(folder)})
-    (folder / "manifest.json").write_text(manifest.model_dump_json())
-    BACKEND.prepare(deployment, tmp_path / "sound")
-    weights = folder / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    with pytest.raises(UserError, match="sha256 differs"):
-        BACKEND.prepare(deployment, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_width_off_serves_the_target_alone(tmp_path: Path) -> None:
-    deployment = served(tmp_path, tiny_drafter_config())
+    deployment = tiny_deployment(tmp_path, tiny_drafter_config())
     speculation = deployment.speculation.model_copy(update={"width": "off"})
     BACKEND.prepare(deployment.model_copy(update={"speculation": speculation}), tmp_path / "out")
     assert "speculative_config" not in yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())

@@ -1,0 +1,154 @@
+"""Faults: one thing wrong with how a drafter is served, as a change of a Speculator.
+
+Each is a mistake that engines and checkpoints really make, made on purpose. Run through the real loop or replayed
+(`faults_replay`) they are the controls of an acceptance figure (`evaluate`: a figure that survives them is no proof)
+and the explanations of a low one (`doctor`). A changed Speculator shares the weights of the sound one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dflash_serve.drafter.model import Drafter
+from dflash_serve.drafter.rope import RotaryEmbedding
+
+from .sequence import Sequence
+from .speculator import Speculator
+
+Module = TypeVar("Module", bound=nn.Module)
+Change = Callable[[Speculator], Speculator]
+Disturbance = Callable[[Tensor, Sequence], Tensor]
+"""New feature rows [rows, F*H] of a sequence, from position `injected` on -> what is injected instead."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong."""
+
+    cause: str
+    """What it is about; variants of one cause are one explanation."""
+    name: str
+    says: str
+    """How an engine or a checkpoint comes to it."""
+    change: Change
+    setting: str | None = None
+    """The line of the checkpoint's configuration that would have this effect; None where none would."""
+    benign: bool = False
+    """A choice of precision rather than a mistake."""
+
+
+class FaultySpeculator(Speculator):
+    """A Speculator with other feature layers or other feature rows."""
+
+    layers: Callable[[tuple[int, ...]], tuple[int, ...]] | None
+    disturb: Disturbance | None
+
+    @classmethod
+    def of(
+        cls,
+        speculator: Speculator,
+        *,
+        layers: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None,
+        disturb: Disturbance | None = None,
+    ) -> FaultySpeculator:
+        """The same drafter and store, faulty."""
+        made = cls.__new__(cls)
+        made.__dict__.update(speculator.__dict__)
+        made.layers, made.disturb = layers, disturb
+        return made
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        ids = super().target_layer_ids
+        return ids if self.layers is None else self.layers(ids)
+
+    def inject(self, sequences: Many[Sequence]) -> None:
+        if self.disturb is not None:
+            for sequence in sequences:
+                if sequence.features:
+                    sequence.features = [self.disturb(torch.cat(sequence.features), sequence)]
+        super().inject(sequences)
+
+
+def layers_shifted(by: int, num_target_layers: int) -> Change:
+    """Features of the layers before or behind the right ones; the first and last layer are their own neighbours."""
+
+    def shifted(ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(min(max(layer + by, 0), num_target_layers - 1) for layer in ids)
+
+    return lambda speculator: FaultySpeculator.of(speculator, layers=shifted)
+
+
+def layers_chosen(ids: tuple[int, ...]) -> Change:
+    """Features of these layers."""
+    return lambda speculator: FaultySpeculator.of(speculator, layers=lambda _: ids)
+
+
+def disturbed(make: Callable[[], Disturbance]) -> Change:
+    """Other feature rows; `make` is called for every run, since a disturbance may remember sequences."""
+    return lambda speculator: FaultySpeculator.of(speculator, disturb=make())
+
+
+def slots_late(by: int) -> Change:
+    """Drafts read `by` slots before the right ones."""
+
+    def late(drafter: Drafter) -> None:
+        drafter.register_forward_hook(lambda module, args, out: out.roll(by, dims=0))
+
+    return drafter_changed(late)
+
+
+def drafter_changed(change: Callable[[Drafter], None]) -> Change:
+    """A change of a twin of the drafter."""
+
+    def apply(speculator: Speculator) -> Speculator:
+        made = copy.copy(speculator)
+        made.drafter = twin(speculator.drafter)
+        change(made.drafter)
+        return made
+
+    return apply
+
+
+def configured(**fields: object) -> Change:
+    """Other fields of DrafterConfig, with weights that are not theirs."""
+
+    def change(drafter: Drafter) -> None:
+        device = drafter.rotary.inverse_frequency.device
+        drafter.config = config = drafter.config.model_copy(update=fields)
+        drafter.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings).to(device)
+
+    return drafter_changed(change)
+
+
+def block_input(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], block_size: int) -> Change:
+    """Other inputs of the block: rows [blocks, B, H] and positions [rows]."""
+
+    def before(_: nn.Module, args: tuple[Tensor, Tensor, object]) -> tuple[Tensor, Tensor, object]:
+        noise, positions, attend = args
+        rows, positions = change(noise.view(-1, block_size, noise.shape[-1]), positions)
+        return rows.reshape(noise.shape), positions, attend
+
+    def hook(drafter: Drafter) -> None:
+        drafter.register_forward_pre_hook(before)
+
+    return drafter_changed(hook)
+
+
+def twin(module: Module) -> Module:
+    """A copy that can be changed without changing the original; the tensors themselves are shared."""
+    tensors = [tensor for part in module.modules() for tensor in _tensors_of(part)]
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    """Its own parameters and buffers, and packed weights, which are plain attributes."""
+    attributes = [value for value in vars(module).values() if isinstance(value, Tensor)]
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False), *attributes]

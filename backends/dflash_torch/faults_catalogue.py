@@ -1,0 +1,171 @@
+"""The faults that are tried on a pair: those that engines, converters and checkpoints were seen to make.
+
+Upstream cases are named where they are known; the rest are the conventions in which readers of DFlash differ
+(layer ids counted from 0 or 1, causal sliding windows, mask tokens that fall back, embedding scales).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import torch
+
+from dflash_serve.drafter.config import DrafterConfig, RopeConfig
+from dflash_serve.drafter.layer_ids import uniform_target_layer_ids
+
+from . import faults_context as context
+from . import faults_weights as weights
+from .faults import (
+    Fault,
+    block_input,
+    configured,
+    disturbed,
+    drafter_changed,
+    layers_chosen,
+    layers_shifted,
+    slots_late,
+)
+from .speculator import Speculator
+
+THETAS = (1e4, 1e5, 1e6)
+"""transformers' default and what published targets use."""
+
+
+def catalogue(speculator: Speculator) -> list[Fault]:
+    """Every fault that means something for this pair."""
+    return [*settings(speculator), *_block(speculator), *_context(speculator), *_weights(speculator)]
+
+
+def settings(speculator: Speculator) -> Iterator[Fault]:
+    """Faults that a line of the checkpoint's configuration would have as well."""
+    config, depth = speculator.drafter.config, speculator.target.config.num_layers
+    for by, who in ((1, "ids were raised twice"), (-1, "an id counted from 1 (speculators, GGUF) is read as from 0")):
+        change = layers_shifted(by, depth)
+        ids = [min(max(layer + by, 0), depth - 1) for layer in config.target_layer_ids]
+        says = f"features of target layers {ids}: {who}"
+        yield Fault("layer ids", f"layer ids {by:+d}", says, change, f"target_layer_ids = {ids}")
+    if len(config.target_layer_ids) > 1:
+        ids = list(config.target_layer_ids[::-1])
+        says = "the layers are concatenated in another order than fc takes them"
+        change = layers_chosen(tuple(ids))
+        yield Fault("layer order", "target layers in reverse order", says, change, f"target_layer_ids = {ids}")
+    yield from _formula(config, depth)
+    yield from mask_tokens(config, _usual_mask_tokens(speculator))
+    yield from _attention(config, speculator.block_size)
+    yield from _rope(config, speculator.target.config.rope)
+    scale = 1.0 if config.embedding_scale != 1.0 else config.hidden_size**0.5
+    says = "the block's embeddings are multiplied as Gemma's are, or no longer are"
+    change = configured(embedding_scale=scale)
+    yield Fault("embedding scale", f"embedding scale {scale:g}", says, change, f"input_embedding_scale = {scale:g}")
+
+
+def _formula(config: DrafterConfig, depth: int) -> Iterator[Fault]:
+    """The layers an engine chooses that does not find the checkpoint's list."""
+    count = len(config.target_layer_ids)
+    if depth < 4:
+        return
+    ids = uniform_target_layer_ids(depth, count)
+    if ids != config.target_layer_ids:
+        says = "the list in the checkpoint is not read; the formula's takes its place"
+        change = layers_chosen(ids)
+        yield Fault("layer ids", "layer ids by formula", says, change, f"target_layer_ids = {list(ids)}")
+
+
+def mask_tokens(config: DrafterConfig, tokens: Iterable[int]) -> Iterator[Fault]:
+    """Other mask tokens than the configured one."""
+    if config.mask_token_id is None:
+        return
+    for token in dict.fromkeys(tokens):
+        if token != config.mask_token_id and 0 <= token < config.vocab_size:
+            says = "masked slots are filled with another token: a fallback, or padding"
+            change = configured(mask_token_id=token)
+            yield Fault("mask token", f"mask token {token}", says, change, f"mask_token_id = {token}")
+
+
+def _usual_mask_tokens(speculator: Speculator) -> tuple[int, ...]:
+    """What readers fall back to: padding and end of text, the first and the last token."""
+    target = speculator.target.config
+    return (0, *target.eos_token_ids[:1], target.vocab_size - 1)
+
+
+def _attention(config: DrafterConfig, block_size: int) -> Iterator[Fault]:
+    causal = all(kind.causal for kind in config.layers)
+    layers = tuple(kind.model_copy(update={"causal": not causal}) for kind in config.layers)
+    name, says = ("bidirectional", "is_causal was lost") if causal else ("causal", "the default of most attention code")
+    change = configured(layers=layers)
+    yield Fault("block attention", f"{name} block attention", says, change, f"is_causal = {str(not causal).lower()}")
+    windowed = any(kind.window for kind in config.layers)
+    window = None if windowed else 4 * block_size
+    layers = tuple(kind.model_copy(update={"window": window}) for kind in config.layers)
+    name = "window ignored" if windowed else f"window of {window} tokens"
+    says = "layer_types say full while use_swa is set (ModelOpt), or a draft window was given to the engine"
+    yield Fault("window", name, says, configured(layers=layers), f"sliding_window = {window or 'null'}")
+
+
+def _rope(config: DrafterConfig, target: RopeConfig) -> Iterator[Fault]:
+    rope, says = config.rope, "rope_theta was not read, or is another model's"
+    for theta in dict.fromkeys((*THETAS, target.theta)):
+        if theta != rope.theta:
+            change = configured(rope=rope.model_copy(update={"theta": theta}))
+            yield Fault("RoPE theta", f"RoPE theta {theta:g}", says, change, f"rope_theta = {theta:g}")
+    other = RopeConfig(theta=rope.theta) if rope.scaling else _scaled(rope, target)
+    name = "RoPE scaling ignored" if rope.scaling else f"RoPE scaled ({other.scaling}, {other.factor:g}x)"
+    says = "rope_scaling was not read, or the target's is applied to a drafter that was trained without"
+    change = configured(rope=other)
+    yield Fault("RoPE scaling", name, says, change, f"rope_scaling = {other.scaling or 'null'}")
+
+
+def _scaled(rope: RopeConfig, target: RopeConfig) -> RopeConfig:
+    if target.scaling is not None:
+        return target.model_copy(update={"theta": rope.theta})
+    return RopeConfig(theta=rope.theta, scaling="linear", factor=4.0)
+
+
+def _block(speculator: Speculator) -> Iterator[Fault]:
+    size = speculator.block_size
+    change = block_input(lambda rows, at: (torch.cat([rows[:, 1:2], rows[:, 1:]], dim=1), at), size)
+    says = "slot 0 holds the mask's embedding, not the anchor's (hipfire #483: 1.46 instead of 6.34)"
+    yield Fault("anchor", "anchor embedding missing in slot 0", says, change)
+    for by, name in ((1, "late"), (-1, "early")):
+        change = block_input(lambda rows, at, by=by: (rows, (at + by).clamp(min=0)), size)  # type: ignore[misc]
+        says = "the block's positions do not follow on the context's"
+        yield Fault("positions", f"block positions one {name}", says, change)
+    says = "slot j is read as the token after its position (DSpark, Domino: sample_from_anchor, shift_label)"
+    yield Fault("slot convention", "drafts read one slot late", says, slots_late(1))
+
+
+def _context(speculator: Speculator) -> Iterator[Fault]:
+    yield Fault("features", "features shuffled", "rows land at the wrong positions", disturbed(context.Shuffled))
+    yield Fault("features", "features zeroed", "no feature reaches the drafter", disturbed(lambda: context.zeroed))
+    says = "features are shifted by one token, as EAGLE's drafters want them"
+    yield Fault("feature rows", "features one position late", says, disturbed(context.Late))
+    says = "a prefix hit or a prefill server left the drafter without the prompt (TensorRT-LLM #16005, #19352)"
+    for share, name in ((1.0, "the prompt"), (0.5, "half of the prompt")):
+        change = disturbed(lambda share=share: context.without_prompt(share))  # type: ignore[misc]
+        yield Fault("prompt context", f"no drafter context of {name}", says, change)
+    says = "features of accepted tokens are not injected: only each step's anchor's are"
+    yield Fault("stale context", "accepted tokens not injected", says, disturbed(lambda: context.anchors_only))
+    says = "nothing is injected after the prefill"
+    yield Fault("stale context", "no drafter context of the answer", says, disturbed(lambda: context.without_answer))
+
+
+def _weights(speculator: Speculator) -> Iterator[Fault]:
+    last = speculator.drafter.config.num_layers - 1
+    for index in sorted({0, last // 2, last}):
+        says = "its tensors have other names and are skipped in silence"
+        change = drafter_changed(partial(weights.skip_layer, index=index))
+        yield Fault(f"layer {index}", f"weights of drafter layer {index} missing", says, change)
+    says = "fc was skipped in silence and is random (SGLang #39087: fc.weight_packed)"
+    yield Fault("fc", "fc not loaded", says, drafter_changed(weights.random_fc))
+    says = "the context goes to the layers without hidden_norm"
+    yield Fault("hidden_norm", "hidden_norm missing", says, drafter_changed(weights.without_context_norm))
+    says = "the head gets the last layer's output without norm"
+    yield Fault("norm", "final norm missing", says, drafter_changed(weights.without_final_norm))
+    other = torch.bfloat16 if speculator.target.embedding.dtype == torch.float32 else torch.float32
+    name = f"drafter in {str(other).removeprefix('torch.')}"
+    change = drafter_changed(partial(weights.in_dtype, dtype=other))
+    yield Fault("dtype", name, "another precision than the reference's", change, benign=True)
+    says = "the drafter's linear layers are rounded to FP8"
+    yield Fault("quantised drafter", "drafter in FP8", says, drafter_changed(weights.in_fp8), benign=True)
+    yield Fault("quantised head", "head in FP8", "the head drafts from is rounded", weights.fp8_head, benign=True)

@@ -1,0 +1,190 @@
+"""Where an engine in this process goes wrong, tensor by tensor: acceptance alone does not show every fault.
+
+The engine decodes a few tokens through its own loop. What its drafter was given and what it made of it is compared, in
+the order in which it flows, with transformers' hidden states and the core's drafter, read from disk anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash_serve.backend import Prompt
+from dflash_serve.drafter.checkpoint import load_drafter
+from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention, span_positions
+from dflash_serve.drafter.model import Drafter
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.width import FixedWidth
+
+from .decoder import Decoder
+from .engine import EmbeddedEngine
+from .sequence import Sequence
+
+STEPS = 8
+"""Decoding steps before the comparison: accepted tokens must have reached the context by then."""
+TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 6e-2}
+"""Relative, of a row's norm: more than two orders of summation differ, less than faults do."""
+
+Flow = dict[str, Tensor]
+"""Tensors by name, in the order in which they flow; the first dimension is a position or slot."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor that is not what it should be."""
+
+    tensor: str
+    row: int
+    error: float
+    """Relative, of that row."""
+
+    def __str__(self) -> str:
+        return f"{self.tensor} differs first, in row {self.row} (relative error {self.error:.2g})"
+
+
+def first_difference(engine: EmbeddedEngine, target: Path, drafter: Path, prompt: Prompt) -> Difference | None:
+    """None where nothing differs.
+
+    Args:
+        engine: speculates; what it is suspected of is in it.
+        target: folder of the target.
+        drafter: folder of the drafter.
+    """
+    sound = load_drafter(drafter, dtype=torch.float32)
+    flow, sequence = _engine_flow(engine, sound.config.target_layer_ids, prompt)
+    expected = _expected_flow(target, sound, sequence, flow)
+    dtype = engine.decoder.target.embedding.dtype
+    limit = TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
+    for name, tensor in expected.items():
+        found = flow[name]
+        if found.shape != tensor.shape:
+            return Difference(name, 0, float("inf"))
+        errors = (found - tensor).flatten(1).norm(dim=1) / tensor.flatten(1).norm(dim=1).clamp(min=1e-6)
+        wrong = ~(errors <= limit)  # NaN is wrong, too
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            return Difference(name, row, float(errors[row]))
+    return None
+
+
+@torch.inference_mode()
+def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Prompt) -> tuple[Flow, Sequence]:
+    """What flows through the engine's drafter when it drafts after a few steps, and for which tokens."""
+    full, flow = engine.decoder, Flow()
+    speculator = full.speculator
+    assert speculator is not None
+    width = speculator.block_size
+    policy = FixedWidth(width)
+    decoder = Decoder(full.target, speculator, policy, slots=1, capacity=full.capacity, reuse_prefixes=False)
+    params = SamplingParams(temperature=0, max_tokens=(STEPS + 2) * width, ignore_eos=True)
+    sequence = decoder.join(engine.tokenise(prompt), params)
+    for _ in range(STEPS):
+        decoder.step()
+    pending = torch.cat(sequence.features)
+    flow |= _features(layer_ids, pending.chunk(len(layer_ids), dim=-1))
+    speculator.fill.static = False  # hooks do not run inside a captured graph
+    with _watched(speculator.drafter, flow):
+        (draft,) = speculator.draft([sequence], [width])
+    flow["drafts"] = torch.tensor(draft)[:, None]
+    flow |= _context(speculator.store, sequence.slot, sequence.verified)
+    decoder.leave(sequence)
+    return flow, sequence
+
+
+@torch.inference_mode()
+def _expected_flow(target: Path, drafter: Drafter, sequence: Sequence, found: Flow) -> Flow:
+    """The same from transformers and the core. Drafts are compared by their logits: a near-tie may fall either way."""
+    config, verified, width = drafter.config, sequence.verified, len(found["block input"])
+    model = _transformers(target)
+    states = _hidden_states(model, sequence.token_ids[:verified])
+    chosen = [states[layer + 1] for layer in config.target_layer_ids]
+    rows = _last_step(sequence)
+    flow = _features(config.target_layer_ids, [state[verified - rows :] for state in chosen])
+    store = KVStore(
+        layers=config.num_layers,
+        slots=1,
+        kv_heads=config.num_key_value_heads,
+        capacity=verified + width,
+        head_dim=config.head_dim,
+    )
+    context = drafter.project_context(torch.cat(chosen, dim=-1))
+    store.write_all([Span(0, 0, verified)], *drafter.context_kv(context, torch.arange(verified)))
+    flow |= _context(store, 0, verified)
+    span = Span(0, verified, width)
+    noise = drafter.noise(torch.tensor([sequence.token_ids[-1]]), model.get_input_embeddings().weight, width)
+    attend = StoreAttention(store, [span], config.layers, config.num_attention_heads)
+    with _watched(drafter, flow):
+        hidden = drafter(noise, span_positions([span]), attend)
+    logits = drafter.adjust_logits(model.get_output_embeddings()(hidden[1:]))
+    found["drafts"] = logits.gather(1, found["drafts"])
+    flow["drafts"] = logits.max(dim=1, keepdim=True).values
+    return flow
+
+
+def _last_step(sequence: Sequence) -> int:
+    """Rows that the last step verified: the anchor and what was accepted."""
+    return 1 + sequence.steps[-1][1]
+
+
+def _transformers(target: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+
+
+def _hidden_states(model: Any, token_ids: list[int]) -> tuple[Tensor, ...]:
+    """transformers' hidden states, each [tokens, H]; 0 is the embedding."""
+    output = model(torch.tensor([token_ids]), output_hidden_states=True, use_cache=False)
+    return tuple(state[0] for state in output.hidden_states)
+
+
+def _features(layer_ids: tuple[int, ...], rows: Any) -> Flow:
+    return {f"features of target layer {layer}": _kept(part) for layer, part in zip(layer_ids, rows, strict=True)}
+
+
+def _context(store: KVStore, slot: int, verified: int) -> Flow:
+    flow = Flow()
+    for layer in range(len(store.keys)):
+        for name, tensor in (("keys", store.keys), ("values", store.values)):
+            flow[f"context {name} of drafter layer {layer}"] = _kept(tensor[layer, slot, :, :verified].transpose(0, 1))
+    return flow
+
+
+@contextmanager
+def _watched(drafter: Drafter, flow: Flow) -> Iterator[None]:
+    """Keeps the block's input and positions, and what each layer and the whole drafter put out."""
+
+    def whole(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        flow["block output"] = _kept(out)
+
+    def entered(module: nn.Module, args: tuple[Any, ...]) -> None:
+        flow["block input"] = _kept(args[0])
+        flow["block positions"] = _kept(1.0 + args[1][:, None])  # relative to the context's; 0 has no relative error
+
+    hooks = [drafter.register_forward_pre_hook(entered), drafter.register_forward_hook(whole)]
+    for index, layer in enumerate(drafter.layers):
+        hooks.append(layer.register_forward_hook(_keeper(flow, f"output of drafter layer {index}")))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _keeper(flow: Flow, name: str) -> Any:
+    def keep(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        flow[name] = _kept(out)
+
+    return keep
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.detach().float().cpu().clone()

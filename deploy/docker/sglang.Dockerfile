@@ -1,0 +1,55 @@
+# syntax=docker/dockerfile:1
+# One thin layer over an image that has SGLang: our package, and a user of no rights.
+#
+#   docker buildx build -f deploy/docker/sglang.Dockerfile --build-arg BASE=lmsysorg/sglang@sha256:... -t dflash-serve-sglang:0.1.0 .
+#
+# BASE   an image with SGLang 0.5.22 or 0.5.23, by digest; no default: what is not pinned is not built.
+#        For a Dynamo worker: nvcr.io/nvidia/ai-dynamo/sglang-runtime@sha256:...
+ARG BASE
+
+FROM ${BASE} AS build
+ARG BASE
+# A tag may be another image tomorrow.
+RUN case "$BASE" in *@sha256:*) ;; *) echo "BASE must be pinned by digest: lmsysorg/sglang@sha256:..." >&2; exit 2 ;; esac
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
+COPY pyproject.toml README.md LICENSE /src/
+COPY dflash_serve /src/dflash_serve
+COPY backends /src/backends
+COPY engines /src/engines
+COPY deploy/helm /src/deploy/helm
+RUN python3 -m pip wheel --no-deps --wheel-dir /wheels /src
+
+FROM ${BASE}
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG BASE
+LABEL org.opencontainers.image.title="dflash-serve on SGLang" \
+      org.opencontainers.image.description="SGLang with strict DFlash drafters and a width that follows cost" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION" \
+      org.opencontainers.image.base.name="$BASE"
+USER 0
+# What the engine brings stays what it is: pip may add what our package needs, and change nothing that is there.
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
+    python3 -m pip list --format=freeze --exclude-editable > /tmp/there.txt && \
+    PIP_BREAK_SYSTEM_PACKAGES=1 \
+    python3 -m pip install --no-cache-dir --disable-pip-version-check --constraint /tmp/there.txt /wheels/*.whl && \
+    rm /tmp/there.txt && \
+    install -d -o 10001 -g 10001 /models /cache /prepared
+# With 0, /health is shallow: a full batch is not a dead process.
+ENV SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 \
+    HOME=/cache \
+    USER=dflash \
+    XDG_CACHE_HOME=/cache \
+    HF_HOME=/models/huggingface \
+    HF_HUB_DISABLE_TELEMETRY=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+USER 10001:10001
+WORKDIR /cache
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=30s --start-period=60m --retries=3 \
+    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health_generate', timeout=25)"]
+ENTRYPOINT ["dflash-serve"]
+CMD ["serve", "/etc/dflash-serve/deployment.yaml", "--backend", "sglang", "--host", "0.0.0.0", "--port", "8000", "--folder", "/prepared"]

@@ -1,0 +1,106 @@
+"""Whether this server gets traffic: its engine is ready, and its drafter was once seen to accept a token.
+
+A drafter that accepts nothing costs speed and says nothing: engines go on without a word. So the first time that the
+engine is ready it is asked to count, which any drafter can foretell, and what came of it is kept for the life of the
+container's process. Standard library only: it runs in every engine's image.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+URL = "http://127.0.0.1:8000"
+PROMPT = "Count: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,"
+TOKENS = 48
+SEEN = Path("/tmp/dflash-serve-accepts")  # noqa: S108 - the pod's own
+
+
+def main() -> None:
+    """Exit code 0: ready. Otherwise the last line of the probe's event says why not."""
+    parser = argparse.ArgumentParser()
+    for name in ("backend", "ready", "model", "width"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--keys", type=Path)
+    parser.add_argument("--url", default=URL)
+    parser.add_argument("--seen", type=Path, default=SEEN)
+    given = parser.parse_args()
+    try:
+        call(given.url + given.ready)
+        if seen(given.seen):
+            return
+        drafted, accepted = ASK[given.backend](given.url, given.model, headers(given.keys))
+    except urllib.error.HTTPError as error:
+        sys.exit(f"not ready: {error.url} says {error}")
+    except (OSError, ValueError, KeyError) as error:  # timeouts are OSErrors
+        sys.exit(f"not ready: {type(error).__name__}: {error}")
+    if drafted and not accepted:
+        sys.exit(f"the drafter accepted none of {drafted} drafted tokens: it does not fit this target")
+    if not drafted and given.width != "auto":
+        sys.exit(f"nothing was drafted, but speculation.width is {given.width}: speculation is silently off")
+    given.seen.write_text(process())  # width auto may have chosen, by measured cost, to draft nothing
+
+
+def call(url: str, body: object = None, headers: dict[str, str] | None = None) -> Any:
+    """JSON in, JSON out; text that is no JSON comes back as it is."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})  # noqa: S310
+    with urllib.request.urlopen(request, timeout=25) as response:  # noqa: S310 - always http://
+        text = response.read()
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def headers(keys: Path | None) -> dict[str, str]:
+    """The first key of the file opens the server."""
+    lines = [line.strip() for line in keys.read_text(encoding="utf-8").splitlines()] if keys else []
+    return next(({"Authorization": f"Bearer {line}"} for line in lines if line and not line.startswith("#")), {})
+
+
+def process() -> str:
+    """Process 1 of this container, by its start: a container that was started again must show it again."""
+    return Path("/proc/1/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[19]
+
+
+def seen(marker: Path) -> bool:
+    """Whether this very process was seen to accept."""
+    return marker.is_file() and marker.read_text(encoding="utf-8") == process()
+
+
+def completion(model: str, **more: object) -> dict[str, object]:
+    """OpenAI's."""
+    return {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, **more}
+
+
+def ask_torch(url: str, model: str, headers: dict[str, str]) -> tuple[int, int]:
+    """Drafted and accepted tokens of one answer, as the answer itself says."""
+    answer = call(f"{url}/v1/completions", completion(model, acceptance_metrics="summary"), headers)
+    figures = answer["metrics"]["speculative_decoding"]
+    return figures["num_draft_tokens"], figures["num_accepted_draft_tokens"]
+
+
+def ask_sglang(url: str, model: str, headers: dict[str, str]) -> tuple[int, int]:
+    """Likewise, by SGLang's own route."""
+    sampling = {"max_new_tokens": TOKENS, "temperature": 0}
+    figures = call(f"{url}/generate", {"text": PROMPT, "sampling_params": sampling}, headers)["meta_info"]
+    return figures.get("spec_num_proposed_drafts", 0), figures.get("spec_num_correct_drafts", 0)
+
+
+def ask_tensorrt_llm(url: str, model: str, headers: dict[str, str]) -> tuple[int, int]:
+    """Of the iterations since the last time that somebody asked, ours among them; answers do not say it."""
+    call(f"{url}/v1/completions", completion(model), headers)
+    stats = [iteration.get("specDecodingStats") or {} for iteration in call(f"{url}/metrics")]
+    return sum(s.get("numDraftTokens", 0) for s in stats), sum(s.get("numAcceptedTokens", 0) for s in stats)
+
+
+ASK = {"torch": ask_torch, "sglang": ask_sglang, "tensorrt-llm": ask_tensorrt_llm}
+
+if __name__ == "__main__":
+    main()

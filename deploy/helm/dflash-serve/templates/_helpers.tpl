@@ -1,0 +1,83 @@
+{{- define "dflash-serve.fullname" -}}
+{{- .Values.fullnameOverride | default (contains .Chart.Name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name)) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- /* What never changes: a selector. */ -}}
+{{- define "dflash-serve.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "dflash-serve.labels" -}}
+{{ include "dflash-serve.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end -}}
+
+{{- /* metadata of an object: dict "root" $ "suffix" "-x" */ -}}
+{{- define "dflash-serve.metadata" -}}
+name: {{ include "dflash-serve.fullname" .root }}{{ .suffix }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "dflash-serve.labels" .root | nindent 2 }}
+{{- end -}}
+
+{{- define "dflash-serve.serviceAccount" -}}
+{{- .Values.serviceAccount.name | default (.Values.serviceAccount.create | ternary (include "dflash-serve.fullname" .) "default") -}}
+{{- end -}}
+
+{{- define "dflash-serve.image" -}}
+{{ .repository }}@{{ .digest }}
+{{- end -}}
+
+{{- /* What follows from the deployment; read with fromYaml. GPUs as dflash_serve.deploying.workload counts them. */ -}}
+{{- define "dflash-serve.facts" -}}
+{{- $deployment := .Values.deployment -}}
+{{- $gpu := dig "hardware" "gpu" "" $deployment | default "" -}}
+{{- $count := dig "hardware" "count" 1 $deployment | int -}}
+{{- $nodes := dig "parallel" "nodes" 1 $deployment | int -}}
+{{- $cpu := or (eq $gpu "none") (and (eq $gpu "") (eq .Values.backend "torch")) -}}
+gpu: {{ $gpu | quote }}
+count: {{ $count }}
+nodes: {{ $nodes }}
+gpusPerPod: {{ $cpu | ternary 0 (div $count (max 1 $nodes)) }}
+speculates: {{ if and (get $deployment "drafter") (not (has (dig "speculation" "width" "auto" $deployment | toString) (list "off" "1"))) }}true{{ else }}false{{ end }}
+width: {{ dig "speculation" "width" "auto" $deployment | default "auto" | toString | quote }}
+{{- end -}}
+
+{{- define "dflash-serve.scaled" -}}
+{{- ternary "" "yes" (eq .Values.autoscaling.kind "none") -}}
+{{- end -}}
+
+{{- /* The most groups there can be. */ -}}
+{{- define "dflash-serve.maxReplicas" -}}
+{{- ternary .Values.replicas .Values.autoscaling.maxReplicas (eq .Values.autoscaling.kind "none") | int -}}
+{{- end -}}
+
+{{- /* How each engine's own server is asked. */ -}}
+{{- define "dflash-serve.endpoints" -}}
+torch:
+  started: /ready
+  ready: /ready
+  metrics: /metrics
+  queued: dflash:num_requests_waiting
+sglang:
+  started: /health
+  ready: /health_generate
+  metrics: /metrics
+  queued: sglang:num_queue_reqs
+tensorrt-llm:
+  started: /health
+  ready: /health_generate
+  metrics: /prometheus/metrics
+  queued: trtllm_num_requests_waiting
+{{- end -}}
+
+{{- define "dflash-serve.endpoint" -}}
+{{- get (get (include "dflash-serve.endpoints" .root | fromYaml) .root.Values.backend) .what -}}
+{{- end -}}
+
+{{- define "dflash-serve.model" -}}
+{{- dig "target" "model" "" .Values.deployment -}}
+{{- end -}}

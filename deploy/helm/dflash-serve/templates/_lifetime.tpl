@@ -1,0 +1,53 @@
+{{- /* Loading, probes, and the end: every second of a pod's life is counted here. */ -}}
+
+{{- /* preStop runs inside the grace period, the drain begins after it: the grace is longer than both. */ -}}
+{{- define "dflash-serve.graceSeconds" -}}
+{{- add .Values.drain.preStopSeconds .Values.drain.seconds .Values.drain.marginSeconds -}}
+{{- end -}}
+
+{{- /* Gigabytes to load: as told, or what the GPUs hold at most (64 where none is named). */ -}}
+{{- define "dflash-serve.gigabytes" -}}
+{{- $facts := include "dflash-serve.facts" . | fromYaml -}}
+{{- $memory := dict "h100" 80 "h200" 141 "b200" 180 "b300" 268 -}}
+{{- .Values.startup.gigabytes | default (mulf (get $memory $facts.gpu | default 64) $facts.count) -}}
+{{- end -}}
+
+{{- define "dflash-serve.startupSeconds" -}}
+{{- addf .Values.startup.baseSeconds (divf (include "dflash-serve.gigabytes" . | float64) .Values.startup.gigabytesPerSecond) | ceil | int -}}
+{{- end -}}
+
+{{- define "dflash-serve.probes" -}}
+{{- $facts := include "dflash-serve.facts" . | fromYaml -}}
+startupProbe:
+  httpGet: {path: {{ include "dflash-serve.endpoint" (dict "root" . "what" "started") }}, port: http}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: {{ divf (include "dflash-serve.startupSeconds" . | float64) 10 | ceil | int }}
+livenessProbe: # shallow: load never kills a server
+  httpGet: {path: /health, port: http}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+readinessProbe:
+  {{- if and .Values.readiness.acceptance $facts.speculates }}
+  exec:
+    command:
+      - python3
+      - /etc/dflash-serve/ready.py
+      - --backend={{ .Values.backend }}
+      - --ready={{ include "dflash-serve.endpoint" (dict "root" . "what" "ready") }}
+      - --model={{ include "dflash-serve.model" . }}
+      - --width={{ $facts.width }}
+      {{- with .Values.secrets.apiKeys.name }}
+      - --keys=/etc/dflash-serve-keys/keys
+      {{- end }}
+  {{- else }}
+  httpGet: {path: {{ include "dflash-serve.endpoint" (dict "root" . "what" "ready") }}, port: http}
+  {{- end }}
+  periodSeconds: 10
+  timeoutSeconds: 30
+  failureThreshold: 3
+lifecycle:
+  preStop:
+    sleep: {seconds: {{ .Values.drain.preStopSeconds }}}
+{{- end -}}

@@ -1,0 +1,63 @@
+"""`dflash-serve deploy`: a deployment as chart values, manifests, a Dynamo graph, a KServe service, a compose file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import typer
+
+from dflash_serve.backend import ServerBackend, backend
+from dflash_serve.cli.serve import EMBEDDED, prepared
+from dflash_serve.deploying.render import Form, render
+from dflash_serve.deploying.workload import BACKENDS, Workload
+from dflash_serve.deployment import load_deployment
+from dflash_serve.errors import UserError
+from dflash_serve.problem import raise_problems
+
+
+def deploy(
+    deployment: Annotated[Path, typer.Argument(help="YAML file; the environment goes before it.")],
+    form: Annotated[str | None, typer.Option("--render", help=f"{', '.join(get_args(Form))}.")] = None,
+    backend_name: Annotated[str, typer.Option("--backend", help="Which engine serves.")] = EMBEDDED,
+    name: Annotated[str, typer.Option(help="Of the release, the service, the project.")] = "dflash-serve",
+    image: Annotated[
+        str | None, typer.Option(help="REPOSITORY@sha256:... [default: as deploy/docker names it]")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write there instead of to the terminal.")] = None,
+    prepare: Annotated[
+        Path | None, typer.Option(help="Instead of rendering, write what the engine reads there (for init containers).")
+    ] = None,
+) -> None:
+    """Render a deployment for Kubernetes, Dynamo, KServe or Docker Compose. Its problems are found first."""
+    if (form is None) == (prepare is None):
+        raise UserError("one of --render and --prepare", where="deploy", do=f"--render {' | '.join(get_args(Form))}")
+    if form is not None and form not in get_args(Form):
+        raise UserError(f"no form {form!r}", where="--render", do=f"there are: {', '.join(get_args(Form))}")
+    if backend_name not in BACKENDS:
+        raise UserError(f"no backend {backend_name!r}", where="--backend", do=f"there are: {', '.join(BACKENDS)}")
+    described, chosen = load_deployment(deployment), cast(ServerBackend, backend(backend_name))
+    raise_problems(chosen.check(described))
+    if prepare is not None:
+        prepared(chosen, described, prepare)
+        return
+    workload = Workload(name, backend_name, described, image)
+    text = render(workload, cast(Form, form))
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        write(output, text)
+
+
+def write(path: Path, text: str) -> None:
+    """Whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    scratch = path.with_name(f".{path.name}.new")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot be written ({error.strerror})", where=str(path), do="name another --output") from None

@@ -1,0 +1,144 @@
+"""NVIDIA Dynamo's DynamoGraphDeployment (nvidia.com/v1beta1, Dynamo 1.6): its frontend, and our engine as its worker.
+
+Dynamo starts the engine itself, so the engine's command line is translated, word by word; what cannot be is refused.
+The worker's image is a layer of ours over Dynamo's own runtime image (deploy/docker, argument BASE).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from dflash_serve.backend import Command, ServerBackend, backend
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+
+from .ending import DRAIN_SECONDS, MARGIN_SECONDS
+from .pod import config_map, container_security, mounts, pod_security, resources, variables, volumes
+from .workload import CONFIG, PREPARED, SHARED_MEMORY_GIB, Document, Workload
+
+DYNAMO = "1.6.0"
+"""The runtime inside the image: the image's tag is ours, so Dynamo cannot read it there."""
+FRAMEWORKS = {"sglang": "sglang", "tensorrt-llm": "trtllm"}
+LISTENING = {"--host", "--port"}
+"""Dynamo's frontend listens; a worker does not."""
+TRTLLM_OPTIONS = {"--config": "--extra-engine-args"}
+
+
+def dynamo(workload: Workload, deployment_yaml: str) -> Iterator[Document]:
+    """The deployment's ConfigMap and the graph.
+
+    Raises:
+        UserError: Dynamo has no such engine, or cannot be told what this deployment needs.
+    """
+    if workload.backend not in FRAMEWORKS:
+        do = "use --backend sglang or tensorrt-llm"
+        raise UserError("Dynamo has no such engine", where=f"--backend {workload.backend}", do=do)
+    if workload.deployment.role != "whole":
+        what = f"one half ({workload.deployment.role}) is not a graph"
+        raise UserError(what, where="role", do="render a whole deployment, and split it in the graph")
+    yield config_map(workload, deployment_yaml)
+    yield {
+        "apiVersion": "nvidia.com/v1beta1",
+        "kind": "DynamoGraphDeployment",
+        "metadata": {"name": workload.name},
+        "spec": {
+            "backendFramework": FRAMEWORKS[workload.backend],
+            "components": [_frontend(workload), _worker(workload)],
+        },
+    }
+
+
+def worker_arguments(workload: Workload) -> tuple[str, list[str], Mapping[str, str]]:
+    """Dynamo's module, its arguments and its environment for what the backend would start.
+
+    Raises:
+        UserError: an option that Dynamo's module does not have.
+    """
+    command = _one_node_command(workload)
+    if workload.backend == "sglang":
+        words = _without_listening(command.argv[3:])  # python -m sglang.launch_server
+        return "dynamo.sglang", [*words, "--served-model-name", workload.deployment.target.model], command.env
+    _, model, *words = command.argv
+    options = _translated(_without_listening(words))
+    return "dynamo.trtllm", ["--model", model, "--served-model-name", model, *options], command.env
+
+
+def _one_node_command(workload: Workload) -> Command:
+    """As on one node: Dynamo's operator adds a node's place among several itself."""
+    deployment = workload.deployment
+    parallel = deployment.parallel.model_copy(update={"nodes": 1})
+    alone: Deployment = deployment.model_copy(update={"parallel": parallel})
+    chosen = cast(ServerBackend, backend(workload.backend))
+    return chosen.command(alone, Path(PREPARED))
+
+
+def _without_listening(words: Sequence[str]) -> list[str]:
+    kept = iter(words)
+    return [word for word in kept if word not in LISTENING or not next(kept)]
+
+
+def _translated(words: Sequence[str]) -> list[str]:
+    unknown = [word for word in words if word.startswith("--") and word not in TRTLLM_OPTIONS]
+    if unknown:
+        what = f"this deployment needs trtllm-serve's {', '.join(unknown)}, which dynamo.trtllm does not have"
+        raise UserError(what, where="--render dynamo", do="use --backend sglang, or --render helm")
+    return [TRTLLM_OPTIONS.get(word, word) for word in words]
+
+
+def _frontend(workload: Workload) -> Document:
+    container = {"name": "main", "image": workload.container_image}
+    return {**_component("frontend", "frontend"), "podTemplate": {"spec": {"containers": [container]}}}
+
+
+def _worker(workload: Workload) -> Document:
+    module, arguments, environment = worker_arguments(workload)
+    added = [{"name": name, "value": value} for name, value in environment.items()]
+    main = {
+        "name": "main",
+        "image": workload.container_image,
+        "command": ["python3", "-m", module],
+        "args": arguments,
+        "env": [*variables(workload), *added],
+        "resources": resources(workload),
+        # Not read-only: what Dynamo itself writes, and where, is Dynamo's business.
+        "securityContext": {**container_security(), "readOnlyRootFilesystem": False},
+        "volumeMounts": _mounts(),
+    }
+    pod = {
+        "initContainers": [_preparing(workload)],
+        "containers": [main],
+        "securityContext": pod_security(),
+        "terminationGracePeriodSeconds": DRAIN_SECONDS + MARGIN_SECONDS,
+        "volumes": [volume for volume in volumes(workload) if volume["name"] != "shm"],
+    }
+    worker = {
+        **_component("worker", "worker"),
+        "sharedMemorySize": f"{SHARED_MEMORY_GIB}Gi",
+        "podTemplate": {"spec": pod},
+    }
+    nodes = workload.deployment.parallel.nodes
+    return worker if nodes == 1 else {**worker, "multinode": {"nodeCount": nodes}}
+
+
+def _preparing(workload: Workload) -> Document:
+    """Writes what the engine reads, where its arguments say it is."""
+    prepare = ["dflash-serve", "deploy", CONFIG, "--backend", workload.backend, "--prepare", PREPARED]
+    return {
+        "name": "prepare",
+        "image": workload.container_image,
+        "command": prepare,
+        "env": variables(workload),
+        "securityContext": container_security(),
+        "volumeMounts": _mounts(),
+    }
+
+
+def _mounts() -> list[Document]:
+    """Shared memory is the operator's: sharedMemorySize."""
+    return [mount for mount in mounts() if mount["name"] != "shm"]
+
+
+def _component(name: str, kind: str) -> dict[str, object]:
+    return {"name": name, "type": kind, "replicas": 1, "runtimeVersionOverride": DYNAMO}

@@ -1,0 +1,1 @@
+"""Proof that speculation is lossless, healthy and worth it: `verify`, `doctor`, `bench`."""

@@ -1,0 +1,55 @@
+"""The prompts of a verification: ours, or a JSONL file's."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from dflash_serve.backend import Prompt
+from dflash_serve.errors import UserError
+
+FORMS = '{"prompt": text}, {"messages": [...]} or {"token_ids": [...]}'
+
+
+def read_prompt_set(path: Path | None = None, *, raw: bool = False) -> list[Prompt]:
+    """Every line's prompt; a text is one user turn.
+
+    Args:
+        path: a JSONL file; None = the bundled set.
+        raw: send texts as they are, without the target's chat template.
+
+    Raises:
+        UserError: no such file, no prompt in it, or a line that is none.
+    """
+    where = str(path or "bundled prompts")
+    try:
+        text = (path or files(__package__).joinpath("prompts.jsonl")).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read ({error})", where=where, do="check the prompts' path") from None
+    lines = enumerate(text.split("\n"), 1)  # not splitlines: a prompt may hold U+2028
+    prompts = [_prompt(line, f"{where}:{number}", raw) for number, line in lines if line.strip()]
+    if not prompts:
+        raise UserError("it has no prompts", where=where, do=f"give one JSON object a line: {FORMS}")
+    return prompts
+
+
+def _prompt(line: str, where: str, raw: bool) -> Prompt:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        entry = None
+    if isinstance(entry, dict):
+        text, messages, token_ids = (entry.get(key) for key in ("prompt", "messages", "token_ids"))
+        if isinstance(text, str) and text:
+            return text if raw else [{"role": "user", "content": text}]
+        if _all(messages, dict):
+            return [{str(key): str(value) for key, value in message.items()} for message in messages]
+        if _all(token_ids, int):
+            return list(token_ids)
+    raise UserError("no prompt", where=where, do=f"give one JSON object a line: {FORMS}")
+
+
+def _all(values: Any, kind: type) -> TypeGuard[list[Any]]:
+    return isinstance(values, list) and bool(values) and all(isinstance(value, kind) for value in values)

@@ -1,0 +1,206 @@
+"""The scripts that the chart mounts: a pod is ready once its drafter was seen to accept; `helm test` gets answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_group
+
+from dflash_serve.cli.main import app
+from tests.deploy.test_chart_golden import case
+from tests.support.chart import CHART, config, pods, render
+from tests.support.embedded import tiny_engine
+from tests.support.serving import MODEL, running
+from tests.support.tiny_target import write_tiny_pair
+
+READY, ASK = CHART / "files" / "ready.py", CHART / "files" / "ask.py"
+Answer = tuple[int, object]
+
+
+def script(file: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and output, as a kubelet gets them."""
+    done = subprocess.run([sys.executable, file, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+def ready(url: str, seen: Path, backend: str, *, route: str = "/health_generate", width: str = "8", **more: str) -> Any:
+    flags = {"backend": backend, "ready": route, "model": MODEL, "width": width, "url": url, "seen": str(seen), **more}
+    return script(READY, *(f"--{name}={value}" for name, value in flags.items()))
+
+
+class Engine:
+    """A server that says what it is told to, and writes down what it was asked."""
+
+    def __init__(self, answers: dict[str, Answer]) -> None:
+        self.answers, self.asked = answers, list[tuple[str, Any, str | None]]()
+
+    @contextmanager
+    def listening(self) -> Iterator[str]:
+        listener = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listener.server_port}"
+        finally:
+            listener.shutdown()
+            listener.server_close()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                body = json.loads(self.rfile.read(length)) if length else None
+                engine.asked.append((self.path, body, self.headers.get("Authorization")))
+                status, content = engine.answers[self.path]
+                text = content if isinstance(content, str) else json.dumps(content)
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            do_GET = do_POST = answer  # noqa: N815
+
+            def log_message(self, *_: object) -> None: ...
+
+        return Handler
+
+
+def sglang(proposed: int, correct: int) -> Engine:
+    meta = {"spec_num_proposed_drafts": proposed, "spec_num_correct_drafts": correct}
+    return Engine({"/health_generate": (200, ""), "/generate": (200, {"text": " 17", "meta_info": meta})})
+
+
+def tensorrt_llm(drafted: int, accepted: int) -> Engine:
+    stats = [{"specDecodingStats": {"numDraftTokens": drafted, "numAcceptedTokens": accepted}}, {"iter": 2}]
+    answers: dict[str, Answer] = {"/health_generate": (200, ""), "/v1/completions": (200, {}), "/metrics": (200, stats)}
+    return Engine(answers)
+
+
+ENGINES: dict[str, Callable[[int, int], Engine]] = {"sglang": sglang, "tensorrt-llm": tensorrt_llm}
+EACH = pytest.mark.parametrize("backend", ENGINES)
+
+
+@EACH
+def test_an_engine_whose_drafter_accepts_is_ready_and_is_asked_once(backend: str, tmp_path: Path) -> None:
+    engine = ENGINES[backend](40, 12)
+    with engine.listening() as url:
+        assert ready(url, tmp_path / "seen", backend) == (0, "")
+        questions = len(engine.asked)
+        assert ready(url, tmp_path / "seen", backend) == (0, "")
+    assert [path for path, _, _ in engine.asked[questions:]] == ["/health_generate"]
+
+
+@EACH
+def test_a_drafter_that_accepts_nothing_is_said_and_asked_again(backend: str, tmp_path: Path) -> None:
+    with ENGINES[backend](40, 0).listening() as url:
+        for _ in range(2):
+            code, said = ready(url, tmp_path / "seen", backend)
+            assert (code, said.strip()) == (
+                1,
+                "the drafter accepted none of 40 drafted tokens: it does not fit this target",
+            )
+
+
+@EACH
+def test_speculation_that_is_silently_off_is_not_ready_but_auto_may_choose_it(backend: str, tmp_path: Path) -> None:
+    with ENGINES[backend](0, 0).listening() as url:
+        code, said = ready(url, tmp_path / "seen", backend, width="8")
+        assert (code, "silently off" in said) == (1, True)
+        assert ready(url, tmp_path / "seen", backend, width="auto") == (0, "")
+
+
+@EACH
+def test_an_engine_that_is_not_ready_is_asked_nothing(backend: str, tmp_path: Path) -> None:
+    engine = ENGINES[backend](40, 12)
+    engine.answers["/health_generate"] = (503, "")
+    with engine.listening() as url:
+        code, said = ready(url, tmp_path / "seen", backend)
+    assert (code, "/health_generate says HTTP Error 503" in said) == (1, True)
+    assert len(engine.asked) == 1
+
+
+def test_a_process_that_was_started_again_must_show_it_again(tmp_path: Path) -> None:
+    """The marker outlives a container in the pod's volume; the process that made it does not."""
+    engine, seen = sglang(40, 12), tmp_path / "seen"
+    with engine.listening() as url:
+        ready(url, seen, "sglang")
+        seen.write_text("another")
+        ready(url, seen, "sglang")
+    assert [path for path, _, _ in engine.asked].count("/generate") == 2
+
+
+def test_no_server_is_one_line(tmp_path: Path) -> None:
+    code, said = ready("http://127.0.0.1:9", tmp_path / "seen", "sglang")
+    assert (code, said.count("\n"), said.startswith("not ready: URLError")) == (1, 1, True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+def test_the_embedded_server_says_that_a_random_drafter_does_not_fit(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """And is asked with the first of its keys."""
+    keys = tmp_path / "keys"
+    keys.write_text("# clients\n\nfirst\nsecond\n")
+    with running(tiny_engine(pair, width=4), api_key_file=keys) as tiny:
+        flags = {"route": "/ready", "width": "4"}
+        code, said = ready(tiny.url, tmp_path / "seen", "torch", **flags, keys=str(keys))
+        assert (code, "the drafter accepted none of " in said) == (1, True), said
+        code, said = ready(tiny.url, tmp_path / "seen", "torch", **flags)
+        assert (code, "401" in said) == (1, True), said
+
+
+def test_an_answer_that_breaks_off_or_is_empty_fails_helm_test() -> None:
+    events = 'data: {"choices": [{"delta": {"content": "one"}}]}\n\n'
+    for body, words in ((events, "ended without [DONE]"), ("data: [DONE]\n\n", "empty"), ("{}", "without [DONE]")):
+        with Engine({"/v1/chat/completions": (200, body)}).listening() as url:
+            code, said = script(ASK, f"--url={url}", "--model=x", "--stream")
+        assert (code, words in said) == (1, True), said
+    with Engine({"/v1/chat/completions": (200, {"choices": [{"message": {"content": None}}]})}).listening() as url:
+        assert script(ASK, f"--url={url}", "--model=x")[0] == 1
+
+
+def test_helm_tests_commands_get_whole_and_streamed_answers(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """As the pods are told to, but for the address, the model and where the key lies."""
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    manifests = render(case("torch-on-a-cpu"))
+    commands = [pod["spec"]["containers"][0]["command"] for name, pod in pods(manifests) if name.startswith("Pod ")]
+    assert [command[:2] for command in commands] == [["python3", "/etc/dflash-serve/ask.py"]] * 2
+    with running(tiny_engine(pair, width=4), api_key_file=keys) as tiny:
+        local = {
+            "--url=http://trial-dflash-serve.serving:8080": f"--url={tiny.url}",
+            "--model=smollm2": f"--model={MODEL}",
+        }
+        local |= {"--keys=/etc/dflash-serve-keys/keys": f"--keys={keys}", "--stream": "--stream"}
+        for command in commands:
+            code, said = script(ASK, *(local[word] for word in command[2:]))
+            assert (code, bool(said.strip())) == (0, True), said
+        assert script(ASK, f"--url={tiny.url}", f"--model={MODEL}")[0] == 1  # without a key
+
+
+def test_verify_is_asked_in_words_it_knows() -> None:
+    given = case("torch-on-a-cpu")
+    given["tests"] = {"verify": {"enabled": True, "without": "http://plain.serving"}}
+    (pod,) = [pod for name, pod in pods(render(given)) if name == "Pod trial-dflash-serve-test-verify"]
+    program, verb, *flags = pod["spec"]["containers"][0]["command"]
+    known = {option for parameter in get_group(app).commands["verify"].params for option in parameter.opts}
+    assert (program, verb) == ("dflash-serve", "verify")
+    assert {flag.split("=")[0] for flag in flags} == {"--with", "--without", "--output", "--api-key-file"}
+    assert {flag.split("=")[0] for flag in flags} <= known
+    assert "--with=http://trial-dflash-serve.serving:8080" in flags
+
+
+def test_what_is_mounted_is_what_is_tested() -> None:
+    mounted = config(render(case("torch-on-a-cpu")))
+    assert (mounted["ready.py"], mounted["ask.py"]) == (READY.read_text(), ASK.read_text())

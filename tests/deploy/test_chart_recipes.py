@@ -1,0 +1,145 @@
+"""Every recipe on every backend: both helms lint and render it, and the container runs what `serve` would run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from dflash_serve.cli.main import app
+from dflash_serve.deploying.workload import Workload
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+from tests.support.chart import (
+    HELMS,
+    Manifest,
+    config,
+    lint,
+    of_kind,
+    pairs,
+    pods,
+    recipe_deployment,
+    refusal,
+    render,
+    server,
+    values,
+)
+from tests.support.helm import HELM_3, HELM_4
+from tests.support.offline_hub import offline_hub
+
+EACH = pytest.mark.parametrize(("recipe", "backend"), pairs(possible=True))
+CONFIG = "/etc/dflash-serve/deployment.yaml"
+TWO_NODES = {
+    "target": {"model": "openai/gpt-oss-120b", "quantization": "mxfp4"},
+    "drafter": {"model": "z-lab/gpt-oss-120b-DFlash"},
+    "parallel": {"tensor": 16, "expert": 16, "nodes": 2},
+    "limits": {"max_model_len": 1048576},  # helm reads numbers as floats
+    "hardware": {"gpu": "b300", "count": 16},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        offline_hub(tmp_path_factory.mktemp("hub"), patch)
+        yield
+
+
+def dry_run(arguments: list[str]) -> str:
+    """The command that `serve` would become, or the reason why not."""
+    done = CliRunner().invoke(app, [*arguments, "--dry-run"])
+    if isinstance(done.exception, UserError):
+        return f"refused: {done.exception}"
+    assert done.exception is None, done.exception
+    return done.stdout
+
+
+def with_file(arguments: list[str], file: Path) -> list[str]:
+    """A container's arguments, with the deployment's file somewhere else."""
+    return [str(file) if argument == CONFIG else argument for argument in arguments]
+
+
+@EACH
+def test_both_helms_lint_it_and_render_the_same(recipe: str, backend: str) -> None:
+    given = values(backend, recipe_deployment(recipe))
+    assert [lint(given, layer) for layer in HELMS] == ["", ""]
+    assert render(given, HELM_3) == render(given, HELM_4)
+
+
+@pytest.mark.parametrize(("recipe", "backend"), pairs(possible=False))
+def test_what_the_chart_refuses_serve_refuses(recipe: str, backend: str, tmp_path: Path) -> None:
+    given, file = values(backend, recipe_deployment(recipe)), tmp_path / "deployment.yaml"
+    assert all("deployment.hardware.count: the embedded engine" in refusal(given, layer) for layer in HELMS)
+    file.write_text(yaml.safe_dump(given["deployment"]))
+    assert dry_run(["serve", str(file), "--backend", backend]).startswith("refused")
+
+
+@EACH
+def test_the_container_runs_what_serve_runs_for_the_recipe(recipe: str, backend: str, tmp_path: Path) -> None:
+    deployment = recipe_deployment(recipe)
+    manifests = render(values(backend, deployment))
+    check_command(manifests, deployment, backend, tmp_path)
+
+
+def check_command(manifests: list[Manifest], deployment: Manifest, backend: str, folder: Path) -> str:
+    """The ConfigMap's document is the deployment, and the container's own arguments give the same command."""
+    mounted, original = folder / "mounted.yaml", folder / "original.yaml"
+    mounted.write_text(config(manifests)["deployment.yaml"])
+    original.write_text(yaml.safe_dump(deployment))
+    assert Deployment.model_validate(yaml.safe_load(mounted.read_text())) == Deployment.model_validate(deployment)
+    container = server(manifests)
+    assert container["command"] == ["dflash-serve"]
+    served = [
+        "serve",
+        str(original),
+        "--backend",
+        backend,
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "8000",
+        "--folder",
+        "/prepared",
+    ]
+    served += ["--drain-seconds", "120"] if backend == "torch" else []
+    wanted = dry_run(served)
+    assert dry_run(with_file(container["args"], mounted)) == wanted
+    return wanted
+
+
+def test_each_node_of_several_runs_its_own_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """LeaderWorkerSet's three variables are all that differs."""
+    manifests = render(values("sglang", TWO_NODES))
+    commands = []
+    for rank in ("0", "1"):
+        for name, value in (("LEADER_ADDRESS", "trial-0.trial"), ("GROUP_SIZE", "2"), ("WORKER_INDEX", rank)):
+            monkeypatch.setenv(f"LWS_{name}", value)
+        commands.append(check_command(manifests, TWO_NODES, "sglang", tmp_path))
+    assert [
+        f"--nnodes 2 --node-rank {rank} --dist-init-addr trial-0.trial:20000" in c for rank, c in enumerate(commands)
+    ]
+    templates = [pod["spec"]["containers"][0]["args"] for name, pod in pods(manifests) if "LeaderWorkerSet" in name]
+    assert len(templates) == 2
+    assert templates[0] == templates[1]
+
+
+@EACH
+def test_a_pod_gets_the_gpus_command_and_environment_that_other_renderings_give_it(recipe: str, backend: str) -> None:
+    deployment = recipe_deployment(recipe)
+    workload = Workload("trial", backend, Deployment.model_validate(deployment), "image")  # type: ignore[arg-type]
+    container = server(render(values(backend, deployment)))
+    assert int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) == workload.gpus
+    assert [*container["command"], *container["args"]] == list(workload.command)
+    assert {entry["name"]: entry["value"] for entry in container["env"]} == workload.environment
+
+
+def test_what_is_not_installed_is_not_rendered() -> None:
+    """Custom resources only where they are asked for: the default installs on a bare cluster."""
+    kinds = {manifest["kind"] for manifest in render(values("sglang", recipe_deployment("qwen3-8b-b200")))}
+    assert kinds == {
+        *("ConfigMap", "Deployment", "NetworkPolicy", "Pod", "PodDisruptionBudget", "Service", "ServiceAccount"),
+    }
+    assert of_kind(render(values("sglang", TWO_NODES)), "LeaderWorkerSet")

@@ -1,0 +1,168 @@
+"""What the container files promise, read from the files: there is no container engine here to build them with."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from dockerfile_parse import DockerfileParser
+from packaging.requirements import Requirement
+
+from dflash_serve.deploying.endpoints import ENDPOINTS
+from dflash_serve.deploying.workload import BACKENDS, USER, WRITABLE, BackendName, Workload
+from dflash_serve.deployment import Deployment, Model
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "deploy" / "docker"
+EACH = pytest.mark.parametrize("name", BACKENDS)
+BASE = {"torch": "PYTHON", "sglang": "BASE", "tensorrt-llm": "BASE"}
+"""The build argument that names the image below."""
+LABELS = ("title", "description", "licenses", "version", "revision", "base.name")
+
+
+def path_of(name: str) -> Path:
+    return DOCKER / f"{name}.Dockerfile"
+
+
+def parsed(name: str) -> list[tuple[str, str]]:
+    """(instruction, value) of every line, in order."""
+    parser = DockerfileParser(fileobj=path_of(name).open("rb+"))
+    return [(step["instruction"], step["value"]) for step in parser.structure if step["instruction"] != "COMMENT"]
+
+
+def last_stage(name: str) -> dict[str, list[str]]:
+    """Instruction -> values, of what is shipped."""
+    steps = parsed(name)
+    begin = max(i for i, (instruction, _) in enumerate(steps) if instruction == "FROM")
+    found: dict[str, list[str]] = {}
+    for instruction, value in steps[begin:]:
+        found.setdefault(instruction, []).append(value)
+    return found
+
+
+def variables(name: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\S+)", " ".join(last_stage(name)["ENV"])))
+
+
+@EACH
+def test_hadolint_has_nothing_to_say(name: str) -> None:
+    argv = [str(Path(sys.executable).with_name("hadolint")), str(path_of(name))]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@EACH
+def test_nothing_is_built_on_what_is_not_pinned(name: str) -> None:
+    """The base has no default, and a build stage that the rest needs refuses one without a digest."""
+    argument = BASE[name]
+    steps = parsed(name)
+    assert ("ARG", argument) in steps
+    bases = [value for instruction, value in steps if instruction == "FROM"]
+    assert bases == [f"${{{argument}}} AS build", f"${{{argument}}}"]
+    check = next(value for instruction, value in steps if instruction == "RUN")
+    for image, code in (("python:3.13-slim", 2), ("", 2), (f"python@sha256:{64 * 'a'}", 0)):
+        run = subprocess.run(["sh", "-c", check], env={argument: image}, capture_output=True, text=True, check=False)
+        assert run.returncode == code
+        assert code == 0 or f"{argument} must be pinned by digest" in run.stderr
+    assert any("from=build" in value for values in last_stage(name).values() for value in values)
+
+
+@EACH
+def test_it_runs_without_rights_and_owns_only_what_it_writes(name: str) -> None:
+    stage = last_stage(name)
+    assert stage["USER"][-1] == f"{USER}:{USER}"
+    owned = next(value for value in stage["RUN"] if f"install -d -o {USER} -g {USER}" in value).split(f"-g {USER} ")[1]
+    assert set(owned.split()) == set(WRITABLE) - {"/tmp"}
+    assert stage["WORKDIR"] == ["/cache"]
+
+
+@EACH
+def test_the_entry_point_is_ours_and_no_shell(name: BackendName) -> None:
+    stage = last_stage(name)
+    assert json.loads(stage["ENTRYPOINT"][0]) == ["dflash-serve"]
+    command = " ".join(json.loads(stage["CMD"][0])).replace("=", " ")
+    wanted = Workload("x", name, Deployment(target=Model(model="x"))).command
+    assert set(command.split()) <= set(" ".join(wanted).replace("=", " ").split())
+    assert "SHELL" not in stage
+
+
+@EACH
+def test_it_asks_the_server_how_it_is(name: BackendName) -> None:
+    (check,) = last_stage(name)["HEALTHCHECK"]
+    argv = json.loads(check.split("CMD", 1)[1])
+    assert argv[:2] == ["python3", "-c"]
+    assert f"http://127.0.0.1:8000{ENDPOINTS[name].ready}'" in argv[2]
+    compile(argv[2], "healthcheck", "exec")
+
+
+@EACH
+def test_it_sets_what_the_pod_sets(name: BackendName) -> None:
+    wanted = Workload("x", name, Deployment(target=Model(model="x"))).environment
+    assert wanted.items() <= variables(name).items()
+
+
+@EACH
+def test_it_says_what_it_is(name: str) -> None:
+    labels = " ".join(last_stage(name)["LABEL"])
+    assert all(f"org.opencontainers.image.{label}=" in labels for label in LABELS)
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] in " ".join(
+        last_stage(name)["ARG"]
+    )
+
+
+@EACH
+def test_nothing_is_fetched_from_a_url_and_no_cache_is_kept(name: str) -> None:
+    steps = parsed(name)
+    assert not [value for instruction, value in steps if instruction == "ADD" or "curl " in value or "wget " in value]
+    for instruction, value in steps:
+        if instruction == "RUN" and "pip install" in value:
+            cached = "--no-cache-dir" in value or any("PIP_NO_CACHE_DIR=1" in v for i, v in steps if i == "ENV")
+            assert cached, value
+
+
+def copied(name: str) -> set[str]:
+    """What the builder takes from this repository."""
+    steps = [value for instruction, value in parsed(name) if instruction == "COPY" and not value.startswith("--from")]
+    return {word for value in steps for word in value.split()[:-1]}
+
+
+@EACH
+def test_the_builder_is_sent_what_is_copied_and_nothing_else(name: str) -> None:
+    ignore = path_of(name).with_name(f"{name}.Dockerfile.dockerignore").read_text().split()
+    assert "*" in ignore
+    assert {line.removeprefix("!") for line in ignore if line.startswith("!")} == copied(name)
+
+
+def test_the_constraints_are_within_what_the_project_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [Requirement(line) for line in (*project["dependencies"], *extras["torch"], *extras["serve"])]
+    pins = dict(line.split("==") for line in (DOCKER / "constraints.txt").read_text().splitlines() if "==" in line)
+    for requirement in asked:
+        if requirement.name not in ("dflash-serve", "torch"):
+            pin = pins[requirement.name.lower().replace("_", "-")]
+            assert requirement.specifier.contains(pin), f"{requirement}: {pin}"
+
+
+def test_what_is_copied_is_enough_for_the_wheel_and_the_wheel_has_the_chart(tmp_path: Path) -> None:
+    assert copied("torch") - {"deploy/docker/constraints.txt"} == copied("sglang") == copied("tensorrt-llm")
+    for word in copied("sglang"):
+        source, target = ROOT / word, tmp_path / "src" / word
+        target.parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, target)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(tmp_path / "src")], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
+    chart = ROOT / "deploy/helm/dflash-serve"
+    files = [path.relative_to(chart) for path in chart.rglob("*") if path.is_file()]
+    assert {f"dflash_serve/deploying/chart/{path}" for path in files} <= names

@@ -1,0 +1,143 @@
+"""deploy/README.md: its commands are run here, or say in so many words what they need."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dflash_serve.deploying.endpoints import ENDPOINTS
+from dflash_serve.deploying.workload import PORT
+from tests.support.helm import HELM_3, HELM_4, Layer, helm
+from tests.support.offline_hub import offline_hub
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "deploy" / "README.md"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language and what follows it, and its lines."""
+
+    info: str
+    text: str
+
+    @property
+    def needs(self) -> str | None:
+        """None = it runs here."""
+        found = re.match(r"# needs (.+)", self.text)
+        return found[1] if found else None
+
+    @property
+    def commands(self) -> list[str]:
+        joined = self.text.replace("\\\n", " ")
+        return [line.removeprefix("$ ") for line in joined.splitlines() if line.startswith("$ ")]
+
+
+BLOCKS = [Block(*found) for found in re.findall(r"^```(.+?)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)]
+RUN = [command for block in BLOCKS if block.info == "console" and block.needs is None for command in block.commands]
+
+
+def test_every_block_is_a_file_or_commands_that_run_or_say_what_they_need() -> None:
+    for block in BLOCKS:
+        if block.info != "console":
+            assert re.fullmatch(r"yaml file=[\w.-]+", block.info)
+            continue
+        assert block.needs is None or block.needs.startswith(("the cluster", "a registry"))
+        lines = block.text.replace("\\\n", " ").splitlines()
+        assert all(line.startswith("$ ") for line in lines[block.needs is not None :])
+
+
+def test_nothing_but_what_cannot_be_here_is_marked() -> None:
+    marked = [command for block in BLOCKS if block.needs for command in block.commands]
+    outside = ("kubectl", "docker", "curl", "export")
+    assert [
+        c for c in marked if not c.startswith(outside) and not re.match(r"helm .*(install|upgrade|test|rollback)", c)
+    ] == []
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which any process finds the hub's models, offline."""
+    folder = tmp_path_factory.mktemp("hub")
+    with pytest.MonkeyPatch.context() as patch:
+        offline_hub(folder, patch)
+    return {"HF_HUB_CACHE": str(folder), "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module", params=[HELM_3, HELM_4], ids=["helm3", "helm4"])
+def place(request: pytest.FixtureRequest, hub: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the repository, with the page's files, after all its commands."""
+    layer: Layer = request.param
+    folder: Path = tmp_path_factory.mktemp("place")
+    for name in ("deploy", "engines"):
+        (folder / name).symlink_to(ROOT / name)
+    for block in BLOCKS:
+        if block.info != "console":
+            (folder / block.info.partition("file=")[2]).write_text(block.text)
+    path = f"{helm(layer).parent}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, **hub, "PATH": path}
+    for command in RUN:
+        done = subprocess.run(
+            ["sh", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        (folder / f"{RUN.index(command)}.out").write_text(done.stdout)
+    return folder
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def test_all_its_commands_run(place: Path) -> None:
+    assert {"values.yaml", "kserve.yaml", "dynamo.yaml", "compose.yaml", "manifests.yaml"} <= {
+        p.name for p in place.iterdir()
+    }
+
+
+def test_what_would_be_applied_serves_what_the_page_says(place: Path) -> None:
+    template = next(i for i, command in enumerate(RUN) if command.startswith("helm template"))
+    found = documents((place / f"{template}.out").read_text())
+    kinds = {document["kind"] for document in found}
+    assert {"Deployment", "Job", "Service", "PersistentVolumeClaim", "PodMonitor", "NetworkPolicy"} <= kinds
+    names = {document["metadata"]["name"] for document in found}
+    assert {"gpt-oss-dflash-serve", "gpt-oss-dflash-serve-models"} <= names  # the page's later commands name them
+    (job,) = [document for document in found if document["kind"] == "Job"]
+    assert job["metadata"]["labels"]["app.kubernetes.io/instance"] == "gpt-oss"  # what the page waits for
+    configs = [document["data"] for document in found if document["kind"] == "ConfigMap"]
+    served = yaml.safe_load(next(data["deployment.yaml"] for data in configs if "deployment.yaml" in data))
+    assert served["drafter"] == {"model": "/build/drafter-fp8", "quantization": "fp8"}
+    assert served["target"]["model"] == "openai/gpt-oss-120b"
+    (board,) = [data for data in configs if any(name.endswith(".json") for name in data)]
+    assert "Acceptance length" in next(iter(board.values()))
+
+
+def test_routers_find_the_charts_pods(place: Path) -> None:
+    pool = yaml.safe_load((place / "inferencepool.yaml").read_text())["spec"]
+    (server,) = [d for d in documents((place / "manifests.yaml").read_text()) if d["kind"] == "Deployment"]
+    labels = server["spec"]["template"]["metadata"]["labels"]
+    assert pool["selector"]["matchLabels"].items() <= labels.items()
+    assert pool["targetPorts"] == [{"number": PORT}]
+    asked = re.search(r"--service-discovery-port (\d+) --selector ([^`]+)`", README.read_text())
+    assert asked is not None
+    assert int(asked[1]) == PORT
+    assert dict(word.split("=") for word in asked[2].split()).items() <= labels.items()
+
+
+def test_llm_d_is_told_the_names_that_the_embedded_engine_has(place: Path) -> None:
+    told = yaml.safe_load((place / "dflash-engine.yaml").read_text())
+    endpoints = ENDPOINTS["torch"]
+    assert told == {
+        "name": endpoints.engine_type,
+        "queuedRequestsSpec": endpoints.queued,
+        "runningRequestsSpec": endpoints.running,
+        "kvUsageSpec": endpoints.kv_cache_usage,
+    }

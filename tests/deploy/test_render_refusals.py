@@ -1,0 +1,137 @@
+"""What a form has no words for is refused in one line, before anything is written; what it can say is all there."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from dflash_serve.cli.main import app
+from dflash_serve.deploying.dynamo import worker_arguments
+from dflash_serve.deploying.workload import Workload
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+from tests.support.paper_models import write_paper_drafter, write_paper_target
+
+Fields = dict[str, Any]
+WIDE: Fields = {"parallel": {"tensor": 16, "nodes": 2}, "hardware": {"gpu": "b200", "count": 16}}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Fields:
+    folder = tmp_path_factory.mktemp("pair")
+    target, drafter = write_paper_target(folder / "target"), write_paper_drafter(folder / "drafter")
+    return {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}}
+
+
+@pytest.fixture
+def write(pair: Fields, tmp_path: Path) -> Any:
+    def written(**more: Any) -> Path:
+        path = tmp_path / "deployment.yaml"
+        path.write_text(yaml.safe_dump({**pair, **more}))
+        return path
+
+    return written
+
+
+def run(verb: str, path: Path, *words: str) -> Result:
+    return CliRunner().invoke(app, [verb, str(path), *words])
+
+
+def refusal(path: Path, *words: str) -> str:
+    """The one line of it."""
+    error = run("deploy", path, *words).exception
+    assert isinstance(error, UserError)
+    assert "\n" not in str(error)
+    return str(error)
+
+
+def test_a_problem_of_the_deployment_comes_first_and_nothing_is_written(write: Any, tmp_path: Path) -> None:
+    bad = write(speculation={"block_size": 99})
+    for form in ("helm", "manifests", "dynamo", "kserve", "compose"):
+        line = refusal(bad, "--render", form, "--backend", "sglang", "--output", str(tmp_path / "out.yaml"))
+        assert "block_size 99 is larger than the drafter's" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["deployment.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "one of --render and --prepare"),
+        (["--render", "helm", "--prepare", "/x"], "one of --render and --prepare"),
+        (["--render", "nomad"], "there are: helm, manifests, dynamo, kserve, compose"),
+        (["--render", "helm", "--backend", "vllm"], "there are: torch, sglang, tensorrt-llm"),
+        (["--render", "dynamo"], "Dynamo has no such engine; use --backend sglang or tensorrt-llm"),
+        (["--render", "helm", "--image", "x/y:latest"], "x/y:latest is not pinned"),
+        (["--render", "compose", "--output", "/nowhere/compose.yaml"], "/nowhere/compose.yaml: cannot be written"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(write: Any, words: list[str], said: str) -> None:
+    assert said in refusal(write(), *words)
+
+
+@pytest.mark.parametrize("form", ["compose", "kserve"])
+def test_several_nodes_do_not_fit_one_pod(write: Any, form: str) -> None:
+    line = refusal(write(**WIDE), "--render", form, "--backend", "sglang")
+    assert "parallel.nodes: 2 nodes" in line
+
+
+def test_half_of_a_pair_is_no_graph(write: Any) -> None:
+    line = refusal(write(role="decode"), "--render", "dynamo", "--backend", "sglang")
+    assert "role: one half (decode) is not a graph" in line
+
+
+def test_dynamo_is_given_the_engines_own_flags_but_where_to_listen(write: Any) -> None:
+    path = write()
+    dry = run("serve", path, "--backend", "sglang", "--dry-run", "--folder", "/prepared").stdout
+    words = shlex.split(dry)
+    wanted = words[words.index("sglang.launch_server") + 1 :]
+    for flag in ("--host", "--port"):
+        del wanted[wanted.index(flag) : wanted.index(flag) + 2]
+    deployment = Deployment.model_validate(yaml.safe_load(path.read_text()))
+    module, arguments, environment = worker_arguments(Workload("x", "sglang", deployment))
+    assert module == "dynamo.sglang"
+    assert arguments == [*wanted, "--served-model-name", deployment.target.model]
+    assert environment == {"DFLASH_SERVE_SPECULATION__WIDTH": "auto"}
+
+
+def test_dynamo_places_the_nodes_itself(write: Any) -> None:
+    path = write(**WIDE)
+    text = run("deploy", path, "--render", "dynamo", "--backend", "sglang").stdout
+    worker = list(yaml.safe_load_all(text))[1]["spec"]["components"][1]
+    assert worker["multinode"] == {"nodeCount": 2}
+    container = worker["podTemplate"]["spec"]["containers"][0]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert "16" in container["args"]
+    assert not {"--nnodes", "--node-rank", "--dist-init-addr"} & set(container["args"])
+
+
+def test_a_drafter_that_needs_our_plug_in_is_not_given_to_dynamos_tensorrt_llm(
+    write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dynamo.trtllm has no --custom_module_dirs: it would draft with what upstream gets wrong in silence."""
+    monkeypatch.setattr("dflash_tensorrt_llm.plan.beyond_built_in", lambda *_: ["a mask embedding of its own"])
+    line = refusal(write(hardware={"gpu": "b200"}), "--render", "dynamo", "--backend", "tensorrt-llm")
+    assert "needs trtllm-serve's --custom_module_dirs, which dynamo.trtllm does not have" in line
+
+
+def test_an_init_container_writes_what_the_worker_reads(write: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "prepared"
+    path = write()
+    assert run("deploy", path, "--backend", "sglang", "--prepare", str(folder)).exception is None
+    deployment = Deployment.model_validate(yaml.safe_load(path.read_text()))
+    _, arguments, _ = worker_arguments(Workload("x", "sglang", deployment))
+    read = arguments[arguments.index("--speculative-draft-model-path") + 1]
+    assert (folder / Path(read).relative_to("/prepared") / "config.json").is_file()
+
+
+def test_a_deployment_with_dollars_survives_compose(write: Any) -> None:
+    path = write(target={"model": "smollm2", "revision": "a$HOME"}, drafter=None)
+    text = run("deploy", path, "--render", "compose").stdout
+    content = yaml.safe_load(text)["configs"]["deployment"]["content"]
+    assert yaml.safe_load(content.replace("$$", "$"))["target"]["revision"] == "a$HOME"
+    assert "a$$HOME" in content

@@ -1,0 +1,128 @@
+"""The real aiperf against real servers, and the report in a real browser that reaches no network."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import re
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_serve.cli.main import app
+from tests.support.embedded import tiny_engine
+from tests.support.serving import running
+
+Folders = tuple[Path, Path]
+needs_aiperf = pytest.mark.skipif(find_spec("aiperf") is None, reason="pip install 'dflash-serve[bench]'")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-default-apps"),
+)
+NO_NETWORK = "--host-resolver-rules=MAP * ~NOTFOUND"
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One way started by the bench, one server that ran already; two users each."""
+    folder = tmp_path_factory.mktemp("bench")
+    prompts = folder / "prompts.jsonl"
+    texts = ["the quick brown fox", "jumps over the lazy dog", "the name of the fox", "over and over"]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    file = folder / "deployment.yaml"
+    file.write_text(
+        f"target: {{model: {tiny_folders[0]}}}\ndrafter: {{model: {tiny_folders[1]}}}\n"
+        "limits: {max_batch_size: 2}\nhardware: {dtype: float32}\n"
+    )
+    with running(tiny_engine(tiny_folders, width=1)) as plain:
+        arguments = [
+            *("bench", str(file), "--ways", "fixed", "--endpoint", f"plain={plain.url}", "--baseline", "plain"),
+            *("--dataset", str(prompts), "--concurrency", "2", "--rounds", "1", "--min-requests", "4"),
+            *(
+                "--requests-per-user",
+                "1",
+                "--output-tokens",
+                "12",
+                "--ignore-eos",
+                "--no-warm-up",
+                "--output",
+                str(folder / "out"),
+            ),
+        ]
+        result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return folder / "out"
+
+
+@needs_aiperf
+def test_aiperf_measures_both_ways(measured: Path) -> None:
+    found: dict[str, Any] = json.loads((measured / "bench.json").read_text())
+    assert found["runs"] == {"done": 2, "planned": 2}
+    fixed, plain = found["points"]
+    assert (fixed["way"], plain["way"]) == ("fixed 4", "plain")
+    for point in (fixed, plain):
+        assert (point["requests"], point["errors"], point["concurrency"]) == (4, 0, 2)
+        assert point["throughput_per_device"] > 0
+        assert point["interactivity"] > 0
+        assert point["first_token_ms"] > 0
+    assert plain["acceptance"]["steps"] == 0
+    assert plain["acceptance"]["acceptance_length"] is None
+
+
+@needs_aiperf
+def test_acceptance_is_of_this_run_alone_and_fits_the_tokens(measured: Path) -> None:
+    acceptance = json.loads((measured / "bench.json").read_text())["points"][0]["acceptance"]
+    assert acceptance["engine"] == "dflash-serve"
+    # 4 answers of 12 tokens: the first token of each is its prefill's, a last block may be cut.
+    gained, unspeculated = acceptance["acceptance_length"] * acceptance["steps"], acceptance["widths"].get("1", 0)
+    assert 4 * 11 <= gained + unspeculated <= 4 * (11 + 3)
+    assert len(acceptance["survival"]) == 3
+
+
+@needs_aiperf
+def test_the_csv_agrees_with_the_json(measured: Path) -> None:
+    points = json.loads((measured / "bench.json").read_text())["points"]
+    for line, point in zip(csv.DictReader((measured / "bench.csv").open()), points, strict=True):
+        assert float(line["tokens_per_s_per_device"]) == pytest.approx(point["throughput_per_device"], abs=1e-3)
+
+
+@needs_aiperf
+def test_servers_that_were_started_are_gone(measured: Path) -> None:
+    log = (measured / "work" / "fixed-4.server.log").read_text()
+    assert "Finished server process" in log
+
+
+@needs_aiperf
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (Debian: apt-get install chromium)")
+def test_the_report_reads_well_in_a_browser_without_a_network(measured: Path, tmp_path: Path) -> None:
+    page = (measured / "report.html").resolve().as_uri()
+    text = _browse(tmp_path, "--dump-dom", page).decode()
+    assert json.loads((measured / "bench.json").read_text())["sentence"] in text
+    text = (measured / "report.html").read_text()
+    plot = text.partition("base64,")[2].partition('"')[0]
+    size = re.search(rb'width="[^"]*" height="[^"]*" viewBox="[^"]*"|viewBox="[^"]*"', base64.b64decode(plot))
+    assert size is not None
+    empty = base64.b64encode(b"<svg xmlns='http://www.w3.org/2000/svg' " + size.group() + b"/>").decode()
+    (tmp_path / "bare.html").write_text(text.replace(plot, empty))
+    assert _ink(tmp_path, page) > _ink(tmp_path, (tmp_path / "bare.html").as_uri()) + 3000  # the plot is there
+
+
+def _browse(tmp_path: Path, *more: str) -> bytes:
+    assert CHROMIUM is not None
+    command = [CHROMIUM, *QUIET, NO_NETWORK, f"--user-data-dir={tmp_path / 'profile'}", *more]
+    return subprocess.run(command, capture_output=True, check=True, timeout=120).stdout
+
+
+def _ink(tmp_path: Path, page: str) -> int:
+    """Pixels that are not white."""
+    from matplotlib.image import imread  # type: ignore[import-not-found, unused-ignore]
+
+    _browse(tmp_path, f"--screenshot={tmp_path / 'shot.png'}", "--window-size=1100,1400", page)
+    return int((imread(tmp_path / "shot.png")[..., :3].min(axis=-1) < 0.98).sum())

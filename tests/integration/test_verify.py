@@ -1,0 +1,320 @@
+"""`verify` on real engines: it passes honest ones, names what is wrong with broken ones, and survives interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_serve.cli.main import run
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+from dflash_serve.proving.lossless.findings import Fault, Findings
+from dflash_serve.proving.lossless.journal import Journal
+from dflash_serve.proving.lossless.launched import Launcher
+from dflash_serve.proving.lossless.plan import GREEDY, SAMPLED, Plan
+from dflash_serve.proving.lossless.report import Report, read_report
+from dflash_serve.proving.lossless.sides import EngineSide, Pair
+from dflash_serve.proving.lossless.verification import Verification
+from dflash_torch.backend import EmbeddedBackend
+from dflash_torch.engine import EmbeddedEngine
+from dflash_torch.target import target_folder
+from tests.support import broken_loops
+from tests.support.broken_loops import Break, guessing_engine, likely_tokens, sharp_pair
+from tests.support.embedded import tiny_engine
+from tests.support.serving import running, until
+
+Folders = tuple[Path, Path]
+Likely = dict[tuple[int, ...], int]
+PROMPTS = ["the quick brown fox", "a lazy dog", "over the", "true false", "[1, 2", "jumps"]
+SAMPLES, TOKENS = 64, 40
+BROKEN: dict[Fault, Break] = {
+    Fault.STALE_STATE: broken_loops.stale_state,
+    Fault.PENALTIES: broken_loops.frozen_penalties,
+    Fault.GREEDY_SAMPLING: broken_loops.greedy_verification,
+    Fault.DISTRIBUTION: broken_loops.wrong_residual,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices are done before a second thread has woken up."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return sharp_pair(tmp_path_factory.mktemp("sharp"))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    return path
+
+
+def settings(**more: Any) -> Plan:
+    chosen: dict[str, Any] = {"samples": SAMPLES, "max_tokens": TOKENS, "dtype": "float32", "same_seeds": True, **more}
+    return Plan(prompts=len(PROMPTS), prompts_sha256="", **chosen)
+
+
+def verified(engine: EmbeddedEngine, folders: Folders, plan: Plan) -> Findings:
+    plain = EngineSide(tiny_engine(folders, width=1, slots=broken_loops.SLOTS))
+    pair = Pair(lambda: nullcontext(EngineSide(engine)), lambda: nullcontext(plain))
+    return Verification(plan, PROMPTS, pair, Journal(None, {})).run()
+
+
+@pytest.fixture(scope="module")
+def likely(folders: Folders) -> Likely:
+    """Drafts for everything that a verification asks, from seeds that it does not use."""
+    greedy = [(prompt, case.params.model_copy(update={"max_tokens": TOKENS})) for prompt in PROMPTS for case in GREEDY]
+    sampled = [
+        (prompt, case.params.model_copy(update={"max_tokens": 8, "seed": 10**6 + n}))
+        for prompt, case in zip(PROMPTS, SAMPLED, strict=False)
+        for n in range(64)
+    ]
+    return likely_tokens(folders, greedy + sampled)
+
+
+def test_an_honest_loop_that_accepts_drafts_is_lossless(folders: Folders, likely: Likely) -> None:
+    found = verified(guessing_engine(folders, likely), folders, settings())
+    assert (found.verdict, found.faults, found.reasons) == ("lossless", (), ())
+    assert found.acceptance_length is not None
+    assert found.acceptance_length > 1.3
+    assert all(one.identical == len(PROMPTS) for one in found.greedy)
+    assert found.seeded is not None
+    assert found.seeded.identical == len(PROMPTS)
+    assert any(one.smallest_deviation for one in found.sampled)
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_loop_is_not_lossless_and_its_fault_is_named(
+    folders: Folders, likely: Likely, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    engine = guessing_engine(folders, likely)
+    BROKEN[fault](engine, monkeypatch)
+    # Seeds would give every one of them away; engines of others promise nothing of the kind.
+    samples = 384 if fault == Fault.DISTRIBUTION else SAMPLES
+    found = verified(engine, folders, settings(same_seeds=False, samples=samples))
+    assert found.verdict == "not lossless"
+    assert found.faults == (fault,)
+
+
+def test_seeds_give_a_wrong_residual_away_at_once(
+    folders: Folders, likely: Likely, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = guessing_engine(folders, likely)
+    broken_loops.wrong_residual(engine, monkeypatch)
+    assert verified(engine, folders, settings(samples=0)).faults == (Fault.SEEDS,)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["dflash-serve", "verify", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        run()
+    return int(stopped.value.code or 0)
+
+
+def quick(folders: Folders, file: Path) -> list[object]:
+    pair = ["--target", folders[0], "--drafter", folders[1], "--width", 4]
+    return [*pair, "--prompts", file, "--max-tokens", 16, "--samples", 64]
+
+
+def test_the_command_passes_the_embedded_backend_and_signs_its_report(
+    folders: Folders, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "report.json"
+    assert call(monkeypatch, *quick(folders, file), "--output", output) == 0
+    report = read_report(output)
+    assert report.findings.verdict == "lossless"
+    assert (report.plan.dtype, report.plan.same_seeds) == ("float32", True)
+    assert report.sides["with"]["drafter"] == str(folders[1])
+    assert "lossless" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_two_servers_are_compared_over_real_sockets(
+    folders: Folders, likely: Likely, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("sesame")
+    output = tmp_path / "report.json"
+    keys = {"api_key_file": key}
+    with (
+        running(guessing_engine(folders, likely), queue=64, **keys) as speculating,
+        running(tiny_engine(folders, width=1, slots=8), queue=64, **keys) as plain,
+    ):
+        urls = ["--with", speculating.url, "--without", plain.url + "/v1", "--api-key-file", key]
+        given = ["--prompts", file, "--raw", "--dtype", "float32", "--max-tokens", 16, "--samples", 64]
+        assert call(monkeypatch, *urls, *given, "--same-seeds", "--output", output) == 0
+    report = read_report(output)
+    assert report.findings.accepted
+    assert report.findings.seeded is not None
+    assert report.findings.seeded.identical == len(PROMPTS)
+    assert "sesame" not in output.read_text()
+
+
+def test_a_broken_server_is_not_lossless_and_the_position_is_shown(
+    folders: Folders,
+    likely: Likely,
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine = guessing_engine(folders, likely)
+    broken_loops.stale_state(engine, monkeypatch)
+    with running(engine, queue=64) as speculating, running(tiny_engine(folders, width=1), queue=64) as plain:
+        urls = ["--with", speculating.url, "--without", plain.url, "--output", tmp_path / "r.json"]
+        given = ["--prompts", file, "--raw", "--dtype", "float32", "--max-tokens", 24, "--samples", 0]
+        assert call(monkeypatch, *urls, *given) == 1
+    report = read_report(tmp_path / "r.json")
+    assert report.findings.faults == (Fault.STALE_STATE,)
+    faults = [one for one in report.findings.greedy[0].differences if one.kind == "fault"]
+    assert faults
+    assert all(one.gap is not None and one.gap > report.noise for one in faults)
+    assert f"position {faults[0].position}" in capsys.readouterr().out
+
+
+def test_a_server_is_started_twice_and_stopped_again(folders: Folders, tmp_path: Path) -> None:
+    target, drafter = map(str, folders)
+    fields: dict[str, Any] = {"target": {"model": target}, "drafter": {"model": drafter}, "speculation": {"width": 4}}
+    described = Deployment.model_validate({**fields, "limits": {"max_batch_size": 4}})
+    pair = Launcher(EmbeddedBackend(), tmp_path, patience=120, concurrency=4).pair(described)
+    found = Verification(settings(samples=0, max_tokens=16), PROMPTS, pair, Journal(None, {})).run()
+    assert all(one.identical == len(PROMPTS) for one in found.greedy)
+    assert {path.name for path in tmp_path.iterdir()} == {"with", "without"}
+    assert _listening(tmp_path) == []
+
+
+def _listening(folder: Path) -> list[str]:
+    """Command lines of processes that still mention the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if f"{folder}/with" in line:
+            found.append(line)
+    return found
+
+
+def test_a_server_that_does_not_come_up_is_one_clear_line(folders: Folders, tmp_path: Path) -> None:
+    described = Deployment.model_validate({"target": {"model": str(folders[0])}})
+    launcher = Launcher(EmbeddedBackend(), tmp_path, patience=120)
+    (tmp_path / "with").mkdir()
+    broken = described.model_copy(update={"hardware": described.hardware.model_copy(update={"gpu": "h200"})})
+    with pytest.raises(UserError, match="ended with exit code"), launcher.started(broken, "with"):
+        pass
+
+
+def test_interrupted_it_keeps_what_is_finished_and_goes_on_without_repeating_it(
+    folders: Folders, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "report.json"
+    journal = tmp_path / "report.json.partial.jsonl"
+    arguments = [*map(str, quick(folders, file)), "--output", str(output), "--samples", "96"]
+    child = subprocess.Popen(
+        [sys.executable, "-c", "from dflash_serve.cli.main import run; run()", "verify", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    until(lambda: journal.exists() and journal.read_text().count("\n") > 40, seconds=120)
+    child.send_signal(signal.SIGTERM)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "--resume" in said
+    assert not output.exists()
+    kept = journal.read_text().splitlines()
+    assert call(monkeypatch, *arguments) == 2  # never overwritten unasked
+    asked = _count_answers(monkeypatch)
+    assert call(monkeypatch, *arguments, "--resume") == 0
+    finished = sum('"name": "with' in line for line in kept)
+    report: Report = read_report(output)
+    token_answers = 3 * len(PROMPTS)
+    sampled = sum(one.samples for one in report.findings.sampled)
+    assert asked[0] == 2 * (token_answers + sampled) - finished
+    assert not journal.exists()
+
+
+def _count_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts, from now on, what engines in this process are asked."""
+    asked = [0]
+    honest = EngineSide.answers
+
+    def counting(self: EngineSide, questions: Any, **more: Any) -> Any:
+        asked[0] += len(questions)
+        return honest(self, questions, **more)
+
+    monkeypatch.setattr(EngineSide, "answers", counting)
+    return asked
+
+
+def test_nobody_there_could_not_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = ["--with", "http://127.0.0.1:9", "--without", "http://127.0.0.1:19"]
+    assert call(monkeypatch, *urls, "--output", tmp_path / "r.json") == 2
+    assert "no answer" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_speculation_that_accepts_nothing_could_not_be_told(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = tmp_path / "one.jsonl"
+    one.write_text('{"prompt": "the"}\n')
+    given = ["--target", folders[0], "--drafter", folders[1], "--width", 2, "--prompts", one, "--max-tokens", 2]
+    assert call(monkeypatch, *given, "--samples", 0, "--no-same-seeds", "--output", tmp_path / "r.json") == 2
+    assert "no drafted token was accepted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--with", "http://a"], "give --without"),
+        (["--with", "http://a", "--without", "http://a/v1"], "both are the same server"),
+        (["--with", "http://a", "--without", "http://b", "--width", "8"], "running servers have their own"),
+        (["--width", "off"], "does not speculate"),
+        (["--dtype", "float16", "--with", "http://127.0.0.1:9", "--without", "http://b", "--model", "m"], "float32"),
+    ],
+)
+def test_what_cannot_be_verified_is_one_clear_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert call(monkeypatch, *arguments, "--output", tmp_path / "r.json") == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.model
+def test_the_bundled_pair_is_lossless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        target_folder("smollm2")
+    except UserError as error:
+        pytest.skip(str(error))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1)))
+    given = ["--width", 8, "--greedy", 6, "--max-tokens", 40, "--samples", 64, "--output", tmp_path / "r.json"]
+    assert call(monkeypatch, *given) == 0
+    report = read_report(tmp_path / "r.json")
+    assert report.findings.acceptance_length is not None
+    assert report.findings.acceptance_length > 1.2

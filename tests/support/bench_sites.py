@@ -1,0 +1,66 @@
+"""A server that lists a model and counts, and an aiperf that answers at once: what a bench needs to be tested."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from dflash_serve.proving.bench.aiperf import Figures, Job
+
+METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total {steps}
+# TYPE vllm:spec_decode_num_draft_tokens_total counter
+vllm:spec_decode_num_draft_tokens_total {drafted}
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
+vllm:spec_decode_num_accepted_tokens_total {accepted}
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {first}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="1"}} {second}
+"""
+
+
+@contextmanager
+def counting_server() -> Iterator[str]:
+    """vLLM's counters, which have grown by 100 steps each time that they are read."""
+    reads = 0
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            nonlocal reads
+            text = json.dumps({"data": [{"id": "m"}]})
+            if self.path == "/metrics":
+                reads += 1
+                counts = {"steps": 100, "drafted": 200, "accepted": 90, "first": 60, "second": 30}
+                text = METRICS.format(**{name: reads * count for name, count in counts.items()})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def instant(rate: Callable[[Job], float], jobs: list[Job]) -> Callable[[Any, Job], Figures]:
+    """In place of `Aiperf.run`: `rate` tokens/s for one user; notes the jobs that it measured."""
+
+    def run(_: Any, job: Job) -> Figures:
+        speed = rate(job)
+        if not job.folder.name.endswith("warm-up"):
+            jobs.append(job)
+        return Figures(
+            job.requests, 0, 64.0 * job.requests, 1.0, speed * job.concurrency, speed, 12.0, 30.0, 1e3 / speed
+        )
+
+    return run

@@ -1,0 +1,144 @@
+"""A decoding loop that accepts a good part of its drafts, and four ways to break it that users have met.
+
+Each takes the real Decoder and rules of acceptance and spoils one thing, as a bug in an engine would.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash_serve.backend import Prompt
+from dflash_serve.speculation import penalties
+from dflash_serve.speculation.acceptance import Acceptance, accept_matching, accept_sampled
+from dflash_serve.speculation.noise import BlockNoise, draw
+from dflash_serve.speculation.params import SamplingParams
+from dflash_torch import verdict
+from dflash_torch.decoder import Decoder
+from dflash_torch.engine import EmbeddedEngine
+from dflash_torch.sequence import Sequence
+from dflash_torch.speculator import Speculator
+from tests.support.embedded import tiny_engine
+from tests.support.tiny_target import write_tiny_pair
+
+WIDTH, SLOTS = 4, 32
+SHARPNESS = 5.0
+Prefix = tuple[int, ...]
+
+
+def sharp_pair(folder: Path) -> tuple[Path, Path]:
+    """The tiny pair with larger logits: its answers repeat themselves, as a language model's do, and can be guessed."""
+    target, drafter = write_tiny_pair(folder)
+    weights = load_file(target / "model.safetensors")
+    weights["lm_head.weight"] *= SHARPNESS
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target, drafter
+
+
+class LikelySpeculator(Speculator):
+    """Drafts what came most often after the same tokens, and now and then something else."""
+
+    likely: Mapping[Prefix, int]
+
+    def draft(self, sequences: Many[Sequence], widths: Many[int]) -> list[list[int]]:
+        super().draft(sequences, widths)  # the real pass, for its effects on the stores
+        return [self._continue(tuple(s.token_ids), width) for s, width in zip(sequences, widths, strict=True)]
+
+    def _continue(self, tokens: Prefix, width: int) -> list[int]:
+        drafted: list[int] = []
+        while len(drafted) < width - 1:
+            guess = self.likely.get((*tokens, *drafted), 5)
+            drafted.append(5 if (len(tokens) + len(drafted)) % 5 == 0 else guess)
+        return drafted
+
+
+def likely_tokens(folders: tuple[Path, Path], asked: Many[tuple[Prompt, SamplingParams]]) -> dict[Prefix, int]:
+    """What plain decoding says most often after the same tokens, over the answers to `asked`."""
+    plain = tiny_engine(folders, width=1, slots=SLOTS)
+    following: dict[Prefix, Counter[int]] = defaultdict(Counter)
+    list(plain.stream([prompt for prompt, _ in asked], [params for _, params in asked]))
+    for output in plain.outputs():
+        tokens = tuple(output.prompt_token_ids + output.token_ids)
+        for end in range(len(output.prompt_token_ids), len(tokens)):
+            following[tokens[:end]][tokens[end]] += 1
+    return {prefix: counts.most_common(1)[0][0] for prefix, counts in following.items()}
+
+
+def guessing_engine(folders: tuple[Path, Path], likely: Mapping[Prefix, int]) -> EmbeddedEngine:
+    """An engine whose drafts are likely tokens."""
+    engine = tiny_engine(folders, width=WIDTH, slots=SLOTS)
+    speculator = engine.decoder.speculator
+    assert speculator is not None
+    speculator.__class__, speculator.likely = LikelySpeculator, likely  # type: ignore[attr-defined]
+    return engine
+
+
+def wrong_residual(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rejection the token is drawn from the target's whole distribution, the rejected token included."""
+
+    def accept(draft: Tensor, p: Tensor, widths: Tensor, noise: BlockNoise) -> Acceptance:
+        right = accept_sampled(draft, p, widths, noise)
+        if draft.shape[1] == 0:
+            return right
+        rejected = right.accepted < widths - 1
+        rows = p[torch.arange(len(p)), right.accepted]
+        again = draw(rows, noise.accept.gather(1, right.accepted.clamp(max=noise.accept.shape[1] - 1)[:, None])[:, 0])
+        return Acceptance(right.accepted, torch.where(rejected, again, right.bonus_token))
+
+    monkeypatch.setattr(verdict, "accept_sampled", accept)
+
+
+def stale_state(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The K/V of a rejected token stays where that of the token that replaced it belongs."""
+    engine.decoder.__class__ = StaleDecoder
+
+
+class StaleDecoder(Decoder):
+    """Puts the K/V of rejected tokens back after the pass that should have replaced them."""
+
+    def _verify(
+        self, sequences: Many[Sequence], pending: list[list[int]], drafts: list[list[int]]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        kept = [self._row(sequence).clone() for sequence in sequences]
+        result = super()._verify(sequences, pending, drafts)
+        for sequence, row in zip(sequences, kept, strict=True):
+            if sequence.steps and sequence.steps[-1][1] < sequence.steps[-1][0] - 1:
+                self._row(sequence).copy_(row)
+        return result
+
+    def _row(self, sequence: Sequence) -> Tensor:
+        """The keys of the place that the anchor is about to take, [layers, kv_heads, head_dim]."""
+        return self.store.keys[:, sequence.slot, :, sequence.verified]
+
+
+def frozen_penalties(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties inside a block count what was committed before it, and not the block's own tokens."""
+
+    def none(tokens: Tensor, rows: int) -> Tensor:
+        return torch.zeros(tokens.shape[0], rows, tokens.shape[1], dtype=torch.int32)
+
+    monkeypatch.setattr(penalties, "_occurrences", none)
+
+
+def greedy_verification(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafted tokens of sampled requests are judged against the most probable token, and so is the bonus token."""
+
+    def accept(draft: Tensor, p: Tensor, widths: Tensor, noise: BlockNoise) -> Acceptance:
+        right, greedy = accept_sampled(draft, p, widths, noise), accept_matching(draft, p.argmax(-1), widths)
+        drafted = widths > 1
+        return Acceptance(
+            torch.where(drafted, greedy.accepted, right.accepted),
+            torch.where(drafted, greedy.bonus_token, right.bonus_token),
+        )
+
+    monkeypatch.setattr(verdict, "accept_sampled", accept)
+
+
+Break = Callable[[EmbeddedEngine, pytest.MonkeyPatch], None]

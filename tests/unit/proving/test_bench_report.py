@@ -1,0 +1,175 @@
+"""The report says what was measured, and nothing that was not; it needs no network."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from dflash_serve.proving.acceptance_reading import AcceptanceReading, counted
+from dflash_serve.proving.bench.environment import Environment, environment
+from dflash_serve.proving.bench.html import page
+from dflash_serve.proving.bench.plan import Sweep, Workload
+from dflash_serve.proving.bench.report import Report, as_csv, as_json, caveats, mean_width
+from dflash_serve.proving.bench.results import Run, points
+from dflash_serve.proving.bench.sentence import headline
+
+SOME = counted("dflash-serve", 50, 130, 45, offered=(50, 40), survived=(30, 15), widths={1: 50, 2: 10, 4: 40})
+
+
+def run(way: str, users: int, turn: int, rate: float, acceptance: AcceptanceReading, **more: object) -> Run:
+    figures: dict[str, object] = {"first_token_ms": 20.0, "first_token_p99_ms": 90.0, "inter_token_ms": 1e3 / rate}
+    return Run.model_validate(
+        {
+            **{"way": way, "concurrency": users, "round": turn, "requests": 8, "errors": 0, "output_tokens": 512.0},
+            **{"seconds": 10.0, "throughput": rate * users, "interactivity": rate, "acceptance": acceptance},
+            **{"started": "2026-11-21T10:00:00+00:00", "commit": "abc", **figures, **more},
+        }
+    )
+
+
+RUNS = [
+    *(run("off", users, turn, 20 / users**0.2 + turn, AcceptanceReading()) for users in (1, 2) for turn in range(3)),
+    *(run("auto <8>", users, turn, 40 / users**0.5 + turn, SOME) for users in (1, 2) for turn in range(3)),
+]
+
+
+def report(runs: list[Run], *, rounds: int = 3, planned: int = 12) -> Report:
+    found = points(runs, 2, ["off", "auto <8>"])
+    comparison, sentence = headline(found, baseline="off", way=None, interactivity=None, device="GPU")
+    return Report(
+        title="a & b",
+        sentence=sentence,
+        comparison=comparison,
+        baseline="off",
+        points=found,
+        served=[("Target", "t"), ("Drafter", "d")],
+        workload=Workload(
+            dataset="p.jsonl", prompts_sha256="f" * 64, output_tokens=64, ignore_eos=False, temperature=0.0
+        ),
+        sweep=Sweep(concurrencies=(1, 2), rounds=rounds, requests_per_user=4, min_requests=8),
+        environment=Environment(
+            hardware="2 x H200",
+            python="3.11.7",
+            versions={"aiperf": "0.13.0"},
+            omp_wait_policy=None,
+            commit="abc",
+            date="2026-11-21T10:00:00+00:00",
+        ),
+        commits=["abc"],
+        dates=["2026-11-21"],
+        order="in rounds",
+        warm_up=True,
+        device="GPU",
+        devices=2,
+        done=len(runs),
+        planned=planned,
+        local=False,
+    )
+
+
+def test_points_are_medians_over_rounds_by_device() -> None:
+    first = report(RUNS).points[0]
+    assert (first.way, first.concurrency, first.rounds) == ("off", 1, 3)
+    assert (first.lowest, first.throughput_per_device, first.highest) == (10, 10.5, 11)
+    assert first.interactivity == 21
+    assert first.requests == 24
+
+
+def test_acceptance_is_over_all_rounds() -> None:
+    auto = report(RUNS).points[2].acceptance
+    assert auto.acceptance_length == pytest.approx(1.9)
+    assert (auto.steps, auto.survival) == (150, (0.6, 0.375))
+    assert mean_width(auto) == pytest.approx(2.3)
+
+
+def test_the_csv_has_a_line_for_each_point_and_unknown_is_empty() -> None:
+    lines = list(csv.DictReader(io.StringIO(as_csv(report(RUNS)))))
+    assert [(line["way"], line["concurrency"]) for line in lines] == [
+        ("off", "1"),
+        ("off", "2"),
+        ("auto <8>", "1"),
+        ("auto <8>", "2"),
+    ]
+    assert (lines[0]["acceptance_length"], lines[0]["mean_width"], lines[0]["survival"]) == ("", "", "")
+    assert (lines[2]["acceptance_length"], lines[2]["survival"]) == ("1.9", "0.6000 0.3750")
+
+
+def test_the_json_holds_it_all() -> None:
+    found = json.loads(json.dumps(as_json(report(RUNS))))
+    assert found["sentence"] == report(RUNS).sentence
+    assert found["comparison"]["ratio"] == pytest.approx(report(RUNS).comparison.ratio)  # type: ignore[union-attr]
+    assert found["points"][0]["acceptance"]["acceptance_length"] is None
+    assert found["runs"] == {"done": 12, "planned": 12}
+
+
+class Addresses(HTMLParser):
+    """What a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        assert tag not in ("script", "link", "iframe")
+
+
+def test_the_page_fetches_nothing() -> None:
+    parser = Addresses()
+    parser.feed(page(report(RUNS), b"<svg/>"))
+    assert parser.found == ["data:image/svg+xml;base64,PHN2Zy8+"]
+    assert not re.search(r"url\(|@import", page(report(RUNS), b""))
+
+
+def test_the_page_says_the_sentence_the_hardware_and_the_commit_and_escapes_names() -> None:
+    text = page(report(RUNS), b"")
+    assert "“auto &lt;8&gt;” serves " in text
+    assert "<8>" not in text
+    for word in ("2 x H200", "commit abc", "a &amp; b", "sha256 ffffffffffff", "aiperf 0.13.0", "8 at 1, 8 at 2 users"):
+        assert word in text
+    assert ">1.90<" in text  # tau
+
+
+def test_unknown_figures_are_dashes_never_zeros() -> None:
+    unknown = [run("off", 1, 0, 20, AcceptanceReading(), first_token_ms=None, first_token_p99_ms=None)]
+    row = page(report(unknown, rounds=1, planned=1), b"").split('<tr class="way">')[1]
+    assert row.count("\N{EN DASH}") == 5  # first token, its p99, tau, width, survival
+    assert ">0<" not in row
+
+
+def test_caveats_follow_from_what_happened() -> None:
+    def said(changed: Report) -> str:
+        return " ".join(caveats(changed))
+
+    calm = report(RUNS)
+    assert "Incomplete" not in said(calm)
+    assert "Incomplete: 12 of 36 runs" in said(replace(calm, planned=36))
+    assert "One round" in said(report([r for r in RUNS if r.round == 0], rounds=1, planned=4))
+    assert "2 commits: abc, def-dirty" in said(replace(calm, commits=["abc", "def-dirty"]))
+    assert "aiperf ran on the same machine" in said(replace(calm, local=True))
+    assert "3 requests failed" in said(report([*RUNS[1:], RUNS[0].model_copy(update={"errors": 3})]))
+    noisy = [*RUNS[1:], RUNS[0].model_copy(update={"throughput": 60.0})]
+    assert "Rounds scatter by up to 177%" in said(report(noisy))
+
+
+def test_the_environment_is_looked_up_here_and_left_unknown_for_servers_elsewhere() -> None:
+    assert environment(None, local=False).hardware is None
+    assert environment("8 x B200", local=True).hardware == "8 x B200"
+    assert environment(None, local=True).hardware
+    assert "dflash-serve" in environment(None, local=True).versions
+
+
+def test_the_plot_is_a_picture_of_every_way() -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'dflash-serve[bench]'")
+    from dflash_serve.proving.bench.plots import colours, pareto
+
+    plot = pareto(report(RUNS))
+    assert plot.png.startswith(b"\x89PNG")
+    for colour in colours(["off", "auto <8>"]).values():
+        assert colour.encode() in plot.svg
