@@ -152,7 +152,7 @@ def test_two_servers_are_compared_over_real_sockets(
     key = tmp_path / "key"
     key.write_text("sesame")
     output = tmp_path / "report.json"
-    keys = {"api_key_file": key}
+    keys: dict[str, Any] = {"api_key_file": key}
     with (
         running(guessing_engine(folders, likely), queue=64, **keys) as speculating,
         running(tiny_engine(folders, width=1, slots=8), queue=64, **keys) as plain,

@@ -20,7 +20,7 @@ def tokens(case: str, *kinds: Kind, compared: int = 100) -> TokenComparison:
         for n, kind in enumerate(kinds)
     )
     counts = {"prompts": 8, "identical": 8 - len(kinds), "tokens": 100, "compared": compared}
-    return TokenComparison(case=case, **counts, differences=differences)  # type: ignore[arg-type]
+    return TokenComparison(case=case, **counts, differences=differences)
 
 
 def sampled(case: str, *, differs: bool = False, repeats: float = 0.3, samples: int = 256) -> DistributionComparison:

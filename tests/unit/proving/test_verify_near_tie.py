@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dflash_serve.proving.answer import Answer, Choice
@@ -19,7 +21,7 @@ def scored(pieces: list[str | int], **logprobs: float) -> Scored:
     return Scored(pieces, name, logprobs.get(name, -0.7), logprobs)
 
 
-def kind(plain: Scored | None, other: Scored | None, params: SamplingParams = GREEDY) -> tuple[Kind, float | None]:
+def kind(plain: Scored | None, other: Scored | None, params: SamplingParams = GREEDY) -> tuple[Kind, Any]:
     return classify(PLAIN, OTHER, 2, plain, other, params=params, noise=0.1)
 
 
@@ -51,7 +53,7 @@ def test_a_plain_side_that_flips_by_itself_still_gives_the_gap() -> None:
 
 def test_an_end_is_a_token_like_any_other() -> None:
     plain, other = scored([1, 2, 3], three=-0.7, **{"<end>": -0.72}), scored([1, 2, 0])
-    found = classify([1, 2, 3], [1, 2], 2, plain, other, params=GREEDY, noise=0.1)
+    found: tuple[Kind, Any] = classify([1, 2, 3], [1, 2], 2, plain, other, params=GREEDY, noise=0.1)
     assert found == ("near-tie", pytest.approx(0.02))
     assert first_difference([1, 2, 3], [1, 2]) == 2
     assert first_difference([1], [1]) is None
@@ -60,7 +62,9 @@ def test_an_end_is_a_token_like_any_other() -> None:
 def test_penalties_count_as_they_were_applied() -> None:
     params = SamplingParams(temperature=0, presence_penalty=0.5, frequency_penalty=0.25)
     plain = Scored([4, 4, 3], "three", -1.7, {"four": -0.7})  # raw: four leads by 1, and is penalised by 1
-    found = classify([4, 4, 3], [4, 4, 4], 2, plain, Scored([4, 4, 4], "four", -0.7, {}), params=params, noise=0.1)
+    found: tuple[Kind, Any] = classify(
+        [4, 4, 3], [4, 4, 4], 2, plain, Scored([4, 4, 4], "four", -0.7, {}), params=params, noise=0.1
+    )
     assert found == ("near-tie", pytest.approx(0.0))
 
 

@@ -23,8 +23,8 @@ def answers(count: int, shift: float, seed: int) -> Answers:
 
 
 def test_p_is_the_share_of_all_dealings_that_are_as_large() -> None:
-    first: Answers = [["a"]] * 6 + [["b"]] * 1
-    second: Answers = [["a"]] * 2 + [["b"]] * 5
+    first: Answers = [[token] for token in "aaaaaab"]
+    second: Answers = [[token] for token in "aabbbbb"]
     features = Table.of([*first, *second]).features
     totals = features.sum(0)
 
