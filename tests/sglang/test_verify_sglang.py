@@ -28,6 +28,7 @@ from tests.support.tiny_target import SPECIALS, write_tiny_target
 
 PROMPTS = ["the quick brown fox", '{"name": [1', "over the lazy dog jumps", "fox fox fox", "true false", "dog"]
 BLOCK = 4
+pytestmark = pytest.mark.timeout(1500)  # three starts of a server
 
 
 class OnCpu(SGLangBackend):
