@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .faults import Fault
-from .faults_catalogue import catalogue
+from .faults.catalogue import catalogue
+from .faults.fault import Fault
 from .speculator import Speculator
 
 CONTROLS = ("features shuffled", "features zeroed", "layer ids +1", "layer ids -1")

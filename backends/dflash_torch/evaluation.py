@@ -13,7 +13,7 @@ from dflash_serve.speculation.width import FixedWidth
 
 from .decoder import Decoder
 from .engine import EmbeddedEngine
-from .faults import Fault
+from .faults.fault import Fault
 
 
 class Evaluation:

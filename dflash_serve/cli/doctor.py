@@ -19,8 +19,8 @@ from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
     from dflash_serve.proving.doctor.suspect import Interview
-    from dflash_serve.proving.lossless.journal import Journal
-    from dflash_torch.faults_reference import EmbeddedReference
+    from dflash_serve.proving.journal import Journal
+    from dflash_torch.faults.reference import EmbeddedReference
 
 Show = Callable[[str, int], None]
 
@@ -49,7 +49,7 @@ def doctor(
     from dflash_serve.proving.doctor.examination import Examination
     from dflash_serve.proving.doctor.fit import Observation
     from dflash_serve.proving.doctor.report import show
-    from dflash_serve.proving.lossless.prompt_set import read_prompt_set
+    from dflash_serve.proving.prompt_set import read_prompt_set
     from dflash_serve.speculation.params import SamplingParams
 
     if url is not None and observed is not None:
@@ -103,7 +103,7 @@ def _reference(
     import torch
 
     from dflash_serve.drafter.checkpoint import load_drafter, read_config
-    from dflash_torch.faults_reference import EmbeddedReference
+    from dflash_torch.faults.reference import EmbeddedReference
 
     advance("loading target and drafter", 1)
     width = told.width if told else block_size or read_config(drafter)[0].block_size
@@ -132,7 +132,7 @@ def _room(target: str, asked: list[Prompt], max_tokens: int) -> int:
 def _difference(reference: EmbeddedReference, target: str, drafter: str, advance: Show) -> object | None:
     """The first tensor of our own engine that is not transformers' or the core's."""
     from dflash_serve.drafter.source import drafter_source, local_folder
-    from dflash_torch.faults_tensors import first_difference
+    from dflash_torch.faults.tensors import first_difference
     from dflash_torch.target import target_folder
 
     advance("comparing tensors with transformers", 1)
@@ -163,7 +163,7 @@ def _belongs_to(
 @contextmanager
 def _journal(output: Path, belongs_to: dict[str, Any], resume: bool) -> Iterator[Journal]:
     """Whatever ends the examination before its time, finished probes stay, and how to go on is said."""
-    from dflash_serve.proving.lossless.journal import Journal
+    from dflash_serve.proving.journal import Journal
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

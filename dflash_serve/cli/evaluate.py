@@ -14,7 +14,7 @@ from dflash_serve.errors import UserError
 if TYPE_CHECKING:
     from dflash_serve.speculation.params import SamplingParams
     from dflash_torch.evaluation import Evaluation
-    from dflash_torch.faults import Fault
+    from dflash_torch.faults.fault import Fault
 
 HUMAN_EVAL = "humaneval"
 

@@ -20,7 +20,7 @@ from dflash_serve.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dflash_serve.proving.lossless.journal import Journal
+    from dflash_serve.proving.journal import Journal
     from dflash_serve.proving.lossless.plan import Plan
     from dflash_serve.proving.lossless.sides import Facts, Pair
 
@@ -66,7 +66,7 @@ def verify(
     from rich.console import Console
 
     from dflash_serve.proving.lossless.plan import Plan, prompts_digest
-    from dflash_serve.proving.lossless.prompt_set import read_prompt_set
+    from dflash_serve.proving.prompt_set import read_prompt_set
 
     asked: list[Prompt] = read_prompt_set(prompts, raw=raw)
     flags: dict[str, Any] = {
@@ -185,9 +185,9 @@ def _dtype(given: str | None) -> Dtype:
 
 def _run(plan: Plan, prompts: Sequence[Prompt], pair: Pair, output: Path, resume: bool, console: Console) -> int:
     """Verifies, writes the report and shows it; the exit code."""
+    from dflash_serve.proving.journal import Journal
     from dflash_serve.proving.lossless.display import show
     from dflash_serve.proving.lossless.findings import EXIT_CODES
-    from dflash_serve.proving.lossless.journal import Journal
     from dflash_serve.proving.lossless.report import report_of, write_report
     from dflash_serve.proving.lossless.verification import Verification
 

@@ -31,12 +31,12 @@ from dflash_serve.proving.doctor.examination import Examination
 from dflash_serve.proving.doctor.fit import Observation
 from dflash_serve.proving.doctor.suspect import interview
 from dflash_serve.proving.endpoint import Endpoint
-from dflash_serve.proving.lossless.journal import Journal
+from dflash_serve.proving.journal import Journal
 from dflash_torch.decoder import Decoder
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.evaluation import Evaluation
-from dflash_torch.faults_reference import EmbeddedReference
-from dflash_torch.faults_tensors import first_difference
+from dflash_torch.faults.reference import EmbeddedReference
+from dflash_torch.faults.tensors import first_difference
 from dflash_torch.sequence import Sequence
 from dflash_torch.speculator import Speculator
 from dflash_torch.target import target_folder

@@ -18,8 +18,8 @@ import torch
 from dflash_serve.cli.main import run
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
+from dflash_serve.proving.journal import Journal
 from dflash_serve.proving.lossless.findings import Fault, Findings
-from dflash_serve.proving.lossless.journal import Journal
 from dflash_serve.proving.lossless.launched import Launcher
 from dflash_serve.proving.lossless.plan import GREEDY, SAMPLED, Plan
 from dflash_serve.proving.lossless.report import Report, read_report

@@ -15,8 +15,8 @@ from dflash_serve.backend import Command
 from dflash_serve.deployment import Deployment
 from dflash_serve.proving.acceptance_reading import AcceptanceReading
 from dflash_serve.proving.answer import Answer
+from dflash_serve.proving.journal import Journal
 from dflash_serve.proving.lossless.findings import Fault, Findings
-from dflash_serve.proving.lossless.journal import Journal
 from dflash_serve.proving.lossless.launched import Launcher
 from dflash_serve.proving.lossless.plan import SAMPLED, Plan, Question
 from dflash_serve.proving.lossless.sides import Pair

@@ -16,6 +16,7 @@ from dflash_serve.errors import UserError
 from dflash_serve.proving.acceptance_reading import AcceptanceReading, counted
 from dflash_serve.proving.answer import Answer
 from dflash_serve.proving.endpoint import RefusedError
+from dflash_serve.proving.journal import Journal
 from dflash_serve.proving.lossless import diagnosis
 from dflash_serve.proving.lossless.findings import (
     Difference,
@@ -24,7 +25,6 @@ from dflash_serve.proving.lossless.findings import (
     Look,
     TokenComparison,
 )
-from dflash_serve.proving.lossless.journal import Journal
 from dflash_serve.proving.lossless.near_tie import TOP, Piece, Scored, again, classify, first_difference
 from dflash_serve.proving.lossless.plan import (
     GREEDY,

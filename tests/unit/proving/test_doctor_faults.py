@@ -12,10 +12,10 @@ from dflash_serve.drafter.checkpoint import load_drafter
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.evaluation import Evaluation
-from dflash_torch.faults import Fault, twin
-from dflash_torch.faults_catalogue import catalogue
-from dflash_torch.faults_replay import Replay, record
-from dflash_torch.faults_tensors import first_difference
+from dflash_torch.faults.catalogue import catalogue
+from dflash_torch.faults.fault import Fault, twin
+from dflash_torch.faults.replay import Replay, record
+from dflash_torch.faults.tensors import first_difference
 from tests.support.embedded import tiny_engine
 from tests.support.tiny_target import write_tiny_pair
 

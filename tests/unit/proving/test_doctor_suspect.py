@@ -18,7 +18,7 @@ from dflash_serve.proving.doctor.suspect import _width, interview
 from dflash_serve.proving.endpoint import Endpoint
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.evaluation import Evaluation
-from dflash_torch.faults_reference import EmbeddedReference
+from dflash_torch.faults.reference import EmbeddedReference
 from tests.support.embedded import tiny_engine
 from tests.support.serving import Running, running
 from tests.support.tiny_target import write_tiny_pair

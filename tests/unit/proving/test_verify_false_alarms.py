@@ -17,9 +17,9 @@ from torch import Tensor
 
 from dflash_serve.proving.acceptance_reading import AcceptanceReading
 from dflash_serve.proving.answer import Answer
+from dflash_serve.proving.journal import Journal
 from dflash_serve.proving.lossless import verification
 from dflash_serve.proving.lossless.findings import Findings
-from dflash_serve.proving.lossless.journal import Journal
 from dflash_serve.proving.lossless.plan import SAMPLED, Case, Plan, Question
 from dflash_serve.proving.lossless.sides import Pair
 from dflash_serve.proving.lossless.verification import FIRST_SEED, SEEDS_A_CASE, WITH, WITHOUT, Verification

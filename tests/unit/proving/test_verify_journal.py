@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.errors import UserError
-from dflash_serve.proving.lossless.journal import Journal
+from dflash_serve.proving.journal import Journal
 
 MINE = {"plan": {"samples": 4}, "sides": {"with": {"url": "http://a"}}}
 
@@ -46,7 +46,7 @@ def test_what_is_no_journal_is_one_clear_line(tmp_path: Path, content: str) -> N
 
 def test_another_verification_does_not_go_on_with_it(tmp_path: Path) -> None:
     Journal(tmp_path / "j", MINE)
-    with pytest.raises(UserError, match=r"another verification \(plan\)"):
+    with pytest.raises(UserError, match=r"another run \(plan\)"):
         Journal(tmp_path / "j", {**MINE, "plan": {"samples": 5}}, resume=True)
     with pytest.raises(UserError, match="nothing to go on with"):
         Journal(tmp_path / "other", MINE, resume=True)

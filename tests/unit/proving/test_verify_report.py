@@ -20,8 +20,8 @@ from dflash_serve.proving.lossless.findings import (
     TokenComparison,
 )
 from dflash_serve.proving.lossless.plan import Plan
-from dflash_serve.proving.lossless.prompt_set import read_prompt_set
 from dflash_serve.proving.lossless.report import Report, read_report, report_of, write_report
+from dflash_serve.proving.prompt_set import read_prompt_set
 
 SIDES = {"with": {"url": "http://a"}, "without": {"url": "http://b"}}
 DIFFERENCE = Difference(

@@ -14,9 +14,9 @@ import torch
 from dflash_serve.drafter.config import DrafterConfig, RopeConfig
 from dflash_serve.drafter.layer_ids import uniform_target_layer_ids
 
-from . import faults_context as context
-from . import faults_weights as weights
-from .faults import (
+from ..speculator import Speculator
+from . import context, weights
+from .fault import (
     Fault,
     block_input,
     configured,
@@ -26,7 +26,6 @@ from .faults import (
     layers_shifted,
     slots_late,
 )
-from .speculator import Speculator
 
 THETAS = (1e4, 1e5, 1e6)
 """transformers' default and what published targets use."""

@@ -1,4 +1,4 @@
-"""Finished answers on disk, a line each, so that an interrupted verification goes on where it stopped."""
+"""Finished answers on disk, a line each, so that an interrupted run goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Journal:
         resume: go on with the file that is there.
 
     Raises:
-        UserError: there is one and `resume` is not given, there is none and it is, it belongs to another verification,
+        UserError: there is one and `resume` is not given, there is none and it is, it belongs to another run,
             or it cannot be read or written.
     """
 
@@ -31,7 +31,7 @@ class Journal:
                 self._read(path, belongs_to)
             elif path.exists():
                 do = "go on with it by --resume, or remove it"
-                raise UserError("an interrupted verification is there", where=str(path), do=do)
+                raise UserError("an interrupted run is there", where=str(path), do=do)
             self._file = path.open("a", encoding="utf-8")
             if not resume:
                 self._write({"belongs_to": belongs_to})
@@ -75,10 +75,10 @@ class Journal:
             entries = {line["name"]: line["value"] for line in lines}
             found = first["belongs_to"]
         except (ValueError, KeyError, TypeError):
-            raise UserError("not a verification's", where=str(path), do="remove it") from None
+            raise UserError("not a journal of ours", where=str(path), do="remove it") from None
         if found != json.loads(json.dumps(belongs_to)):
             different = ", ".join(sorted(key for key in belongs_to if found.get(key) != belongs_to[key])) or "settings"
             do = "give the same options as then, or remove it"
-            raise UserError(f"it belongs to another verification ({different})", where=str(path), do=do)
+            raise UserError(f"it belongs to another run ({different})", where=str(path), do=do)
         self.entries = entries
         path.write_text(whole + "\n", encoding="utf-8")

@@ -15,12 +15,12 @@ from dflash_serve.proving.doctor.counts import Counts
 from dflash_serve.proving.doctor.reference import Prediction
 from dflash_serve.speculation.params import SamplingParams
 
-from .engine import EmbeddedEngine
-from .evaluation import Evaluation
-from .faults import Fault
-from .faults_catalogue import catalogue, mask_tokens, settings
-from .faults_replay import Replay, record
-from .speculator import Speculator
+from ..engine import EmbeddedEngine
+from ..evaluation import Evaluation
+from ..speculator import Speculator
+from .catalogue import catalogue, mask_tokens, settings
+from .fault import Fault
+from .replay import Replay, record
 
 MOST_MASK_TOKENS = 32
 """Special tokens that are tried as the mask token of a checkpoint."""

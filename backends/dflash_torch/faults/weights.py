@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dflash_serve.drafter.model import Drafter
 
-from .speculator import Speculator
+from ..speculator import Speculator
 
 FP8 = torch.float8_e4m3fn
 

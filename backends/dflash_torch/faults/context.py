@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .faults import Disturbance
-from .sequence import Sequence
+from ..sequence import Sequence
+from .fault import Disturbance
 
 
 def zeroed(rows: Tensor, sequence: Sequence) -> Tensor:

@@ -1,7 +1,7 @@
 """Faults: one thing wrong with how a drafter is served, as a change of a Speculator.
 
 Each is a mistake that engines and checkpoints really make, made on purpose. Run through the real loop or replayed
-(`faults_replay`) they are the controls of an acceptance figure (`evaluate`: a figure that survives them is no proof)
+(`replay`) they are the controls of an acceptance figure (`evaluate`: a figure that survives them is no proof)
 and the explanations of a low one (`doctor`). A changed Speculator shares the weights of the sound one.
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from dflash_serve.drafter.model import Drafter
 from dflash_serve.drafter.rope import RotaryEmbedding
 
-from .sequence import Sequence
-from .speculator import Speculator
+from ..sequence import Sequence
+from ..speculator import Speculator
 
 Module = TypeVar("Module", bound=nn.Module)
 Change = Callable[[Speculator], Speculator]

@@ -22,9 +22,9 @@ from dflash_serve.drafter.model import Drafter
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import FixedWidth
 
-from .decoder import Decoder
-from .engine import EmbeddedEngine
-from .sequence import Sequence
+from ..decoder import Decoder
+from ..engine import EmbeddedEngine
+from ..sequence import Sequence
 
 STEPS = 8
 """Decoding steps before the comparison: accepted tokens must have reached the context by then."""

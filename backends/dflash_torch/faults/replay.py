@@ -21,12 +21,12 @@ from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-from .engine import EmbeddedEngine
-from .evaluation import Evaluation
-from .faults import Fault
-from .passes import TargetPass
-from .sequence import Sequence
-from .speculator import Speculator
+from ..engine import EmbeddedEngine
+from ..evaluation import Evaluation
+from ..passes import TargetPass
+from ..sequence import Sequence
+from ..speculator import Speculator
+from .fault import Fault
 
 PREFILL_ROWS = 1024
 

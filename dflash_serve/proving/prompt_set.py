@@ -1,4 +1,4 @@
-"""The prompts of a verification: ours, or a JSONL file's."""
+"""The prompts of a proof: ours, or a JSONL file's."""
 
 from __future__ import annotations
 
