@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from dflash_serve.backend import ServerBackend, backend
+from dflash_serve.cli.extras import need
 from dflash_serve.cli.serve import EMBEDDED
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
@@ -63,6 +64,7 @@ def bench(
 
     Interrupt it when you like: finished runs are kept, and the same command goes on with the rest.
     """
+    need("bench", "httpx", "matplotlib", "prometheus_client")
     from dflash_serve.proving.bench.bench import Bench
     from dflash_serve.proving.bench.dataset import load_dataset
     from dflash_serve.proving.bench.plan import Sweep, Workload

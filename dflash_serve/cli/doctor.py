@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_serve.backend import Prompt, backend
+from dflash_serve.cli.extras import need
 from dflash_serve.cli.generate import BUNDLED
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
@@ -43,6 +44,7 @@ def doctor(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted examination.")] = False,
 ) -> None:
     """Say why acceptance is low: of a server, or of a pair whose checkpoint may be wrong about itself."""
+    need("prove", "httpx", "numpy", "prometheus_client")
     from rich.console import Console
 
     from dflash_serve.proving.doctor.conclusions import conclude_pair, conclude_suspect, write_report

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from dflash_serve.backend import Prompt, ServerBackend, backend
+from dflash_serve.cli.extras import need
 from dflash_serve.cli.generate import BUNDLED
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
@@ -63,6 +64,7 @@ def verify(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted verification.")] = False,
 ) -> None:
     """Prove that speculation changed nothing, on any engine; or show what it changed."""
+    need("prove", "httpx", "numpy", "prometheus_client")
     from rich.console import Console
 
     from dflash_serve.proving.lossless.plan import Plan, prompts_digest
