@@ -26,6 +26,11 @@ types: .venv/test
 unit: .venv/test
 	$(BIN)/python -m pytest
 
+# The doctor against faults of the bundled drafter, on SmolLM2: ten minutes on two cores.
+.PHONY: test-doctor
+test-doctor: .venv/test
+	DFLASH_SERVE_TEST_DOCTOR=1 $(BIN)/python -m pytest -o timeout=1800 tests/integration/test_doctor.py
+
 bench: .venv/test
 	$(BIN)/python benchmarks/decoding.py
 
