@@ -10,6 +10,7 @@ import torch
 from dflash_serve.drafter.kv_store import Span
 from dflash_serve.training.decoding import BatchDecoder, Completion, Request
 from dflash_serve.training.target import target_features
+from dflash_torch.passes import TargetPass
 from dflash_torch.target import load_target
 from dflash_torch.target.model import TargetModel
 from tests.support.tiny_target import EOS
@@ -26,9 +27,9 @@ def alone(target: TargetModel, prompt: list[int], limit: int) -> list[int]:
     """Greedy decoding without a cache: everything anew for every token."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < limit and (len(tokens) == len(prompt) or tokens[-1] != EOS):
-        store = target.new_store(1, 64)
+        forward = TargetPass(target, target.new_store(1, 64), widest=1)
         with torch.no_grad():
-            hidden = target(torch.tensor(tokens), [Span(0, 0, len(tokens))], store).hidden
+            hidden = forward([tokens], [Span(0, 0, len(tokens))], ()).hidden
             tokens.append(int(target.logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]
 
@@ -72,6 +73,7 @@ def test_features_of_packed_sequences_are_those_of_each_alone(target: TargetMode
     sequences = [torch.tensor(prompt) for prompt in PROMPTS]
     for tokens, features in zip(sequences, target_features(target, sequences, (0, 2)), strict=True):
         with torch.no_grad():
-            expected = target(tokens, [Span(0, 0, len(tokens))], target.new_store(1, 64), (0, 2)).features
+            forward = TargetPass(target, target.new_store(1, 64), widest=1)
+            expected = forward([tokens.tolist()], [Span(0, 0, len(tokens))], (0, 2)).features
         assert expected is not None
         torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-4)
