@@ -1,4 +1,4 @@
-"""Which attention serves a ragged step: the CPU's, FlashInfer's, or sequence by sequence."""
+"""Which attention serves a ragged step: FlashInfer's, or sequence by sequence."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def usable(store: KVStore, spans: Sequence[Span], kinds: Sequence[AttentionKind]
     Its windows end on the left only; a bidirectional block must not be longer than its window, and none is.
     """
     on_gpu = store.keys.device.type == "cuda" and store.keys.dtype in (torch.bfloat16, torch.float16)
-    return on_gpu and find_spec("flashinfer") is not None and windows_fit(spans, kinds)
+    return on_gpu and _installed() and windows_fit(spans, kinds)
 
 
 def windows_fit(spans: Sequence[Span], kinds: Sequence[AttentionKind]) -> bool:
@@ -71,11 +71,16 @@ class FlashInferAttention:
         return wrapper
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.store.write_rows(layer, self.row_slots, self.row_positions, k, v)
         keys, values = self.store.keys[layer], self.store.values[layer]
-        keys[self.row_slots, :, self.row_positions] = k
-        values[self.row_slots, :, self.row_positions] = v
         out: Tensor = self.wrappers[self.kinds[layer]].run(q.contiguous(), (keys, values))
         return out
+
+
+@cache
+def _installed() -> bool:
+    """Looked up once: every step of a GPU asks."""
+    return find_spec("flashinfer") is not None
 
 
 @cache

@@ -52,9 +52,8 @@ class PaddedAttention:
         return mask.repeat(1, groups, 1)[:, None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.store.write_rows(layer, self.row_slots, self.row_positions, k, v)
         keys, values = self.store.keys[layer], self.store.values[layer]
-        keys[self.row_slots, :, self.row_positions] = k
-        values[self.row_slots, :, self.row_positions] = v
         count, width = self.shape
         heads, head_dim = q.shape[1:]
         kv_heads = k.shape[1]

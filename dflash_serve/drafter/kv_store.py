@@ -59,6 +59,11 @@ class KVStore:
             self.values[layer, slot, :, start:end] = v[row : row + length].transpose(0, 1)
             row += length
 
+    def write_rows(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores k, v [rows, kv_heads, head_dim] at int64 slots and positions [rows]: one write, wherever they lie."""
+        self.keys[layer][slots, :, positions] = k
+        self.values[layer][slots, :, positions] = v
+
     def write_all(self, spans: Sequence[Span], k: Tensor, v: Tensor) -> None:
         """Stores k, v [rows, layers, kv_heads, head_dim] of a flat batch in every layer at once."""
         row = 0

@@ -12,11 +12,9 @@ from dflash_serve.drafter.config import AttentionKind
 from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention
 from dflash_serve.training.blocks import lay_out
 from dflash_serve.training.forward import BlockForward
-from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.flashinfer_attention import FlashInferAttention
 from dflash_torch.local_gpus import local_gpus
-from dflash_torch.passes import DrafterPass, TargetPass
-from tests.support.embedded import PROMPTS, tiny_engine
+from tests.support.embedded import PROMPTS, tiny_engine, with_passes
 from tests.support.tiny_target import write_tiny_pair
 from tests.unit.training.test_attention import ANCHORS, inputs, random_drafter
 
@@ -28,21 +26,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_tiny_pair(tmp_path_factory.mktemp("pair"))
 
 
-def ragged(engine: EmbeddedEngine) -> EmbeddedEngine:
-    decoder, speculator = engine.decoder, engine.decoder.speculator
-    assert speculator is not None
-    decoder.verify = TargetPass(decoder.target, decoder.store, speculator.block_size, static=False)
-    embedding, block = decoder.target.embedding, speculator.block_size
-    speculator.fill = DrafterPass(embedding, speculator.store, block, static=False)
-    return engine
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_graphs_change_no_token(folders: tuple[Path, Path], temperature: float) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=3)
     captured = tiny_engine(folders, device="cuda")
     answers = []
-    for engine in (tiny_engine(folders), ragged(tiny_engine(folders, device="cuda")), captured):
+    for engine in (tiny_engine(folders), with_passes(tiny_engine(folders, device="cuda"), static=False), captured):
         list(engine.stream(PROMPTS, [params] * len(PROMPTS)))
         answers.append([output.token_ids for output in engine.outputs()])
     assert answers[0] == answers[1] == answers[2]

@@ -12,6 +12,7 @@ from dflash_serve.drafter.checkpoint import load_drafter
 from dflash_serve.speculation.width import FixedWidth, WidthPolicy
 from dflash_torch.decoder import Decoder
 from dflash_torch.engine import EmbeddedEngine
+from dflash_torch.passes import DrafterPass, TargetPass
 from dflash_torch.sequence import Sequence
 from dflash_torch.speculator import Speculator
 from dflash_torch.target import load_target, load_tokenizer
@@ -34,6 +35,16 @@ class OracleSpeculator(Speculator):
             spoilt = [t if (done + k) % self.wrong_every else (t + 1) % 96 for k, t in enumerate(known, start=1)]
             drafts.append(own if sequence.grammar else spoilt + own[len(spoilt) :])
         return drafts
+
+
+def with_passes(engine: EmbeddedEngine, *, static: bool) -> EmbeddedEngine:
+    """The same engine with padded or ragged passes, whatever its device would choose."""
+    decoder, speculator = engine.decoder, engine.decoder.speculator
+    assert speculator is not None
+    block = speculator.block_size
+    decoder.verify = TargetPass(decoder.target, decoder.store, block, static=static)
+    speculator.fill = DrafterPass(decoder.target.embedding, speculator.store, block, static=static)
+    return engine
 
 
 def tiny_engine(

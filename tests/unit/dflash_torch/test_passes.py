@@ -11,13 +11,11 @@ import torch
 from dflash_serve import SamplingParams
 from dflash_serve.drafter.config import AttentionKind
 from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention
-from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.flashinfer_attention import FlashInferAttention, windows_fit
 from dflash_torch.padded_attention import PaddedAttention
-from dflash_torch.passes import DrafterPass, TargetPass
 from dflash_torch.shapes import LONGEST, Shape, padded_table, real_rows, shape_of
 from tests.support import fake_flashinfer
-from tests.support.embedded import tiny_engine
+from tests.support.embedded import tiny_engine, with_passes
 
 PROMPTS = [[10 + n, 20, 30 + n, 40, *range(n)] for n in range(5)]
 KINDS = [AttentionKind(causal=causal, window=window) for causal in (True, False) for window in (None, 10, 2)]
@@ -54,20 +52,11 @@ def test_flashinfer_is_asked_for_attention_sequence_by_sequence(
     torch.testing.assert_close(FlashInferAttention(filled_store(), spans, [kind], heads=6)(0, q, k, v), expected)
 
 
-def static(engine: EmbeddedEngine) -> EmbeddedEngine:
-    decoder, speculator = engine.decoder, engine.decoder.speculator
-    assert speculator is not None
-    decoder.verify = TargetPass(decoder.target, decoder.store, speculator.block_size, static=True)
-    embedding, block = decoder.target.embedding, speculator.block_size
-    speculator.fill = DrafterPass(embedding, speculator.store, block, static=True)
-    return engine
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_padding_changes_no_token(folders: tuple[Path, Path], temperature: float) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=3)
     answers = []
-    for engine in (tiny_engine(folders, slots=3), static(tiny_engine(folders, slots=3))):
+    for engine in (tiny_engine(folders, slots=3), with_passes(tiny_engine(folders, slots=3), static=True)):
         list(engine.stream(PROMPTS, [params] * len(PROMPTS)))
         answers.append([(output.token_ids, output.statistics.acceptance_length) for output in engine.outputs()])
     assert answers[0] == answers[1]
