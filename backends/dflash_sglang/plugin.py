@@ -51,9 +51,9 @@ def before_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
     if (asked.speculative_algorithm or "").upper() in (NATIVE, OURS):
         refuse(upstream.problems())
         refuse(draft_problems(asked))
-        from .sampling_guard import guard_sampling
+        from .request_guard import guard_requests
 
-        guard_sampling()
+        guard_requests()
     with being_resolved(server_args):
         resolve(server_args)
 

@@ -120,6 +120,14 @@ def test_sampled_requests_are_refused_where_they_would_be_answered_greedily(serv
     assert "would answer greedily without saying so" in refused.value.read().decode()
 
 
+@pytest.mark.parametrize("asked", [{"repetition_penalty": 1.2}, {"presence_penalty": 0.5}, {"min_new_tokens": 4}])
+def test_penalised_requests_are_refused(asked: dict[str, float], server: Server) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.generate("the", **asked)
+    assert refused.value.code == 400
+    assert f"does not count the tokens of DFlash steps for {next(iter(asked))}" in refused.value.read().decode()
+
+
 def assert_nothing_leaks(server: Server) -> None:
     """Every K/V slot is free, or kept for prefixes (/get_server_info has no usage in 0.5.23, /metrics has)."""
     assert server.settled("sglang:num_running_reqs", 0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,19 +15,20 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.proving.acceptance_reading import AcceptanceReading
 from dflash_serve.proving.answer import Answer
 from dflash_serve.proving.journal import Journal
-from dflash_serve.proving.lossless.findings import Fault, Findings
+from dflash_serve.proving.lossless.findings import Findings
 from dflash_serve.proving.lossless.launched import Launcher
 from dflash_serve.proving.lossless.plan import SAMPLED, Plan, Question
 from dflash_serve.proving.lossless.sides import Pair
 from dflash_serve.proving.lossless.verification import Verification
 from dflash_sglang import SGLangBackend
+from tests.sglang.test_smollm2_server import deployment
+from tests.support.prompts import word_problems
 from tests.support.sglang_server import ENVIRONMENT, ON_CPU
-from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
-from tests.support.tiny_target import SPECIALS, write_tiny_target
 
-PROMPTS = ["the quick brown fox", '{"name": [1', "over the lazy dog jumps", "fox fox fox", "true false", "dog"]
-BLOCK = 4
-pytestmark = pytest.mark.timeout(1500)  # three starts of a server
+WIDTH, COUNT = 8, 8
+PROMPTS = word_problems(COUNT)
+PLAN = Plan(prompts=COUNT, prompts_sha256="", max_tokens=48, samples=4, dtype="float32")
+pytestmark = [pytest.mark.model, pytest.mark.timeout(1500)]  # two starts of a server
 
 
 class OnCpu(SGLangBackend):
@@ -52,62 +52,30 @@ class Nobody:
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
-    folder = tmp_path_factory.mktemp("pair")
-    target = write_tiny_target(folder / "target", family="qwen3", positions=512)
-    config = tiny_drafter_config(
-        block_size=BLOCK,
-        num_target_layers=4,
-        target_layer_ids=(0, 1, 2),
-        mask_token_id=SPECIALS.index("<mask>"),
-        vocab_size=json.loads((target / "config.json").read_text())["vocab_size"],
-        max_position_embeddings=512,
-    )
-    drafter = write_tiny_drafter(folder / "drafter", config)
-    fields: Mapping[str, Any] = {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}}
-    return Deployment.model_validate({**fields, "limits": {"max_batch_size": 8}, "speculation": {"width": BLOCK}})
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return Plan(prompts=len(PROMPTS), prompts_sha256="", max_tokens=48, samples=4, dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def everything(
-    deployment: Deployment, plan: Plan, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Journal, Findings]:
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Journal, Findings]:
     """One verification of all cases."""
     journal = Journal(None, {})
-    pair = Launcher(OnCpu(), tmp_path_factory.mktemp("servers"), patience=480, concurrency=8).pair(deployment)
-    return journal, Verification(plan, PROMPTS, pair, journal).run()
+    pair = Launcher(OnCpu(), tmp_path_factory.mktemp("servers"), patience=480, concurrency=8).pair(deployment(WIDTH))
+    return journal, Verification(PLAN, PROMPTS, pair, journal).run()
 
 
-@pytest.fixture
-def journal(everything: tuple[Journal, Findings]) -> Journal:
-    return everything[0]
-
-
-def again(plan: Plan, journal: Journal, **changes: Any) -> Findings:
+def again(journal: Journal, **changes: Any) -> Findings:
     """What the same answers say under other settings."""
     nobody = Pair(lambda: nullcontext(Nobody()), lambda: nullcontext(Nobody()))
-    return Verification(plan.model_copy(update=changes), PROMPTS, nobody, journal).run()
+    return Verification(PLAN.model_copy(update=changes), PROMPTS, nobody, journal).run()
 
 
-def test_greedy_decoding_is_lossless(plan: Plan, journal: Journal) -> None:
-    found = again(plan, journal, samples=0, penalties=False)
-    assert (found.verdict, found.faults, found.unit) == ("lossless", (), "token ids")
-    assert found.accepted
-    assert found.greedy[0].identical == len(PROMPTS)
+def test_greedy_decoding_is_lossless(everything: tuple[Journal, Findings]) -> None:
+    found = again(everything[0], samples=0, penalties=False)
+    assert (found.verdict, found.faults, found.unit) == ("lossless", (), "tokens")
+    assert found.greedy[0].identical == COUNT
+    assert found.acceptance_length is not None
+    assert found.acceptance_length > 1.1
 
 
-def test_penalties_are_frozen_inside_its_blocks_and_that_is_said(plan: Plan, journal: Journal) -> None:
-    """SGLang 0.5.23 adds one penalty to all rows of a block (`apply_dflash_verify_logits_adjustments`)."""
-    found = again(plan, journal, samples=0)
-    assert (found.verdict, found.faults) == ("not lossless", (Fault.PENALTIES,))
-
-
-def test_sampling_that_is_refused_is_not_called_lossless(everything: tuple[Journal, Findings]) -> None:
+def test_what_is_refused_is_not_called_lossless(everything: tuple[Journal, Findings]) -> None:
     found = everything[1]
-    assert all("would answer greedily without saying so" in str(one.refused) for one in found.sampled)
+    assert found.verdict == "could not tell"
+    assert "does not count the tokens of DFlash steps" in str(found.greedy[1].refused)
+    assert all("would answer greedily without saying so" in str(one.refused) for one in found.sampled[:-1])
     assert sum("`--samples 0` verifies greedy decoding alone" in reason for reason in found.reasons) == len(SAMPLED)

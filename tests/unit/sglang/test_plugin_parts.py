@@ -15,6 +15,7 @@ from dflash_serve.speculation.cost import CostModel
 from dflash_serve.speculation.width import FixedWidth
 from dflash_sglang import upstream
 from dflash_sglang.draft_check import draft_problems
+from dflash_sglang.request_guard import NEUTRAL, refusal
 from dflash_sglang.results import on_result
 from dflash_sglang.strict_load import account, load_strictly
 from dflash_sglang.widths import COST_TABLE, WIDTH, BatchWidths, allowed_widths, asked_width, given_cost, make_policy
@@ -73,6 +74,18 @@ def test_drafts_that_sglang_would_read_wrongly_are_found(tmp_path: Path) -> None
 def test_a_draft_that_only_sglang_can_find_is_left_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert draft_problems(server_args(tmp_path / "elsewhere")) == []
     assert "the draft was not checked" in caplog.text
+
+
+def test_requests_that_dflash_would_answer_otherwise_are_refused() -> None:
+    greedy = SimpleNamespace(top_k=1, **NEUTRAL)
+    sampled = SimpleNamespace(**{**vars(greedy), "top_k": 50})
+    assert refusal(None, can_sample=False) is None
+    assert refusal(greedy, can_sample=False) is None
+    assert refusal(sampled, can_sample=True) is None
+    assert "would answer greedily" in str(refusal(sampled, can_sample=False))
+    for name in NEUTRAL:
+        penalised = SimpleNamespace(**{**vars(greedy), name: 1.5})
+        assert f"does not count the tokens of DFlash steps for {name}" in str(refusal(penalised, can_sample=True))
 
 
 def test_only_what_sglang_counts_is_counted() -> None:
