@@ -121,7 +121,7 @@ def test_sampled_requests_are_refused_where_they_would_be_answered_greedily(serv
 
 
 @pytest.mark.parametrize("asked", [{"repetition_penalty": 1.2}, {"presence_penalty": 0.5}, {"min_new_tokens": 4}])
-def test_penalised_requests_are_refused(asked: dict[str, float], server: Server) -> None:
+def test_penalised_requests_are_refused(asked: dict[str, Any], server: Server) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         server.generate("the", **asked)
     assert refused.value.code == 400
