@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
@@ -15,6 +15,8 @@ from dflash_serve.problem import Problem
 from dflash_serve.speculation.params import SamplingParams
 
 GROUP = "dflash_serve.backends"
+EMBEDDED = "torch"
+"""The backend that runs in this process."""
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Plain text, token ids, or chat messages for the target's own template."""
@@ -117,3 +119,15 @@ def backend(name: str) -> Backend:
         raise UserError(f"no backend {name!r}", where="backend", do=f"installed are: {have}")
     loaded: Backend = found[name].load()
     return loaded
+
+
+def server_backend(name: str) -> ServerBackend:
+    """The installed backend of that name, which has a server.
+
+    Raises:
+        UserError: there is none, or it has no server.
+    """
+    found = backend(name)
+    if not hasattr(found, "command"):
+        raise UserError("it has no server", where=f"--backend {name}", do=f"use --backend {EMBEDDED}")
+    return cast(ServerBackend, found)

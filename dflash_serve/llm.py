@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dflash_serve.backend import Prompt, backend
+from dflash_serve.backend import EMBEDDED, Prompt, backend
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.outputs import Chunk, RequestOutput
 from dflash_serve.speculation.params import SamplingParams
@@ -53,7 +53,7 @@ class LLM:
                 "limits": {"max_model_len": max_model_len, "max_batch_size": max_batch_size},
             }
             self.deployment = load_deployment(flags=flags)
-        self.engine = backend("torch").engine(self.deployment)
+        self.engine = backend(EMBEDDED).engine(self.deployment)
 
     @property
     def tokenizer(self) -> Any:

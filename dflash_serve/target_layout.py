@@ -23,7 +23,9 @@ FORMATS = {"nvfp4": ("nvfp4", "fp4_pack"), "mxfp4": ("mxfp4",), "fp8": ("fp8", "
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 LATENT_WIDTH = 576
 """Values of a token's latent vector in a layer: DeepSeek's kv_lora_rank 512 and a rotary part of 64."""
-QUANT_CONFIG = "hf_quant_config.json"
+QUANT_CONFIG, GENERATION_CONFIG = "hf_quant_config.json", "generation_config.json"
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""And the values at which they do nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class TargetLayout:
     """lm_head is NVFP4 too."""
     weight_bytes: int
     """Of all devices together; an estimate from the sizes (a few per cent)."""
+    penalises: bool
+    """generation_config.json penalises repetitions in every request that does not say otherwise (Qwen3-Coder)."""
 
     def kv_bytes(self, bytes_each: float) -> int:
         """Keys and values of one token, all layers, all heads."""
@@ -59,7 +63,7 @@ def target_configuration(model: Model) -> Path:
     Raises:
         UserError: no such target.
     """
-    return local_folder(model.model, model.revision, files=["config.json", QUANT_CONFIG])
+    return local_folder(model.model, model.revision, files=["config.json", QUANT_CONFIG, GENERATION_CONFIG])
 
 
 def read_target_layout(folder: Path, model: Model) -> TargetLayout:
@@ -85,6 +89,7 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         native_quantization=native,
         head_is_quantized=native == "nvfp4" and not _spares_head(recipe),
         weight_bytes=_weight_bytes(inner, model.quantization, native),
+        penalises=_penalises(folder),
     )
 
 
@@ -103,6 +108,12 @@ def _recipe(raw: Mapping[str, object], inner: Mapping[str, object], folder: Path
     beside = folder / QUANT_CONFIG
     recipe = json.loads(beside.read_text(encoding="utf-8")).get("quantization") if beside.is_file() else None
     return recipe if isinstance(recipe, dict) else {}
+
+
+def _penalises(folder: Path) -> bool:
+    path = folder / GENERATION_CONFIG
+    defaults = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return any(defaults.get(name, neutral) not in (neutral, None) for name, neutral in PENALTIES.items())
 
 
 def _native(recipe: Mapping[str, object]) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dflash_serve.deployment import Deployment
 from dflash_serve.drafter.config import DrafterConfig
+from dflash_serve.drafter.footprint import BF16, context_bytes, weight_bytes
 from dflash_serve.problem import Problem
 
 from .local_gpus import local_gpus
@@ -41,17 +42,17 @@ def needed_bytes(
     numbers = _weights(target) + target.vocab_size * target.hidden_size * (1 if target.tie_word_embeddings else 2)
     numbers += rows * _kv_row(target)
     if drafter is not None:
-        numbers += _weights(drafter) + drafter.feature_size * drafter.hidden_size + rows * _kv_row(drafter)
+        numbers += weight_bytes(drafter) // BF16 + rows * context_bytes(drafter) // BF16
     return numbers * size
 
 
-def _weights(config: TargetConfig | DrafterConfig) -> int:
+def _weights(config: TargetConfig) -> int:
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads  # q and o, k and v
     layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
     return layer * config.num_layers
 
 
-def _kv_row(config: TargetConfig | DrafterConfig) -> int:
+def _kv_row(config: TargetConfig) -> int:
     return 2 * config.num_layers * config.num_key_value_heads * config.head_dim
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_serve.backend import ServerBackend, backend
+from dflash_serve.backend import EMBEDDED, ServerBackend, server_backend
 from dflash_serve.cli.extras import need
-from dflash_serve.cli.serve import EMBEDDED
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
 from dflash_serve.problem import raise_problems
@@ -68,10 +67,10 @@ def bench(
     from dflash_serve.proving.bench.bench import Bench
     from dflash_serve.proving.bench.dataset import load_dataset
     from dflash_serve.proving.bench.plan import Sweep, Workload
-    from dflash_serve.proving.endpoint import read_api_key
+    from dflash_serve.proving.connection import read_api_key
 
     described = _described(deployment, target, drafter)
-    chosen = _server(backend_name) if described else None
+    chosen = server_backend(backend_name) if described else None
     compared = _compared(described, chosen, ways, endpoint or [], baseline)
     prompts = load_dataset(dataset)
     _run(
@@ -174,10 +173,3 @@ def _tokenizer(target: str) -> str:
     from dflash_torch.target import target_source
 
     return str(target_source(target))
-
-
-def _server(name: str) -> ServerBackend:
-    found = backend(name)
-    if not hasattr(found, "command"):
-        raise UserError("it has no server", where=f"--backend {name}", do=f"use --backend {EMBEDDED}")
-    return cast(ServerBackend, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -64,6 +64,17 @@ def compare_with_plain(engine: Engine, prompt: Prompt, params: SamplingParams, f
         "rounds": ROUNDS,
         "same_tokens": all(run.output.token_ids == first.output.token_ids for run in plain_runs),
     }
+
+
+def speed_up(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> float | None:
+    """Tokens/s with speculation by those without, each a median over the prompts, one stream, in turns."""
+    plain, runs, plain_runs = engine.plain(), list[Run](), list[Run]()
+    timed(engine, prompts[0], params)  # the first run of an engine pays for more than itself
+    for prompt in prompts:
+        runs.append(timed(engine, prompt, params))
+        plain_runs.append(timed(plain, prompt, params))
+    speed, plain_speed = _median_speed(runs), _median_speed(plain_runs)
+    return speed / plain_speed if speed and plain_speed else None
 
 
 def _median_speed(runs: list[Run]) -> float | None:

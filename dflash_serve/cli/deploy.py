@@ -7,8 +7,8 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from dflash_serve.backend import ServerBackend, backend
-from dflash_serve.cli.serve import EMBEDDED, prepared
+from dflash_serve.backend import EMBEDDED, server_backend
+from dflash_serve.cli.serve import prepared
 from dflash_serve.deploying.render import Form, render
 from dflash_serve.deploying.workload import BACKENDS, Workload
 from dflash_serve.deployment import load_deployment
@@ -36,7 +36,7 @@ def deploy(
         raise UserError(f"no form {form!r}", where="--render", do=f"there are: {', '.join(get_args(Form))}")
     if backend_name not in BACKENDS:
         raise UserError(f"no backend {backend_name!r}", where="--backend", do=f"there are: {', '.join(BACKENDS)}")
-    described, chosen = load_deployment(deployment), cast(ServerBackend, backend(backend_name))
+    described, chosen = load_deployment(deployment), server_backend(backend_name)
     raise_problems(chosen.check(described))
     if prepare is not None:
         prepared(chosen, described, prepare)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_serve.backend import Prompt, backend
+from dflash_serve.backend import EMBEDDED, Prompt, backend
 from dflash_serve.cli.extras import need
 from dflash_serve.cli.generate import BUNDLED
+from dflash_serve.cli.resumable import resumable
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
     from dflash_serve.proving.doctor.suspect import Interview
-    from dflash_serve.proving.journal import Journal
     from dflash_torch.faults.reference import EmbeddedReference
 
 Show = Callable[[str, int], None]
@@ -64,7 +61,7 @@ def doctor(
             block_size = told.width  # others draft as many slots as they verify
         reference = _reference(target, drafter, block_size, dtype, asked, params, told, advance)
         belongs_to = _belongs_to(reference, target, drafter, asked, max_tokens)
-        with _journal(output, belongs_to, resume) as journal:
+        with resumable(output, belongs_to, "finished probes", resume=resume) as journal:
             examination = Examination(reference, journal, advance)
             if told is None and observed is None:
                 report = conclude_pair(examination, lambda: _difference(reference, target, drafter, advance))
@@ -83,8 +80,9 @@ def _interview(
     url: str, model: str | None, key: Path | None, asked: list[Prompt], params: Any, drafter: str, advance: Show
 ) -> Interview:
     from dflash_serve.drafter.checkpoint import read_config
+    from dflash_serve.proving.connection import read_api_key
     from dflash_serve.proving.doctor.suspect import interview
-    from dflash_serve.proving.endpoint import Endpoint, read_api_key
+    from dflash_serve.proving.endpoint import Endpoint
 
     config, _ = read_config(drafter)
     endpoint = Endpoint(url, model, read_api_key(key))
@@ -116,7 +114,7 @@ def _reference(
         "hardware": {"dtype": dtype},
         "limits": {"max_batch_size": len(asked), "max_model_len": _room(target, asked, params.max_tokens)},
     }
-    engine: Any = backend("torch").engine(load_deployment(flags=flags))
+    engine: Any = backend(EMBEDDED).engine(load_deployment(flags=flags))
     embedding: torch.Tensor = engine.decoder.target.embedding
     sound = load_drafter(drafter, dtype=embedding.dtype, device=embedding.device)
     return EmbeddedReference(engine, sound, asked, params, width)
@@ -160,30 +158,6 @@ def _belongs_to(
         "width": reference.width,
         "dtype": str(speculator.target.embedding.dtype),
     }
-
-
-@contextmanager
-def _journal(output: Path, belongs_to: dict[str, Any], resume: bool) -> Iterator[Journal]:
-    """Whatever ends the examination before its time, finished probes stay, and how to go on is said."""
-    from dflash_serve.proving.journal import Journal
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    journal = Journal(output.with_name(output.name + ".partial.jsonl"), belongs_to, resume=resume)
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield journal
-    except BaseException:
-        journal.close()
-        again = shlex.join(["dflash-serve", *(word for word in sys.argv[1:] if word != "--resume"), "--resume"])
-        print(
-            f"{len(journal.entries)} finished probes are kept in {journal.path}; go on with: {again}", file=sys.stderr
-        )
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    journal.close(remove=True)
 
 
 @contextmanager

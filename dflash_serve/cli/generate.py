@@ -79,10 +79,10 @@ def _params(**given: Any) -> SamplingParams:
 
 
 def _start(deployment: Deployment, console: Console) -> Engine:
-    from dflash_serve.backend import backend
+    from dflash_serve.backend import EMBEDDED, backend
 
     with console.status(f"loading {deployment.target.model} (the first time it is converted and measured)"):
-        return backend("torch").engine(deployment)
+        return backend(EMBEDDED).engine(deployment)
 
 
 def _run(

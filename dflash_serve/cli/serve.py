@@ -7,16 +7,15 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
-from dflash_serve.backend import Command, ServerBackend, backend
+from dflash_serve.backend import EMBEDDED, Command, ServerBackend, server_backend
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
 from dflash_serve.problem import raise_problems
 
-EMBEDDED = "torch"
 HTTP_ENV = "DFLASH_SERVE_HTTP_"
 """The embedded server reads its settings under this prefix; flags are handed on as such."""
 
@@ -63,7 +62,7 @@ def serve(
         "DRAIN_SECONDS": drain_seconds,
         "ACCEPTANCE_METRICS": acceptance_metrics,
     }
-    chosen = _server(backend_name)
+    chosen = server_backend(backend_name)
     environment = {HTTP_ENV + name: str(value) for name, value in http.items() if value is not None}
     if environment and backend_name != EMBEDDED:
         names = ", ".join("--" + name.removeprefix(HTTP_ENV).lower().replace("_", "-") for name in environment)
@@ -112,10 +111,3 @@ def become(command: Command, backend_name: str) -> None:
     except OSError as error:
         do = f"install what --backend {backend_name} needs"
         raise UserError(f"cannot be started ({error.strerror})", where=command.argv[0], do=do) from None
-
-
-def _server(name: str) -> ServerBackend:
-    found = backend(name)
-    if not hasattr(found, "command"):
-        raise UserError("it has no server", where=f"--backend {name}", do=f"use --backend {EMBEDDED}")
-    return cast(ServerBackend, found)

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import shlex
-import signal
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_serve.backend import Prompt, ServerBackend, backend
+from dflash_serve.backend import EMBEDDED, Prompt
 from dflash_serve.cli.extras import need
 from dflash_serve.cli.generate import BUNDLED
+from dflash_serve.cli.resumable import resumable
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dflash_serve.proving.journal import Journal
+    from dflash_serve.proving.lossless.pairs import Dtype
     from dflash_serve.proving.lossless.plan import Plan
-    from dflash_serve.proving.lossless.sides import Facts, Pair
+    from dflash_serve.proving.lossless.sides import Pair
 
-EMBEDDED = "torch"
 BUNDLED_LIMITS = {"max_batch_size": 16, "max_model_len": 1024}
-Dtype = Literal["float32", "bfloat16"]
 
 
 def verify(
@@ -67,6 +63,7 @@ def verify(
     need("prove", "httpx", "numpy", "prometheus_client")
     from rich.console import Console
 
+    from dflash_serve.proving.lossless import pairs
     from dflash_serve.proving.lossless.plan import Plan, prompts_digest
     from dflash_serve.proving.prompt_set import read_prompt_set
 
@@ -88,17 +85,17 @@ def verify(
     }
     console = Console(highlight=False)
     if with_url or without_url:
-        given = {"deployment.yaml": deployment, "--target": target, "--drafter": drafter, "--width": width}
-        pair = _servers(with_url, without_url, given, model, api_key_file, concurrency)
+        _refuse({"deployment.yaml": deployment, "--target": target, "--drafter": drafter, "--width": width})
+        pair = pairs.servers(with_url, without_url, model, api_key_file, concurrency)
         plan = Plan(**settings, dtype=_dtype(dtype), same_seeds=bool(same_seeds))
     else:
         described = _described(deployment, flags)
         if backend_name == EMBEDDED:
-            pair, found = _embedded(described)
+            pair, found = pairs.embedded(described)
             agree = found == "float32" if same_seeds is None else same_seeds
             plan = Plan(**settings, dtype=found, same_seeds=agree)
         else:
-            pair = _launched(backend_name, described, concurrency)
+            pair = pairs.launched(backend_name, described, concurrency)
             plan = Plan(**settings, dtype=_dtype(described.hardware.dtype), same_seeds=bool(same_seeds))
     raise typer.Exit(_run(plan, asked, pair, output, resume, console))
 
@@ -119,63 +116,11 @@ def _described(path: Path | None, flags: dict[str, Any]) -> Deployment:
     return found
 
 
-def _servers(
-    with_url: str | None,
-    without_url: str | None,
-    given: dict[str, Any],
-    model: str | None,
-    api_key_file: Path | None,
-    concurrency: int,
-) -> Pair:
-    """Two servers that run already."""
-    from dflash_serve.proving.endpoint import Endpoint, read_api_key
-    from dflash_serve.proving.lossless.sides import EndpointSide, Pair
-
-    if with_url is None or without_url is None:
-        missing = "--without" if with_url else "--with"
-        raise UserError("two servers are compared", where="verify", do=f"give {missing}, too")
+def _refuse(given: dict[str, object]) -> None:
+    """What running servers have of their own."""
     for name, value in given.items():
         if value is not None:
             raise UserError("running servers have their own", where=name, do="leave it out, or --with and --without")
-    key = read_api_key(api_key_file)
-    speculating, plain = (Endpoint(url, model, key, concurrency=concurrency) for url in (with_url, without_url))
-    if speculating.base == plain.base:
-        raise UserError("both are the same server", where=plain.base, do="start a second one without speculation")
-    facts: dict[str, Facts] = {
-        name: {"url": side.base, "model": side.served_model}
-        for name, side in (("with", speculating), ("without", plain))
-    }
-    return Pair(lambda: nullcontext(EndpointSide(speculating)), lambda: nullcontext(EndpointSide(plain)), facts)
-
-
-def _embedded(deployment: Deployment) -> tuple[Pair, Dtype]:
-    """One engine in this process, and what it computes in."""
-    from dflash_serve.proving.lossless.launched import facts_of
-    from dflash_serve.proving.lossless.sides import EngineSide, Pair
-
-    engine = backend(EMBEDDED).engine(deployment)
-    decoder: Any = engine.decoder  # type: ignore[attr-defined]
-    facts = {
-        "with": facts_of(EMBEDDED, deployment),
-        "without": facts_of(EMBEDDED, deployment.model_copy(update={"drafter": None})),
-    }
-    sides = EngineSide(engine), EngineSide(engine.plain())
-    found: Dtype = "float32" if "float32" in str(decoder.target.embedding.dtype) else "bfloat16"
-    return Pair(lambda: nullcontext(sides[0]), lambda: nullcontext(sides[1]), facts), found
-
-
-def _launched(name: str, deployment: Deployment, concurrency: int) -> Pair:
-    """A server that is started twice, one after the other."""
-    from dflash_serve.proving.lossless.launched import Launcher, new_folder
-
-    return Launcher(_server(name), new_folder(), concurrency=concurrency).pair(deployment)
-
-
-def _server(name: str) -> ServerBackend:
-    found = backend(name)
-    if not hasattr(found, "command"):
-        raise UserError("it has no server", where=f"--backend {name}", do=f"use --backend {EMBEDDED}")
-    return cast(ServerBackend, found)
 
 
 def _dtype(given: str | None) -> Dtype:
@@ -187,43 +132,20 @@ def _dtype(given: str | None) -> Dtype:
 
 def _run(plan: Plan, prompts: Sequence[Prompt], pair: Pair, output: Path, resume: bool, console: Console) -> int:
     """Verifies, writes the report and shows it; the exit code."""
-    from dflash_serve.proving.journal import Journal
     from dflash_serve.proving.lossless.display import show
     from dflash_serve.proving.lossless.findings import EXIT_CODES
     from dflash_serve.proving.lossless.report import report_of, write_report
     from dflash_serve.proving.lossless.verification import Verification
 
     belongs_to = {"plan": plan.model_dump(mode="json"), "sides": pair.facts}
-    journal = Journal(output.with_name(output.name + ".partial.jsonl"), belongs_to, resume=resume)
-    with _resumable(journal), _progress() as progress:
-        findings = Verification(plan, prompts, pair, journal, progress).run()
-    report = report_of(plan, pair.facts, findings)
-    write_report(report, output)
-    journal.close(remove=True)
+    with resumable(output, belongs_to, "finished answers", resume=resume) as journal:
+        with _progress() as progress:
+            findings = Verification(plan, prompts, pair, journal, progress).run()
+        report = report_of(plan, pair.facts, findings)
+        write_report(report, output)
     show(report, console)
     console.print(f"report: {output}", soft_wrap=True)
     return EXIT_CODES[findings.verdict]
-
-
-@contextmanager
-def _resumable(journal: Journal) -> Iterator[None]:
-    """Whatever ends the verification before its time, what is finished stays, and how to go on is said."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    except BaseException:
-        journal.close(remove=not journal.entries)
-        again = [argument for argument in sys.argv[1:] if argument != "--resume"]
-        kept = f"{len(journal.entries)} finished answers are kept in {journal.path}"
-        if journal.entries:
-            print(f"{kept}; go on with: {shlex.join(['dflash-serve', *again, '--resume'])}", file=sys.stderr)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

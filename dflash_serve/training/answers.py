@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from dflash_serve.errors import UserError
+from dflash_serve.prompt_sources import jsonl_prompts
 from dflash_serve.training.decoding import BatchDecoder, Completion, Request
-from dflash_serve.training.prompts import chat_prompt, collect, read_prompts
+from dflash_serve.training.prompts import chat_prompt, collect
 from dflash_serve.training.recipe import AnswersSection, Recipe, section_hash
 from dflash_serve.training.shards import (
     Answer,
@@ -54,7 +55,7 @@ def gather_prompts(
     recipe: Recipe, target: Target, tokenizer: Tokenizer, folder: Path, report: Report
 ) -> list[tuple[int, ...]]:
     """Token ids of all distinct prompts, shuffled by the seed; each source is kept in a file once it is whole."""
-    excluded = {text for path in recipe.data.exclude for text in read_prompts(path)}
+    excluded = {text for path in recipe.data.exclude for text in jsonl_prompts(path)}
     texts: dict[str, None] = {}
     for number, source in enumerate(recipe.data.prompts):
         path = folder / f"prompts-{number:02d}-{source.name}.jsonl"
@@ -63,7 +64,8 @@ def gather_prompts(
             label = f"prompts {source.name}"
             found = collect(source, target, tokenizer, slots=slots, seed=seed, progress=lambda n, s=label: report(s, n))  # type: ignore[misc]
             write_lines(path, found)
-        texts.update(dict.fromkeys(read_prompts(path)))
+        if path.stat().st_size:  # a target may make up nothing of use
+            texts.update(dict.fromkeys(jsonl_prompts(path)))
     kept = [text for text in texts if not any(known in text for known in excluded)]
     prompts = [chat_prompt(tokenizer, text) for text in kept]
     prompts = [prompt for prompt in prompts if len(prompt) <= recipe.data.answers.max_prompt_tokens]

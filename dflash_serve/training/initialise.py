@@ -1,13 +1,15 @@
-"""The drafter's shape and first weights, both taken from its target."""
+"""The drafter's shape, taken from its target, and its first weights: the target's, or another drafter's."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from dflash_serve.drafter.checkpoint import load_drafter
 from dflash_serve.drafter.config import AttentionKind, DrafterConfig
 from dflash_serve.drafter.layer_ids import uniform_target_layer_ids
 from dflash_serve.drafter.model import Drafter
+from dflash_serve.drafter.source import drafter_source
 from dflash_serve.errors import UserError
 from dflash_serve.training.recipe import DrafterSection
 from dflash_serve.training.target import Target, TargetShape
@@ -16,6 +18,8 @@ HEAD_NORM = 1.5
 """First value of the q/k norms: unit rows would leave the scores of a target without such norms too flat."""
 NOISE = 0.002
 RANDOM = 0.02
+FRESH = ("target", "random")
+"""First weights that are no other drafter's."""
 
 
 def drafter_config(section: DrafterSection, target: TargetShape) -> DrafterConfig:
@@ -48,7 +52,14 @@ def drafter_config(section: DrafterSection, target: TargetShape) -> DrafterConfi
 
 @torch.no_grad()
 def new_drafter(config: DrafterConfig, target: Target, *, init: str, seed: int) -> Drafter:
-    """A drafter in fp32 on the target's device, before training; the same for the same seed."""
+    """A drafter in fp32 on the target's device, before training; the same for the same seed.
+
+    Args:
+        init: as in the recipe.
+
+    Raises:
+        UserError: the drafter to go on from cannot be read, or is described otherwise.
+    """
     drafter = Drafter(config)
     generator = torch.Generator().manual_seed(seed)
     for parameter in drafter.parameters():
@@ -57,6 +68,8 @@ def new_drafter(config: DrafterConfig, target: Target, *, init: str, seed: int) 
     drafter.norm.weight.copy_(target.get_parameter("norm.weight").float().cpu())
     if init == "target":
         _from_target(drafter, target, generator)
+    elif init not in FRESH:
+        _from_drafter(drafter, init)
     return drafter.float().to(target.embedding.device)
 
 
@@ -76,3 +89,14 @@ def _from_target(drafter: Drafter, target: Target, generator: torch.Generator) -
     size = config.hidden_size
     drafter.fc.weight.normal_(0.0, NOISE, generator=generator)
     drafter.fc.weight[:, -size:] += torch.eye(size)
+
+
+def _from_drafter(drafter: Drafter, name: str) -> None:
+    """What it has learnt, for a longer training or other data."""
+    given = load_drafter(drafter_source(name), dtype=torch.float32)
+    wanted, found = drafter.config.model_dump(), given.config.model_dump()
+    different = ", ".join(key for key in wanted if wanted[key] != found[key])
+    if different:
+        do = "give the recipe its values, or start from the target"
+        raise UserError(f"its {different} differ from the recipe's", where=f"drafter.init {name}", do=do)
+    drafter.load_state_dict(given.state_dict())

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
-from dflash_serve.errors import UserError
+from dflash_serve.prompt_sources import hub_prompts, jsonl_prompts
 from dflash_serve.training.decoding import BatchDecoder, Request
 from dflash_serve.training.recipe import DatasetPrompts, FilePrompts, Prompts, SynthesisedPrompts
 from dflash_serve.training.target import Target, Tokenizer
@@ -30,46 +27,16 @@ def collect(
     """Distinct user turns of one source, in a fixed order."""
     if isinstance(source, SynthesisedPrompts):
         return _synthesise(source, target, tokenizer, slots=slots, seed=seed, progress=progress)
-    texts = _file(source.path) if isinstance(source, FilePrompts) else _dataset(source)
+    texts = _texts(source)
     chosen = [source.templates[i % len(source.templates)].replace("{prompt}", text) for i, text in enumerate(texts)]
     return list(dict.fromkeys(chosen))[: source.count]
 
 
-def read_prompts(path: Path) -> list[str]:
-    """The `prompt` of every line of a JSONL file.
-
-    Raises:
-        UserError: no such file, a line that is not JSON, or one without a prompt.
-    """
-    return _file(path)
-
-
-def _file(path: Path) -> list[str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", where=str(path), do="check the prompts' path") from None
-    texts = []
-    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a prompt may hold U+2028
-        if not line.strip():
-            continue
-        try:
-            texts.append(str(json.loads(line)["prompt"]))
-        except (ValueError, KeyError, TypeError):
-            raise UserError(
-                'not {"prompt": text}', where=f"{path}:{number}", do="give one JSON object a line"
-            ) from None
-    return texts
-
-
-def _dataset(source: DatasetPrompts) -> list[str]:
-    try:
-        import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    except ImportError:
-        what = "needs the datasets package"
-        raise UserError(what, where=f"prompts {source.name}", do="pip install 'dflash-serve[train]'") from None
-    rows: Any = datasets.load_dataset(source.dataset, source.subset, split=source.split)
-    return [str(row[source.column]) for row in rows]
+def _texts(source: FilePrompts | DatasetPrompts) -> list[str]:
+    if isinstance(source, FilePrompts):
+        return jsonl_prompts(source.path)
+    where, column = f"prompts {source.name}", source.column
+    return hub_prompts(source.dataset, subset=source.subset, split=source.split, column=column, where=where)
 
 
 def _synthesise(

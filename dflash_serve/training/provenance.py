@@ -24,6 +24,8 @@ class Provenance(Frozen):
     recipe_sha256: str
     data_sha256: str
     """Of the data's manifest, which names every shard's checksum."""
+    initial_sha256: dict[str, str] | None = None
+    """Of the drafter that was gone on from: by file."""
     seed: int
     commit: str | None
     versions: dict[str, str]

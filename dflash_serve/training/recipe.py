@@ -35,14 +35,15 @@ class FilePrompts(Frozen):
 
 
 class DatasetPrompts(Frozen):
-    """User turns from a Hugging Face dataset (needs the `datasets` package)."""
+    """User turns from a Hugging Face dataset (needs the `datasets` package); of a conversation, the first."""
 
     kind: Literal["dataset"]
     name: str
     dataset: str
     subset: str | None = None
     split: str = "train"
-    column: str = "prompt"
+    column: str | None = None
+    """None = the first that is called as columns of prompts are."""
     count: PositiveInt | None = None
     templates: Annotated[tuple[str, ...], Field(min_length=1)] = ("{prompt}",)
 
@@ -93,7 +94,8 @@ class DrafterSection(Frozen):
     target_layer_ids: tuple[int, ...] | None = None
     """0-based; None = `num_features` layers by z-lab's formula."""
     num_features: PositiveInt = 5
-    init: Literal["target", "random"] = "target"
+    init: str = "target"
+    """First weights: `target` (its last layers), `random`, or a drafter to go on from, by folder or hub id."""
 
 
 class TrainingSection(Frozen):

@@ -12,12 +12,14 @@ import torch
 from rich.console import Console
 
 from dflash_serve.drafter.checkpoint_writer import write_drafter
+from dflash_serve.drafter.source import drafter_source, local_folder
 from dflash_serve.errors import UserError
+from dflash_serve.manifest import file_entries
 from dflash_serve.training import provenance
 from dflash_serve.training.answers import make_data, totals
 from dflash_serve.training.dataset import load_answers
 from dflash_serve.training.display import Display
-from dflash_serve.training.initialise import drafter_config, new_drafter
+from dflash_serve.training.initialise import FRESH, drafter_config, new_drafter
 from dflash_serve.training.recipe import Recipe, section_hash
 from dflash_serve.training.shards import MANIFEST, Manifest, file_sha256, write_text
 from dflash_serve.training.state import CURRENT
@@ -95,6 +97,7 @@ def publish(trainer: Trainer, manifest: Manifest, output: Path, started: str, sc
         argv=provenance.argv(),
         recipe_sha256=section_hash(trainer.recipe),
         data_sha256=file_sha256(output / "data" / MANIFEST),
+        initial_sha256=_initial(trainer.recipe),
         seed=trainer.recipe.seed,
         commit=provenance.commit(),
         versions=provenance.versions(),
@@ -110,6 +113,14 @@ def publish(trainer: Trainer, manifest: Manifest, output: Path, started: str, sc
         validation=None if scores is None else scores.as_json(),
     )
     write_text(output / DRAFTER / "provenance.json", record.model_dump_json(indent=2) + "\n")
+
+
+def _initial(recipe: Recipe) -> dict[str, str] | None:
+    """Checksums of the drafter that was gone on from."""
+    if recipe.drafter.init in FRESH:
+        return None
+    files = file_entries(local_folder(drafter_source(recipe.drafter.init)))
+    return {name: entry.sha256 for name, entry in files.items()}
 
 
 @contextmanager

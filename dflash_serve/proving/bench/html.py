@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib.resources import files
 
 from dflash_serve.proving.bench.plots import colours
 from dflash_serve.proving.bench.report import Report, caveats, mean_width
@@ -12,42 +13,6 @@ from dflash_serve.proving.bench.results import Point
 from dflash_serve.proving.bench.sentence import Comparison
 
 UNKNOWN, DASH, TIMES = "\N{EN DASH}", "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
-STYLE = """
-:root { color-scheme: light; --ink: #1f2933; --soft: #66727f; --line: #e4e7eb; --pale: #f7f8fa; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #fff; color: var(--ink); -webkit-font-smoothing: antialiased;
-  font: 16px/1.55 Inter, system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, "Liberation Sans", sans-serif; }
-main { max-width: 60rem; margin: 0 auto; padding: 3.5rem 1.5rem 5rem; }
-.kicker { margin: 0 0 .6rem; color: var(--soft); font-size: .9rem; letter-spacing: .01em; }
-h1 { margin: 0 0 1.1rem; font-size: 1.95rem; line-height: 1.25; font-weight: 650; letter-spacing: -.015em; }
-.facts { margin: 0; color: var(--soft); font-size: .95rem; }
-h2 { margin: 3.2rem 0 .4rem; font-size: 1.2rem; font-weight: 650; letter-spacing: -.01em; }
-p.lead { margin: .2rem 0 1rem; color: var(--soft); max-width: 46rem; }
-figure { margin: 2.2rem 0 0; }
-figure img { display: block; width: 100%; height: auto; }
-figcaption { margin-top: .5rem; color: var(--soft); font-size: .9rem; max-width: 46rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th { text-align: right; white-space: nowrap; font-weight: 550; color: var(--soft); vertical-align: bottom;
-  line-height: 1.3; padding: .5rem .7rem; border-bottom: 1px solid var(--line); }
-td { text-align: right; padding: .38rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { padding-left: 0; text-align: left; }
-tr.way td { padding-top: 1.3rem; font-weight: 650; border-bottom-color: #c5ccd3; }
-.dot { display: inline-block; width: .62em; height: .62em; border-radius: 50%; margin-right: .5em; }
-.range { color: var(--soft); font-size: .82em; margin-left: .35em; }
-th.slots { text-align: left; }
-td.slots { text-align: left; color: var(--soft); font-size: .82rem; }
-td.slots svg { vertical-align: -2px; margin-right: .55rem; }
-.best { font-weight: 650; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .35rem 1.6rem; margin: .8rem 0 0; font-size: .93rem; }
-dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-ul { margin: .6rem 0 0; padding-left: 1.1rem; font-size: .93rem; } li { margin: .25rem 0; }
-.warn { margin: 1.4rem 0 0; padding: .7rem 1rem; background: #fff7e6; border-left: 3px solid #d9a400;
-  font-size: .93rem; }
-footer { margin-top: 3.5rem; padding-top: 1rem; border-top: 1px solid var(--line); color: var(--soft);
-  font-size: .85rem; }
-@media print { main { padding-top: 0; max-width: none; } h2, tr.way { break-after: avoid; } }
-"""
 
 
 def page(report: Report, plot: bytes) -> str:
@@ -57,6 +22,7 @@ def page(report: Report, plot: bytes) -> str:
         report: what it says.
         plot: the Pareto plot, SVG.
     """
+    style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
     unfinished = f'<p class="warn">{escape(next(caveats(report)))}</p>' if report.done < report.planned else ""
     return f"""<!doctype html>
 <html lang="en">
@@ -65,7 +31,7 @@ def page(report: Report, plot: bytes) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <title>{escape(report.title)}: throughput and interactivity</title>
-<style>{STYLE}</style>
+<style>{style}</style>
 </head>
 <body>
 <main>

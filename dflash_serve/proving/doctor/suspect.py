@@ -55,7 +55,7 @@ def interview(
         before = now
         advance()
     whole = before.since(first)
-    width = _width(whole, block_size, endpoint.base)
+    width = _width(whole, len(prompts), block_size, endpoint.base)
     each = [Counts.read(reading, width) for reading in readings]
     known = tuple(counts for counts in each if counts is not None)
     everything = Counts.read(whole, width)
@@ -68,12 +68,15 @@ def interview(
     return Interview(observation, width, whole.engine, tuple(_strangers(known, answers)))
 
 
-def _width(reading: AcceptanceReading, block_size: int, where: str) -> int:
-    """The one width of (nearly) all steps; the last step of an answer may be narrower."""
+def _width(reading: AcceptanceReading, answers: int, block_size: int, where: str) -> int:
+    """The one width of all steps but those at the end of an answer, where fewer tokens than that are left.
+
+    Each of those steps gains a token at least, so an answer has width - 1 of them at most.
+    """
     wide = {width: steps for width, steps in (reading.widths or {}).items() if width > 1}
     if wide:
         width, steps = max(wide.items(), key=lambda item: item[1])
-        constant = width == max(wide) and steps >= 0.8 * sum(wide.values())
+        constant = width == max(wide) and sum(wide.values()) - steps <= (width - 1) * answers
     elif reading.steps and reading.drafted:
         mean = 1 + reading.drafted / reading.steps
         width, constant = round(mean + 0.25), mean > round(mean + 0.25) - 0.5

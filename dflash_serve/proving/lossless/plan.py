@@ -104,16 +104,3 @@ class Plan(Frozen):
 def prompts_digest(prompts: list[Prompt]) -> str:
     """sha256 over all prompts, in order."""
     return hashlib.sha256(repr([p if isinstance(p, str) else list(p) for p in prompts]).encode()).hexdigest()
-
-
-def greedy_question(case: Case, prompt: Prompt, max_tokens: int) -> Question:
-    """One answer of a greedy case."""
-    return Question(prompt, case.params.model_copy(update={"max_tokens": max_tokens}))
-
-
-def sampled_questions(case: Case, prompt: Prompt, samples: int, tokens: int, *, first_seed: int) -> list[Question]:
-    """`samples` answers to one prompt, each with a seed of its own; engines without seeds ignore them."""
-    return [
-        Question(prompt, case.params.model_copy(update={"max_tokens": tokens, "seed": first_seed + n}))
-        for n in range(samples)
-    ]

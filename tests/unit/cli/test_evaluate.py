@@ -47,6 +47,7 @@ def test_each_task_is_shown_with_all_controls(
     task = json.loads(output.read_text())["tasks"]["mine"]
     assert set(task) == {"as it is", *CONTROLS}
     assert all(row["prompts"] == 3 and row["acceptance_length"] >= 1 for row in task.values())
+    assert task["as it is"]["speed_up"] > 0
 
 
 def test_controls_change_the_context_and_not_the_answer(pair: tuple[Path, Path]) -> None:

@@ -109,7 +109,7 @@ def test_a_hub_dataset(hub: list[Any]) -> None:
 def test_a_hub_dataset_that_is_not_what_was_thought(hub: list[Any]) -> None:
     with pytest.raises(UserError, match=r"cannot be loaded \(no such dataset\)"):
         load_dataset("hf:nobody/nothing")
-    with pytest.raises(UserError, match="no prompts in it; name a column with column=; it has question, answer"):
+    with pytest.raises(UserError, match="no prompts in it; name another column; it has question, answer"):
         load_dataset("hf:openai/gsm8k,column=problem")
     with pytest.raises(UserError, match="unknown option 'revision'"):
         load_dataset("hf:openai/gsm8k,revision=1")

@@ -68,14 +68,16 @@ def test_a_server_that_does_not_speculate_says_nothing(pair: tuple[Path, Path]) 
 
 
 def test_a_width_that_changes_is_refused_and_a_constant_one_is_found() -> None:
-    assert _width(AcceptanceReading(widths={1: 40, 8: 90, 3: 5}), 8, "x") == 8
-    assert _width(AcceptanceReading(steps=100, drafted=700), 8, "x") == 8
-    assert _width(AcceptanceReading(steps=100, drafted=680), 8, "x") == 8
-    assert _width(AcceptanceReading(steps=100, drafted=300), 8, "x") == 4
-    assert _width(AcceptanceReading(acceptance_length=2.0), 8, "x") == 8
-    for changing in (AcceptanceReading(widths={2: 50, 8: 50}), AcceptanceReading(steps=100, drafted=350)):
+    assert _width(AcceptanceReading(widths={1: 40, 8: 90, 3: 5}), 4, 8, "x") == 8
+    assert _width(AcceptanceReading(steps=100, drafted=700), 4, 8, "x") == 8
+    assert _width(AcceptanceReading(steps=100, drafted=680), 4, 8, "x") == 8
+    assert _width(AcceptanceReading(steps=100, drafted=300), 4, 8, "x") == 4
+    assert _width(AcceptanceReading(acceptance_length=2.0), 4, 8, "x") == 8
+    assert _width(AcceptanceReading(widths={8: 30, 5: 14, 2: 14}), 4, 8, "x") == 8  # the ends of short answers
+    varying = AcceptanceReading(widths={2: 50, 8: 50}), AcceptanceReading(widths={8: 60, 4: 30})
+    for changing in (*varying, AcceptanceReading(steps=100, drafted=350)):
         with pytest.raises(UserError, match="width changes"):
-            _width(changing, 8, "x")
+            _width(changing, 4, 8, "x")
 
 
 def test_a_server_of_the_pair_is_examined(

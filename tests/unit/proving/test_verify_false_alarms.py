@@ -18,11 +18,13 @@ from torch import Tensor
 from dflash_serve.proving.acceptance_reading import AcceptanceReading
 from dflash_serve.proving.answer import Answer
 from dflash_serve.proving.journal import Journal
-from dflash_serve.proving.lossless import verification
+from dflash_serve.proving.lossless import comparison
 from dflash_serve.proving.lossless.findings import Findings
 from dflash_serve.proving.lossless.plan import SAMPLED, Case, Plan, Question
+from dflash_serve.proving.lossless.questions import FIRST_SEED, SEEDS_A_CASE
+from dflash_serve.proving.lossless.record import WITH, WITHOUT
 from dflash_serve.proving.lossless.sides import Pair
-from dflash_serve.proving.lossless.verification import FIRST_SEED, SEEDS_A_CASE, WITH, WITHOUT, Verification
+from dflash_serve.proving.lossless.verification import Verification
 from dflash_serve.speculation.acceptance import accept_sampled
 from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.noise import BlockNoise
@@ -103,7 +105,7 @@ def decide(pools: Pools, run: int, false_alarm: float, other: str = WITH) -> Fin
 @pytest.fixture(autouse=True)
 def no_power(monkeypatch: pytest.MonkeyPatch) -> None:
     """What could have been seen is told after the decision and takes longer than it."""
-    monkeypatch.setattr(verification, "smallest_deviation", lambda *_: None)
+    monkeypatch.setattr(comparison, "smallest_deviation", lambda *_: None)
 
 
 @pytest.mark.parametrize("false_alarm", [STATED, LOOSE])

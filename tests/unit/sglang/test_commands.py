@@ -67,6 +67,14 @@ def test_a_draft_never_inherits_the_targets_quantisation(fields: dict[str, Any],
     assert found["--speculative-draft-kv-cache-dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize(("penalty", "width", "expected"), [(1.05, 8, "openai"), (1.0, 8, None), (1.05, "off", None)])
+def test_a_models_own_penalties_are_not_asked_for_with_speculation(
+    penalty: float, width: object, expected: str | None, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"repetition_penalty": penalty}))
+    assert flags(fields, tmp_path, speculation={"width": width}).get("--sampling-defaults") == expected
+
+
 def test_host_port_and_metrics_are_told(fields: dict[str, Any], tmp_path: Path) -> None:
     command = SGLangBackend().command(Deployment.model_validate(fields), tmp_path, host="0.0.0.0", port=30000)
     assert command.argv[-4:] == ("--host", "0.0.0.0", "--port", "30000")

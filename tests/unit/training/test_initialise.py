@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash_serve.drafter.checkpoint_writer import write_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.training.initialise import drafter_config, new_drafter
 from dflash_serve.training.recipe import DrafterSection
@@ -36,6 +37,18 @@ def test_the_same_seed_gives_the_same_drafter(target: TargetModel, init: str) ->
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not torch.equal(first["fc.weight"], other["fc.weight"])
     assert all(torch.isfinite(weight).all() for weight in first.values())
+
+
+def test_training_goes_on_from_another_drafter(target: TargetModel, tmp_path: Path) -> None:
+    config = drafter_config(DrafterSection(num_layers=1, mask_token_id=3, num_features=1), target.config)
+    before = new_drafter(config, target, init="target", seed=7)
+    write_drafter(tmp_path / "before", config, before.state_dict())
+    drafter = new_drafter(config, target, init=str(tmp_path / "before"), seed=0)
+    assert all(torch.equal(weight, before.state_dict()[name]) for name, weight in drafter.state_dict().items())
+    assert all(p.requires_grad for p in drafter.parameters())
+    other = drafter_config(DrafterSection(num_layers=1, mask_token_id=4, num_features=1), target.config)
+    with pytest.raises(UserError, match="its mask_token_id differ"):
+        new_drafter(other, target, init=str(tmp_path / "before"), seed=0)
 
 
 def test_a_layer_the_target_does_not_have_is_refused(target: TargetModel) -> None:

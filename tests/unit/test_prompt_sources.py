@@ -1,0 +1,89 @@
+"""Prompts from files, from datasets as the hub keeps them, and the tasks of the paper's table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_serve import tasks
+from dflash_serve.errors import UserError
+from dflash_serve.prompt_sources import hub_options, hub_prompts, jsonl_prompts
+from dflash_serve.tasks import TASKS, task_prompts
+from dflash_serve.training.prompts import collect
+from dflash_serve.training.recipe import DatasetPrompts
+
+TALK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
+ROWS = [
+    {"question": "How many?", "turns": ["First", "Second"], "messages": TALK},
+    {"question": " How far? ", "turns": ["Third"], "messages": TALK[:1]},
+]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder in the form of a repository on the hub, read by the real package."""
+    config = pytest.importorskip("datasets").config
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(tmp_path / "repository")
+
+
+def test_a_column_of_texts_of_turns_or_of_conversations_gives_first_user_turns(dataset: str) -> None:
+    assert hub_prompts(dataset, split="train", where="x") == ["How many?", "How far?"]
+    assert hub_prompts(dataset, split="train", column="turns", where="x") == ["First", "Third"]
+    assert hub_prompts(dataset, split="train", column="messages", where="x") == ["Hello?"]
+
+
+def test_a_dataset_that_is_not_what_was_thought_is_one_clear_line(dataset: str) -> None:
+    with pytest.raises(UserError, match=r"x: no prompts in it; name another column; it has question, turns, messages"):
+        hub_prompts(dataset, split="train", column="prompt", where="x")
+    with pytest.raises(UserError, match=r"x: cannot be loaded \(.*test"):
+        hub_prompts(dataset, where="x")
+    with pytest.raises(UserError, match="unknown option 'revision'"):
+        hub_options("hf:openai/gsm8k,revision=1", "x")
+
+
+def test_a_training_recipe_takes_prompts_from_a_dataset(dataset: str) -> None:
+    source = DatasetPrompts(kind="dataset", name="hub", dataset=dataset, templates=("Q: {prompt}",), count=1)
+    nothing: Any = None  # no target is needed for prompts that others wrote
+    assert collect(source, nothing, nothing, slots=1, seed=0, progress=lambda _: None) == ["Q: How many?"]
+
+
+def test_a_task_of_the_papers_table_is_asked_in_its_wording(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def hub(repository: str, **options: Any) -> list[str]:
+        asked.append((repository, options["subset"], options["split"], options["column"]))
+        return ["1 + 1 = {?}"]
+
+    monkeypatch.setattr(tasks, "hub_prompts", hub)
+    name, (prompt,) = task_prompts("gsm8k")
+    assert (name, asked) == ("gsm8k", [("openai/gsm8k", "main", "test", "question")])
+    assert prompt == "1 + 1 = {?}\nPlease reason step by step, and put your final answer within \\boxed{}."
+    for known in TASKS:
+        assert task_prompts(known)[0] == known
+
+
+def test_a_task_of_ones_own_is_a_file_or_a_dataset(dataset: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Why?"}\n\n')
+    assert task_prompts(f"mine={tmp_path / 'mine.jsonl'}") == ("mine", ["Why?"])
+    assert task_prompts(f"hub=hf:{dataset},split=train,column=turns") == ("hub", ["First", "Third"])
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("not json", r"mine.jsonl:1: not \{"),
+        ('{"text": "Why?"}', "mine.jsonl:1: not"),
+        ('{"prompt": " "}', ":1: not"),
+        ("", "no prompts in it"),
+    ],
+)
+def test_a_file_without_prompts_is_one_clear_line(line: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text(line)
+    with pytest.raises(UserError, match=says):
+        jsonl_prompts(tmp_path / "mine.jsonl")
