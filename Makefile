@@ -14,7 +14,7 @@ demo: .venv/demo
 	$(BIN)/dflash-serve generate --compare --max-tokens 160 \
 	  "Lena reads 15 pages before school and 25 pages after dinner every day. Her book has 320 pages. How many days does she need to finish it?"
 
-test: lint types unit test-deploy
+test: lint types unit test-deploy test-sglang
 
 lint: .venv/test
 	$(BIN)/ruff check .
