@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from dflash_serve.proving.bench.aiperf import Figures, Job
+from dflash_serve.proving.bench.aiperf import Job
+from dflash_serve.proving.bench.results import Figures
 
 METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total {steps}
@@ -60,7 +61,15 @@ def instant(rate: Callable[[Job], float], jobs: list[Job]) -> Callable[[Any, Job
         if not job.folder.name.endswith("warm-up"):
             jobs.append(job)
         return Figures(
-            job.requests, 0, 64.0 * job.requests, 1.0, speed * job.concurrency, speed, 12.0, 30.0, 1e3 / speed
+            requests=job.requests,
+            errors=0,
+            output_tokens=64.0 * job.requests,
+            seconds=1.0,
+            throughput=speed * job.concurrency,
+            interactivity=speed,
+            first_token_ms=12.0,
+            first_token_p99_ms=30.0,
+            inter_token_ms=1e3 / speed,
         )
 
     return run

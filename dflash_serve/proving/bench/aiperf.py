@@ -16,6 +16,7 @@ from typing import Any
 from dflash_serve.errors import UserError
 from dflash_serve.proving.bench.plan import Workload
 from dflash_serve.proving.bench.processes import ended
+from dflash_serve.proving.bench.results import Figures
 
 RESULT = "profile_export_aiperf.json"
 KEY = "OPENAI_API_KEY"
@@ -33,21 +34,6 @@ class Job:
     requests: int
     folder: Path
     """Where aiperf leaves its files."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What aiperf measured. Unknown is None."""
-
-    requests: int
-    errors: int
-    output_tokens: float
-    seconds: float
-    throughput: float
-    interactivity: float | None
-    first_token_ms: float | None
-    first_token_p99_ms: float | None
-    inter_token_ms: float | None
 
 
 def find_aiperf() -> list[str]:

@@ -16,12 +16,9 @@ from dflash_serve.proving.bench.pareto import Spot
 from dflash_serve.proving.bench.plan import Cell
 
 
-class Run(Frozen):
-    """One run of aiperf. Unknown is None."""
+class Figures(Frozen):
+    """What aiperf measured. Unknown is None."""
 
-    way: str
-    concurrency: int
-    round: int
     requests: int
     """That were answered."""
     errors: int
@@ -36,6 +33,14 @@ class Run(Frozen):
     first_token_p99_ms: float | None
     inter_token_ms: float | None
     """Median."""
+
+
+class Run(Figures):
+    """One run: which, and what else is known of it."""
+
+    way: str
+    concurrency: int
+    round: int
     acceptance: AcceptanceReading
     """From the engine's own metrics, over this run."""
     started: str

@@ -95,5 +95,5 @@ class Sweeper:
             acceptance=acceptance,
             started=started,
             commit=commit(),
-            **vars(figures),
+            **figures.model_dump(),
         )

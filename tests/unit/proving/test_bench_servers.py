@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -13,8 +14,9 @@ from dflash_serve.backend import Command, Metrics
 from dflash_serve.deployment import Deployment, Model
 from dflash_serve.errors import UserError
 from dflash_serve.problem import Problem
-from dflash_serve.proving.bench.aiperf import Aiperf, Figures, Job
+from dflash_serve.proving.bench.aiperf import Aiperf, Job
 from dflash_serve.proving.bench.plan import Sweep, Workload
+from dflash_serve.proving.bench.results import Figures
 from dflash_serve.proving.bench.servers import model_of, served
 from dflash_serve.proving.bench.sweep import Sweeper
 from dflash_serve.proving.bench.ways import Way
@@ -110,7 +112,10 @@ def test_in_turn_there_is_never_more_than_one(tmp_path: Path, monkeypatch: pytes
         nonlocal most
         seen[job.model] = job.url
         most = max(most, sum(answers(url) for url in seen.values()))
-        return Figures(1, 0, 1.0, 1.0, 1.0, 1.0, None, None, None)
+        unknown: Any = dict.fromkeys(("first_token_ms", "first_token_p99_ms", "inter_token_ms"))
+        return Figures(
+            requests=1, errors=0, output_tokens=1.0, seconds=1.0, throughput=1.0, interactivity=1.0, **unknown
+        )
 
     monkeypatch.setattr(Aiperf, "run", run)
     workload = Workload(dataset="p", prompts_sha256=None, output_tokens=4, ignore_eos=False, temperature=0.0)
