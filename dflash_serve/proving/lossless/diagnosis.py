@@ -67,7 +67,8 @@ def doubts(
     """Why the comparisons that did not fail prove less than they should."""
     for comparison in (*greedy, *([seeded] if seeded else ())):
         if comparison.refused:
-            yield f"{comparison.case}: refused ({comparison.refused})"
+            without = "; `--no-penalties` verifies the rest" if comparison.case in PENALISED else ""
+            yield f"{comparison.case}: refused ({comparison.refused}){without}"
     for comparison in greedy:
         if unstable := comparison.of_kind("unstable"):
             yield f"{comparison.case}: the plain side does not repeat its own answer to {unstable} prompts"
