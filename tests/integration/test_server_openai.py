@@ -66,6 +66,16 @@ def test_a_stream_adds_up_to_the_whole(client: OpenAI, call: Any) -> None:
 
 
 @pytest.mark.parametrize("call", [chat, complete])
+def test_token_ids_are_given_where_they_are_asked_for(client: OpenAI, call: Any) -> None:
+    asked = {"extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    token_ids = call(client, **asked).choices[0].token_ids
+    assert len(token_ids) == 12
+    chunks = list(call(client, stream=True, **asked))
+    assert [token for chunk in chunks for choice in chunk.choices for token in choice.token_ids] == token_ids
+    assert call(client).choices[0].token_ids is None
+
+
+@pytest.mark.parametrize("call", [chat, complete])
 def test_usage_comes_last_in_a_stream_that_asks_for_it(client: OpenAI, call: Any) -> None:
     chunks = list(call(client, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].choices == []

@@ -89,6 +89,7 @@ class Generation(SamplingParams):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = AnyText(type="text")
+    return_token_ids: bool = Field(False, description="choices carry token_ids, as with vLLM and SGLang")
     cache_salt: str = Field("", max_length=256, description="only requests of the same salt share prefixes")
     acceptance_metrics: AcceptanceMetrics | None = Field(None, description="metrics.speculative_decoding; n = 1 only")
     user: str = Field("", description="taken and ignored, as are the next three")

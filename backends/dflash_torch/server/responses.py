@@ -99,6 +99,8 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: list[int] | None = None
+    """Where `return_token_ids` asks for them."""
 
 
 class ChatChunkChoice(BaseModel):
@@ -108,6 +110,7 @@ class ChatChunkChoice(BaseModel):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: list[int] | None = None
 
 
 class CompletionChoice(BaseModel):
@@ -117,6 +120,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: list[int] | None = None
 
 
 class Envelope(BaseModel):

@@ -111,7 +111,8 @@ async def _events(
     try:
         async for news in _news(first, ticket, writer):
             chunk = news.chunk
-            if chunk.text or chunk.logprobs or chunk.finish_reason:  # a step may bring half a character only
+            # A step may bring half a character only.
+            if chunk.text or chunk.logprobs or chunk.finish_reason or writer.token_ids:
                 yield event(writer.event(chunk))
         if include_usage:
             yield event(writer.closing())
@@ -127,7 +128,8 @@ async def _whole(first: News, ticket: Ticket, writer: Writer[Event, Whole]) -> l
         chunk, before = news.chunk, whole.get(news.chunk.index)
         if before is not None:
             logprobs = None if chunk.logprobs is None else [*(before.logprobs or []), *chunk.logprobs]
-            chunk = replace(chunk, text=before.text + chunk.text, logprobs=logprobs)
+            token_ids = before.token_ids + chunk.token_ids
+            chunk = replace(chunk, text=before.text + chunk.text, token_ids=token_ids, logprobs=logprobs)
         whole[chunk.index] = chunk
     return [whole[index] for index in sorted(whole)]
 

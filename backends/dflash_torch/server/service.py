@@ -130,7 +130,12 @@ class Service:
     def _writing(self, engine: EmbeddedEngine, body: Generation) -> dict[str, Any]:
         speculator = engine.decoder.speculator
         acceptance = body.acceptance_metrics or self.settings.acceptance_metrics
-        return {"n": body.n, "acceptance": acceptance, "block_size": speculator.block_size if speculator else 1}
+        return {
+            "n": body.n,
+            "acceptance": acceptance,
+            "block_size": speculator.block_size if speculator else 1,
+            "token_ids": body.return_token_ids,
+        }
 
     def _refused(self, status: int, message: str, *, code: str) -> ApiError:
         self.metrics.refused(status)

@@ -25,14 +25,23 @@ class Writer(ABC, Generic[Event, Whole]):
     Args:
         n: answers to each prompt; answers `i * n` to `i * n + n - 1` share a prompt.
         block_size: B; 1 without a drafter.
+        token_ids: choices carry them.
     """
 
     prefix: str
 
     def __init__(
-        self, model: str, names: TokenNames, *, n: int, acceptance: AcceptanceMetrics, block_size: int
+        self,
+        model: str,
+        names: TokenNames,
+        *,
+        n: int,
+        acceptance: AcceptanceMetrics,
+        block_size: int,
+        token_ids: bool = False,
     ) -> None:
         self.model, self.names, self.n, self.acceptance, self.block_size = model, names, n, acceptance, block_size
+        self.token_ids = token_ids
         self.id, self.created = f"{self.prefix}-{secrets.token_hex(12)}", int(time())
         self.finished: dict[int, Sequence] = {}
         self._begun: set[int] = set()
@@ -49,6 +58,9 @@ class Writer(ABC, Generic[Event, Whole]):
     @abstractmethod
     def whole(self, answers: list[Chunk]) -> Whole:
         """The response without a stream; each answer is all its chunks in one."""
+
+    def _ids(self, chunk: Chunk) -> list[int] | None:
+        return chunk.token_ids if self.token_ids else None
 
     def _usage(self) -> r.Usage:
         prompts = [sequence for index, sequence in self.finished.items() if index % self.n == 0]
@@ -83,6 +95,7 @@ class ChatWriter(Writer[r.ChatCompletionChunk, r.ChatCompletion]):
             delta=r.Delta(role=None if chunk.index in self._begun else "assistant", content=chunk.text),
             logprobs=self.names.chat(chunk.logprobs),
             finish_reason=chunk.finish_reason,
+            token_ids=self._ids(chunk),
         )
         self._begun.add(chunk.index)
         return r.ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=[choice])
@@ -104,6 +117,7 @@ class ChatWriter(Writer[r.ChatCompletionChunk, r.ChatCompletion]):
                 message=r.AssistantMessage(content=answer.text),
                 logprobs=self.names.chat(answer.logprobs),
                 finish_reason=answer.finish_reason or "stop",
+                token_ids=self._ids(answer),
             )
             for answer in answers
         ]
@@ -147,4 +161,5 @@ class CompletionWriter(Writer[r.Completion, r.Completion]):
             text=chunk.text,
             logprobs=self.names.completion(chunk.logprobs, offset),
             finish_reason=chunk.finish_reason,
+            token_ids=self._ids(chunk),
         )
