@@ -189,16 +189,18 @@ def test_helm_tests_commands_get_whole_and_streamed_answers(pair: tuple[Path, Pa
         assert script(ASK, f"--url={tiny.url}", f"--model={MODEL}")[0] == 1  # without a key
 
 
-def test_verify_is_asked_in_words_it_knows() -> None:
-    given = case("torch-on-a-cpu")
+@pytest.mark.parametrize(("name", "more"), [("torch-on-a-cpu", "--api-key-file"), ("sglang", "--no-penalties")])
+def test_verify_is_asked_in_words_it_knows(name: str, more: str) -> None:
+    given = case(name)
     given["tests"] = {"verify": {"enabled": True, "without": "http://plain.serving"}}
-    (pod,) = [pod for name, pod in pods(render(given)) if name == "Pod trial-dflash-serve-test-verify"]
+    (pod,) = [pod for label, pod in pods(render(given)) if label == "Pod trial-dflash-serve-test-verify"]
     program, verb, *flags = pod["spec"]["containers"][0]["command"]
-    known = {option for parameter in get_group(app).commands["verify"].params for option in parameter.opts}
+    parameters = get_group(app).commands["verify"].params
+    known = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
     assert (program, verb) == ("dflash-serve", "verify")
-    assert {flag.split("=")[0] for flag in flags} == {"--with", "--without", "--output", "--api-key-file"}
+    assert {flag.split("=")[0] for flag in flags} == {"--with", "--without", "--output", more}
     assert {flag.split("=")[0] for flag in flags} <= known
-    assert "--with=http://trial-dflash-serve.serving:8080" in flags
+    assert flags[0].startswith("--with=http://trial-dflash-serve.serving:80")
 
 
 def test_what_is_mounted_is_what_is_tested() -> None:
