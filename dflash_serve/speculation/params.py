@@ -19,8 +19,9 @@ def _as_tuple(value: object) -> object:
 class SamplingParams(BaseModel):
     """How the tokens of one request are chosen, with vLLM's names, ranges and meanings.
 
-    Two readings are stricter or plainer than vLLM's: a `logit_bias` beyond ±100 is refused rather than clamped, and
-    `max_tokens` defaults to "as many as fit" rather than to 16. `top_k` -1 and `seed` -1 are read as "off".
+    Three readings are stricter or plainer than vLLM's: a `logit_bias` beyond ±100 is refused rather than clamped, so is
+    a `repetition_penalty` that float32 cannot bear, and `max_tokens` defaults to "as many as fit" rather than to 16.
+    `top_k` -1 and `seed` -1 are read as "off".
 
     Raises:
         pydantic.ValidationError: a field is unknown or out of its range; the message names the field.
@@ -32,7 +33,9 @@ class SamplingParams(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1, description="keep the fewest tokens that reach top_p together; 1 is off")
     top_k: int = Field(0, ge=0, description="keep the top_k most probable tokens; 0 (or -1) is off")
     min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below min_p x the highest probability; 0 is off")
-    repetition_penalty: float = Field(1.0, gt=0, description="scales logits of tokens in prompt or output; 1 is off")
+    repetition_penalty: float = Field(
+        1.0, ge=0.01, le=100, description="divides logits of tokens in prompt or output; 1 is off"
+    )
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="subtracted once for a token of the output")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="subtracted per occurrence in the output")
     logit_bias: dict[NonNegativeInt, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] = Field(

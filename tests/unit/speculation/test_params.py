@@ -12,6 +12,7 @@ from dflash_serve.speculation.params import SamplingParams
     [
         ("temperature", -0.1), ("temperature", 2.1), ("temperature", float("nan")), ("top_p", 0), ("top_p", 1.1),
         ("top_k", -2), ("min_p", 1.5), ("repetition_penalty", 0), ("presence_penalty", 2.5),
+        ("repetition_penalty", 5e-324), ("repetition_penalty", 1e38),  # float32 makes 0 and infinity of them
         ("frequency_penalty", -2.5), ("logit_bias", {1: 101}), ("logit_bias", {-1: 0}), ("max_tokens", 0),
         ("stop", ["a", "b", "c", "d", "e"]), ("stop", ""), ("stop_token_ids", [-1]), ("logprobs", 21), ("best_of", 2),
     ],
