@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dflash_serve.target_layout import PENALTIES
+
 from . import upstream
 
-NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+NEUTRAL = {**PENALTIES, "min_new_tokens": 0}
 """Sampling parameters that depend on what has been generated, and the values at which they do nothing."""
 PENALISED = (
     "dflash-serve: SGLang does not count the tokens of DFlash steps for {names}, so the answer would not be the one "
