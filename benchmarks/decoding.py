@@ -25,9 +25,8 @@ from rich.progress import track
 from rich.table import Table
 
 from dflash_serve import LLM, SamplingParams
-from dflash_serve.assets import bundled_drafter
+from dflash_serve.checkpoint.source import drafter_source, target_folder
 from dflash_serve.speculation.statistics import AcceptanceStatistics
-from dflash_torch.target import target_folder
 from tests.support.prompts import Messages, human_eval, word_problems
 
 Ids = list[int]
@@ -82,9 +81,9 @@ class Bench:
         self.dtype = str(dtype).removeprefix("torch.")
         self.plain = self.llm.engine.plain()
         for engine in (self.llm.engine, self.plain):  # the others compute every prompt whole, so we do
-            engine.decoder.slots.reuse = False  # type: ignore[attr-defined]
+            engine.scheduler.slots.reuse = False  # type: ignore[attr-defined]
         self.reference = AutoModelForCausalLM.from_pretrained(target_folder("smollm2"), dtype=dtype).to(self.device)
-        self.drafter = DFlashDraftModel.from_pretrained(bundled_drafter("smollm2"), dtype=dtype).to(self.device)
+        self.drafter = DFlashDraftModel.from_pretrained(drafter_source("smollm2"), dtype=dtype).to(self.device)
         self.dflash_generate = dflash_generate
         self.statistics = AcceptanceStatistics()
         self.ways: dict[str, Way] = {"a": self.a, "b": self.b, "c": self.c, "d": self.d}
@@ -109,7 +108,7 @@ class Bench:
 
     def b(self, ids: Ids) -> Ids:
         prompt = torch.tensor([ids], device=self.device)
-        stops = list(self.llm.engine.decoder.target.config.eos_token_ids)  # type: ignore[attr-defined]
+        stops = list(self.llm.engine.scheduler.target.config.eos_token_ids)  # type: ignore[attr-defined]
         out = self.dflash_generate(self.drafter, self.reference, prompt, self.tokens, stop_token_ids=stops)
         return out[0, len(ids) :].tolist()  # type: ignore[no-any-return]
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from dflash_torch.target.linear import packed
+from dflash_serve.models.linear import packed
 
 LAYERS = 30
 SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576)]

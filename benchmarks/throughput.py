@@ -25,9 +25,9 @@ from rich.progress import track
 from rich.table import Table
 
 from dflash_serve import LLM, SamplingParams
+from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.speculation.width import FixedWidth, WidthPolicy
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.target import target_folder
 from tests.support.prompts import word_problems
 
 Ids = list[int]
@@ -72,13 +72,13 @@ class Bench:
         assert isinstance(llm.engine, EmbeddedEngine)
         self.tokens, self.full, self.plain = tokens, llm.engine, llm.engine.plain()
         for engine in (self.full, self.plain):
-            engine.decoder.slots.reuse = False  # every round has the same prompts
-        assert self.full.decoder.speculator is not None
+            engine.scheduler.slots.reuse = False  # every round has the same prompts
+        assert self.full.scheduler.speculator is not None
         self.policies: dict[str, WidthPolicy] = {
-            "fixed": FixedWidth(self.full.decoder.speculator.block_size),
-            "auto": self.full.decoder.policy,
+            "fixed": FixedWidth(self.full.scheduler.speculator.block_size),
+            "auto": self.full.scheduler.policy,
         }
-        embedding = self.full.decoder.target.embedding
+        embedding = self.full.scheduler.target.embedding
         self.dtype = str(embedding.dtype).removeprefix("torch.")
         reference = AutoModelForCausalLM.from_pretrained(target_folder(target), dtype=embedding.dtype)
         self.reference = reference.to(embedding.device).eval()
@@ -92,7 +92,7 @@ class Bench:
     def _timed(self, way: str, prompts: list[Ids]) -> dict[str, Any]:
         engine = self.plain if way == "off" else self.full
         if way in self.policies:
-            engine.decoder.policy = self.policies[way]
+            engine.scheduler.policy = self.policies[way]
         start = perf_counter()
         figures = self._hugging_face(prompts) if way == "hf" else self._ours(engine, prompts)
         if torch.cuda.is_available():

@@ -1,18 +1,23 @@
-"""What an engine must answer about a Deployment, and how engines are found: by entry point, never by import."""
+"""What a backend answers about a Deployment and about its engine, and how backends are found: by entry point.
+
+Every backend has a name, checks and facts. One whose engine runs as its own server is a `ServerBackend`; one whose
+engine runs in this process is an `InProcessBackend`; the embedded backend is both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
+from dflash_serve.common.prometheus import Scrape
 from dflash_serve.deployment import Deployment
-from dflash_serve.errors import UserError
+from dflash_serve.errors import Problem, UserError
 from dflash_serve.outputs import Chunk, RequestOutput
-from dflash_serve.problem import Problem
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 GROUP = "dflash_serve.backends"
 EMBEDDED = "torch"
@@ -22,39 +27,89 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Plain text, token ids, or chat messages for the target's own template."""
 
 
+class Stream(Protocol):
+    """The chunks of a few prompts as steps end, and their outputs. Closing it ends its requests, no others."""
+
+    def __iter__(self) -> Iterator[Chunk]: ...
+
+    def __next__(self) -> Chunk: ...
+
+    def outputs(self) -> list[RequestOutput]:
+        """The requests that have finished so far, in the order of the prompts."""
+        ...
+
+    def close(self) -> None:
+        """Ends what still runs of it."""
+        ...
+
+
 class Engine(Protocol):
-    """A running engine in this process."""
+    """A running engine in this process. Any number of streams may be open side by side."""
 
     tokenizer: Any
     """The target's tokenizer (transformers)."""
 
-    def stream(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Iterator[Chunk]:
-        """News of all prompts as steps end; each ends with a chunk that has a finish_reason."""
+    @property
+    def dtype(self) -> str:
+        """What it computes in: `float32` or `bfloat16`."""
         ...
 
-    def outputs(self) -> list[RequestOutput]:
-        """The finished requests of the last `stream`, in the order of its prompts."""
+    @property
+    def device(self) -> str:
+        """`cpu` or `cuda`."""
+        ...
+
+    @property
+    def block_size(self) -> int | None:
+        """B, the anchor counted; None = no speculation."""
+        ...
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; chat messages go through the target's own template.
+
+        Raises:
+            UserError: messages for a target without a template, or ones that it refuses.
+        """
+        ...
+
+    def stream(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Stream:
+        """Starts the prompts; each ends with a chunk that has a finish_reason.
+
+        Raises:
+            UserError: a prompt that does not fit; nothing has run then.
+        """
         ...
 
     def plain(self) -> Engine:
         """The same target without speculation, to compare with."""
         ...
 
+    def fixed(self, width: int, fault: str | None = None) -> Engine:
+        """The same target and drafter, every step verifying `width` slots; no prefix is reused.
 
+        Args:
+            fault: a name from `controls`: the drafter is fed wrongly on purpose. Answers stay the same, drafts do not.
+        """
+        ...
+
+    @property
+    def controls(self) -> Sequence[str]:
+        """Faults that every acceptance figure is to be held against: one that survives them is no proof."""
+        ...
+
+
+@runtime_checkable
 class Backend(Protocol):
     """One engine's adapter."""
 
     name: str
+    facts: EngineFacts
 
     def check(self, deployment: Deployment) -> list[Problem]:
-        """Everything that would not work, before anything is started."""
-        ...
-
-    def engine(self, deployment: Deployment) -> Engine:
-        """Starts it in this process.
+        """Everything that would not work, before anything is started.
 
         Raises:
-            UserError: the deployment has problems, or this backend runs as a server only.
+            UserError: target or drafter cannot be found or read at all.
         """
         ...
 
@@ -68,31 +123,9 @@ class Command:
     """Set on top of the environment."""
 
 
-@dataclass(frozen=True)
-class Metrics:
-    """Where an engine's own server reports acceptance, and under which name."""
-
-    path: str
-    """Of the HTTP server."""
-    format: str
-    """`prometheus`, or `json` for a list of iterations."""
-    drafted: str | None
-    """Drafted tokens, without anchors."""
-    accepted: str | None
-    """Those of them that were accepted."""
-    acceptance_length: str | None
-    """Tokens gained per verification, the bonus token counted."""
-
-
-class ServerBackend(Protocol):
+@runtime_checkable
+class ServerBackend(Backend, Protocol):
     """An engine that runs as its own server: nothing of ours stands between it and its clients."""
-
-    name: str
-    metrics: Metrics
-
-    def check(self, deployment: Deployment) -> list[Problem]:
-        """Everything that would not work, before anything is started."""
-        ...
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         """Writes what the engine reads into `folder`.
@@ -107,6 +140,92 @@ class ServerBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class InProcessBackend(Backend, Protocol):
+    """An engine that runs in this process."""
+
+    def engine(self, deployment: Deployment) -> Engine:
+        """Starts it.
+
+        Raises:
+            UserError: the deployment has problems.
+        """
+        ...
+
+
+Line = tuple[str, str]
+"""Of a graph: what it is called (Grafana's legend form), and its PromQL."""
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Paths that an engine's own server answers."""
+
+    started: str
+    """Everything is loaded."""
+    live: str
+    """Shallow: says no only when a new process would help."""
+    ready: str
+    """Deep: new requests are taken and answered."""
+
+
+@dataclass(frozen=True)
+class MetricNames:
+    """What an engine's Prometheus metrics are called; None = it does not report it."""
+
+    path: str
+    """Page of the engine's own server."""
+    queued: str
+    """Gauge: requests that wait."""
+    running: str | None
+    """Gauge: requests in the batch."""
+    kv_cache_usage: str | None
+    """Gauge from 0 to 1."""
+    acceptance_length: str | None
+    """Gauge, the bonus token counted; what Dynamo's planner calls tokens per decode forward."""
+    generated: str
+    """Counter: tokens generated."""
+    time_to_first_token: str
+    """Histogram, without `_bucket`, like the next three: seconds."""
+    inter_token_latency: str
+    queue_time: str
+    request_latency: str
+
+
+@dataclass(frozen=True)
+class SpeculationLines:
+    """How an engine's metrics show speculation, as lines of the dashboard; None = it cannot."""
+
+    acceptance_length: Line
+    survival: Line | None = None
+    widths: Line | None = None
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine calls its own things: the one home of its paths, metric names and readers."""
+
+    title: str
+    """As people write it: `SGLang`."""
+    engine_type: str
+    """Value of the label `llm-d.ai/engine-type`, by which an endpoint picker finds the metric names."""
+    probes: Probes
+    metrics: MetricNames
+    speculation: SpeculationLines
+    read_acceptance: Callable[[Scrape], AcceptanceStatistics | None]
+    """What the metrics of a server say of its speculation; None = they are not this engine's."""
+    needs_gpu: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What its container must have set."""
+    has_drain_flag: bool = False
+    """Its server takes `serve --drain-seconds`, and ends its answers itself."""
+
+
+def installed() -> list[str]:
+    """Names of the installed backends, sorted."""
+    return sorted(point.name for point in entry_points(group=GROUP))
+
+
 def backend(name: str) -> Backend:
     """The installed backend of that name.
 
@@ -116,7 +235,7 @@ def backend(name: str) -> Backend:
     found = {point.name: point for point in entry_points(group=GROUP)}
     if name not in found:
         have = ", ".join(sorted(found)) or "none"
-        raise UserError(f"no backend {name!r}", where="backend", do=f"installed are: {have}")
+        raise UserError(f"no backend {name!r}", where="--backend", do=f"installed are: {have}")
     loaded: Backend = found[name].load()
     return loaded
 
@@ -128,6 +247,15 @@ def server_backend(name: str) -> ServerBackend:
         UserError: there is none, or it has no server.
     """
     found = backend(name)
-    if not hasattr(found, "command"):
+    if not isinstance(found, ServerBackend):
         raise UserError("it has no server", where=f"--backend {name}", do=f"use --backend {EMBEDDED}")
     return cast(ServerBackend, found)
+
+
+def embedded_backend() -> InProcessBackend:
+    """The backend that runs in this process.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    return cast(InProcessBackend, backend(EMBEDDED))

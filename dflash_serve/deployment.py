@@ -14,7 +14,7 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from dflash_serve.drafter.config import Frozen, PositiveInt
+from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.errors import UserError
 
 ENV_PREFIX = "DFLASH_SERVE_"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.manifest import verify
+from dflash_serve.checkpoint.pairing import TargetShape
+from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.deployment import Deployment
-from dflash_serve.drafter.config import DrafterConfig
-from dflash_serve.drafter.source import drafter_source
-from dflash_serve.manifest import verify
-from dflash_serve.problem import Problem, TargetShape
+from dflash_serve.errors import Problem
 
 
 def uses_drafter(deployment: Deployment) -> bool:

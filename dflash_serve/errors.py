@@ -1,4 +1,9 @@
-"""The one error a user is meant to read: what is wrong, where, and what to do."""
+"""What a user is meant to read: a mistake as one line, and problems found before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 class UserError(Exception):
@@ -14,3 +19,34 @@ class UserError(Exception):
         self.what, self.where, self.do = what, where, do
         parts = [f"{where}: {what}" if where else what, do]
         super().__init__("; ".join(part for part in parts if part))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong (with the two values that disagree), where it was found, and what the user can do."""
+
+    what: str
+    where: str = ""
+    do: str = ""
+
+    def __str__(self) -> str:
+        return str(self.error())
+
+    def error(self) -> UserError:
+        """The same as an error to raise."""
+        return UserError(self.what, where=self.where, do=self.do)
+
+
+def raise_problems(problems: Sequence[Problem], *, hint: str = "") -> None:
+    """Does nothing where there are none.
+
+    Raises:
+        UserError: the first problem; where there are more, their number and `hint`, which says how to see them all.
+    """
+    if not problems:
+        return
+    first = problems[0]
+    if len(problems) == 1:
+        raise first.error()
+    more = f"and {len(problems) - 1} more" + (f" ({hint})" if hint else "")
+    raise UserError(first.what, where=first.where, do="; ".join(part for part in (first.do, more) if part))

@@ -6,15 +6,15 @@ import os
 import sys
 from pathlib import Path
 
-from dflash_serve.backend import Command, Engine, Metrics
+from dflash_serve.backend import Command
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import changed_files
-from dflash_serve.errors import UserError
-from dflash_serve.problem import Problem, raise_problems
+from dflash_serve.errors import Problem, raise_problems
 
 from .arguments import DRAFT, arguments
 from .checks import problems
 from .draft_folder import write_draft_folder
+from .facts import FACTS
 from .nodes import node_arguments
 from .plan import OURS, Plan, make_plan
 from .widths import WIDTH
@@ -24,13 +24,7 @@ class SGLangBackend:
     """Checks and command line for SGLang 0.5.22-0.5.23. Needs neither a GPU nor SGLang until the command is run."""
 
     name = "sglang"
-    metrics = Metrics(
-        path="/metrics",
-        format="prometheus",
-        drafted="dflash_serve:slots_offered_total",
-        accepted="dflash_serve:slots_accepted_total",
-        acceptance_length="sglang:spec_accept_length",
-    )
+    facts = FACTS
 
     def check(self, deployment: Deployment) -> list[Problem]:
         """Everything that would not work; reads config.json files and safetensors headers only.
@@ -39,14 +33,6 @@ class SGLangBackend:
             UserError: the target or drafter cannot be found or read at all.
         """
         return problems(make_plan(deployment))
-
-    def engine(self, deployment: Deployment) -> Engine:
-        """SGLang runs as a server of its own.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError("it runs as a server only", where="--backend sglang", do="use `dflash-serve serve`")
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         """Writes draft/. A built target or drafter is held against its manifest first, byte for byte.
@@ -73,7 +59,7 @@ class SGLangBackend:
 
     def _sound_plan(self, deployment: Deployment) -> Plan:
         plan = make_plan(deployment)
-        raise_problems(problems(plan), hint="`dflash-serve check` shows all")
+        raise_problems(problems(plan), hint="`dflash-serve serve --dry-run` shows all")
         return plan
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.pairing import check_pairing
 from dflash_serve.deployment_checks import block_problems, length_problems
-from dflash_serve.drafter.config import DrafterConfig
-from dflash_serve.drafter.pairing import check_pairing
-from dflash_serve.problem import Problem
+from dflash_serve.errors import Problem
 
 from .memory import memory_problems
 from .parallel_checks import parallel_problems

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_serve.drafter.checkpoint import Checkpoint, open_checkpoint
-from dflash_serve.drafter.source import local_folder
-from dflash_serve.errors import UserError
-from dflash_serve.problem import Problem
+from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
+from dflash_serve.checkpoint.source import local_folder
+from dflash_serve.errors import Problem, UserError
 
 logger = logging.getLogger(__name__)
 PLAIN = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")

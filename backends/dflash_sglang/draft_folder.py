@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_serve.drafter.checkpoint import Checkpoint, load_tensors
-from dflash_serve.drafter.checkpoint_writer import write_drafter
+from dflash_serve.checkpoint.reader import Checkpoint, load_tensors
+from dflash_serve.checkpoint.writer import write_drafter
 
 
 def write_draft_folder(checkpoint: Checkpoint, folder: Path) -> None:

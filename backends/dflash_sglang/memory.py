@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dflash_serve.drafter.footprint import context_bytes, weight_bytes
+from dflash_serve.checkpoint.footprint import context_bytes, weight_bytes
+from dflash_serve.errors import Problem
 from dflash_serve.gpus import GIB, Gpu
-from dflash_serve.problem import Problem
 
 from .plan import Plan
 

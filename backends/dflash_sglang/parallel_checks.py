@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dflash_serve.problem import Problem
+from dflash_serve.errors import Problem
 
 from .plan import Plan
 from .release import DATA_PARALLEL_ATTENTION, installed, parse

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
+from dflash_serve.checkpoint.source import drafter_source
+from dflash_serve.checkpoint.target_layout import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import uses_drafter
-from dflash_serve.drafter.checkpoint import Checkpoint, open_checkpoint
-from dflash_serve.drafter.config import DrafterConfig
-from dflash_serve.drafter.source import drafter_source
 from dflash_serve.gpus import GPUS, Gpu
-from dflash_serve.target_layout import TargetLayout, read_target_layout, target_configuration
 
 NATIVE, OURS = "DFLASH", "DFLASH_SERVE"
 """SGLang's own algorithm, and the one our plug-in registers, whose width follows the policy."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dflash_serve.problem import Problem
+from dflash_serve.errors import Problem
 
 from . import upstream
 from .draft_check import draft_problems

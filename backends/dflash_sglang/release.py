@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from dflash_serve.problem import Problem
+from dflash_serve.errors import Problem
 
 OLDEST, NEWEST = (0, 5, 22), (0, 5, 23)
 DATA_PARALLEL_ATTENTION = (0, 5, 23)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dflash_serve.target_layout import PENALTIES
+from dflash_serve.checkpoint.target_layout import PENALTIES
 
 from . import upstream
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from dflash_serve.problem import Problem
+from dflash_serve.errors import Problem
 
 from .release import installed, is_supported, release_problems, window
 

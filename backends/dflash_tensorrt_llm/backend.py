@@ -6,16 +6,16 @@ from pathlib import Path
 
 import yaml
 
-from dflash_serve.backend import Command, Engine, Metrics
+from dflash_serve.backend import Command
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import changed_files
-from dflash_serve.errors import UserError
-from dflash_serve.problem import Problem, raise_problems
+from dflash_serve.errors import Problem, raise_problems
 
 from .checks import problems
 from .command import CONFIG, DRAFT, PLUG_IN, command_of
 from .configuration import configuration
 from .draft_folder import write_draft_folder
+from .facts import FACTS
 from .plan import Plan, make_plan
 from .release import Release, installed_release
 
@@ -35,13 +35,7 @@ class TensorRTLLMBackend:
     """
 
     name = "tensorrt-llm"
-    metrics = Metrics(
-        path="/metrics",
-        format="json",
-        drafted="specDecodingStats.numDraftTokens",
-        accepted="specDecodingStats.numAcceptedTokens",
-        acceptance_length="specDecodingStats.acceptanceLength",
-    )
+    facts = FACTS
 
     def __init__(self, release: Release | None = None) -> None:
         self._release = release
@@ -58,14 +52,6 @@ class TensorRTLLMBackend:
             UserError: the target or drafter cannot be found or read at all.
         """
         return problems(make_plan(deployment, self.release))
-
-    def engine(self, deployment: Deployment) -> Engine:
-        """TensorRT-LLM runs as a server of its own.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError("it runs as a server only", where="--backend tensorrt-llm", do="use `dflash-serve serve`")
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         """Writes config.yaml, draft/ and, where the built-in drafter would not do, the package that registers ours.
@@ -101,7 +87,7 @@ class TensorRTLLMBackend:
 
     def _sound_plan(self, deployment: Deployment) -> Plan:
         plan = make_plan(deployment, self.release)
-        raise_problems(problems(plan), hint="`dflash-serve check` shows all")
+        raise_problems(problems(plan), hint="`dflash-serve serve --dry-run` shows all")
         return plan
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from dflash_serve.checkpoint.pairing import check_pairing
 from dflash_serve.deployment_checks import block_problems
-from dflash_serve.drafter.pairing import check_pairing
+from dflash_serve.errors import Problem
 from dflash_serve.gpus import PER_NODE
-from dflash_serve.problem import Problem
 
 from .memory_checks import memory_problems
 from .plan import Plan

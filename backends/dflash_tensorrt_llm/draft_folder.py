@@ -9,16 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
+from dflash_serve.checkpoint.dialects import DIALECTS, Target
+from dflash_serve.checkpoint.headers import INDEX, SINGLE, Header, read_headers
+from dflash_serve.checkpoint.quantization import QUANT_CONFIG, SCALES
+from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
+from dflash_serve.checkpoint.source import drafter_source, local_folder
+from dflash_serve.checkpoint.tensor_names import expected_tensors
 from dflash_serve.deployment import Model
-from dflash_serve.drafter.checkpoint import load_tensors, open_checkpoint
-from dflash_serve.drafter.config import AttentionKind, DrafterConfig
-from dflash_serve.drafter.dialects import DIALECTS, Target
-from dflash_serve.drafter.headers import INDEX, SINGLE, Header, read_headers
-from dflash_serve.drafter.source import drafter_source, local_folder
-from dflash_serve.drafter.tensor_names import expected_tensors
-from dflash_serve.errors import UserError
-from dflash_serve.problem import Problem, raise_problems
-from dflash_serve.quantization.checkpoint import QUANT_CONFIG, SCALES
+from dflash_serve.errors import Problem, UserError, raise_problems
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dflash_serve.drafter.config import DrafterConfig
-from dflash_serve.drafter.footprint import context_bytes
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.footprint import context_bytes
 from dflash_serve.gpus import GIB, Gpu
 
 OVERHEAD = 4 * GIB

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dflash_serve.deployment_checks import length_problems
+from dflash_serve.errors import Problem
 from dflash_serve.gpus import GIB, Gpu
-from dflash_serve.problem import Problem
 
 from .memory import after_weights, arena_budget
 from .plan import Plan

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.footprint import weight_bytes
+from dflash_serve.checkpoint.quantization import Quantization, read_drafter
+from dflash_serve.checkpoint.source import drafter_source, local_folder
+from dflash_serve.checkpoint.target_layout import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.deployment import Deployment, Model
 from dflash_serve.deployment_checks import uses_drafter
-from dflash_serve.drafter.config import DrafterConfig
-from dflash_serve.drafter.footprint import weight_bytes
-from dflash_serve.drafter.source import drafter_source, local_folder
 from dflash_serve.gpus import GPUS, Gpu
-from dflash_serve.quantization.checkpoint import Quantization, read_drafter
-from dflash_serve.target_layout import TargetLayout, read_target_layout, target_configuration
 
 from .memory import Arena, kv_heads_per_device
 from .release import Release

@@ -1,14 +1,14 @@
-"""Which requests a decoder can take at all."""
+"""Which requests a scheduler can take at all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 
 
-def check_request(token_ids: Many[int], params: SamplingParams, *, capacity: int, vocab_size: int) -> None:
+def check_request(token_ids: Sequence[int], params: SamplingParams, *, capacity: int, vocab_size: int) -> None:
     """Refuses what could not run.
 
     Args:

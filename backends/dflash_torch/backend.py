@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_serve.backend import Command, Metrics
+from dflash_serve.backend import Command
+from dflash_serve.checkpoint.pairing import check_pairing, read_target_shape
+from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.source import local_folder, target_folder, target_source
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import block_problems, length_problems, uses_drafter
-from dflash_serve.drafter.checkpoint import read_config
-from dflash_serve.drafter.pairing import check_pairing, read_target_shape
-from dflash_serve.drafter.source import local_folder
-from dflash_serve.problem import Problem, raise_problems
+from dflash_serve.errors import Problem, raise_problems
+from dflash_serve.models.target_config import read_target_config
 
+from .facts import FACTS
 from .memory import memory_problems
-from .target.config import read_target_config
-from .target.source import target_folder, target_source
 
 if TYPE_CHECKING:
     from .engine import EmbeddedEngine
@@ -36,13 +36,7 @@ class EmbeddedBackend:
     """PyTorch in this process: one device, Llama- and Qwen-family targets, unquantised."""
 
     name = "torch"
-    metrics = Metrics(
-        path="/metrics",
-        format="prometheus",
-        drafted="dflash:spec_decode_num_draft_tokens_total",
-        accepted="dflash:spec_decode_num_accepted_tokens_total",
-        acceptance_length="dflash:spec_decode_acceptance_length",
-    )
+    facts = FACTS
 
     def check(self, deployment: Deployment) -> list[Problem]:
         """Everything that would not work, before anything is loaded.
@@ -75,7 +69,7 @@ class EmbeddedBackend:
         """Writes the deployment itself: flags and environment are merged in already.
 
         Raises:
-            UserError: the first problem of `check`, or weights and stores that do not fit into memory.
+            UserError: the first problem of `check`, or weights and K/V caches that do not fit into memory.
         """
         raise_problems(self.check(deployment))
         raise_problems(_memory(deployment))
@@ -89,7 +83,7 @@ class EmbeddedBackend:
 
 
 def _memory(deployment: Deployment) -> list[Problem]:
-    """A server reserves for all its slots; what it cannot back would end it under load."""
+    """A server reserves for its whole K/V cache; what it cannot back would end it under load."""
     model, drafter = deployment.target, None
     if uses_drafter(deployment) and deployment.drafter is not None:
         drafter, _ = read_config(deployment.drafter.model, deployment.drafter.revision)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dflash_serve.backend import Prompt
@@ -14,21 +13,21 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import FixedWidth
 
 from .answer import Answer
-from .decoder import Decoder
+from .scheduler import Scheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class EmbeddedEngine:
-    """Runs prompts through a Decoder, as many at once as it has slots; the rest wait in order."""
+    """Runs prompts through a Scheduler, as many at once as its K/V cache has entries; the rest wait in order."""
 
-    def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.decoder, self.tokenizer = decoder, tokenizer
+    def __init__(self, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.scheduler, self.tokenizer = scheduler, tokenizer
         self.outputs_by_index: dict[int, RequestOutput] = {}
         """Finished requests of the running or last `stream`, by the index of their prompt."""
 
-    def stream(self, prompts: Many[Prompt], params: Many[SamplingParams]) -> Iterator[Chunk]:
+    def stream(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Iterator[Chunk]:
         """News of all prompts as steps end; each ends with a chunk that has a finish_reason.
 
         Raises:
@@ -36,26 +35,26 @@ class EmbeddedEngine:
         """
         waiting = deque((n, self.tokenise(p), par) for n, (p, par) in enumerate(zip(prompts, params, strict=True)))
         for _, token_ids, param in waiting:
-            self.decoder.check(token_ids, param)
+            self.scheduler.check(token_ids, param)
         self.outputs_by_index.clear()
         answers: dict[int, Answer] = {}
         try:
-            while waiting or self.decoder.running:
-                while waiting and self.decoder.free_slots:
+            while waiting or self.scheduler.running:
+                while waiting and self.scheduler.free_entries:
                     index, token_ids, param = waiting.popleft()
-                    sequence = self.decoder.join(token_ids, param)
+                    sequence = self.scheduler.join(token_ids, param)
                     answers[sequence.id] = Answer(index, sequence, self.tokenizer.backend_tokenizer)
                 yield from self._step(answers)
-        finally:  # a caller that stops listening frees its slots
-            for sequence in list(self.decoder.running):
-                self.decoder.leave(sequence)
+        finally:  # a caller that stops listening frees its entries
+            for sequence in list(self.scheduler.running):
+                self.scheduler.leave(sequence)
 
     def _step(self, answers: dict[int, Answer]) -> Iterator[Chunk]:
-        for gain in self.decoder.step():
-            answer = answers[gain.sequence.id]
-            chunk = answer.advance(gain)
-            if answer.stream.stopped and gain.sequence in self.decoder.running:
-                self.decoder.leave(gain.sequence)
+        for result in self.scheduler.step():
+            answer = answers[result.request.id]
+            chunk = answer.advance(result)
+            if answer.stream.stopped and result.request in self.scheduler.running:
+                self.scheduler.leave(result.request)
             if chunk.finish_reason is not None:
                 self.outputs_by_index[answer.index] = answer.output()
             if chunk.token_ids or chunk.finish_reason:
@@ -67,9 +66,11 @@ class EmbeddedEngine:
 
     def plain(self) -> EmbeddedEngine:
         """The same target without speculation, to compare with: no drafter, no features taken."""
-        full = self.decoder
-        decoder = Decoder(full.target, None, FixedWidth(1), slots=full.store.slots, capacity=full.capacity)
-        return EmbeddedEngine(decoder, self.tokenizer)
+        full = self.scheduler
+        scheduler = Scheduler(
+            full.target, None, FixedWidth(1), max_batch_size=full.cache.entries, capacity=full.capacity
+        )
+        return EmbeddedEngine(scheduler, self.tokenizer)
 
     def tokenise(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; chat messages go through the target's own template.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Iterator, Sequence
 
 from dflash_serve.backend import Prompt
 from dflash_serve.outputs import RequestOutput
@@ -11,9 +10,9 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.speculation.width import FixedWidth
 
-from .decoder import Decoder
 from .engine import EmbeddedEngine
 from .faults.fault import Fault
+from .scheduler import Scheduler
 
 
 class Evaluation:
@@ -28,27 +27,27 @@ class Evaluation:
         self.engine, self.width = engine, width
 
     def run(
-        self, prompts: Many[Prompt], params: SamplingParams, fault: Fault | None = None
+        self, prompts: Sequence[Prompt], params: SamplingParams, fault: Fault | None = None
     ) -> Iterator[AcceptanceStatistics]:
         """The statistics of each prompt, as they finish; under a fault if one is given."""
         for _, output in self.outputs(prompts, params, fault):
             yield output.statistics
 
     def outputs(
-        self, prompts: Many[Prompt], params: SamplingParams, fault: Fault | None = None
+        self, prompts: Sequence[Prompt], params: SamplingParams, fault: Fault | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Index and answer of each prompt, as they finish; a fault changes the drafts and no answer."""
-        full = self.engine.decoder
+        full = self.engine.scheduler
         assert full.speculator is not None
-        decoder = Decoder(
+        scheduler = Scheduler(
             full.target,
             full.speculator if fault is None else fault.change(full.speculator),
             FixedWidth(self.width),
-            slots=full.store.slots,
+            max_batch_size=full.cache.entries,
             capacity=full.capacity,
             reuse_prefixes=False,
         )
-        engine = EmbeddedEngine(decoder, self.engine.tokenizer)
+        engine = EmbeddedEngine(scheduler, self.engine.tokenizer)
         for chunk in engine.stream(prompts, [params] * len(prompts)):
             if chunk.finish_reason is not None:
                 yield chunk.index, engine.outputs_by_index[chunk.index]

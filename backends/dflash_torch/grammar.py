@@ -8,8 +8,7 @@ speculation would have chosen, token by token. llguidance keeps the grammar; wal
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,7 +64,7 @@ class Grammar:
         self._matcher.rollback(len(draft))
         return draft
 
-    def masks(self, draft: Many[int], device: torch.device) -> Tensor:
+    def masks(self, draft: Sequence[int], device: torch.device) -> Tensor:
         """Bool [1 + slots, V], True = allowed: row j after drafted slots 1..j, which `fill` has chosen."""
         rows = [self._allowed(device)]
         for token in draft:
@@ -101,7 +100,7 @@ class Grammar:
 class Grammars:
     """Compiles grammars for one target's tokenizer, and knows the bytes of its tokens. Needs the extra `[serve]`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Many[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         from llguidance.hf import from_tokenizer
 
         self._vocab_size = vocab_size

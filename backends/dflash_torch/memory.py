@@ -1,19 +1,19 @@
 """Whether a deployment fits into this machine's memory, by arithmetic, before anything is loaded. Needs no torch.
 
-A store is reserved at once and backed by the system as it fills, so too large a one would start and be killed later.
+A K/V cache is reserved at once and backed by the system as it fills: too large a one would start and be killed later.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.footprint import BF16, context_bytes, weight_bytes
 from dflash_serve.deployment import Deployment
-from dflash_serve.drafter.config import DrafterConfig
-from dflash_serve.drafter.footprint import BF16, context_bytes, weight_bytes
-from dflash_serve.problem import Problem
+from dflash_serve.errors import Problem
+from dflash_serve.models.target_config import TargetConfig
 
 from .local_gpus import local_gpus
-from .target.config import TargetConfig
 
 GIB = 2**30
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -21,7 +21,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def memory_problems(deployment: Deployment, target: TargetConfig, drafter: DrafterConfig | None) -> list[Problem]:
-    """One where weights and stores together are more than what is free; none where that is not known."""
+    """One where weights and K/V caches together are more than what is free; none where that is not known."""
     gpus = [] if deployment.hardware.gpu == "none" else local_gpus()
     free = gpus[0].free if gpus else None if gpus is None and NVIDIA_DRIVER.exists() else free_bytes()
     needed = needed_bytes(deployment, target, drafter, on_gpu=bool(gpus))
@@ -35,7 +35,7 @@ def memory_problems(deployment: Deployment, target: TargetConfig, drafter: Draft
 def needed_bytes(
     deployment: Deployment, target: TargetConfig, drafter: DrafterConfig | None, *, on_gpu: bool = False
 ) -> int:
-    """Weights, and the stores of all slots at their full length."""
+    """Weights, and the K/V caches of all requests at their full length."""
     dtype = deployment.hardware.dtype
     size = 2 if dtype == "bfloat16" or (dtype == "auto" and on_gpu) else 4
     rows = deployment.limits.max_batch_size * (deployment.limits.max_model_len or target.max_position_embeddings)

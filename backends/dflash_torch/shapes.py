@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dflash_serve.drafter.kv_store import Span
+from dflash_serve.models.kv_cache import Span
 
 SHORTEST = 256
 """Keys read at least; lengths double from here."""
@@ -14,20 +14,20 @@ LONGEST = 4096
 
 
 class Shape(NamedTuple):
-    """N sequences of W rows each, that attend over the first `length` positions of their slots."""
+    """N sequences of W rows each, that attend over the first `length` positions of their cache entries."""
 
     sequences: int
     width: int
     length: int
 
 
-def shape_of(spans: Sequence[Span], *, slots: int, widest: int, capacity: int) -> Shape | None:
+def shape_of(spans: Sequence[Span], *, max_batch_size: int, widest: int, capacity: int) -> Shape | None:
     """The smallest shape that holds these spans; None where none does (a prefill, a context too long or too full).
 
     Args:
-        slots: most sequences of a step.
+        max_batch_size: most sequences of a step.
         widest: most rows of a sequence in a decoding step, B.
-        capacity: positions of a slot.
+        capacity: positions of a cache entry.
     """
     rows = max(span.length for span in spans)
     if rows > widest:
@@ -36,17 +36,17 @@ def shape_of(spans: Sequence[Span], *, slots: int, widest: int, capacity: int) -
     end = max(span.start for span in spans) + width
     if end > min(capacity, LONGEST):
         return None
-    return Shape(_at_least(len(spans), 1, slots), width, _at_least(end, SHORTEST, capacity))
+    return Shape(_at_least(len(spans), 1, max_batch_size), width, _at_least(end, SHORTEST, capacity))
 
 
 def padded_table(spans: Sequence[Span], rows: Sequence[Sequence[int]], shape: Shape) -> list[list[int]]:
-    """[slot, start, numbers...] for each of N sequences; the last one is repeated: it writes the same K/V again.
+    """[entry, start, numbers...] for each of N sequences; the last one is repeated: it writes the same K/V again.
 
     Args:
         rows: numbers of each span, as many as it has rows or fewer than W; filled up with 0.
     """
     table = [
-        [span.slot, span.start, *numbers, *[0] * (shape.width - len(numbers))]
+        [span.entry, span.start, *numbers, *[0] * (shape.width - len(numbers))]
         for span, numbers in zip(spans, rows, strict=True)
     ]
     return table + [table[-1]] * (shape.sequences - len(table))

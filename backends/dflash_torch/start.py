@@ -6,17 +6,16 @@ import torch
 
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import uses_drafter
-from dflash_serve.drafter.checkpoint import load_drafter
 from dflash_serve.errors import UserError
+from dflash_serve.models.fused import FusedDrafter
+from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
+from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.width import AutoWidth, FixedWidth
 
 from .calibration import cost_of
-from .decoder import Decoder
 from .engine import EmbeddedEngine
-from .fused import FusedDrafter
+from .scheduler import Scheduler
 from .speculator import Speculator
-from .target import load_target, load_tokenizer
-from .target.model import TargetModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -27,17 +26,17 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
     dtype = DTYPES.get(deployment.hardware.dtype)
     target = load_target(model.model, dtype=dtype, device=device, revision=model.revision)
     target.pack()
-    slots, capacity = deployment.limits.max_batch_size, _capacity(deployment, target)
-    speculator = _speculator(deployment, target, slots, capacity) if uses_drafter(deployment) else None
-    decoder = Decoder(target, speculator, FixedWidth(1), slots=slots, capacity=capacity)
+    max_batch_size, capacity = deployment.limits.max_batch_size, _capacity(deployment, target)
+    speculator = _speculator(deployment, target, max_batch_size, capacity) if uses_drafter(deployment) else None
+    scheduler = Scheduler(target, speculator, FixedWidth(1), max_batch_size=max_batch_size, capacity=capacity)
     if speculator is not None:
         width = deployment.speculation.width
-        decoder.policy = (
+        scheduler.policy = (
             FixedWidth(width)
             if isinstance(width, int)
-            else AutoWidth(cost_of(decoder, speculator), speculator.block_size)
+            else AutoWidth(cost_of(scheduler, speculator), speculator.block_size)
         )
-    return EmbeddedEngine(decoder, load_tokenizer(model.model, model.revision))
+    return EmbeddedEngine(scheduler, load_tokenizer(model.model, model.revision))
 
 
 def _device(deployment: Deployment) -> str:
@@ -50,7 +49,7 @@ def _device(deployment: Deployment) -> str:
     return "cpu" if gpu == "none" or not torch.cuda.is_available() else "cuda"
 
 
-def _speculator(deployment: Deployment, target: TargetModel, slots: int, capacity: int) -> Speculator:
+def _speculator(deployment: Deployment, target: TargetModel, max_batch_size: int, capacity: int) -> Speculator:
     assert deployment.drafter is not None
     drafter = load_drafter(
         deployment.drafter.model,
@@ -59,7 +58,9 @@ def _speculator(deployment: Deployment, target: TargetModel, slots: int, capacit
         device=target.device,
     )
     block_size = deployment.speculation.block_size or drafter.config.block_size
-    return Speculator(FusedDrafter(drafter), target, block_size=block_size, slots=slots, capacity=capacity)
+    return Speculator(
+        FusedDrafter(drafter), target, block_size=block_size, max_batch_size=max_batch_size, capacity=capacity
+    )
 
 
 def _capacity(deployment: Deployment, target: TargetModel) -> int:

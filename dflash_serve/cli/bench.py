@@ -12,8 +12,7 @@ import typer
 from dflash_serve.backend import EMBEDDED, ServerBackend, server_backend
 from dflash_serve.cli.extras import need
 from dflash_serve.deployment import Deployment, load_deployment
-from dflash_serve.errors import UserError
-from dflash_serve.problem import raise_problems
+from dflash_serve.errors import UserError, raise_problems
 
 if TYPE_CHECKING:
     from dflash_serve.proving.bench.bench import Bench
@@ -64,10 +63,10 @@ def bench(
     Interrupt it when you like: finished runs are kept, and the same command goes on with the rest.
     """
     need("bench", "httpx", "matplotlib", "prometheus_client")
+    from dflash_serve.common.http import read_api_key
     from dflash_serve.proving.bench.bench import Bench
     from dflash_serve.proving.bench.dataset import load_dataset
     from dflash_serve.proving.bench.plan import Sweep, Workload
-    from dflash_serve.proving.connection import read_api_key
 
     described = _described(deployment, target, drafter)
     chosen = server_backend(backend_name) if described else None
@@ -170,6 +169,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _tokenizer(target: str) -> str:
     """The bundled target's folder; any other name as it is."""
-    from dflash_torch.target import target_source
+    from dflash_serve.checkpoint.source import target_source
 
     return str(target_source(target))

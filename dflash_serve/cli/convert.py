@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from dflash_serve.drafter.config import DrafterConfig
-    from dflash_serve.problem import TargetShape
+    from dflash_serve.checkpoint.config import DrafterConfig
+    from dflash_serve.checkpoint.pairing import TargetShape
 
 
 class To(StrEnum):
@@ -35,11 +35,11 @@ def convert(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write a drafter in another dialect. Weights keep their values and dtypes; nothing half-written is left behind."""
-    from dflash_serve.drafter.checkpoint import load_tensors, open_checkpoint
-    from dflash_serve.drafter.checkpoint_writer import write_drafter
-    from dflash_serve.drafter.dialects import Target
-    from dflash_serve.drafter.pairing import read_target_shape
-    from dflash_torch.target import target_source
+    from dflash_serve.checkpoint.dialects import Target
+    from dflash_serve.checkpoint.pairing import read_target_shape
+    from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
+    from dflash_serve.checkpoint.source import target_source
+    from dflash_serve.checkpoint.writer import write_drafter
 
     checkpoint = open_checkpoint(source, revision)
     tensors = load_tensors(checkpoint)
@@ -64,8 +64,8 @@ def _of_target(config: DrafterConfig, target: TargetShape) -> DrafterConfig:
     Raises:
         UserError: the drafter is not this target's.
     """
-    from dflash_serve.drafter.pairing import check_pairing
-    from dflash_serve.problem import raise_problems
+    from dflash_serve.checkpoint.pairing import check_pairing
+    from dflash_serve.errors import raise_problems
 
     raise_problems(check_pairing(config, target), hint="`dflash-serve inspect --target` shows all")
     return config.model_copy(update={"num_target_layers": target.num_layers})

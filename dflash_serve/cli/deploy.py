@@ -12,8 +12,7 @@ from dflash_serve.cli.serve import prepared
 from dflash_serve.deploying.render import Form, render
 from dflash_serve.deploying.workload import BACKENDS, Workload
 from dflash_serve.deployment import load_deployment
-from dflash_serve.errors import UserError
-from dflash_serve.problem import raise_problems
+from dflash_serve.errors import UserError, raise_problems
 
 
 def deploy(

@@ -44,11 +44,11 @@ def doctor(
     need("prove", "httpx", "numpy", "prometheus_client")
     from rich.console import Console
 
+    from dflash_serve.prompts.prompt_set import read_prompt_set
     from dflash_serve.proving.doctor.conclusions import conclude_pair, conclude_suspect, write_report
     from dflash_serve.proving.doctor.examination import Examination
     from dflash_serve.proving.doctor.fit import Observation
     from dflash_serve.proving.doctor.report import show
-    from dflash_serve.proving.prompt_set import read_prompt_set
     from dflash_serve.speculation.params import SamplingParams
 
     if url is not None and observed is not None:
@@ -79,10 +79,10 @@ def doctor(
 def _interview(
     url: str, model: str | None, key: Path | None, asked: list[Prompt], params: Any, drafter: str, advance: Show
 ) -> Interview:
-    from dflash_serve.drafter.checkpoint import read_config
-    from dflash_serve.proving.connection import read_api_key
+    from dflash_serve.checkpoint.reader import read_config
+    from dflash_serve.client.endpoint import Endpoint
+    from dflash_serve.common.http import read_api_key
     from dflash_serve.proving.doctor.suspect import interview
-    from dflash_serve.proving.endpoint import Endpoint
 
     config, _ = read_config(drafter)
     endpoint = Endpoint(url, model, read_api_key(key))
@@ -102,7 +102,8 @@ def _reference(
     """Our own loop, at the width that the server verifies."""
     import torch
 
-    from dflash_serve.drafter.checkpoint import load_drafter, read_config
+    from dflash_serve.checkpoint.reader import read_config
+    from dflash_serve.models.loader import load_drafter
     from dflash_torch.faults.reference import EmbeddedReference
 
     advance("loading target and drafter", 1)
@@ -115,15 +116,15 @@ def _reference(
         "limits": {"max_batch_size": len(asked), "max_model_len": _room(target, asked, params.max_tokens)},
     }
     engine: Any = backend(EMBEDDED).engine(load_deployment(flags=flags))
-    embedding: torch.Tensor = engine.decoder.target.embedding
+    embedding: torch.Tensor = engine.scheduler.target.embedding
     sound = load_drafter(drafter, dtype=embedding.dtype, device=embedding.device)
     return EmbeddedReference(engine, sound, asked, params, width)
 
 
 def _room(target: str, asked: list[Prompt], max_tokens: int) -> int:
-    """Tokens that a slot must hold: a store for the target's whole context would fill a GPU."""
-    from dflash_torch.target import target_folder
-    from dflash_torch.target.config import read_target_config
+    """Tokens that a slot must hold: a K/V cache for the target's whole context would fill a GPU."""
+    from dflash_serve.checkpoint.source import target_folder
+    from dflash_serve.models.target_config import read_target_config
 
     characters = max(len(str(prompt)) for prompt in asked)  # no fewer than tokens; the template's come on top
     return min(read_target_config(target_folder(target)).max_position_embeddings, characters + 512 + max_tokens)
@@ -131,9 +132,8 @@ def _room(target: str, asked: list[Prompt], max_tokens: int) -> int:
 
 def _difference(reference: EmbeddedReference, target: str, drafter: str, advance: Show) -> object | None:
     """The first tensor of our own engine that is not transformers' or the core's."""
-    from dflash_serve.drafter.source import drafter_source, local_folder
+    from dflash_serve.checkpoint.source import drafter_source, local_folder, target_folder
     from dflash_torch.faults.tensors import first_difference
-    from dflash_torch.target import target_folder
 
     advance("comparing tensors with transformers", 1)
     folders = target_folder(target), local_folder(drafter_source(drafter))
@@ -144,8 +144,8 @@ def _belongs_to(
     reference: EmbeddedReference, target: str, drafter: str, asked: list[Prompt], max_tokens: int
 ) -> dict[str, Any]:
     """All that a probe's counts depend on."""
-    from dflash_serve.drafter.source import drafter_source, local_folder
-    from dflash_serve.manifest import file_entries
+    from dflash_serve.checkpoint.manifest import file_entries
+    from dflash_serve.checkpoint.source import drafter_source, local_folder
     from dflash_serve.proving.lossless.plan import prompts_digest
 
     speculator = reference.speculator

@@ -37,7 +37,7 @@ def evaluate(
     from rich.console import Console
 
     from dflash_serve import LLM, SamplingParams
-    from dflash_serve.tasks import task_prompts
+    from dflash_serve.prompts.tasks import task_prompts
     from dflash_serve.training.provenance import commit, hardware, versions
     from dflash_torch.controls import controls as controls_of
     from dflash_torch.evaluation import Evaluation
@@ -45,14 +45,14 @@ def evaluate(
     tasks = {name: texts[:prompts] for name, texts in map(task_prompts, task)}
     fixed: dict[str, Any] = {"width": "auto" if width is None else width}
     llm = LLM(target, drafter, max_batch_size=batch, **fixed)
-    decoder: Any = llm.engine.decoder  # type: ignore[attr-defined]
-    evaluation = Evaluation(llm.engine, width or decoder.speculator.block_size)  # type: ignore[arg-type]
+    scheduler: Any = llm.engine.scheduler  # type: ignore[attr-defined]
+    evaluation = Evaluation(llm.engine, width or scheduler.speculator.block_size)  # type: ignore[arg-type]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
     settings = {"target": target, "drafter": drafter, "width": evaluation.width, "max_tokens": max_tokens}
-    where = {"commit": commit(), "versions": versions(), "hardware": hardware(decoder.target.embedding.device)}
+    where = {"commit": commit(), "versions": versions(), "hardware": hardware(scheduler.target.embedding.device)}
     report: dict[str, Any] = {**settings, "temperature": temperature, **where, "tasks": {}}
     for name, texts in tasks.items():
-        faults = {"as it is": None, **(controls_of(decoder.speculator) if controls else {})}
+        faults = {"as it is": None, **(controls_of(scheduler.speculator) if controls else {})}
         report["tasks"][name] = {
             variant: _measure(evaluation, name, texts, params, fault) for variant, fault in faults.items()
         }

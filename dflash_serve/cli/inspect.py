@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from dflash_serve.drafter.checkpoint import Checkpoint
-    from dflash_serve.drafter.config import DrafterConfig
-    from dflash_serve.problem import Problem
+    from dflash_serve.checkpoint.config import DrafterConfig
+    from dflash_serve.checkpoint.reader import Checkpoint
+    from dflash_serve.errors import Problem
 
 
 def inspect(
@@ -20,9 +20,9 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Describe a drafter and list everything wrong with it. Exit code 2 where there is anything."""
-    from dflash_serve.drafter.checkpoint import open_checkpoint, weight_problems
-    from dflash_serve.drafter.pairing import check_pairing, read_target_shape
-    from dflash_torch.target import target_source
+    from dflash_serve.checkpoint.pairing import check_pairing, read_target_shape
+    from dflash_serve.checkpoint.reader import open_checkpoint, weight_problems
+    from dflash_serve.checkpoint.source import target_source
 
     checkpoint = open_checkpoint(drafter, revision)
     problems = checkpoint.problems + weight_problems(checkpoint)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dflash_serve.proving.journal import Journal
+from dflash_serve.common.journal import Journal
 
 
 @contextmanager

@@ -13,8 +13,7 @@ import typer
 
 from dflash_serve.backend import EMBEDDED, Command, ServerBackend, server_backend
 from dflash_serve.deployment import Deployment, load_deployment
-from dflash_serve.errors import UserError
-from dflash_serve.problem import raise_problems
+from dflash_serve.errors import UserError, raise_problems
 
 HTTP_ENV = "DFLASH_SERVE_HTTP_"
 """The embedded server reads its settings under this prefix; flags are handed on as such."""

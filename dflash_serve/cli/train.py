@@ -29,9 +29,9 @@ def train(
     from dflash_serve.training.memory import keep_freed_memory
 
     keep_freed_memory()  # before torch
+    from dflash_serve.models.loader import load_target, load_tokenizer
     from dflash_serve.training.recipe import load_recipe
     from dflash_serve.training.run import choose_device, run
-    from dflash_torch.target import load_target, load_tokenizer
 
     settings = load_recipe(recipe)
     place, dtype = choose_device(device)

@@ -63,9 +63,9 @@ def verify(
     need("prove", "httpx", "numpy", "prometheus_client")
     from rich.console import Console
 
+    from dflash_serve.prompts.prompt_set import read_prompt_set
     from dflash_serve.proving.lossless import pairs
     from dflash_serve.proving.lossless.plan import Plan, prompts_digest
-    from dflash_serve.proving.prompt_set import read_prompt_set
 
     asked: list[Prompt] = read_prompt_set(prompts, raw=raw)
     flags: dict[str, Any] = {

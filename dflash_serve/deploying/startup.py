@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
+from dflash_serve.checkpoint.footprint import weight_bytes
+from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.source import drafter_source
+from dflash_serve.checkpoint.target_layout import read_target_layout, target_configuration
 from dflash_serve.deployment_checks import uses_drafter
-from dflash_serve.drafter.checkpoint import read_config
-from dflash_serve.drafter.footprint import weight_bytes
-from dflash_serve.drafter.source import drafter_source
 from dflash_serve.errors import UserError
-from dflash_serve.target_layout import read_target_layout, target_configuration
 
 from .workload import Workload
 

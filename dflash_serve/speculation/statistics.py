@@ -1,97 +1,201 @@
-"""What acceptance was: every figure follows from how often each (width, accepted) occurred. Needs no torch."""
+"""Acceptance: how often drafted tokens were put to the test, and how far they were right. Needs no torch.
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+One type for all sources: our own loop counts into it (`record`), engines' metrics are read into it, and every figure
+anywhere is a quotient of its counts. What a source does not tell is None, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from typing import Any
 
 
 @dataclass
 class AcceptanceStatistics:
-    """Tallies of steps, mergeable with `+`. A step here is one request's share of a verification.
+    """Counts of requests' verifications, mergeable with `+`; differences of growing counters by `since`."""
 
-    A figure that is not known is None, never 0.
-    """
+    verifications: float | None = 0
+    """Steps of one request that verified at least one drafted token (width > 1)."""
+    drafted: float | None = 0
+    """Drafted tokens put to the test in them, anchors not counted."""
+    accepted: float | None = 0
+    """Those of them that were accepted, bonus tokens not counted."""
+    offered_by_slot: list[float] | None = field(default_factory=list)
+    """Steps that verified slot k, from slot 1 on."""
+    accepted_by_slot: list[float] | None = field(default_factory=list)
+    """Steps that accepted slot k, from slot 1 on."""
+    widths: dict[int, float] | None = field(default_factory=dict)
+    """Steps by width, the anchor counted; 1 = without speculation."""
+    engine: str | None = None
+    """Whose metrics these were; None = our own loop."""
+    reported_length: float | None = None
+    """The engine's own word for τ, where it gives no counts."""
+    drained: bool = field(default=False, repr=False)
+    """The engine forgets what it has told: these are counts since the reading before."""
 
-    tally: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """(width, accepted) -> number of steps."""
+    @classmethod
+    def unknown(cls, engine: str | None = None, reported_length: float | None = None) -> AcceptanceStatistics:
+        """Nothing is known but what the engine itself says of τ."""
+        return cls(None, None, None, None, None, None, engine, reported_length)
 
     def record(self, width: int, accepted: int, steps: int = 1) -> None:
-        """Count `steps` steps that verified `width` slots and accepted `accepted` drafted tokens.
+        """Counts `steps` steps that verified `width` slots and accepted `accepted` drafted tokens.
 
         Raises:
             ValueError: not 0 <= accepted < width.
         """
         if not 0 <= accepted < width:
             raise ValueError(f"accepted {accepted} of width {width}: need 0 <= accepted < width")
-        self.tally[width, accepted] += steps
+        assert self.widths is not None
+        self.widths[width] = self.widths.get(width, 0) + steps
+        if width == 1:
+            return
+        assert self.offered_by_slot is not None
+        assert self.accepted_by_slot is not None
+        self.verifications = (self.verifications or 0) + steps
+        self.drafted = (self.drafted or 0) + steps * (width - 1)
+        self.accepted = (self.accepted or 0) + steps * accepted
+        _count(self.offered_by_slot, width - 1, steps)
+        _count(self.accepted_by_slot, accepted, steps, slots=width - 1)
 
-    def __add__(self, other: "AcceptanceStatistics") -> "AcceptanceStatistics":
-        return AcceptanceStatistics(self.tally + other.tally)
+    def __add__(self, other: AcceptanceStatistics) -> AcceptanceStatistics:
+        """Both together; what one of them does not know is not known of the sum."""
+        return AcceptanceStatistics(
+            _plus(self.verifications, other.verifications),
+            _plus(self.drafted, other.drafted),
+            _plus(self.accepted, other.accepted),
+            _plus_each(self.offered_by_slot, other.offered_by_slot),
+            _plus_each(self.accepted_by_slot, other.accepted_by_slot),
+            _plus_widths(self.widths, other.widths),
+            self.engine or other.engine,
+        )
+
+    def since(self, earlier: AcceptanceStatistics) -> AcceptanceStatistics:
+        """What happened between two readings; all unknown where a counter went backwards (a restart)."""
+        if self.drained or self.verifications is None:
+            return self  # the engine's own word on its last window
+        counters = (
+            (self.verifications, earlier.verifications),
+            (self.drafted, earlier.drafted),
+            (self.accepted, earlier.accepted),
+        )
+        if any(then is not None and (now is None or now < then) for now, then in counters):
+            return AcceptanceStatistics.unknown(self.engine)
+        return AcceptanceStatistics(
+            self.verifications - (earlier.verifications or 0),
+            _minus(self.drafted, earlier.drafted),
+            _minus(self.accepted, earlier.accepted),
+            _minus_each(self.offered_by_slot, earlier.offered_by_slot),
+            _minus_each(self.accepted_by_slot, earlier.accepted_by_slot),
+            _minus_widths(self.widths, earlier.widths),
+            self.engine,
+        )
 
     @property
-    def steps(self) -> int:
-        return self.tally.total()
+    def steps(self) -> float | None:
+        """All steps, those without speculation (width 1) included."""
+        return None if self.widths is None else sum(self.widths.values())
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float | None:
         """Tokens gained in all steps, bonus tokens counted."""
-        return sum((accepted + 1) * steps for (_, accepted), steps in self.tally.items())
+        return None if self.steps is None or self.accepted is None else self.steps + self.accepted
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Over all steps, those without speculation (width 1) included: what throughput sees."""
+        """Over all steps, those without speculation included: what throughput sees."""
         return _ratio(self.tokens, self.steps)
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens gained per step that verified a drafted token (width > 1): what the drafter is worth."""
-        speculated = {key: steps for key, steps in self.tally.items() if key[0] > 1}
-        return _ratio(sum((accepted + 1) * n for (_, accepted), n in speculated.items()), sum(speculated.values()))
+        """τ: mean tokens gained per verification of a drafted token, the bonus token counted; 1 <= τ <= B."""
+        gained = _ratio(self.accepted, self.verifications)
+        return self.reported_length if gained is None else 1 + gained
 
     @property
-    def acceptance_lengths(self) -> dict[int, int]:
-        """Histogram: acceptance_length -> steps, over steps of width > 1."""
-        return _sum_by((accepted + 1, n) for (width, accepted), n in self.tally.items() if width > 1)
+    def acceptance_lengths(self) -> dict[int, float] | None:
+        """Histogram: acceptance length -> verifications."""
+        if self.verifications is None or self.accepted_by_slot is None:
+            return None
+        reached = [self.verifications, *self.accepted_by_slot, 0]
+        counts = {length: reached[length - 1] - reached[length] for length in range(1, len(reached))}
+        return {length: count for length, count in counts.items() if count}
 
-    @property
-    def widths(self) -> dict[int, int]:
-        """Histogram: width -> steps."""
-        return _sum_by((width, n) for (width, _), n in self.tally.items())
-
-    def survival(self, block_size: int) -> list[float | None]:
-        """P(slot k is accepted) for k = 1..B-1, over the steps whose width covered slot k; None if there were none.
+    def survival(self, block_size: int | None = None) -> list[float | None]:
+        """P(slot k is accepted) for k = 1..B-1, over the steps whose width covered slot k; None where unknown.
 
         With widths that a policy chose, compare slots with care: the wide steps are those that looked promising.
+
+        Args:
+            block_size: B; None = as many slots as were ever verified.
         """
-        return [self._slot_survival(slot) for slot in range(1, block_size)]
+        offered, accepted = self.offered_by_slot, self.accepted_by_slot
+        if offered is None or accepted is None:
+            offered, accepted = [], []
+        known = [_ratio(ok, n) for ok, n in zip(accepted, offered, strict=False)]
+        wanted = len(known) if block_size is None else block_size - 1
+        return (known + [None] * wanted)[:wanted]
 
-    def _slot_survival(self, slot: int) -> float | None:
-        offered = {key: steps for key, steps in self.tally.items() if key[0] > slot}
-        return _ratio(sum(n for (_, accepted), n in offered.items() if accepted >= slot), sum(offered.values()))
-
-    def to_dict(self) -> dict[str, list[list[int]]]:
-        """For JSON: the tallies as [width, accepted, steps]."""
-        return {"tally": [[width, accepted, n] for (width, accepted), n in sorted(self.tally.items())]}
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; `from_dict` reads it back."""
+        return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Iterable[Iterable[int]]]) -> "AcceptanceStatistics":
-        """The inverse of `to_dict`.
+    def from_dict(cls, data: Mapping[str, Any]) -> AcceptanceStatistics:
+        """The inverse of `to_dict`, also after JSON has made the widths' keys texts.
 
         Raises:
-            KeyError, ValueError: `data` is not what `to_dict` gives.
+            TypeError, ValueError: `data` is not what `to_dict` gives.
         """
-        statistics = cls()
-        for width, accepted, steps in data["tally"]:
-            statistics.record(width, accepted, steps)
-        return statistics
+        widths = data.get("widths")
+        return cls(**{**data, "widths": widths and {int(width): steps for width, steps in widths.items()}})
 
 
-def _ratio(numerator: int, denominator: int) -> float | None:
-    return numerator / denominator if denominator else None
+def total(many: Iterable[AcceptanceStatistics]) -> AcceptanceStatistics:
+    """All of them as one; where the counts of any are unknown, the mean of the lengths is left."""
+    each = list(many)
+    if all(one.verifications is not None for one in each):
+        return sum(each, start=AcceptanceStatistics())
+    lengths = [one.acceptance_length for one in each if one.acceptance_length is not None]
+    engine = next((one.engine for one in each if one.engine), None)
+    return AcceptanceStatistics.unknown(engine, sum(lengths) / len(lengths) if lengths else None)
 
 
-def _sum_by(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
-    result: Counter[int] = Counter()
-    for key, count in pairs:
-        result[key] += count
-    return dict(sorted(result.items()))
+def _count(by_slot: list[float], reached: int, steps: int, *, slots: int | None = None) -> None:
+    """Adds `steps` to the first `reached` of at least `slots` slots."""
+    by_slot.extend([0] * ((slots or reached) - len(by_slot)))
+    for slot in range(reached):
+        by_slot[slot] += steps
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def _plus(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a + b
+
+
+def _plus_each(a: Sequence[float] | None, b: Sequence[float] | None) -> list[float] | None:
+    return None if a is None or b is None else [x + y for x, y in zip_longest(a, b, fillvalue=0)]
+
+
+def _plus_widths(a: Mapping[int, float] | None, b: Mapping[int, float] | None) -> dict[int, float] | None:
+    return None if a is None or b is None else {width: a.get(width, 0) + b.get(width, 0) for width in sorted({*a, *b})}
+
+
+def _minus(now: float | None, then: float | None) -> float | None:
+    return None if now is None else now - (then or 0)
+
+
+def _minus_each(now: Sequence[float] | None, then: Sequence[float] | None) -> list[float] | None:
+    return None if now is None else [x - y for x, y in zip_longest(now, then or (), fillvalue=0)]
+
+
+def _minus_widths(now: Mapping[int, float] | None, then: Mapping[int, float] | None) -> dict[int, float] | None:
+    if now is None:
+        return None
+    spent = {width: count - (then or {}).get(width, 0) for width, count in now.items()}
+    return {width: count for width, count in spent.items() if count}

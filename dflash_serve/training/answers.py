@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dflash_serve.errors import UserError
-from dflash_serve.prompt_sources import jsonl_prompts
+from dflash_serve.prompts.sources import jsonl_prompts
 from dflash_serve.training.decoding import BatchDecoder, Completion, Request
 from dflash_serve.training.prompts import chat_prompt, collect
 from dflash_serve.training.recipe import AnswersSection, Recipe, section_hash

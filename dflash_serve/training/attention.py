@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_serve.drafter.config import AttentionKind
+from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.training.blocks import Blocks
 
 ContextKV = tuple[Tensor, Tensor]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dflash_serve.drafter.model import Drafter
+from dflash_serve.models.drafter import Drafter
 
 
 class Average:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_serve.drafter.config import AttentionKind
+from dflash_serve.checkpoint.config import AttentionKind
 
 CONTEXT_STEP = 32
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_serve.drafter.config import AttentionKind
-from dflash_serve.drafter.kv_store import KVStore, Span, span_positions
+from dflash_serve.checkpoint.config import AttentionKind
+from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.training.repetition import repeated_tail
 from dflash_serve.training.target import PackedCausalAttention, Target, run_layers
 
@@ -43,22 +43,22 @@ class Completion:
 
 
 class PrefillAttention(PackedCausalAttention):
-    """Whole prompts, each kept in its slot of a store."""
+    """Whole prompts, each kept in its slot of a cache."""
 
-    def __init__(self, store: KVStore, spans: Sequence[Span], kinds: Sequence[AttentionKind]) -> None:
-        super().__init__([span.length for span in spans], kinds, store.keys.device)
-        self.store, self.spans = store, spans
+    def __init__(self, cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind]) -> None:
+        super().__init__([span.length for span in spans], kinds, cache.keys.device)
+        self.cache, self.spans = cache, spans
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.store.write(layer, self.spans, k, v)
+        self.cache.write(layer, self.spans, k, v)
         return super().__call__(layer, q, k, v)
 
 
 class SlotAttention:
-    """One new row for every slot of a store, attended in one padded call. Satisfies `drafter.model.Attend`."""
+    """One new row for every slot of a cache, attended in one padded call. Satisfies `drafter.model.Attend`."""
 
-    def __init__(self, store: KVStore, positions: Tensor, kinds: Sequence[AttentionKind]) -> None:
-        self.store, self.positions, self.kinds = store, positions, kinds
+    def __init__(self, cache: KVCache, positions: Tensor, kinds: Sequence[AttentionKind]) -> None:
+        self.cache, self.positions, self.kinds = cache, positions, kinds
         self.seen = int(positions.max()) + 1
         self.rows = torch.arange(len(positions), device=positions.device)
         self.masks = {kind: self._mask(kind) for kind in set(kinds)}
@@ -69,7 +69,7 @@ class SlotAttention:
         return visible[:, None, None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self.store.keys[layer], self.store.values[layer]
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.rows, :, self.positions] = k
         values[self.rows, :, self.positions] = v
         slots, kv_heads, _ = k.shape
@@ -104,9 +104,9 @@ class BatchDecoder:
         self.target, self.max_new_tokens, self.cut_loops = target, max_new_tokens, cut_loops
         self.stop_ids = frozenset(stop_ids)
         self.device = target.embedding.device
-        self.store = target.new_store(slots, capacity)
-        self.store.keys.zero_()  # a masked NaN of uninitialised memory would still poison its row
-        self.store.values.zero_()
+        self.cache = target.new_cache(slots, capacity)
+        self.cache.keys.zero_()  # a masked NaN of uninitialised memory would still poison its row
+        self.cache.values.zero_()
         self.active: list[Completion | None] = [None] * slots
         self.last = torch.zeros(slots, dtype=torch.int64, device=self.device)
         self.positions = torch.zeros(slots, dtype=torch.int64, device=self.device)
@@ -132,7 +132,7 @@ class BatchDecoder:
     def _prefill(self, new: Sequence[tuple[int, Request]]) -> None:
         spans = [Span(slot, 0, len(request.prompt)) for slot, request in new]
         token_ids = torch.tensor([token for _, request in new for token in request.prompt], device=self.device)
-        attention = PrefillAttention(self.store, spans, self.target.config.layers)
+        attention = PrefillAttention(self.cache, spans, self.target.config.layers)
         hidden, _ = run_layers(self.target, token_ids, span_positions(spans, self.device), attention)
         ends = torch.tensor([span.length for span in spans], device=self.device).cumsum(0) - 1
         slots = torch.tensor([slot for slot, _ in new], device=self.device)
@@ -151,7 +151,7 @@ class BatchDecoder:
                 yield completion
         if not any(self.active):
             return
-        attention = SlotAttention(self.store, self.positions, self.target.config.layers)
+        attention = SlotAttention(self.cache, self.positions, self.target.config.layers)
         hidden, _ = run_layers(self.target, self.last, self.positions, attention)
         self.last = self._choose(hidden, [c.request.temperature if c else 0.0 for c in self.active])
         self.positions += 1

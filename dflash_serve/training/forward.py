@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dflash_serve.drafter.model import Attend, Drafter
+from dflash_serve.models.attention import Attend
+from dflash_serve.models.drafter import Drafter
 from dflash_serve.training.attention import BlockAttention, ContextKV, FlexBlockAttention
 from dflash_serve.training.blocks import Blocks
 

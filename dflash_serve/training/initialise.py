@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dflash_serve.drafter.checkpoint import load_drafter
-from dflash_serve.drafter.config import AttentionKind, DrafterConfig
-from dflash_serve.drafter.layer_ids import uniform_target_layer_ids
-from dflash_serve.drafter.model import Drafter
-from dflash_serve.drafter.source import drafter_source
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
+from dflash_serve.checkpoint.layer_ids import uniform_target_layer_ids
+from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.errors import UserError
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.loader import load_drafter
 from dflash_serve.training.recipe import DrafterSection
 from dflash_serve.training.target import Target, TargetShape
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from dflash_serve.prompt_sources import hub_prompts, jsonl_prompts
+from dflash_serve.prompts.sources import hub_prompts, jsonl_prompts
 from dflash_serve.training.decoding import BatchDecoder, Request
 from dflash_serve.training.recipe import DatasetPrompts, FilePrompts, Prompts, SynthesisedPrompts
 from dflash_serve.training.target import Target, Tokenizer

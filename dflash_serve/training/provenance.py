@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dflash_serve.drafter.config import Frozen
+from dflash_serve.common.frozen import Frozen
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers")
 

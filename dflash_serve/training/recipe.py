@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from dflash_serve.drafter.config import Frozen, PositiveInt
+from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.errors import UserError
 from dflash_serve.recipe_file import read_recipe_file
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from dflash_serve.drafter.checkpoint_writer import write_drafter
-from dflash_serve.drafter.source import drafter_source, local_folder
+from dflash_serve.checkpoint.manifest import file_entries
+from dflash_serve.checkpoint.source import drafter_source, local_folder
+from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import UserError
-from dflash_serve.manifest import file_entries
 from dflash_serve.training import provenance
 from dflash_serve.training.answers import make_data, totals
 from dflash_serve.training.dataset import load_answers

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_serve.drafter.config import Frozen
+from dflash_serve.common.frozen import Frozen
 from dflash_serve.errors import UserError
 
 MANIFEST = "manifest.json"

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_serve.drafter.attention import block_mask
-from dflash_serve.drafter.config import AttentionKind, RopeConfig
-from dflash_serve.drafter.kv_store import KVStore
-from dflash_serve.drafter.model import Attend
+from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
+from dflash_serve.models.attention import Attend
+from dflash_serve.models.attention.sdpa import block_mask
+from dflash_serve.models.kv_cache import KVCache
 
 
 class TargetShape(Protocol):
@@ -65,7 +65,7 @@ class Target(Protocol):
     @property
     def config(self) -> TargetShape: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
-    def new_store(self, slots: int, capacity: int) -> KVStore: ...
+    def new_cache(self, slots: int, capacity: int) -> KVCache: ...
     def pack(self) -> None: ...
     def layer_weights(self, index: int) -> dict[str, Tensor]: ...
     def get_parameter(self, name: str) -> nn.Parameter: ...

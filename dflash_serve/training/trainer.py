@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dflash_serve.drafter.model import Drafter
 from dflash_serve.errors import UserError
+from dflash_serve.models.drafter import Drafter
 from dflash_serve.training.average import Average
 from dflash_serve.training.blocks import Blocks, lay_out
 from dflash_serve.training.dataset import Features, seen_vocabulary

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dflash_serve.drafter.config import DrafterConfig
+from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.training.blocks import lay_out
 from dflash_serve.training.forward import BlockForward
 from dflash_serve.training.loss import SlotLoss

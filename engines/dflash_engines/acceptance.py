@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from dflash_serve.backend import backend
+from dflash_serve.checkpoint.quantization import dequantized, load_weights
+from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.deployment import Deployment
-from dflash_serve.drafter.checkpoint import read_config
-from dflash_serve.drafter.checkpoint_writer import write_drafter
 from dflash_serve.errors import UserError
-from dflash_serve.quantization.checkpoint import dequantized, load_weights
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 

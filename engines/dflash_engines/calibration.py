@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dflash_serve.backend import backend
+from dflash_serve.checkpoint.formats import FP8_MAX
+from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.tensor_names import expected_tensors
 from dflash_serve.deployment import Deployment
-from dflash_serve.drafter.checkpoint import load_drafter, read_config
-from dflash_serve.drafter.model import Drafter
-from dflash_serve.drafter.tensor_names import expected_tensors
 from dflash_serve.errors import UserError
-from dflash_serve.quantization.formats import FP8_MAX
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
 
 from .environment import need

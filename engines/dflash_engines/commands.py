@@ -6,8 +6,8 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 
+from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.deployment import Deployment
-from dflash_serve.drafter.config import DrafterConfig
 
 from .onnx_export import GRAPHS
 from .step import Measured, Work

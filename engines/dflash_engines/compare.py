@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from dflash_serve.drafter.headers import INDEX, SINGLE
+from dflash_serve.checkpoint.formats import Format, QuantizedTensor, relative_error
+from dflash_serve.checkpoint.headers import INDEX, SINGLE
 from dflash_serve.errors import UserError
-from dflash_serve.quantization.formats import Format, QuantizedTensor, relative_error
 
 from .step import Measured
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_serve.drafter.attention import block_mask
-from dflash_serve.drafter.config import AttentionKind, DrafterConfig
-from dflash_serve.drafter.model import Attention, Drafter, RMSNorm
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.errors import UserError
+from dflash_serve.models.attention.sdpa import block_mask
+from dflash_serve.models.drafter import Attention, Drafter, RMSNorm
 
 
 def norm(module: RMSNorm, x: Tensor) -> Tensor:

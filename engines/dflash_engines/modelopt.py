@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dflash_serve.quantization.formats import Format, quantize
+from dflash_serve.checkpoint.formats import Format, quantize
 
 from .environment import need
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_serve.drafter.checkpoint import load_drafter
-from dflash_serve.drafter.model import Drafter
+from dflash_serve.checkpoint.formats import QuantizedTensor, relative_error
+from dflash_serve.checkpoint.quantization import load_weights
 from dflash_serve.errors import UserError
-from dflash_serve.quantization.checkpoint import load_weights
-from dflash_serve.quantization.formats import QuantizedTensor, relative_error
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.loader import load_drafter
 
 from .environment import need
 from .graph import Block, Context

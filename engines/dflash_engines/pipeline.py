@@ -15,9 +15,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Literal
 
-from dflash_serve.errors import UserError
-from dflash_serve.manifest import NAME, Manifest, file_entries, read_manifest, verify
-from dflash_serve.problem import Problem
+from dflash_serve.checkpoint.manifest import NAME, Manifest, file_entries, read_manifest, verify
+from dflash_serve.errors import Problem, UserError
 
 from .sources import Source
 from .step import Step, Work

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_serve.checkpoint.formats import GROUP, QuantizedTensor
 from dflash_serve.errors import UserError
-from dflash_serve.quantization.formats import GROUP, QuantizedTensor
 
 from .environment import need
 

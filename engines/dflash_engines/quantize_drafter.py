@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dflash_serve.drafter.checkpoint import load_tensors, open_checkpoint
-from dflash_serve.drafter.config import DrafterConfig
-from dflash_serve.drafter.dialects import DIALECTS, Target
-from dflash_serve.quantization.checkpoint import QUANT_CONFIG, dequantized, load_weights
-from dflash_serve.quantization.formats import FP4_MAX, FP8_MAX, GROUP, Format
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.dialects import DIALECTS, Target
+from dflash_serve.checkpoint.formats import FP4_MAX, FP8_MAX, GROUP, Format
+from dflash_serve.checkpoint.quantization import QUANT_CONFIG, dequantized, load_weights
+from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 
 from .calibration import read_ranges
 from .compare import BOUNDS, compare

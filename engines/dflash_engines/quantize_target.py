@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dflash_serve.quantization.formats import Format
+from dflash_serve.checkpoint.formats import Format
 
 from .calibration import read_answers
 from .compare import BOUNDS, compare, decoded, read_checkpoint

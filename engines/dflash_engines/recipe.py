@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, ValidationError
 
+from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.deployment import Deployment, describe
-from dflash_serve.drafter.config import Frozen, PositiveInt
 from dflash_serve.errors import UserError
 from dflash_serve.recipe_file import read_recipe_file
 

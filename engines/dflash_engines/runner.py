@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_serve.drafter.checkpoint import load_drafter
-from dflash_serve.errors import UserError
-from dflash_serve.manifest import verify
-from dflash_serve.problem import raise_problems
-from dflash_serve.quantization.formats import relative_error
+from dflash_serve.checkpoint.formats import relative_error
+from dflash_serve.checkpoint.manifest import verify
+from dflash_serve.errors import UserError, raise_problems
+from dflash_serve.models.loader import load_drafter
 
 from .environment import need
 from .rtx import BINDINGS

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention, span_positions
-from dflash_serve.drafter.model import Drafter
+from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 
 from .graph import dense_mask
 
@@ -48,14 +49,14 @@ def by_core(drafter: Drafter, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
     config, tokens = drafter.config, len(sample.features)
     dtype = drafter.fc.weight.dtype
     k, v = drafter.context_kv(drafter.project_context(sample.features.to(dtype)), torch.arange(tokens))
-    store = KVStore(
-        layers=config.num_layers, slots=len(sample.anchors), kv_heads=config.num_key_value_heads,
+    store = KVCache(
+        layers=config.num_layers, entries=len(sample.anchors), kv_heads=config.num_key_value_heads,
         capacity=tokens + config.block_size, head_dim=config.head_dim, dtype=dtype,
     )  # fmt: skip
     for slot, anchor in enumerate(sample.anchors):
         store.write_all([Span(slot, 0, anchor)], k[:anchor], v[:anchor])
     spans = [Span(slot, anchor, config.block_size) for slot, anchor in enumerate(sample.anchors)]
-    attend = StoreAttention(store, spans, config.layers, config.num_attention_heads)
+    attend = RaggedAttention(store, spans, config.layers, config.num_attention_heads)
     hidden = drafter(sample.noise.flatten(0, 1).to(dtype), span_positions(spans), attend)
     return hidden.view(sample.noise.shape), k, v
 

@@ -8,11 +8,12 @@ from importlib import import_module
 from pathlib import Path
 
 from dflash_serve.backend import backend
+from dflash_serve.checkpoint import source
+from dflash_serve.checkpoint.manifest import file_entries
+from dflash_serve.checkpoint.source import local_folder
+from dflash_serve.common.files import sha256
 from dflash_serve.deployment import Model
-from dflash_serve.drafter import source
-from dflash_serve.drafter.source import local_folder
 from dflash_serve.errors import UserError
-from dflash_serve.manifest import file_entries, sha256
 
 SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 TARGET_FILES = [f"*{suffix}" for suffix in SUFFIXES]

@@ -12,12 +12,13 @@ import torch
 import torch.multiprocessing
 from torch import Tensor, nn
 
-from dflash_serve.drafter.config import DrafterConfig
-from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention, span_positions
-from dflash_serve.drafter.model import Drafter
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.formats import FP8_MAX, Format, quantize
+from dflash_serve.checkpoint.quantization import assemble, dequantized
 from dflash_serve.errors import UserError
-from dflash_serve.quantization.checkpoint import assemble, dequantized
-from dflash_serve.quantization.formats import FP8_MAX, Format, quantize
+from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_tensorrt_llm.plugin.drafter import PlugInDrafter
 from dflash_tensorrt_llm.plugin.layout import Layout
 from tests.support.fake_tensorrt_llm import FOLDER, MIRRORED
@@ -128,8 +129,8 @@ def by_core(
                 module.register_forward_pre_hook(lambda _, given: (as_fp8(given[0], input_scale),))
     # Not `drafter.to(dtype)`: rotary frequencies stay in fp32.
     drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
-    store = KVStore(
-        layers=config.num_layers, slots=batch, kv_heads=config.num_key_value_heads, capacity=80,
+    store = KVCache(
+        layers=config.num_layers, entries=batch, kv_heads=config.num_key_value_heads, capacity=80,
         head_dim=config.head_dim, dtype=dtype,
     )  # fmt: skip
     lengths = [0] * batch
@@ -153,7 +154,7 @@ def by_core(
         for index in range(batch):
             inject(index, rows[index, : ACCEPTED[index]], projected[index])
         spans = [Span(index, lengths[index], config.block_size) for index in range(batch)]
-        attend = StoreAttention(store, spans, config.layers, config.num_attention_heads)
+        attend = RaggedAttention(store, spans, config.layers, config.num_attention_heads)
         noise = drafter.noise(torch.arange(batch) + 20 + step, target.model.embed_tokens.weight)
         hidden = drafter(noise, span_positions(spans), attend)
     slots = hidden.view(batch, config.block_size, -1)[:, 1:]

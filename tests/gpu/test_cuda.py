@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from dflash_serve import SamplingParams
-from dflash_serve.drafter.config import AttentionKind
-from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention
+from dflash_serve.checkpoint.config import AttentionKind
+from dflash_serve.models.attention.flashinfer import FlashInferAttention
+from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.training.blocks import lay_out
 from dflash_serve.training.forward import BlockForward
-from dflash_torch.flashinfer_attention import FlashInferAttention
 from dflash_torch.local_gpus import local_gpus
 from tests.support.embedded import PROMPTS, tiny_engine, with_passes
 from tests.support.tiny_target import write_tiny_pair
@@ -35,7 +36,7 @@ def test_graphs_change_no_token(folders: tuple[Path, Path], temperature: float) 
         list(engine.stream(PROMPTS, [params] * len(PROMPTS)))
         answers.append([output.token_ids for output in engine.outputs()])
     assert answers[0] == answers[1] == answers[2]
-    assert any(work.graph is not None for work in captured.decoder.verify.captured.values())
+    assert any(work.graph is not None for work in captured.scheduler.verify.captured.values())
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -45,12 +46,12 @@ def test_flashinfer_attends_as_we_do(causal: bool, window: int | None) -> None:
     kind, spans = AttentionKind(causal=causal, window=window), [Span(2, 40, 3), Span(0, 0, 9), Span(3, 251, 1)]
     q, k, v = (torch.randn(13, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (6, 2, 2))
     outs = []
-    for make in (StoreAttention, FlashInferAttention):
+    for make in (RaggedAttention, FlashInferAttention):
         torch.manual_seed(0)
-        store = KVStore(layers=1, slots=4, kv_heads=2, capacity=300, head_dim=64, dtype=torch.bfloat16, device="cuda")
-        store.keys.normal_()
-        store.values.normal_()
-        outs.append(make(store, spans, [kind], 6)(0, q, k, v))
+        cache = KVCache(layers=1, entries=4, kv_heads=2, capacity=300, head_dim=64, dtype=torch.bfloat16, device="cuda")
+        cache.keys.normal_()
+        cache.values.normal_()
+        outs.append(make(cache, spans, [kind], 6)(0, q, k, v))
     torch.testing.assert_close(outs[1], outs[0], atol=2e-2, rtol=2e-2)
 
 

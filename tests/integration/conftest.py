@@ -18,5 +18,5 @@ def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def served(tiny_folders: tuple[Path, Path]) -> Iterator[Running]:
     """One server for all tests that leave it as they found it."""
-    with running(tiny_engine(tiny_folders, slots=4)) as server:
+    with running(tiny_engine(tiny_folders, max_batch_size=4)) as server:
         yield server

@@ -10,8 +10,7 @@ import copy
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,25 +21,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_serve import LLM, SamplingParams
-from dflash_serve.assets import bundled_drafter
-from dflash_serve.drafter.checkpoint import load_drafter
-from dflash_serve.drafter.model import Attend, Drafter
+from dflash_serve.checkpoint.source import drafter_folder, target_folder
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.common.journal import Journal
+from dflash_serve.models.attention import Attend
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.loader import load_drafter
 from dflash_serve.proving.doctor.corrections import Alternative, corrections
 from dflash_serve.proving.doctor.counts import Counts, total
 from dflash_serve.proving.doctor.diagnosis import Diagnosis, Hypothesis, Verdict, diagnose
 from dflash_serve.proving.doctor.examination import Examination
 from dflash_serve.proving.doctor.fit import Observation
 from dflash_serve.proving.doctor.suspect import interview
-from dflash_serve.proving.endpoint import Endpoint
-from dflash_serve.proving.journal import Journal
-from dflash_torch.decoder import Decoder
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.evaluation import Evaluation
 from dflash_torch.faults.reference import EmbeddedReference
 from dflash_torch.faults.tensors import first_difference
-from dflash_torch.sequence import Sequence
+from dflash_torch.request import Request
+from dflash_torch.scheduler import Scheduler
 from dflash_torch.speculator import Speculator
-from dflash_torch.target import target_folder
 from tests.support.prompts import word_problems
 from tests.support.serving import running
 from tests.support.tiny import edit_json
@@ -66,7 +65,7 @@ class Known:
     def engine(self) -> EmbeddedEngine:
         return self.reference.engine
 
-    def diagnose(self, observed: Observation, prompts: Many[int] | None = None) -> Diagnosis:
+    def diagnose(self, observed: Observation, prompts: Sequence[int] | None = None) -> Diagnosis:
         if prompts is None:
             return diagnose(observed, self.hypotheses)
         chosen = [
@@ -85,9 +84,7 @@ class Known:
 
 @pytest.fixture(scope="module")
 def shipped() -> Path:
-    folder = bundled_drafter("smollm2")
-    assert folder is not None
-    return folder
+    return drafter_folder("smollm2")
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +105,12 @@ def observe(engine: EmbeddedEngine) -> Observation:
 
 def with_speculator(engine: EmbeddedEngine, make: Callable[..., Speculator], drafter: Drafter) -> EmbeddedEngine:
     """The same target with another drafter or loop."""
-    full = engine.decoder
-    speculator = make(drafter, full.target, block_size=BLOCK, slots=COUNT, capacity=full.capacity)
-    decoder = Decoder(full.target, speculator, full.policy, slots=COUNT, capacity=full.capacity, reuse_prefixes=False)
-    return EmbeddedEngine(decoder, engine.tokenizer)
+    full = engine.scheduler
+    speculator = make(drafter, full.target, block_size=BLOCK, max_batch_size=COUNT, capacity=full.capacity)
+    scheduler = Scheduler(
+        full.target, speculator, full.policy, max_batch_size=COUNT, capacity=full.capacity, reuse_prefixes=False
+    )
+    return EmbeddedEngine(scheduler, engine.tokenizer)
 
 
 def edited(change: Mapping[str, object]) -> Break:
@@ -174,22 +173,22 @@ class LateBlock(Drafter):
 class Forgetful(Speculator):
     """Its store loses the rows of accepted tokens."""
 
-    def inject(self, sequences: Many[Sequence]) -> None:
-        spans = [(s.slot, s.injected, s.verified) for s in sequences if s.injected >= s.prompt_length]
-        super().inject(sequences)
+    def inject(self, requests: Sequence[Request]) -> None:
+        spans = [(s.entry, s.injected, s.verified) for s in requests if s.injected >= s.prompt_length]
+        super().inject(requests)
         for slot, start, end in spans:
-            self.store.keys[:, slot, :, start + 1 : end] = 0
-            self.store.values[:, slot, :, start + 1 : end] = 0
+            self.cache.keys[:, slot, :, start + 1 : end] = 0
+            self.cache.values[:, slot, :, start + 1 : end] = 0
 
 
 class Unprepared(Speculator):
     """Its store knows nothing of the prompt, as behind a prefill server."""
 
-    def inject(self, sequences: Many[Sequence]) -> None:
-        super().inject(sequences)
-        for sequence in sequences:
-            self.store.keys[:, sequence.slot, :, : sequence.prompt_length] = 0
-            self.store.values[:, sequence.slot, :, : sequence.prompt_length] = 0
+    def inject(self, requests: Sequence[Request]) -> None:
+        super().inject(requests)
+        for request in requests:
+            self.cache.keys[:, request.entry, :, : request.prompt_length] = 0
+            self.cache.values[:, request.entry, :, : request.prompt_length] = 0
 
 
 MEMORY: dict[str, tuple[type[Drafter], type[Speculator], str]] = {

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dflash_serve import LLM, SamplingParams
+from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.speculation.width import FixedWidth
-from dflash_torch.decoder import Decoder
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.target import target_folder
+from dflash_torch.scheduler import Scheduler
 from tests.support.prompts import human_eval, word_problems
 
 pytestmark = pytest.mark.model
@@ -24,10 +24,10 @@ def llm() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def decoder(llm: LLM) -> Decoder:
+def scheduler(llm: LLM) -> Scheduler:
     engine = llm.engine
     assert isinstance(engine, EmbeddedEngine)
-    return engine.decoder
+    return engine.scheduler
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +55,20 @@ def test_plain_decoding_is_what_transformers_generates(prompts: Answers, plain: 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_greedy_answers_are_the_same_token_for_token(
-    llm: LLM, decoder: Decoder, prompts: Answers, plain: Answers, width: int
+    llm: LLM, scheduler: Scheduler, prompts: Answers, plain: Answers, width: int
 ) -> None:
-    decoder.policy = FixedWidth(width)
+    scheduler.policy = FixedWidth(width)
     outputs = llm.generate(prompts, GREEDY)
     assert [output.token_ids for output in outputs] == plain
     assert sum(output.statistics.steps for output in outputs) < sum(len(answer) - 1 for answer in plain)
 
 
 def test_a_seeded_sample_is_the_same_with_any_width_and_neighbours(
-    llm: LLM, decoder: Decoder, prompts: Answers
+    llm: LLM, scheduler: Scheduler, prompts: Answers
 ) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.95, frequency_penalty=0.4, seed=11, max_tokens=32)
     alone = llm.engine.plain()
     list(alone.stream(prompts[:3], [params] * 3))
-    decoder.policy = FixedWidth(8)
+    scheduler.policy = FixedWidth(8)
     together = llm.generate(prompts[:6], params)
     assert [output.token_ids for output in alone.outputs()] == [output.token_ids for output in together[:3]]

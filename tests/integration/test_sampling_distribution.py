@@ -8,7 +8,7 @@ token, which would leave nothing to test. False-alarm rate 1e-4 a case; seeds ar
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ import pytest
 from scipy.stats import chi2_contingency
 
 from dflash_serve.speculation.params import SamplingParams
-from dflash_torch.decoder import Decoder
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.sequence import Sequence
+from dflash_torch.request import Request
+from dflash_torch.scheduler import Scheduler
 from dflash_torch.speculator import Speculator
 from tests.support.embedded import tiny_engine
 from tests.support.tiny_target import write_tiny_pair
@@ -40,9 +40,9 @@ class LikelySpeculator(Speculator):
 
     likely: dict[tuple[int, ...], int]
 
-    def draft(self, sequences: Many[Sequence], widths: Many[int]) -> list[list[int]]:
-        super().draft(sequences, widths)  # the real pass, for its effects on the stores
-        return [self._continue(s.output_ids, width) for s, width in zip(sequences, widths, strict=True)]
+    def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
+        super().draft(requests, widths)  # the real pass, for its effects on the K/V caches
+        return [self._continue(s.output_ids, width) for s, width in zip(requests, widths, strict=True)]
 
     def _continue(self, output: list[int], width: int) -> list[int]:
         seen = list(output)
@@ -97,8 +97,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def speculating(folders: tuple[Path, Path], likely: dict[tuple[int, ...], int]) -> EmbeddedEngine:
-    engine = tiny_engine(folders, width=4, slots=32)
-    speculator = engine.decoder.speculator
+    engine = tiny_engine(folders, width=4, max_batch_size=32)
+    speculator = engine.scheduler.speculator
     assert speculator is not None
     speculator.__class__, speculator.likely = LikelySpeculator, likely  # type: ignore[attr-defined]
     return engine
@@ -106,7 +106,7 @@ def speculating(folders: tuple[Path, Path], likely: dict[tuple[int, ...], int]) 
 
 @pytest.mark.parametrize("case", CASES)
 def test_speculation_samples_what_plain_sampling_samples(folders: tuple[Path, Path], case: str) -> None:
-    plain = tiny_engine(folders, width=1, slots=32)
+    plain = tiny_engine(folders, width=1, max_batch_size=32)
     expected, _ = sample(plain, 0, CASES[case])
     engine = speculating(folders, most_frequent(expected))
     observed, accepted = sample(engine, 10**6, CASES[case])
@@ -115,17 +115,17 @@ def test_speculation_samples_what_plain_sampling_samples(folders: tuple[Path, Pa
 
 
 def test_greedy_verification_would_be_noticed(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tiny_engine(folders, width=1, slots=32)
+    plain = tiny_engine(folders, width=1, max_batch_size=32)
     expected, _ = sample(plain, 0, {"top_k": 20})
     engine = speculating(folders, most_frequent(expected))
-    honest = Decoder._draft
+    honest = Scheduler._draft
 
-    def always_right(self: Decoder, sequences: Many[Sequence]) -> list[list[int]]:
-        drafts = honest(self, sequences)
-        for sequence, draft in zip(sequences, drafts, strict=True):
-            sequence.params = sequence.params.model_copy(update={"temperature": 0.0 if draft else 1.0})
+    def always_right(self: Scheduler, requests: Sequence[Request]) -> list[list[int]]:
+        drafts = honest(self, requests)
+        for request, draft in zip(requests, drafts, strict=True):
+            request.params = request.params.model_copy(update={"temperature": 0.0 if draft else 1.0})
         return drafts
 
-    monkeypatch.setattr(Decoder, "_draft", always_right)
+    monkeypatch.setattr(Scheduler, "_draft", always_right)
     observed, _ = sample(engine, 10**6, {"top_k": 20})
     assert p_value(expected, observed) < ALARM

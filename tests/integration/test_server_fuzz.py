@@ -31,8 +31,8 @@ GENERATES = ["/v1/chat/completions", "/v1/completions"]
 
 @pytest.fixture(scope="module")
 def schema(tiny_folders: tuple[Path, Path]) -> Iterator[Any]:
-    engine = tiny_engine(tiny_folders, slots=8)
-    engine.decoder.capacity = 48  # answers without a limit stay short
+    engine = tiny_engine(tiny_folders, max_batch_size=8)
+    engine.scheduler.capacity = 48  # answers without a limit stay short
     with running(engine, queue=256) as server:
         document = httpx.get(f"{server.url}/openapi.json").json()
         assert "422" not in str(document["paths"])

@@ -85,8 +85,8 @@ async def load(url: str, expected: list[str], requests: int = REQUESTS) -> Count
 
 
 def memory(server: Running) -> tuple[int, int]:
-    decoder = server.engine.decoder
-    return decoder.store.keys.untyped_storage().nbytes(), len(decoder.free_slots)
+    scheduler = server.engine.scheduler
+    return scheduler.cache.keys.untyped_storage().nbytes(), len(scheduler.free_entries)
 
 
 def resident() -> int:
@@ -97,8 +97,8 @@ def resident() -> int:
 
 
 def test_under_four_times_its_capacity_every_request_has_one_true_outcome(tiny_folders: tuple[Path, Path]) -> None:
-    expected = solo(tiny_engine(tiny_folders, slots=1))
-    with running(tiny_engine(tiny_folders, slots=8), queue=32) as server:
+    expected = solo(tiny_engine(tiny_folders, max_batch_size=1))
+    with running(tiny_engine(tiny_folders, max_batch_size=8), queue=32) as server:
         before = memory(server)
         asyncio.run(load(server.url, expected, requests=4))  # allocators and caches reach their size
         until(server.idle)
@@ -112,6 +112,6 @@ def test_under_four_times_its_capacity_every_request_has_one_true_outcome(tiny_f
         assert memory(server) == before
         assert resident() - settled < LEAK
         seen = httpx.get(f"{server.url}/metrics").text
-        joined = server.engine.decoder.joined - 1  # the warm-up
+        joined = server.engine.scheduler.joined - 1  # the warm-up
         ended = [line for line in seen.splitlines() if line.startswith("dflash:request_success_total")]
         assert sum(float(line.rsplit(" ", 1)[1]) for line in ended) == joined

@@ -171,7 +171,7 @@ def test_max_completion_tokens_is_max_tokens(client: OpenAI) -> None:
 def test_without_a_limit_an_answer_ends_at_the_models_length(client: OpenAI, served: Running) -> None:
     response = chat(client, max_tokens=None)
     assert response.choices[0].finish_reason == "length"
-    assert response.usage.total_tokens == served.engine.decoder.capacity
+    assert response.usage.total_tokens == served.engine.scheduler.capacity
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -18,11 +18,11 @@ from typing import Any
 import httpx
 import pytest
 
+from dflash_serve.checkpoint import smollm2
 from dflash_serve.cli.serve import prepared
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
 from dflash_torch.backend import EmbeddedBackend, backend
-from dflash_torch.target import smollm2
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running, until
 
@@ -109,13 +109,13 @@ def _gauge(url: str, name: str) -> float | None:
 
 def test_the_drains_deadline_ends_what_is_left_with_an_error(tiny_folders: Folders) -> None:
     engine = tiny_engine(tiny_folders)
-    real = engine.decoder.step
+    real = engine.scheduler.step
 
     def slow() -> Any:
         time.sleep(0.05)
         return real()
 
-    engine.decoder.step = slow  # type: ignore[method-assign]
+    engine.scheduler.step = slow  # type: ignore[method-assign]
     with running(engine, drain_seconds=0.3) as server:
         with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as response:
             lines = response.iter_lines()

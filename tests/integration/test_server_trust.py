@@ -40,9 +40,9 @@ class Gate:
     """Holds every step of an engine until it is opened, and can break one."""
 
     def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.step, self.open, self.faults, self.steps = engine.decoder.step, True, 0, 0
+        self.step, self.open, self.faults, self.steps = engine.scheduler.step, True, 0, 0
         self.closes_after = 0
-        monkeypatch.setattr(engine.decoder, "step", self)
+        monkeypatch.setattr(engine.scheduler, "step", self)
 
     def __call__(self) -> Any:
         while not self.open:
@@ -101,7 +101,7 @@ def test_a_full_queue_is_429_at_the_door_and_those_inside_are_answered(narrow: R
 
 @pytest.fixture(scope="module")
 def narrow(tiny_folders: Folders) -> Iterator[Running]:
-    with running(tiny_engine(tiny_folders, slots=1), queue=2) as server:
+    with running(tiny_engine(tiny_folders, max_batch_size=1), queue=2) as server:
         yield server
 
 
@@ -163,13 +163,13 @@ def test_a_client_that_leaves_while_queued_is_never_run(narrow: Running, narrow_
     until(lambda: server.worker.running == 1)
     second = raw_request(server.url, LONG | {"stream": stream})
     until(lambda: server.worker.waiting == 1)
-    joined = server.engine.decoder.joined
+    joined = server.engine.scheduler.joined
     second.close()
     until(lambda: all(ticket.cancelled for ticket, _ in server.worker._waiting))
     first.close()
     narrow_gate.open = True
     until(server.idle)
-    assert server.engine.decoder.joined == joined
+    assert server.engine.scheduler.joined == joined
 
 
 def test_a_client_that_leaves_before_its_body_is_whole_does_no_harm(served: Running) -> None:

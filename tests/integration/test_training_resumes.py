@@ -9,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_serve.drafter.checkpoint import load_drafter
 from dflash_serve.errors import UserError
+from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.training.answers import make_data
 from dflash_serve.training.recipe import Recipe
 from dflash_serve.training.run import new_trainer, run
 from dflash_serve.training.trainer import Tick, Trainer
-from dflash_torch.target import load_target, load_tokenizer
 from tests.support.tiny_target import write_tiny_target
 
 STEPS = 12

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.cli.main import run
+from dflash_serve.common.journal import Journal
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.proving.journal import Journal
 from dflash_serve.proving.lossless.findings import Fault, Findings
 from dflash_serve.proving.lossless.launched import Launcher
 from dflash_serve.proving.lossless.plan import GREEDY, SAMPLED, Plan
@@ -27,7 +28,6 @@ from dflash_serve.proving.lossless.sides import EngineSide, Pair
 from dflash_serve.proving.lossless.verification import Verification
 from dflash_torch.backend import EmbeddedBackend
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.target import target_folder
 from tests.support import broken_loops
 from tests.support.broken_loops import Break, guessing_engine, likely_tokens, sharp_pair
 from tests.support.embedded import tiny_engine
@@ -72,7 +72,7 @@ def settings(**more: Any) -> Plan:
 
 
 def verified(engine: EmbeddedEngine, folders: Folders, plan: Plan) -> Findings:
-    plain = EngineSide(tiny_engine(folders, width=1, slots=broken_loops.SLOTS))
+    plain = EngineSide(tiny_engine(folders, width=1, max_batch_size=broken_loops.SLOTS))
     pair = Pair(lambda: nullcontext(EngineSide(engine)), lambda: nullcontext(plain))
     return Verification(plan, PROMPTS, pair, Journal(None, {})).run()
 
@@ -155,7 +155,7 @@ def test_two_servers_are_compared_over_real_sockets(
     keys: dict[str, Any] = {"api_key_file": key}
     with (
         running(guessing_engine(folders, likely), queue=64, **keys) as speculating,
-        running(tiny_engine(folders, width=1, slots=8), queue=64, **keys) as plain,
+        running(tiny_engine(folders, width=1, max_batch_size=8), queue=64, **keys) as plain,
     ):
         urls = ["--with", speculating.url, "--without", plain.url + "/v1", "--api-key-file", key]
         given = ["--prompts", file, "--raw", "--dtype", "float32", "--max-tokens", 16, "--samples", 64]

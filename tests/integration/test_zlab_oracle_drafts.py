@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_serve.drafter.checkpoint import load_drafter
-from dflash_serve.drafter.config import AttentionKind, DrafterConfig
-from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention, span_positions
-from dflash_serve.drafter.model import Drafter
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
+from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.kv_cache import KVCache, Span, span_positions
+from dflash_serve.models.loader import load_drafter
 from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, tiny_drafter_config, write_tiny_drafter
 
 zlab = pytest.importorskip("dflash.model")
@@ -44,14 +45,14 @@ STEPS = (17, 1, 4, 2, 3, 1, 4)
 
 
 class Ours:
-    """Drafts with a KVStore."""
+    """Drafts with a KVCache."""
 
     def __init__(self, drafter: Drafter) -> None:
         config = drafter.config
         self.drafter, self.length = drafter, 0
-        self.store = KVStore(
+        self.cache = KVCache(
             layers=config.num_layers,
-            slots=1,
+            entries=1,
             kv_heads=config.num_key_value_heads,
             capacity=64,
             head_dim=config.head_dim,
@@ -61,11 +62,11 @@ class Ours:
         """features [new, F*H], noise [B, H] -> hidden states [B, H]."""
         span = Span(0, self.length, len(features))
         context = self.drafter.project_context(features)
-        self.store.write_all([span], *self.drafter.context_kv(context, span_positions([span])))
+        self.cache.write_all([span], *self.drafter.context_kv(context, span_positions([span])))
         self.length += len(features)
         block = Span(0, self.length, len(noise))
         config = self.drafter.config
-        attend = StoreAttention(self.store, [block], config.layers, config.num_attention_heads)
+        attend = RaggedAttention(self.cache, [block], config.layers, config.num_attention_heads)
         out: Tensor = self.drafter(noise, span_positions([block]), attend)
         return out
 

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_serve.assets import bundled_drafter
-from dflash_serve.drafter.checkpoint import load_drafter
+from dflash_serve.checkpoint.source import drafter_folder, target_folder
+from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import FixedWidth
-from dflash_torch.decoder import Decoder
+from dflash_torch.scheduler import Scheduler
 from dflash_torch.speculator import Speculator
-from dflash_torch.target import load_target, load_tokenizer, target_folder
 from tests.support.prompts import word_problems
 
 zlab = pytest.importorskip("dflash.model", reason="pip install --no-deps dflash==0.1.0")
@@ -38,9 +37,7 @@ class Recorder(FixedWidth):
 
 def variant(folder: Path, **changes: object) -> Path:
     """The bundled drafter with another attention: acceptance falls, but both must agree on how far."""
-    source = bundled_drafter("smollm2")
-    assert source is not None
-    shutil.copytree(source, folder)
+    shutil.copytree(drafter_folder("smollm2"), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
@@ -68,7 +65,7 @@ def test_same_tokens_and_accepted_lengths(name: str, tmp_path: Path, monkeypatch
     reference = AutoModelForCausalLM.from_pretrained(target_folder("smollm2"), dtype=torch.float32).eval()
     target, tokenizer = load_target("smollm2"), load_tokenizer("smollm2")
     drafter = load_drafter(folder, dtype=torch.float32)
-    speculator = Speculator(drafter, target, block_size=8, slots=1, capacity=512)
+    speculator = Speculator(drafter, target, block_size=8, max_batch_size=1, capacity=512)
     accepted = 0
     for messages in word_problems(2):
         ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
@@ -76,10 +73,10 @@ def test_same_tokens_and_accepted_lengths(name: str, tmp_path: Path, monkeypatch
             theirs, reference, torch.tensor([ids]), NEW_TOKENS, stop_token_ids=[2], return_stats=True
         )
         policy = Recorder(8)
-        decoder = Decoder(target, speculator, policy, slots=1, capacity=512)
-        sequence = decoder.join(ids, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
-        while decoder.running:
-            decoder.step()
+        scheduler = Scheduler(target, speculator, policy, max_batch_size=1, capacity=512)
+        sequence = scheduler.join(ids, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
+        while scheduler.running:
+            scheduler.step()
         assert sequence.token_ids == expected.output_ids[0].tolist()
         # The last blocks are left out: z-lab drafts a shorter block at the end of the budget, we a whole one.
         whole = len(policy.lengths) - 8

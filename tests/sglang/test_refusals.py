@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.drafter.checkpoint import read_config
+from dflash_serve.checkpoint.reader import read_config
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 from tests.support.sglang_server import ON_CPU, refusal
 from tests.support.tiny import edit_json, write_tiny_drafter

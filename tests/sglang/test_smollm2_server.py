@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from dflash_serve import LLM, SamplingParams
+from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from dflash_torch.target import load_tokenizer, target_folder
+from dflash_serve.models.loader import load_tokenizer
 from tests.support.prompts import word_problems
 from tests.support.sglang_server import Server, serving
 
@@ -93,7 +94,7 @@ def test_dflash_changes_no_token_and_accepts_what_the_embedded_engine_does(
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     engine = LLM("smollm2", str(tmp_path / "draft"), width=8, max_model_len=1024, max_batch_size=STREAMS).engine
     list(engine.stream(prompts, [params] * len(prompts)))
-    reference = engine.decoder.statistics.acceptance_length  # type: ignore[attr-defined]
+    reference = engine.scheduler.statistics.acceptance_length  # type: ignore[attr-defined]
     assert found > 1.1
     assert found == pytest.approx(reference, rel=0.05)
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dflash_serve.backend import Command
+from dflash_serve.client.acceptance_reading import AcceptanceReading
+from dflash_serve.client.answer import Answer
+from dflash_serve.common.journal import Journal
 from dflash_serve.deployment import Deployment
-from dflash_serve.proving.acceptance_reading import AcceptanceReading
-from dflash_serve.proving.answer import Answer
-from dflash_serve.proving.journal import Journal
 from dflash_serve.proving.lossless.findings import Findings
 from dflash_serve.proving.lossless.launched import Launcher
 from dflash_serve.proving.lossless.plan import SAMPLED, Plan, Question

@@ -1,13 +1,12 @@
 """A decoding loop that accepts a good part of its drafts, and four ways to break it that users have met.
 
-Each takes the real Decoder and rules of acceptance and spoils one thing, as a bug in an engine would.
+Each takes the real Scheduler and rules of acceptance and spoils one thing, as a bug in an engine would.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,10 @@ from dflash_serve.speculation import penalties
 from dflash_serve.speculation.acceptance import Acceptance, accept_matching, accept_sampled
 from dflash_serve.speculation.noise import BlockNoise, draw
 from dflash_serve.speculation.params import SamplingParams
-from dflash_torch import verdict
-from dflash_torch.decoder import Decoder
+from dflash_torch import sampler as verdict
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.sequence import Sequence
+from dflash_torch.request import Request
+from dflash_torch.scheduler import Scheduler
 from dflash_torch.speculator import Speculator
 from tests.support.embedded import tiny_engine
 from tests.support.tiny_target import write_tiny_pair
@@ -47,9 +46,9 @@ class LikelySpeculator(Speculator):
 
     likely: Mapping[Prefix, int]
 
-    def draft(self, sequences: Many[Sequence], widths: Many[int]) -> list[list[int]]:
-        super().draft(sequences, widths)  # the real pass, for its effects on the stores
-        return [self._continue(tuple(s.token_ids), width) for s, width in zip(sequences, widths, strict=True)]
+    def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
+        super().draft(requests, widths)  # the real pass, for its effects on the K/V caches
+        return [self._continue(tuple(s.token_ids), width) for s, width in zip(requests, widths, strict=True)]
 
     def _continue(self, tokens: Prefix, width: int) -> list[int]:
         drafted: list[int] = []
@@ -59,9 +58,9 @@ class LikelySpeculator(Speculator):
         return drafted
 
 
-def likely_tokens(folders: tuple[Path, Path], asked: Many[tuple[Prompt, SamplingParams]]) -> dict[Prefix, int]:
+def likely_tokens(folders: tuple[Path, Path], asked: Sequence[tuple[Prompt, SamplingParams]]) -> dict[Prefix, int]:
     """What plain decoding says most often after the same tokens, over the answers to `asked`."""
-    plain = tiny_engine(folders, width=1, slots=SLOTS)
+    plain = tiny_engine(folders, width=1, max_batch_size=SLOTS)
     following: dict[Prefix, Counter[int]] = defaultdict(Counter)
     list(plain.stream([prompt for prompt, _ in asked], [params for _, params in asked]))
     for output in plain.outputs():
@@ -73,8 +72,8 @@ def likely_tokens(folders: tuple[Path, Path], asked: Many[tuple[Prompt, Sampling
 
 def guessing_engine(folders: tuple[Path, Path], likely: Mapping[Prefix, int]) -> EmbeddedEngine:
     """An engine whose drafts are likely tokens."""
-    engine = tiny_engine(folders, width=WIDTH, slots=SLOTS)
-    speculator = engine.decoder.speculator
+    engine = tiny_engine(folders, width=WIDTH, max_batch_size=SLOTS)
+    speculator = engine.scheduler.speculator
     assert speculator is not None
     speculator.__class__, speculator.likely = LikelySpeculator, likely  # type: ignore[attr-defined]
     return engine
@@ -97,25 +96,25 @@ def wrong_residual(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> N
 
 def stale_state(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The K/V of a rejected token stays where that of the token that replaced it belongs."""
-    engine.decoder.__class__ = StaleDecoder
+    engine.scheduler.__class__ = StaleDecoder
 
 
-class StaleDecoder(Decoder):
+class StaleDecoder(Scheduler):
     """Puts the K/V of rejected tokens back after the pass that should have replaced them."""
 
     def _verify(
-        self, sequences: Many[Sequence], pending: list[list[int]], drafts: list[list[int]]
+        self, requests: Sequence[Request], pending: list[list[int]], drafts: list[list[int]]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        kept = [self._row(sequence).clone() for sequence in sequences]
-        result = super()._verify(sequences, pending, drafts)
-        for sequence, row in zip(sequences, kept, strict=True):
-            if sequence.steps and sequence.steps[-1][1] < sequence.steps[-1][0] - 1:
-                self._row(sequence).copy_(row)
+        kept = [self._row(request).clone() for request in requests]
+        result = super()._verify(requests, pending, drafts)
+        for request, row in zip(requests, kept, strict=True):
+            if request.steps and request.steps[-1][1] < request.steps[-1][0] - 1:
+                self._row(request).copy_(row)
         return result
 
-    def _row(self, sequence: Sequence) -> Tensor:
+    def _row(self, request: Request) -> Tensor:
         """The keys of the place that the anchor is about to take, [layers, kv_heads, head_dim]."""
-        return self.store.keys[:, sequence.slot, :, sequence.verified]
+        return self.cache.keys[:, request.entry, :, request.verified]
 
 
 def frozen_penalties(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_serve.manifest import NAME, Manifest, file_entries
+from dflash_serve.checkpoint.manifest import NAME, Manifest, file_entries
 
 
 def seal(folder: Path) -> Path:

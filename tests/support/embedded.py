@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from dflash_serve.drafter.checkpoint import load_drafter
+from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.speculation.width import FixedWidth, WidthPolicy
-from dflash_torch.decoder import Decoder
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.passes import DrafterPass, TargetPass
-from dflash_torch.sequence import Sequence
+from dflash_torch.model_runner import DrafterRunner, TargetRunner
+from dflash_torch.request import Request
+from dflash_torch.scheduler import Scheduler
 from dflash_torch.speculator import Speculator
-from dflash_torch.target import load_target, load_tokenizer
 
 PROMPTS = ["the quick brown fox", "the quick dog", '{"name": [1', "over", "fox fox fox lazy"]
 
@@ -26,24 +24,24 @@ class OracleSpeculator(Speculator):
     truth: Mapping[tuple[int, ...], list[int]]
     wrong_every: int = 3
 
-    def draft(self, sequences: Many[Sequence], widths: Many[int]) -> list[list[int]]:
-        random = super().draft(sequences, widths)
+    def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
+        random = super().draft(requests, widths)
         drafts = []
-        for sequence, width, own in zip(sequences, widths, random, strict=True):
-            prompt, done = tuple(sequence.token_ids[: sequence.prompt_length]), len(sequence.output_ids)
+        for request, width, own in zip(requests, widths, random, strict=True):
+            prompt, done = tuple(request.token_ids[: request.prompt_length]), len(request.output_ids)
             known = self.truth.get(prompt, [])[done : done + width - 1]
             spoilt = [t if (done + k) % self.wrong_every else (t + 1) % 96 for k, t in enumerate(known, start=1)]
-            drafts.append(own if sequence.grammar else spoilt + own[len(spoilt) :])
+            drafts.append(own if request.grammar else spoilt + own[len(spoilt) :])
         return drafts
 
 
 def with_passes(engine: EmbeddedEngine, *, static: bool) -> EmbeddedEngine:
     """The same engine with padded or ragged passes, whatever its device would choose."""
-    decoder, speculator = engine.decoder, engine.decoder.speculator
+    scheduler, speculator = engine.scheduler, engine.scheduler.speculator
     assert speculator is not None
     block = speculator.block_size
-    decoder.verify = TargetPass(decoder.target, decoder.store, block, static=static)
-    speculator.fill = DrafterPass(decoder.target.embedding, speculator.store, block, static=static)
+    scheduler.verify = TargetRunner(scheduler.target, scheduler.cache, block, static=static)
+    speculator.fill = DrafterRunner(scheduler.target.embedding, speculator.cache, block, static=static)
     return engine
 
 
@@ -51,7 +49,7 @@ def tiny_engine(
     folders: tuple[Path, Path],
     *,
     width: int | WidthPolicy = 4,
-    slots: int = 4,
+    max_batch_size: int = 4,
     truth: Mapping[tuple[int, ...], list[int]] | None = None,
     reuse_prefixes: bool = True,
     prefill_rows: int = 1024,
@@ -64,17 +62,18 @@ def tiny_engine(
     if width != 1:
         kind = Speculator if truth is None else OracleSpeculator
         drafter = load_drafter(folders[1], dtype=torch.float32, device=device)
-        speculator = kind(drafter, target, block_size=drafter.config.block_size, slots=slots, capacity=capacity)
+        block = drafter.config.block_size
+        speculator = kind(drafter, target, block_size=block, max_batch_size=max_batch_size, capacity=capacity)
         if isinstance(speculator, OracleSpeculator):
             speculator.truth = truth or {}
     policy = FixedWidth(width) if isinstance(width, int) else width
-    decoder = Decoder(
+    scheduler = Scheduler(
         target,
         speculator,
         policy,
-        slots=slots,
+        max_batch_size=max_batch_size,
         capacity=capacity,
         reuse_prefixes=reuse_prefixes,
         prefill_rows=prefill_rows,
     )
-    return EmbeddedEngine(decoder, load_tokenizer(str(folders[0])))
+    return EmbeddedEngine(scheduler, load_tokenizer(str(folders[0])))

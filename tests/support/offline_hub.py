@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.drafter.checkpoint import read_config
-from dflash_serve.drafter.tensor_names import expected_tensors
-from tests.unit.drafter.published import PUBLISHED
+from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.tensor_names import expected_tensors
+from tests.unit.checkpoint.published import PUBLISHED
 from tests.unit.tensorrt_llm.published_targets import TARGETS
 
 REVISION = "0" * 40

@@ -36,8 +36,8 @@ class Running:
 
     def idle(self) -> bool:
         """Nothing admitted, nothing seated, every slot free."""
-        decoder = self.engine.decoder
-        slots_back = len(decoder.free_slots) == decoder.store.slots and not decoder.running
+        scheduler = self.engine.scheduler
+        slots_back = len(scheduler.free_entries) == scheduler.cache.entries and not scheduler.running
         return self.worker.admitted == 0 and self.worker.running == 0 and self.worker.waiting == 0 and slots_back
 
 

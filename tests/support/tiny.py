@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dflash_serve.drafter.checkpoint_writer import write_drafter
-from dflash_serve.drafter.config import AttentionKind, DrafterConfig
-from dflash_serve.drafter.tensor_names import expected_tensors
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
+from dflash_serve.checkpoint.tensor_names import expected_tensors
+from dflash_serve.checkpoint.writer import write_drafter
 
 SLIDING = AttentionKind(window=6, causal=True)
 SLIDING_BOTH_WAYS = AttentionKind(window=6)

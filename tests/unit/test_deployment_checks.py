@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.backend import ServerBackend
+from dflash_serve.checkpoint.pairing import TargetShape
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import block_problems, changed_files, length_problems
 from dflash_serve.errors import UserError
-from dflash_serve.problem import TargetShape
 from dflash_sglang import SGLangBackend
 from dflash_tensorrt_llm import TensorRTLLMBackend
 from tests.support.built import flip_last_byte, seal

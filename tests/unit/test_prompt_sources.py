@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dflash_serve import tasks
 from dflash_serve.errors import UserError
-from dflash_serve.prompt_sources import hub_options, hub_prompts, jsonl_prompts
-from dflash_serve.tasks import TASKS, task_prompts
+from dflash_serve.prompts import tasks
+from dflash_serve.prompts.sources import hub_options, hub_prompts, jsonl_prompts
+from dflash_serve.prompts.tasks import TASKS, task_prompts
 from dflash_serve.training.prompts import collect
 from dflash_serve.training.recipe import DatasetPrompts
 

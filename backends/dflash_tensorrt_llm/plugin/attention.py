@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dflash_serve.drafter.config import AttentionKind
+from dflash_serve.checkpoint.config import AttentionKind
 
 EVERYTHING = (-1, -1)
 

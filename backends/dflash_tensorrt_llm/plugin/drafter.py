@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_serve.drafter.config import DrafterConfig
-from dflash_serve.drafter.model import Drafter
-from dflash_serve.drafter.rope import rotate
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.quantization import assemble, read_drafter, read_quantization
 from dflash_serve.errors import UserError
-from dflash_serve.quantization.checkpoint import assemble, read_drafter, read_quantization
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.rope import rotate
 
 from ..draft_folder import NEUTRAL
 from .attention import PooledAttention, mask_arguments

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dflash_serve.drafter.config import DrafterConfig
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.formats import QuantizedTensor
 from dflash_serve.errors import UserError
-from dflash_serve.quantization.formats import QuantizedTensor
 
 if TYPE_CHECKING:
-    from dflash_serve.quantization.checkpoint import Weight
+    from dflash_serve.checkpoint.quantization import Weight
 
 COLUMN_PARALLEL = ("gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")

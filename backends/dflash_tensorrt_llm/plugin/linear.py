@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_serve.quantization.formats import FP8_MAX, QuantizedTensor
+from dflash_serve.checkpoint.formats import FP8_MAX, QuantizedTensor
 
 if TYPE_CHECKING:
-    from dflash_serve.quantization.checkpoint import Weight
+    from dflash_serve.checkpoint.quantization import Weight
 
 Reduce = Callable[[Tensor], Tensor]
 

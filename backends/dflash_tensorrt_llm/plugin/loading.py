@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dflash_serve.drafter.config import DrafterConfig
-from dflash_serve.drafter.model import Drafter
-from dflash_serve.quantization.formats import QuantizedTensor
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.formats import QuantizedTensor
+from dflash_serve.models.drafter import Drafter
 
 from .layout import ROW_PARALLEL, Layout, in_captured_order
 from .linear import Product, Reduce, RowParallel
 
 if TYPE_CHECKING:
-    from dflash_serve.quantization.checkpoint import Weight
+    from dflash_serve.checkpoint.quantization import Weight
 
 PROJECTIONS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..sequence import Sequence
+from ..request import Request
 from .fault import Disturbance
 
 
-def zeroed(rows: Tensor, sequence: Sequence) -> Tensor:
+def zeroed(rows: Tensor, request: Request) -> Tensor:
     """Nothing arrives."""
     return torch.zeros_like(rows)
 
@@ -20,22 +20,22 @@ def zeroed(rows: Tensor, sequence: Sequence) -> Tensor:
 def without_prompt(share: float = 1.0) -> Disturbance:
     """The first `share` of the prompt never arrives."""
 
-    def disturb(rows: Tensor, sequence: Sequence) -> Tensor:
-        missing = round(share * sequence.prompt_length)
-        return rows * (_positions(rows, sequence) >= missing)[:, None]
+    def disturb(rows: Tensor, request: Request) -> Tensor:
+        missing = round(share * request.prompt_length)
+        return rows * (_positions(rows, request) >= missing)[:, None]
 
     return disturb
 
 
-def without_answer(rows: Tensor, sequence: Sequence) -> Tensor:
+def without_answer(rows: Tensor, request: Request) -> Tensor:
     """Only the prompt arrives."""
-    return rows * (_positions(rows, sequence) < sequence.prompt_length)[:, None]
+    return rows * (_positions(rows, request) < request.prompt_length)[:, None]
 
 
-def anchors_only(rows: Tensor, sequence: Sequence) -> Tensor:
+def anchors_only(rows: Tensor, request: Request) -> Tensor:
     """Of a verified block only the anchor's row arrives, not those of the accepted slots."""
-    positions = _positions(rows, sequence)
-    return rows * ((positions < sequence.prompt_length) | (positions == sequence.injected))[:, None]
+    positions = _positions(rows, request)
+    return rows * ((positions < request.prompt_length) | (positions == request.injected))[:, None]
 
 
 class Shuffled:
@@ -45,10 +45,10 @@ class Shuffled:
         self.kept: dict[int, Tensor] = {}
         self.generator = torch.Generator().manual_seed(0)
 
-    def __call__(self, rows: Tensor, sequence: Sequence) -> Tensor:
-        before = [self.kept[sequence.id]] if sequence.id in self.kept else []
-        self.kept[sequence.id] = whole = torch.cat([*before, rows])
-        sequence.injected = 0
+    def __call__(self, rows: Tensor, request: Request) -> Tensor:
+        before = [self.kept[request.id]] if request.id in self.kept else []
+        self.kept[request.id] = whole = torch.cat([*before, rows])
+        request.injected = 0
         return whole[torch.randperm(len(whole), generator=self.generator).to(whole.device)]
 
 
@@ -58,11 +58,11 @@ class Late:
     def __init__(self) -> None:
         self.last: dict[int, Tensor] = {}
 
-    def __call__(self, rows: Tensor, sequence: Sequence) -> Tensor:
-        before = self.last.get(sequence.id, rows[:1])
-        self.last[sequence.id] = rows[-1:].clone()
+    def __call__(self, rows: Tensor, request: Request) -> Tensor:
+        before = self.last.get(request.id, rows[:1])
+        self.last[request.id] = rows[-1:].clone()
         return torch.cat([before, rows[:-1]])
 
 
-def _positions(rows: Tensor, sequence: Sequence) -> Tensor:
-    return sequence.injected + torch.arange(len(rows), device=rows.device)
+def _positions(rows: Tensor, request: Request) -> Tensor:
+    return request.injected + torch.arange(len(rows), device=rows.device)

@@ -8,24 +8,23 @@ and the explanations of a low one (`doctor`). A changed Speculator shares the we
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from dflash_serve.drafter.model import Drafter
-from dflash_serve.drafter.rope import RotaryEmbedding
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.rope import RotaryEmbedding
 
-from ..sequence import Sequence
+from ..request import Request
 from ..speculator import Speculator
 
 Module = TypeVar("Module", bound=nn.Module)
 Change = Callable[[Speculator], Speculator]
-Disturbance = Callable[[Tensor, Sequence], Tensor]
-"""New feature rows [rows, F*H] of a sequence, from position `injected` on -> what is injected instead."""
+Disturbance = Callable[[Tensor, Request], Tensor]
+"""New feature rows [rows, F*H] of a request, from position `injected` on -> what is injected instead."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class FaultySpeculator(Speculator):
         layers: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None,
         disturb: Disturbance | None = None,
     ) -> FaultySpeculator:
-        """The same drafter and store, faulty."""
+        """The same drafter and cache, faulty."""
         made = cls.__new__(cls)
         made.__dict__.update(speculator.__dict__)
         made.layers, made.disturb = layers, disturb
@@ -69,12 +68,12 @@ class FaultySpeculator(Speculator):
         ids = super().target_layer_ids
         return ids if self.layers is None else self.layers(ids)
 
-    def inject(self, sequences: Many[Sequence]) -> None:
+    def inject(self, requests: Sequence[Request]) -> None:
         if self.disturb is not None:
-            for sequence in sequences:
-                if sequence.features:
-                    sequence.features = [self.disturb(torch.cat(sequence.features), sequence)]
-        super().inject(sequences)
+            for request in requests:
+                if request.features:
+                    request.features = [self.disturb(torch.cat(request.features), request)]
+        super().inject(requests)
 
 
 def layers_shifted(by: int, num_target_layers: int) -> Change:
@@ -92,7 +91,7 @@ def layers_chosen(ids: tuple[int, ...]) -> Change:
 
 
 def disturbed(make: Callable[[], Disturbance]) -> Change:
-    """Other feature rows; `make` is called for every run, since a disturbance may remember sequences."""
+    """Other feature rows; `make` is called for every run, since a disturbance may remember requests."""
     return lambda speculator: FaultySpeculator.of(speculator, disturb=make())
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dflash_serve.backend import Prompt
-from dflash_serve.drafter.layer_ids import uniform_target_layer_ids
-from dflash_serve.drafter.model import Drafter
+from dflash_serve.checkpoint.layer_ids import uniform_target_layer_ids
+from dflash_serve.models.drafter import Drafter
 from dflash_serve.outputs import RequestOutput
 from dflash_serve.proving.doctor.counts import Counts
 from dflash_serve.proving.doctor.reference import Prediction
@@ -49,13 +48,15 @@ class EmbeddedReference:
     """
 
     def __init__(
-        self, engine: EmbeddedEngine, drafter: Drafter, prompts: Many[Prompt], params: SamplingParams, width: int
+        self, engine: EmbeddedEngine, drafter: Drafter, prompts: Sequence[Prompt], params: SamplingParams, width: int
     ) -> None:
-        assert engine.decoder.speculator is not None
+        assert engine.scheduler.speculator is not None
         self.engine, self.params, self.asked, self.width = engine, params, prompts, width
         self.evaluation = Evaluation(engine, width)
-        block_size = engine.decoder.speculator.block_size
-        self.speculator = Speculator(drafter, engine.decoder.target, block_size=block_size, slots=1, capacity=1)
+        block_size = engine.scheduler.speculator.block_size
+        self.speculator = Speculator(
+            drafter, engine.scheduler.target, block_size=block_size, max_batch_size=1, capacity=1
+        )
         self.prompts = [engine.tokenise(prompt) for prompt in prompts]
 
     def loop(self) -> Prediction:
@@ -84,11 +85,11 @@ class EmbeddedReference:
         """The real loop's answers, in order."""
         return self._run(self.prompts)
 
-    def _run(self, prompts: Many[Prompt]) -> list[RequestOutput]:
+    def _run(self, prompts: Sequence[Prompt]) -> list[RequestOutput]:
         found = dict(self.evaluation.outputs(prompts, self.params))
         return [found[index] for index in range(len(prompts))]
 
-    def _prediction(self, outputs: Many[RequestOutput]) -> Prediction:
+    def _prediction(self, outputs: Sequence[RequestOutput]) -> Prediction:
         counts = tuple(Counts.of(output.statistics, self.width) for output in outputs)
         return Prediction(counts, tuple(output.text for output in outputs))
 

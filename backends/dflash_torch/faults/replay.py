@@ -10,21 +10,21 @@ finished texts for the features of every layer that a fault asks for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dflash_serve.drafter.kv_store import Span
+from dflash_serve.models.kv_cache import Span
 from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from ..engine import EmbeddedEngine
 from ..evaluation import Evaluation
-from ..passes import TargetPass
-from ..sequence import Sequence
+from ..model_runner import TargetRunner
+from ..request import Request
 from ..speculator import Speculator
 from .fault import Fault
 
@@ -45,7 +45,7 @@ class Recording:
 
 
 def record(
-    evaluation: Evaluation, outputs: Many[RequestOutput], max_tokens: int, layer_ids: Many[int]
+    evaluation: Evaluation, outputs: Sequence[RequestOutput], max_tokens: int, layer_ids: Sequence[int]
 ) -> list[Recording]:
     """Recordings of what `evaluation` has answered greedily, with `max_tokens` at most.
 
@@ -64,7 +64,7 @@ def record(
     ]
 
 
-def _behind_the_end(evaluation: Evaluation, whole: Many[list[int]], limits: Many[int]) -> dict[int, list[int]]:
+def _behind_the_end(evaluation: Evaluation, whole: Sequence[list[int]], limits: Sequence[int]) -> dict[int, list[int]]:
     """What the target would say behind an answer that ended early: a last block may reach there."""
     early = [n for n, (ids, limit) in enumerate(zip(whole, limits, strict=True)) if len(ids) < limit]
     params = SamplingParams(temperature=0, max_tokens=evaluation.width, ignore_eos=True)
@@ -73,10 +73,10 @@ def _behind_the_end(evaluation: Evaluation, whole: Many[list[int]], limits: Many
 
 
 @torch.inference_mode()
-def _features(engine: EmbeddedEngine, token_ids: Many[int], layer_ids: Many[int]) -> Tensor:
+def _features(engine: EmbeddedEngine, token_ids: Sequence[int], layer_ids: Sequence[int]) -> Tensor:
     """[layers, tokens, H] of one text, in portions as the loop prefills."""
-    target = engine.decoder.target
-    run, portions = TargetPass(target, target.new_store(1, len(token_ids)), 1), []
+    target = engine.scheduler.target
+    run, portions = TargetRunner(target, target.new_cache(1, len(token_ids)), 1), []
     for start in range(0, len(token_ids), PREFILL_ROWS):
         rows = list(token_ids[start : start + PREFILL_ROWS])
         features = run([rows], [Span(0, start, len(rows))], tuple(layer_ids)).features
@@ -89,18 +89,18 @@ class Replay:
     """Replays recordings with a sound or faulty speculator.
 
     Args:
-        speculator: a sound one; its drafter, target and block size are used, its store is not.
+        speculator: a sound one; its drafter, target and block size are used, its K/V cache is not.
         recordings: as many as are to run in one batch.
         width: slots verified a step.
     """
 
-    def __init__(self, speculator: Speculator, recordings: Many[Recording], width: int) -> None:
+    def __init__(self, speculator: Speculator, recordings: Sequence[Recording], width: int) -> None:
         capacity = max(len(recording.token_ids) for recording in recordings)
         self.speculator = Speculator(
             speculator.drafter,
             speculator.target,
             block_size=speculator.block_size,
-            slots=len(recordings),
+            max_batch_size=len(recordings),
             capacity=capacity,
         )
         self.recordings, self.width = recordings, width
@@ -119,13 +119,13 @@ class Replay:
             drafts = speculator.draft(wide, [widths[s.id] for s in wide]) if wide else []
             drafted = {s.id: draft for s, draft in zip(wide, drafts, strict=True)}
             running = [s for s in running if self._advance(s, drafted.get(s.id, []), layer_ids)]
-        return [sequence.statistics for sequence in everything]
+        return [request.statistics for request in everything]
 
-    def _start(self, index: int, recording: Recording, layer_ids: Many[int]) -> Sequence:
+    def _start(self, index: int, recording: Recording, layer_ids: Sequence[int]) -> Request:
         """As after the prefill: the first token is there, and features of the whole prompt."""
-        sequence = Sequence(
+        request = Request(
             id=index,
-            slot=index,
+            entry=index,
             token_ids=list(recording.token_ids[: recording.prompt_length + 1]),
             prompt_length=recording.prompt_length,
             limit=recording.limit,
@@ -133,20 +133,20 @@ class Replay:
             seed=0,
             statistics=AcceptanceStatistics(),
         )
-        self._verified(sequence, recording.prompt_length, layer_ids)
-        return sequence
+        self._verified(request, recording.prompt_length, layer_ids)
+        return request
 
-    def _advance(self, sequence: Sequence, draft: Many[int], layer_ids: Many[int]) -> bool:
+    def _advance(self, request: Request, draft: Sequence[int], layer_ids: Sequence[int]) -> bool:
         """One step; whether there will be another."""
-        truth = self.recordings[sequence.id].token_ids[len(sequence.token_ids) :]
+        truth = self.recordings[request.id].token_ids[len(request.token_ids) :]
         accepted = next((n for n, token in enumerate(draft) if token != truth[n]), len(draft))
-        sequence.statistics.record(1 + len(draft), accepted)
+        request.statistics.record(1 + len(draft), accepted)
         gained = truth[: accepted + 1]
-        sequence.token_ids += gained
-        self._verified(sequence, accepted + 1, layer_ids)
-        return sequence.remaining > 0 and not self.ends.intersection(gained)
+        request.token_ids += gained
+        self._verified(request, accepted + 1, layer_ids)
+        return request.remaining > 0 and not self.ends.intersection(gained)
 
-    def _verified(self, sequence: Sequence, rows: int, layer_ids: Many[int]) -> None:
-        features, start = self.recordings[sequence.id].features, sequence.verified
-        sequence.features.append(torch.cat([features[layer][start : start + rows] for layer in layer_ids], dim=-1))
-        sequence.verified += rows
+    def _verified(self, request: Request, rows: int, layer_ids: Sequence[int]) -> None:
+        features, start = self.recordings[request.id].features, request.verified
+        request.features.append(torch.cat([features[layer][start : start + rows] for layer in layer_ids], dim=-1))
+        request.verified += rows

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from dflash_serve.backend import Prompt
-from dflash_serve.drafter.checkpoint import load_drafter
-from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention, span_positions
-from dflash_serve.drafter.model import Drafter
+from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.kv_cache import KVCache, Span, span_positions
+from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import FixedWidth
 
-from ..decoder import Decoder
 from ..engine import EmbeddedEngine
-from ..sequence import Sequence
+from ..request import Request
+from ..scheduler import Scheduler
 
 STEPS = 8
 """Decoding steps before the comparison: accepted tokens must have reached the context by then."""
@@ -57,9 +58,9 @@ def first_difference(engine: EmbeddedEngine, target: Path, drafter: Path, prompt
         drafter: folder of the drafter.
     """
     sound = load_drafter(drafter, dtype=torch.float32)
-    flow, sequence = _engine_flow(engine, sound.config.target_layer_ids, prompt)
-    expected = _expected_flow(target, sound, sequence, flow)
-    dtype = engine.decoder.target.embedding.dtype
+    flow, request = _engine_flow(engine, sound.config.target_layer_ids, prompt)
+    expected = _expected_flow(target, sound, request, flow)
+    dtype = engine.scheduler.target.embedding.dtype
     limit = TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
     for name, tensor in expected.items():
         found = flow[name]
@@ -74,51 +75,53 @@ def first_difference(engine: EmbeddedEngine, target: Path, drafter: Path, prompt
 
 
 @torch.inference_mode()
-def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Prompt) -> tuple[Flow, Sequence]:
+def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Prompt) -> tuple[Flow, Request]:
     """What flows through the engine's drafter when it drafts after a few steps, and for which tokens."""
-    full, flow = engine.decoder, Flow()
+    full, flow = engine.scheduler, Flow()
     speculator = full.speculator
     assert speculator is not None
     width = speculator.block_size
     policy = FixedWidth(width)
-    decoder = Decoder(full.target, speculator, policy, slots=1, capacity=full.capacity, reuse_prefixes=False)
+    scheduler = Scheduler(
+        full.target, speculator, policy, max_batch_size=1, capacity=full.capacity, reuse_prefixes=False
+    )
     params = SamplingParams(temperature=0, max_tokens=(STEPS + 2) * width, ignore_eos=True)
-    sequence = decoder.join(engine.tokenise(prompt), params)
+    request = scheduler.join(engine.tokenise(prompt), params)
     for _ in range(STEPS):
-        decoder.step()
-    pending = torch.cat(sequence.features)
+        scheduler.step()
+    pending = torch.cat(request.features)
     flow |= _features(layer_ids, pending.chunk(len(layer_ids), dim=-1))
     speculator.fill.static = False  # hooks do not run inside a captured graph
-    with _watched(speculator.drafter, flow, sequence.verified):
-        (draft,) = speculator.draft([sequence], [width])
+    with _watched(speculator.drafter, flow, request.verified):
+        (draft,) = speculator.draft([request], [width])
     flow["drafts"] = torch.tensor(draft)[:, None]
-    flow |= _context(speculator.store, sequence.slot, sequence.verified)
-    decoder.leave(sequence)
-    return flow, sequence
+    flow |= _context(speculator.cache, request.entry, request.verified)
+    scheduler.leave(request)
+    return flow, request
 
 
 @torch.inference_mode()
-def _expected_flow(target: Path, drafter: Drafter, sequence: Sequence, found: Flow) -> Flow:
+def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow) -> Flow:
     """The same from transformers and the core. Drafts are compared by their logits: a near-tie may fall either way."""
-    config, verified, width = drafter.config, sequence.verified, len(found["block input"])
+    config, verified, width = drafter.config, request.verified, len(found["block input"])
     model = _transformers(target)
-    states = _hidden_states(model, sequence.token_ids[:verified])
+    states = _hidden_states(model, request.token_ids[:verified])
     chosen = [states[layer + 1] for layer in config.target_layer_ids]
-    rows = _last_step(sequence)
+    rows = _last_step(request)
     flow = _features(config.target_layer_ids, [state[verified - rows :] for state in chosen])
-    store = KVStore(
+    cache = KVCache(
         layers=config.num_layers,
-        slots=1,
+        entries=1,
         kv_heads=config.num_key_value_heads,
         capacity=verified + width,
         head_dim=config.head_dim,
     )
     context = drafter.project_context(torch.cat(chosen, dim=-1))
-    store.write_all([Span(0, 0, verified)], *drafter.context_kv(context, torch.arange(verified)))
-    flow |= _context(store, 0, verified)
+    cache.write_all([Span(0, 0, verified)], *drafter.context_kv(context, torch.arange(verified)))
+    flow |= _context(cache, 0, verified)
     span = Span(0, verified, width)
-    noise = drafter.noise(torch.tensor([sequence.token_ids[-1]]), model.get_input_embeddings().weight, width)
-    attend = StoreAttention(store, [span], config.layers, config.num_attention_heads)
+    noise = drafter.noise(torch.tensor([request.token_ids[-1]]), model.get_input_embeddings().weight, width)
+    attend = RaggedAttention(cache, [span], config.layers, config.num_attention_heads)
     with _watched(drafter, flow, verified):
         hidden = drafter(noise, span_positions([span]), attend)
     logits = drafter.adjust_logits(model.get_output_embeddings()(hidden[1:]))
@@ -127,9 +130,9 @@ def _expected_flow(target: Path, drafter: Drafter, sequence: Sequence, found: Fl
     return flow
 
 
-def _last_step(sequence: Sequence) -> int:
+def _last_step(request: Request) -> int:
     """Rows that the last step verified: the anchor and what was accepted."""
-    return 1 + sequence.steps[-1][1]
+    return 1 + request.steps[-1][1]
 
 
 def _transformers(target: Path) -> Any:
@@ -150,11 +153,11 @@ def _features(layer_ids: tuple[int, ...], rows: Any) -> Flow:
     return {f"features of target layer {layer}": _kept(part) for layer, part in zip(layer_ids, rows, strict=True)}
 
 
-def _context(store: KVStore, slot: int, verified: int) -> Flow:
+def _context(cache: KVCache, entry: int, verified: int) -> Flow:
     flow = Flow()
-    for layer in range(len(store.keys)):
-        for name, tensor in (("keys", store.keys), ("values", store.values)):
-            flow[f"context {name} of drafter layer {layer}"] = _kept(tensor[layer, slot, :, :verified].transpose(0, 1))
+    for layer in range(len(cache.keys)):
+        for name, tensor in (("keys", cache.keys), ("values", cache.values)):
+            flow[f"context {name} of drafter layer {layer}"] = _kept(tensor[layer, entry, :, :verified].transpose(0, 1))
     return flow
 
 

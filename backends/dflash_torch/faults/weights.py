@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from dflash_serve.drafter.model import Drafter
+from dflash_serve.models.drafter import Drafter
 
 from ..speculator import Speculator
 
@@ -57,7 +57,7 @@ def in_dtype(drafter: Drafter, dtype: torch.dtype) -> None:
 
 
 def _attending(attend: object, outer: torch.dtype, inner: torch.dtype) -> object:
-    """Attention over the store, which stays in `outer`."""
+    """Attention over the cache, which stays in `outer`."""
     assert callable(attend)
 
     def attending(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

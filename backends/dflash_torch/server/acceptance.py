@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..sequence import Sequence
+from ..request import Request
 from .responses import SpeculativeDecoding
 
 
-def acceptance_of(sequence: Sequence, block_size: int, *, detailed: bool) -> SpeculativeDecoding:
+def acceptance_of(request: Request, block_size: int, *, detailed: bool) -> SpeculativeDecoding:
     """Over the steps that verified a drafted token; `detailed` adds them one by one."""
-    steps = [(width - 1, accepted) for width, accepted in sequence.steps if width > 1]
+    steps = [(width - 1, accepted) for width, accepted in request.steps if width > 1]
     drafted, accepted = sum(d for d, _ in steps), sum(a for _, a in steps)
     histogram = [0] * block_size
     for _, count in steps:

@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector
 
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-from ..decoder import Decoder
-from ..sequence import Sequence
+from ..request import Request
+from ..scheduler import Scheduler
 
 if TYPE_CHECKING:
     from .worker import Worker
@@ -52,11 +52,11 @@ class Metrics:
         """Prometheus text."""
         return generate_latest(self.registry)
 
-    def joined(self, sequence: Sequence, waited: float) -> None:
+    def joined(self, request: Request, waited: float) -> None:
         """A request got its slot."""
         self._queue_time.observe(waited)
-        self._prompt.inc(sequence.prompt_length)
-        self._cached.inc(sequence.reused)
+        self._prompt.inc(request.prompt_length)
+        self._cached.inc(request.reused)
 
     def first_token(self, tokens: int, seconds: float) -> None:
         """The first step that gave a request tokens."""
@@ -97,14 +97,14 @@ class _WorkerCollector(Collector):
         yield self._gauge("num_requests_waiting", "Requests without a slot.", self.worker.waiting)
         yield self._gauge("num_requests_running", "Requests in the batch.", self.worker.running)
         if self.worker.engine is not None:
-            yield from self._decoder(self.worker.engine.decoder)
+            yield from self._decoder(self.worker.engine.scheduler)
 
-    def _decoder(self, decoder: Decoder) -> Iterable[Metric]:
-        used = sum(sequence.verified for sequence in list(decoder.running))
-        room = decoder.store.slots * decoder.capacity
+    def _decoder(self, scheduler: Scheduler) -> Iterable[Metric]:
+        used = sum(request.verified for request in list(scheduler.running))
+        room = scheduler.cache.entries * scheduler.capacity
         yield self._gauge("kv_cache_usage_perc", "Share of the K/V store in use (1 = all).", used / room)
         # A copy: the worker's thread goes on counting meanwhile.
-        statistics = AcceptanceStatistics(Counts(dict(decoder.statistics.tally)))
+        statistics = AcceptanceStatistics(Counts(dict(scheduler.statistics.tally)))
         tally = {key: steps for key, steps in statistics.tally.items() if key[0] > 1}
         yield self._total("spec_decode_num_drafts", "Steps that verified a draft.", sum(tally.values()))
         drafted = sum((width - 1) * steps for (width, _), steps in tally.items())
@@ -114,7 +114,7 @@ class _WorkerCollector(Collector):
         if statistics.acceptance_length is not None:
             text = "Mean tokens gained per verified draft, the bonus token counted."
             yield self._gauge("spec_decode_acceptance_length", text, statistics.acceptance_length)
-        yield from self._slots(statistics, decoder.speculator.block_size if decoder.speculator else 1)
+        yield from self._slots(statistics, scheduler.speculator.block_size if scheduler.speculator else 1)
 
     def _slots(self, statistics: AcceptanceStatistics, block: int) -> Iterable[Metric]:
         accepted = CounterMetricFamily(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +21,7 @@ class TokenNames:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, grammars: Grammars) -> None:
         self._tokenizer, self._grammars = tokenizer, grammars
 
-    def chat(self, entries: Many[TokenLogprob] | None) -> r.ChatLogprobs | None:
+    def chat(self, entries: Sequence[TokenLogprob] | None) -> r.ChatLogprobs | None:
         """In chat's shape."""
         if entries is None:
             return None
@@ -32,7 +32,7 @@ class TokenNames:
             content.append(r.TokenLogprobs(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top))
         return r.ChatLogprobs(content=content)
 
-    def completion(self, entries: Many[TokenLogprob] | None, offset: int) -> r.CompletionLogprobs | None:
+    def completion(self, entries: Sequence[TokenLogprob] | None, offset: int) -> r.CompletionLogprobs | None:
         """In the older shape; `offset` is where the text of the first one begins."""
         if entries is None:
             return None

@@ -65,7 +65,9 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     def card() -> r.ModelCard:
         engine = service.worker.engine
-        return r.ModelCard(id=service.model, created=started, max_model_len=engine.decoder.capacity if engine else None)
+        return r.ModelCard(
+            id=service.model, created=started, max_model_len=engine.scheduler.capacity if engine else None
+        )
 
 
 async def respond(

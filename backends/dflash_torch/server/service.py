@@ -117,7 +117,7 @@ class Service:
         """Made once, with the first request."""
         async with self._tokenising:
             if self._tools is None:
-                config = engine.decoder.target.config
+                config = engine.scheduler.target.config
                 eos = config.eos_token_ids
                 grammars = await run_in_threadpool(Grammars, engine.tokenizer, config.vocab_size, eos)
                 self._tools = grammars, TokenNames(engine.tokenizer, grammars)
@@ -128,7 +128,7 @@ class Service:
         return self._tools[1]
 
     def _writing(self, engine: EmbeddedEngine, body: Generation) -> dict[str, Any]:
-        speculator = engine.decoder.speculator
+        speculator = engine.scheduler.speculator
         acceptance = body.acceptance_metrics or self.settings.acceptance_metrics
         return {
             "n": body.n,
@@ -144,15 +144,15 @@ class Service:
 
 def _tokenise(engine: EmbeddedEngine, prompt: Prompt, params: SamplingParams) -> list[int]:
     chat = bool(prompt) and not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
-    if (characters := _characters(prompt)) > engine.decoder.capacity * _longest_token(engine.tokenizer):
-        what = f"{characters} characters, more than {engine.decoder.capacity} tokens can hold"
+    if (characters := _characters(prompt)) > engine.scheduler.capacity * _longest_token(engine.tokenizer):
+        what = f"{characters} characters, more than {engine.scheduler.capacity} tokens can hold"
         raise ApiError(400, what, param="messages" if chat else "prompt", code="context_length_exceeded")
     tokens = engine.tokenise(prompt)
     try:
-        engine.decoder.check(tokens, params)
+        engine.scheduler.check(tokens, params)
     except UserError as error:
         param = "messages" if chat and error.where == "prompt" else error.where
-        code = "context_length_exceeded" if len(tokens) >= engine.decoder.capacity else "invalid_value"
+        code = "context_length_exceeded" if len(tokens) >= engine.scheduler.capacity else "invalid_value"
         raise ApiError(400, str(error), param=param, code=code) from None
     return tokens
 

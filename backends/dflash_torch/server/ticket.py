@@ -11,12 +11,12 @@ from dflash_serve.outputs import Chunk
 from dflash_serve.speculation.params import SamplingParams
 
 from ..grammar import Grammar
-from ..sequence import Sequence
+from ..request import Request
 
 
 @dataclass(frozen=True)
 class Part:
-    """One sequence to generate: one of `n`, of one prompt."""
+    """One request to generate: one of `n`, of one prompt."""
 
     index: int
     token_ids: list[int]
@@ -29,7 +29,7 @@ class News:
     """A chunk of one part; `ended` with the last."""
 
     chunk: Chunk
-    ended: Sequence | None = None
+    ended: Request | None = None
 
 
 @dataclass(frozen=True)

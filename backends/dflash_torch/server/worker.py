@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from ..engine import EmbeddedEngine
@@ -19,7 +18,7 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 class Worker:
-    """Continuous batching over one engine. Only its own thread touches the decoder.
+    """Continuous batching over one engine. Only its own thread touches the scheduler.
 
     Args:
         start: loads the engine; runs in the thread, so that the server answers while it loads.
@@ -53,9 +52,9 @@ class Worker:
 
     @property
     def most_admitted(self) -> int:
-        """Slots and queue together."""
+        """KVCacheManager and queue together."""
         assert self.engine is not None
-        return self.engine.decoder.store.slots + self.max_queued
+        return self.engine.scheduler.cache.entries + self.max_queued
 
     def submit(self, ticket: Ticket) -> None:
         """Queues all parts of a ticket; there must be room."""
@@ -126,14 +125,14 @@ class Worker:
         return [(ticket, None) for ticket, _ in gone]
 
     def _seat_waiting(self, batch: Batch) -> None:
-        while batch.decoder.free_slots:
+        while batch.scheduler.free_entries:
             with self._changed:
                 if not self._waiting or batch.soon_reusable(*self._waiting[0]):
                     return
                 ticket, part = self._waiting.popleft()
             self._post(batch.join(ticket, part))
 
-    def _post(self, news: Many[Entry]) -> None:
+    def _post(self, news: Sequence[Entry]) -> None:
         """Hands news to the event loop, one call for a whole step."""
         assert self._loop is not None
         if news and not self._loop.is_closed():
@@ -141,7 +140,7 @@ class Worker:
 
     # --- in the event loop again
 
-    def _deliver(self, news: Many[Entry]) -> None:
+    def _deliver(self, news: Sequence[Entry]) -> None:
         for ticket, item in news:
             if not isinstance(item, News) or item.ended is not None:
                 self.admitted -= 1

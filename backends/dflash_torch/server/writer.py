@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from dflash_serve.outputs import Chunk
 
-from ..sequence import Sequence
+from ..request import Request
 from . import responses as r
 from .acceptance import acceptance_of
 from .names import TokenNames
@@ -43,7 +43,7 @@ class Writer(ABC, Generic[Event, Whole]):
         self.model, self.names, self.n, self.acceptance, self.block_size = model, names, n, acceptance, block_size
         self.token_ids = token_ids
         self.id, self.created = f"{self.prefix}-{secrets.token_hex(12)}", int(time())
-        self.finished: dict[int, Sequence] = {}
+        self.finished: dict[int, Request] = {}
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
 
@@ -63,14 +63,14 @@ class Writer(ABC, Generic[Event, Whole]):
         return chunk.token_ids if self.token_ids else None
 
     def _usage(self) -> r.Usage:
-        prompts = [sequence for index, sequence in self.finished.items() if index % self.n == 0]
-        prompt = sum(sequence.prompt_length for sequence in prompts)
-        completion = sum(len(sequence.output_ids) for sequence in self.finished.values())
+        prompts = [request for index, request in self.finished.items() if index % self.n == 0]
+        prompt = sum(request.prompt_length for request in prompts)
+        completion = sum(len(request.output_ids) for request in self.finished.values())
         return r.Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=r.CachedTokens(cached_tokens=sum(sequence.reused for sequence in prompts)),
+            prompt_tokens_details=r.CachedTokens(cached_tokens=sum(request.reused for request in prompts)),
         )
 
     def _metrics(self) -> r.ResponseMetrics | None:
@@ -79,8 +79,8 @@ class Writer(ABC, Generic[Event, Whole]):
             return None
         if len(self.finished) != 1 or self.block_size < 2:
             return r.ResponseMetrics()
-        (sequence,) = self.finished.values()
-        acceptance = acceptance_of(sequence, self.block_size, detailed=self.acceptance == "detailed")
+        (request,) = self.finished.values()
+        acceptance = acceptance_of(request, self.block_size, detailed=self.acceptance == "detailed")
         return r.ResponseMetrics(speculative_decoding=acceptance)
 
 

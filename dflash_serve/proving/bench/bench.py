@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_serve.backend import ServerBackend
+from dflash_serve.common.provenance import environment
 from dflash_serve.errors import UserError
 from dflash_serve.proving.bench.aiperf import Aiperf, find_aiperf
 from dflash_serve.proving.bench.dataset import Dataset
-from dflash_serve.proving.bench.environment import environment
 from dflash_serve.proving.bench.identity import claim
 from dflash_serve.proving.bench.plan import Sweep, Workload
 from dflash_serve.proving.bench.processes import terminated_like_interrupted

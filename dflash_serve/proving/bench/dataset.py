@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_serve.errors import UserError
-from dflash_serve.prompt_sources import HUB, hub_options, hub_prompts, jsonl_prompts
-from dflash_serve.tasks import HUMAN_EVAL, human_eval_prompts
+from dflash_serve.prompts.sources import HUB, hub_options, hub_prompts, jsonl_prompts
+from dflash_serve.prompts.tasks import HUMAN_EVAL, human_eval_prompts
 
 AIPERF_FILES, AIPERF_PUBLIC = "speed_bench_", ("spec_al_", "spec_bench")
 SYNTHETIC = {"synthetic", "random", "sonnet", "shakespeare"}

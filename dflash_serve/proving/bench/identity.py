@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from dflash_serve.common.frozen import Frozen
 from dflash_serve.deployment import Deployment
-from dflash_serve.drafter.config import Frozen
 from dflash_serve.errors import UserError
 from dflash_serve.proving.bench.plan import Workload
 from dflash_serve.proving.bench.results import write_whole

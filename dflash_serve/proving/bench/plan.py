@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from dflash_serve.drafter.config import Frozen, PositiveInt
+from dflash_serve.common.frozen import Frozen, PositiveInt
 
 
 class Workload(Frozen):

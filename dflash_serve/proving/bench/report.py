@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_serve.proving.acceptance_reading import AcceptanceReading
-from dflash_serve.proving.bench.environment import Environment
+from dflash_serve.client.acceptance_reading import AcceptanceReading
+from dflash_serve.common.provenance import Environment
 from dflash_serve.proving.bench.plan import Sweep, Workload
 from dflash_serve.proving.bench.results import Point, write_whole
 from dflash_serve.proving.bench.sentence import Comparison, at_every_spot, curves

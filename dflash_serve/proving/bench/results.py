@@ -9,9 +9,9 @@ from statistics import median
 
 from pydantic import ValidationError
 
-from dflash_serve.drafter.config import Frozen
+from dflash_serve.client.acceptance_reading import AcceptanceReading, merged
+from dflash_serve.common.frozen import Frozen
 from dflash_serve.errors import UserError
-from dflash_serve.proving.acceptance_reading import AcceptanceReading, merged
 from dflash_serve.proving.bench.pareto import Spot
 from dflash_serve.proving.bench.plan import Cell
 

@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dflash_serve.backend import ServerBackend
+from dflash_serve.client.engine_metrics import read_acceptance
+from dflash_serve.common.provenance import commit, now
 from dflash_serve.proving.bench.aiperf import Aiperf, Job
-from dflash_serve.proving.bench.environment import commit, now
 from dflash_serve.proving.bench.plan import Cell, Sweep, schedule
 from dflash_serve.proving.bench.results import Run, RunFolder
 from dflash_serve.proving.bench.servers import model_of, served
 from dflash_serve.proving.bench.ways import Way
-from dflash_serve.proving.engine_metrics import read_acceptance
 
 RUNS, WORK = "runs", "work"
 """Folders of the output: finished runs, and what aiperf and the servers leave behind, which nobody needs later."""

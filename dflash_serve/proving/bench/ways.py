@@ -77,7 +77,7 @@ def _width(deployment: Deployment, word: str) -> int | str:
 def _block_size(deployment: Deployment) -> int:
     if deployment.speculation.block_size is not None:
         return deployment.speculation.block_size
-    from dflash_serve.drafter.checkpoint import read_config
+    from dflash_serve.checkpoint.reader import read_config
 
     assert deployment.drafter is not None
     config, _ = read_config(deployment.drafter.model, deployment.drafter.revision)

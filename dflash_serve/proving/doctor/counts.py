@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_serve.proving.engine_metrics import AcceptanceReading
+from dflash_serve.client.engine_metrics import AcceptanceReading
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 

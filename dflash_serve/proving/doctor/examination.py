@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
+from dflash_serve.common.journal import Journal
 from dflash_serve.proving.doctor.corrections import Alternative
 from dflash_serve.proving.doctor.counts import Counts
 from dflash_serve.proving.doctor.diagnosis import HEALTHY, Hypothesis
 from dflash_serve.proving.doctor.reference import F, Prediction, Reference
-from dflash_serve.proving.journal import Journal
 
 AS_IT_IS = "as it is"
 

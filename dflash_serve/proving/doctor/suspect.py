@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_serve.backend import Prompt
+from dflash_serve.client.answer import Answer
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.client.engine_metrics import AcceptanceReading, read_acceptance
 from dflash_serve.errors import UserError
-from dflash_serve.proving.answer import Answer
 from dflash_serve.proving.doctor.counts import Counts
 from dflash_serve.proving.doctor.fit import Observation
-from dflash_serve.proving.endpoint import Endpoint
-from dflash_serve.proving.engine_metrics import AcceptanceReading, read_acceptance
 from dflash_serve.speculation.params import SamplingParams
 
 

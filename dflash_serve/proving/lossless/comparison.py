@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_serve.proving.acceptance_reading import AcceptanceReading
+from dflash_serve.client.acceptance_reading import AcceptanceReading
 from dflash_serve.proving.lossless import diagnosis
 from dflash_serve.proving.lossless.findings import Difference, DistributionComparison, Findings, TokenComparison
 from dflash_serve.proving.lossless.near_tie import Piece, Scored, classify, first_difference

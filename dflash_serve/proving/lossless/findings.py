@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from dflash_serve.drafter.config import Frozen
+from dflash_serve.common.frozen import Frozen
 from dflash_serve.proving.lossless.near_tie import Kind
 
 Verdict = Literal["lossless", "not lossless", "could not tell"]

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_serve.backend import Command, ServerBackend
+from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.deployment import Deployment, Speculation
-from dflash_serve.errors import UserError
-from dflash_serve.problem import raise_problems
-from dflash_serve.proving.endpoint import Endpoint
+from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.proving.lossless.sides import EndpointSide, Pair, Side
 from dflash_serve.speculation.params import SamplingParams
 

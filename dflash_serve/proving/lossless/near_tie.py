@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dflash_serve.proving.answer import Answer
+from dflash_serve.client.answer import Answer
 from dflash_serve.speculation.params import SamplingParams
 
 TOP = 5

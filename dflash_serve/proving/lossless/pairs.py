@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_serve.backend import EMBEDDED, backend, server_backend
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.common.http import read_api_key
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.proving.connection import read_api_key
-from dflash_serve.proving.endpoint import Endpoint
 from dflash_serve.proving.lossless.launched import Launcher, facts_of, new_folder
 from dflash_serve.proving.lossless.sides import EndpointSide, EngineSide, Facts, Pair
 
@@ -42,13 +42,13 @@ def servers(
 def embedded(deployment: Deployment) -> tuple[Pair, Dtype]:
     """One engine in this process, and what it computes in."""
     engine = backend(EMBEDDED).engine(deployment)
-    decoder: Any = engine.decoder  # type: ignore[attr-defined]
+    scheduler: Any = engine.scheduler  # type: ignore[attr-defined]
     facts = {
         "with": facts_of(EMBEDDED, deployment),
         "without": facts_of(EMBEDDED, deployment.model_copy(update={"drafter": None})),
     }
     sides = EngineSide(engine), EngineSide(engine.plain())
-    found: Dtype = "float32" if "float32" in str(decoder.target.embedding.dtype) else "bfloat16"
+    found: Dtype = "float32" if "float32" in str(scheduler.target.embedding.dtype) else "bfloat16"
     return Pair(lambda: nullcontext(sides[0]), lambda: nullcontext(sides[1]), facts), found
 
 

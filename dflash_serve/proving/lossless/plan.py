@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dflash_serve.backend import Prompt
-from dflash_serve.drafter.config import Frozen
+from dflash_serve.common.frozen import Frozen
 from dflash_serve.speculation.params import SamplingParams
 
 LOOKS = (1 / 8, 1 / 4, 1 / 2, 1.0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dflash_serve.client.acceptance_reading import AcceptanceReading, counted
+from dflash_serve.client.answer import Answer
+from dflash_serve.common.journal import Journal
 from dflash_serve.errors import UserError
-from dflash_serve.proving.acceptance_reading import AcceptanceReading, counted
-from dflash_serve.proving.answer import Answer
-from dflash_serve.proving.journal import Journal
 from dflash_serve.proving.lossless.near_tie import Piece, Scored, first_difference
 from dflash_serve.proving.lossless.plan import Case, Plan
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dflash_serve.drafter.config import Frozen
+from dflash_serve.common.frozen import Frozen
 from dflash_serve.errors import UserError
 from dflash_serve.proving.lossless.findings import Findings
 from dflash_serve.proving.lossless.plan import LOOKS, NOISE, Plan

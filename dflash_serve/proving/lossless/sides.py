@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dflash_serve.backend import Engine
+from dflash_serve.client.acceptance_reading import AcceptanceReading, counted
+from dflash_serve.client.answer import Answer, Choice
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.client.engine_metrics import read_acceptance
 from dflash_serve.errors import UserError
 from dflash_serve.outputs import TokenLogprob
-from dflash_serve.proving.acceptance_reading import AcceptanceReading, counted
-from dflash_serve.proving.answer import Answer, Choice
-from dflash_serve.proving.endpoint import Endpoint
-from dflash_serve.proving.engine_metrics import read_acceptance
 from dflash_serve.proving.lossless.plan import Question
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 

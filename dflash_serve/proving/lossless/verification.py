@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from dflash_serve.backend import Prompt
-from dflash_serve.proving.acceptance_reading import AcceptanceReading
-from dflash_serve.proving.connection import RefusedError
-from dflash_serve.proving.journal import Journal
+from dflash_serve.client.acceptance_reading import AcceptanceReading
+from dflash_serve.common.http import RefusedError
+from dflash_serve.common.journal import Journal
 from dflash_serve.proving.lossless.comparison import compare
 from dflash_serve.proving.lossless.findings import DistributionComparison, Findings, Look
 from dflash_serve.proving.lossless.near_tie import TOP, Scored, again

@@ -10,10 +10,11 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.cli.convert import To, convert
-from dflash_serve.drafter.checkpoint import load_drafter, read_config
-from dflash_serve.drafter.dialects import DIALECTS
 from dflash_serve.errors import UserError
+from dflash_serve.models.loader import load_drafter
 from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
 
 app = typer.Typer()

@@ -13,8 +13,8 @@ from dflash_serve.cli.main import run
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import FixedWidth
 from dflash_torch.controls import CONTROLS, controls
-from dflash_torch.decoder import Decoder
 from dflash_torch.evaluation import Evaluation
+from dflash_torch.scheduler import Scheduler
 from tests.support.embedded import tiny_engine
 from tests.support.tiny_target import write_tiny_pair
 
@@ -55,22 +55,24 @@ def test_controls_change_the_context_and_not_the_answer(pair: tuple[Path, Path])
     params = SamplingParams(temperature=0, max_tokens=10)
     list(engine.stream(["the quick brown fox"], [params]))
     expected = engine.outputs()[0].token_ids
-    full = engine.decoder
+    full = engine.scheduler
     assert full.speculator is not None
     contexts = []
     for control in controls(full.speculator).values():
         speculator = control.change(full.speculator)
-        decoder = Decoder(full.target, speculator, FixedWidth(4), slots=1, capacity=full.capacity, reuse_prefixes=False)
-        sequence = decoder.join(engine.tokenise("the quick brown fox"), params)
-        while decoder.running:
-            decoder.step()
+        scheduler = Scheduler(
+            full.target, speculator, FixedWidth(4), max_batch_size=1, capacity=full.capacity, reuse_prefixes=False
+        )
+        sequence = scheduler.join(engine.tokenise("the quick brown fox"), params)
+        while scheduler.running:
+            scheduler.step()
         assert sequence.output_ids == expected
-        contexts.append(speculator.store.keys[0, 0, 0, :6].clone())
+        contexts.append(speculator.cache.keys[0, 0, 0, :6].clone())
     assert not any(torch.equal(a, b) for n, a in enumerate(contexts) for b in contexts[:n])
 
 
 def test_every_prompt_is_counted_once(pair: tuple[Path, Path]) -> None:
-    evaluation = Evaluation(tiny_engine(pair, width=4, slots=2), 4)
+    evaluation = Evaluation(tiny_engine(pair, width=4, max_batch_size=2), 4)
     params = SamplingParams(temperature=0, max_tokens=8)
     assert len(list(evaluation.run(["a", "b", "c", "d", "e"], params))) == 5
 

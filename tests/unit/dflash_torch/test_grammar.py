@@ -10,9 +10,9 @@ from dflash_serve import SamplingParams
 from dflash_serve.errors import UserError
 from dflash_serve.outputs import Chunk
 from dflash_torch.answer import Answer
-from dflash_torch.decoder import Decoder
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.grammar import Grammar, Grammars
+from dflash_torch.scheduler import Scheduler
 from tests.support.embedded import tiny_engine
 from tests.support.tiny_target import EOS
 
@@ -33,26 +33,28 @@ def engine(folders: Folders) -> EmbeddedEngine:
 
 @pytest.fixture(scope="module")
 def grammars(engine: EmbeddedEngine) -> Grammars:
-    return Grammars(engine.tokenizer, engine.decoder.target.config.vocab_size, [EOS])
+    return Grammars(engine.tokenizer, engine.scheduler.target.config.vocab_size, [EOS])
 
 
-def run(engine: EmbeddedEngine, decoder: Decoder, grammar: Grammar, params: SamplingParams) -> tuple[list[int], str]:
-    answer = Answer(0, decoder.join([5, 6, 7], params, grammar=grammar), engine.tokenizer.backend_tokenizer)
+def run(
+    engine: EmbeddedEngine, scheduler: Scheduler, grammar: Grammar, params: SamplingParams
+) -> tuple[list[int], str]:
+    answer = Answer(0, scheduler.join([5, 6, 7], params, grammar=grammar), engine.tokenizer.backend_tokenizer)
     chunks: list[Chunk] = []
-    while decoder.running:
-        chunks += [answer.advance(gain) for gain in decoder.step()]
+    while scheduler.running:
+        chunks += [answer.advance(result) for result in scheduler.step()]
     assert chunks[-1].finish_reason == "stop"
-    return answer.sequence.output_ids, answer.text
+    return answer.request.output_ids, answer.text
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_an_answer_matches_its_schema_and_is_the_one_without_speculation(
     folders: Folders, engine: EmbeddedEngine, grammars: Grammars, temperature: float
 ) -> None:
-    plain = tiny_engine(folders, width=1).decoder
+    plain = tiny_engine(folders, width=1).scheduler
     for seed in range(4):
         params = SamplingParams(temperature=temperature, seed=seed, ignore_eos=True, max_tokens=200)
-        tokens, text = run(engine, engine.decoder, grammars.json_schema(SCHEMA), params)
+        tokens, text = run(engine, engine.scheduler, grammars.json_schema(SCHEMA), params)
         value = json.loads(text)
         assert isinstance(value["a"], int)
         assert value["b"] in ("x", "yy")
@@ -62,14 +64,14 @@ def test_an_answer_matches_its_schema_and_is_the_one_without_speculation(
 def test_an_answer_matches_its_expression(engine: EmbeddedEngine, grammars: Grammars) -> None:
     for seed in range(4):
         params = SamplingParams(temperature=1.0, seed=seed)
-        assert re.fullmatch(PATTERN, run(engine, engine.decoder, grammars.regex(PATTERN), params)[1])
+        assert re.fullmatch(PATTERN, run(engine, engine.scheduler, grammars.regex(PATTERN), params)[1])
 
 
 def test_drafts_are_masked_so_a_forced_part_is_accepted_whole(engine: EmbeddedEngine, grammars: Grammars) -> None:
     """A random drafter is never right, but where the grammar leaves one token it has to be."""
-    sequence = engine.decoder.join([5], SamplingParams(temperature=0), grammar=grammars.regex("~#~#~#~#~#~#"))
-    while engine.decoder.running:
-        engine.decoder.step()
+    sequence = engine.scheduler.join([5], SamplingParams(temperature=0), grammar=grammars.regex("~#~#~#~#~#~#"))
+    while engine.scheduler.running:
+        engine.scheduler.step()
     assert (sequence.statistics.acceptance_length or 0) > 2
 
 
@@ -78,10 +80,10 @@ def test_neighbours_of_a_grammar_are_left_alone(engine: EmbeddedEngine, grammars
     list(tiny_engine(folders).stream([[9, 8]], [greedy]))
     alone = tiny_engine(folders)
     list(alone.stream([[9, 8]], [greedy]))
-    free = engine.decoder.join([9, 8], greedy)
-    engine.decoder.join([5], greedy, grammar=grammars.regex("[a-z]{8}"))
-    while engine.decoder.running:
-        engine.decoder.step()
+    free = engine.scheduler.join([9, 8], greedy)
+    engine.scheduler.join([5], greedy, grammar=grammars.regex("[a-z]{8}"))
+    while engine.scheduler.running:
+        engine.scheduler.step()
     assert free.output_ids == alone.outputs()[0].token_ids
 
 
@@ -109,11 +111,11 @@ def test_a_grammar_that_fails_on_the_way_fails_its_own_request_only(
 ) -> None:
     grammar, dead = grammars.regex("[a-z]{8}"), grammars.regex("b")._matcher
     dead.consume_token(300)
-    broken = engine.decoder.join([5], SamplingParams(temperature=0), grammar=grammar)
-    other = engine.decoder.join([6], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    broken = engine.scheduler.join([5], SamplingParams(temperature=0), grammar=grammar)
+    other = engine.scheduler.join([6], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     monkeypatch.setattr(grammar, "_matcher", dead)
-    while engine.decoder.running:
-        engine.decoder.step()
+    while engine.scheduler.running:
+        engine.scheduler.step()
     assert broken.failure is not None
     assert "response_format" in broken.failure
     assert other.finish_reason == "length"

@@ -4,20 +4,20 @@ from pathlib import Path
 
 import pytest
 
+from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.deployment import load_deployment
-from dflash_serve.drafter.checkpoint import read_config
+from dflash_serve.models.loader import load_target
+from dflash_serve.models.target_config import read_target_config
 from dflash_torch import memory
 from dflash_torch.local_gpus import LocalGpu
 from dflash_torch.memory import memory_problems, needed_bytes
-from dflash_torch.target import load_target
-from dflash_torch.target.config import read_target_config
 
 
 def test_the_arithmetic_is_that_of_the_real_tensors(folders: tuple[Path, Path]) -> None:
     deployment = load_deployment(flags={"target": {"model": "t"}, "limits": {"max_batch_size": 3}})
     target = load_target(str(folders[0]))
-    store = target.new_store(3, target.config.max_position_embeddings)
-    real = sum(p.nbytes for p in target.parameters()) + store.keys.nbytes + store.values.nbytes
+    cache = target.new_cache(3, target.config.max_position_embeddings)
+    real = sum(p.nbytes for p in target.parameters()) + cache.keys.nbytes + cache.values.nbytes
     assert needed_bytes(deployment, target.config, None) == pytest.approx(real, rel=0.02)  # norms are not counted
     drafter, _ = read_config(folders[1])
     assert needed_bytes(deployment, target.config, drafter) > needed_bytes(deployment, target.config, None)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_serve import SamplingParams
-from dflash_torch.slots import common_length
+from dflash_torch.cache_manager import common_length
 from tests.support.embedded import tiny_engine
 
 Folders = tuple[Path, Path]
@@ -27,67 +27,67 @@ def test_the_common_length_is_the_longest_common_prefix(a: list[int], b: list[in
 def test_a_shared_prefix_is_not_computed_again_and_changes_nothing(folders: Folders, width: int, steps: int) -> None:
     """The donor is seen before, just after its prompt, while drafting, and after its end."""
     prompt = [*PREFIX, 60, 61]
-    alone = tiny_engine(folders, width=width, reuse_prefixes=False).decoder
+    alone = tiny_engine(folders, width=width, reuse_prefixes=False).scheduler
     expected = alone.join(prompt, GREEDY)
     while alone.running:
         alone.step()
-    decoder = tiny_engine(folders, width=width).decoder
-    decoder.join([*PREFIX, 50], GREEDY)
+    scheduler = tiny_engine(folders, width=width).scheduler
+    scheduler.join([*PREFIX, 50], GREEDY)
     for _ in range(steps):
-        if decoder.running:
-            decoder.step()
-    sequence = decoder.join(prompt, GREEDY)
+        if scheduler.running:
+            scheduler.step()
+    sequence = scheduler.join(prompt, GREEDY)
     assert sequence.reused == (0 if steps == 0 else len(PREFIX))
-    while decoder.running:
-        decoder.step()
+    while scheduler.running:
+        scheduler.step()
     assert sequence.token_ids == expected.token_ids
 
 
 def test_the_drafter_sees_the_same_context_after_reuse(folders: Folders) -> None:
     """Acceptance would suffer in silence otherwise: the context K/V is compared itself."""
-    fresh = tiny_engine(folders, reuse_prefixes=False).decoder
-    reused = tiny_engine(folders).decoder
+    fresh = tiny_engine(folders, reuse_prefixes=False).scheduler
+    reused = tiny_engine(folders).scheduler
     reused.join([*PREFIX, 50], GREEDY)
     reused.step()
     a, b = fresh.join([*PREFIX, 60], GREEDY), reused.join([*PREFIX, 60], GREEDY)
     assert b.reused == len(PREFIX)
-    for decoder in (fresh, reused):
+    for scheduler in (fresh, reused):
         for _ in range(3):
-            decoder.step()
+            scheduler.step()
     assert fresh.speculator is not None
     assert reused.speculator is not None
     length = min(a.injected, b.injected)
     assert length > len(PREFIX)
     keys, other = (
-        fresh.speculator.store.keys[:, a.slot, :, :length],
-        reused.speculator.store.keys[:, b.slot, :, :length],
+        fresh.speculator.cache.keys[:, a.entry, :, :length],
+        reused.speculator.cache.keys[:, b.entry, :, :length],
     )
     assert (keys - other).abs().max() < 1e-5
 
 
 def test_the_next_turn_of_a_conversation_goes_on_in_its_own_slot(folders: Folders) -> None:
-    decoder = tiny_engine(folders).decoder
-    first = decoder.join(PREFIX, GREEDY)
-    while decoder.running:
-        decoder.step()
-    turn = decoder.join([*first.token_ids, 70, 71], GREEDY)
-    assert turn.slot == first.slot
+    scheduler = tiny_engine(folders).scheduler
+    first = scheduler.join(PREFIX, GREEDY)
+    while scheduler.running:
+        scheduler.step()
+    turn = scheduler.join([*first.token_ids, 70, 71], GREEDY)
+    assert turn.entry == first.entry
     assert turn.reused >= len(first.token_ids) - 2
 
 
 def test_prefixes_are_not_shared_across_salts_nor_from_a_failed_step(folders: Folders) -> None:
-    decoder = tiny_engine(folders).decoder
-    first = decoder.join(PREFIX, GREEDY, salt="a")
-    decoder.step()
-    assert decoder.join(PREFIX, GREEDY, salt="b").reused == 0
-    decoder.leave(first, sound=False)
-    assert decoder.join(PREFIX, GREEDY, salt="a").reused == 0
+    scheduler = tiny_engine(folders).scheduler
+    first = scheduler.join(PREFIX, GREEDY, salt="a")
+    scheduler.step()
+    assert scheduler.join(PREFIX, GREEDY, salt="b").reused == 0
+    scheduler.leave(first, sound=False)
+    assert scheduler.join(PREFIX, GREEDY, salt="a").reused == 0
 
 
 def test_a_prompt_that_was_all_seen_before_still_computes_its_last_token(folders: Folders) -> None:
-    decoder = tiny_engine(folders).decoder
-    decoder.join(PREFIX, GREEDY)
-    decoder.step()
-    again = decoder.join(PREFIX, GREEDY)
+    scheduler = tiny_engine(folders).scheduler
+    scheduler.join(PREFIX, GREEDY)
+    scheduler.step()
+    again = scheduler.join(PREFIX, GREEDY)
     assert again.reused == len(PREFIX) - 1
-    assert decoder.step()[1].token_ids
+    assert scheduler.step()[1].token_ids

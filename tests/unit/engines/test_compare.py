@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dflash_engines.compare import BOUNDS, compare, decoded
+from dflash_serve.checkpoint.formats import Format, quantize
 from dflash_serve.errors import UserError
-from dflash_serve.quantization.formats import Format, quantize
 
 
 def source() -> dict[str, Tensor]:

@@ -7,9 +7,9 @@ import torch
 
 from dflash_engines.graph import Block, Context, dense_mask
 from dflash_engines.sample import Sample, block_inputs, by_core, context_inputs
-from dflash_serve.drafter.config import AttentionKind
-from dflash_serve.drafter.model import Drafter
+from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.errors import UserError
+from dflash_serve.models.drafter import Drafter
 from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, random_tensors, tiny_drafter_config
 
 

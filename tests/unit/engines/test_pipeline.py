@@ -11,8 +11,8 @@ import pytest
 from dflash_engines.pipeline import Done, run, verify_output
 from dflash_engines.sources import Source
 from dflash_engines.step import Measured, Step, Work
+from dflash_serve.checkpoint.manifest import read_manifest, verify
 from dflash_serve.errors import UserError
-from dflash_serve.manifest import read_manifest, verify
 
 
 class Bench:

@@ -13,8 +13,8 @@ from torch import Tensor
 from dflash_engines.recipe import Recipe
 from dflash_engines.serving import write_deployments
 from dflash_engines.sources import Source
+from dflash_serve.checkpoint.formats import Format, quantize
 from dflash_serve.deployment import load_deployment
-from dflash_serve.quantization.formats import Format, quantize
 from dflash_tensorrt_llm import TensorRTLLMBackend
 from dflash_tensorrt_llm.release import Release
 from tests.support.tiny import edit_json, random_tensors, tiny_drafter_config, write_tiny_drafter

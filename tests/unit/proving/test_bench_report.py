@@ -11,8 +11,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dflash_serve.proving.acceptance_reading import AcceptanceReading, counted
-from dflash_serve.proving.bench.environment import Environment, environment
+from dflash_serve.client.acceptance_reading import AcceptanceReading, counted
+from dflash_serve.common.provenance import Environment, environment
 from dflash_serve.proving.bench.html import page
 from dflash_serve.proving.bench.plan import Sweep, Workload
 from dflash_serve.proving.bench.report import Report, as_csv, as_json, caveats, mean_width

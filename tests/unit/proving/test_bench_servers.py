@@ -12,8 +12,7 @@ import pytest
 
 from dflash_serve.backend import Command, Metrics
 from dflash_serve.deployment import Deployment, Model
-from dflash_serve.errors import UserError
-from dflash_serve.problem import Problem
+from dflash_serve.errors import Problem, UserError
 from dflash_serve.proving.bench.aiperf import Aiperf, Job
 from dflash_serve.proving.bench.plan import Sweep, Workload
 from dflash_serve.proving.bench.results import Figures

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_serve.drafter.checkpoint import load_drafter
+from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.evaluation import Evaluation
@@ -56,13 +56,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def engine(folders: tuple[Path, Path]) -> EmbeddedEngine:
-    return tiny_engine(folders, width=4, slots=3)
+    return tiny_engine(folders, width=4, max_batch_size=3)
 
 
 @pytest.fixture(scope="module")
 def faults(engine: EmbeddedEngine) -> dict[str, Fault]:
-    assert engine.decoder.speculator is not None
-    return {fault.name: fault for fault in catalogue(engine.decoder.speculator)}
+    assert engine.scheduler.speculator is not None
+    return {fault.name: fault for fault in catalogue(engine.scheduler.speculator)}
 
 
 def test_a_sound_engine_differs_nowhere(engine: EmbeddedEngine, folders: tuple[Path, Path]) -> None:
@@ -75,9 +75,9 @@ def test_every_fault_is_found_where_it_shows_first(
     found = {}
     for fault in faults.values():
         suspect = copy.copy(engine)
-        suspect.decoder = copy.copy(engine.decoder)
-        assert engine.decoder.speculator is not None
-        suspect.decoder.speculator = fault.change(engine.decoder.speculator)
+        suspect.scheduler = copy.copy(engine.scheduler)
+        assert engine.scheduler.speculator is not None
+        suspect.scheduler.speculator = fault.change(engine.scheduler.speculator)
         difference = first_difference(suspect, *folders, PROMPT)
         found[fault.name] = difference.tensor if difference else None
     wrong = {
@@ -89,7 +89,7 @@ def test_every_fault_is_found_where_it_shows_first(
 
 
 def test_the_sound_speculator_is_left_as_it_was(engine: EmbeddedEngine, faults: dict[str, Fault]) -> None:
-    speculator = engine.decoder.speculator
+    speculator = engine.scheduler.speculator
     assert speculator is not None
     config, state = speculator.drafter.config, {n: t.clone() for n, t in speculator.drafter.state_dict().items()}
     hooks = len(speculator.drafter._forward_pre_hooks)
@@ -114,7 +114,7 @@ def test_a_replay_counts_what_the_real_loop_counts(engine: EmbeddedEngine, fault
     prompts = [PROMPT, "over", '{"name": [1']
     found = dict(evaluation.outputs(prompts, params))
     outputs = [found[index] for index in range(3)]
-    speculator = engine.decoder.speculator
+    speculator = engine.scheduler.speculator
     assert speculator is not None
     replay = Replay(speculator, record(evaluation, outputs, 12, range(4)), 4)
     assert [s.tally for s in replay.run()] == [output.statistics.tally for output in outputs]

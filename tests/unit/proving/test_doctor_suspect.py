@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from dflash_serve.cli.main import run
+from dflash_serve.client.acceptance_reading import AcceptanceReading
+from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.errors import UserError
-from dflash_serve.proving.acceptance_reading import AcceptanceReading
 from dflash_serve.proving.doctor.counts import Counts, total
 from dflash_serve.proving.doctor.suspect import _width, interview
-from dflash_serve.proving.endpoint import Endpoint
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.evaluation import Evaluation
 from dflash_torch.faults.reference import EmbeddedReference

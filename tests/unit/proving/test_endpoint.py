@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.common.http import API_KEY_ENV, RefusedError, read_api_key
 from dflash_serve.errors import UserError
-from dflash_serve.proving.connection import API_KEY_ENV, RefusedError, read_api_key
-from dflash_serve.proving.endpoint import Endpoint
 from dflash_serve.speculation.params import SamplingParams
 
 Reply = tuple[int, Any]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.client.acceptance_reading import merged
+from dflash_serve.client.engine_formats import read_iterations, read_text
+from dflash_serve.client.engine_metrics import AcceptanceReading, read_acceptance
 from dflash_serve.errors import UserError
-from dflash_serve.proving.acceptance_reading import merged
-from dflash_serve.proving.engine_formats import read_iterations, read_text
-from dflash_serve.proving.engine_metrics import AcceptanceReading, read_acceptance
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 OURS = """# HELP dflash:generation_tokens_total Tokens generated.

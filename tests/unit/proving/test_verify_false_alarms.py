@@ -15,9 +15,9 @@ import torch
 from scipy.stats import binom
 from torch import Tensor
 
-from dflash_serve.proving.acceptance_reading import AcceptanceReading
-from dflash_serve.proving.answer import Answer
-from dflash_serve.proving.journal import Journal
+from dflash_serve.client.acceptance_reading import AcceptanceReading
+from dflash_serve.client.answer import Answer
+from dflash_serve.common.journal import Journal
 from dflash_serve.proving.lossless import comparison
 from dflash_serve.proving.lossless.findings import Findings
 from dflash_serve.proving.lossless.plan import SAMPLED, Case, Plan, Question

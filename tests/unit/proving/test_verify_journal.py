@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dflash_serve.common.journal import Journal
 from dflash_serve.errors import UserError
-from dflash_serve.proving.journal import Journal
 
 MINE = {"plan": {"samples": 4}, "sides": {"with": {"url": "http://a"}}}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.proving.answer import Answer, Choice
+from dflash_serve.client.answer import Answer, Choice
 from dflash_serve.proving.lossless.near_tie import Kind, Pieces, Scored, classify, first_difference
 from dflash_serve.speculation.params import SamplingParams
 

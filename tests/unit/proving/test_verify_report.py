@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from dflash_serve.errors import UserError
+from dflash_serve.prompts.prompt_set import read_prompt_set
 from dflash_serve.proving.lossless.display import show
 from dflash_serve.proving.lossless.findings import (
     Difference,
@@ -21,7 +22,6 @@ from dflash_serve.proving.lossless.findings import (
 )
 from dflash_serve.proving.lossless.plan import Plan
 from dflash_serve.proving.lossless.report import Report, read_report, report_of, write_report
-from dflash_serve.proving.prompt_set import read_prompt_set
 
 SIDES = {"with": {"url": "http://a"}, "without": {"url": "http://b"}}
 DIFFERENCE = Difference(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.deployment import Deployment
-from dflash_serve.drafter.checkpoint import Checkpoint
 from dflash_sglang import SGLangBackend, release
 from tests.support.paper_models import NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
 from tests.support.tiny import edit_json, tiny_drafter_config

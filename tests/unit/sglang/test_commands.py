@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.checkpoint.reader import open_checkpoint, read_config
 from dflash_serve.deployment import Deployment
-from dflash_serve.drafter.checkpoint import open_checkpoint, read_config
 from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
 from tests.support.paper_models import write_paper_drafter, write_paper_target

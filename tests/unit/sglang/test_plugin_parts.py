@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.drafter.tensor_names import expected_tensors
+from dflash_serve.checkpoint.tensor_names import expected_tensors
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.cost import CostModel
 from dflash_serve.speculation.width import FixedWidth

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dflash_serve.assets import bundled_drafter
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.source import drafter_source, local_folder
 from dflash_serve.deployment import Deployment, Model
-from dflash_serve.drafter.config import DrafterConfig
-from dflash_serve.drafter.source import local_folder
 from dflash_tensorrt_llm import plan
 from tests.support.tiny import write_tiny_drafter
-from tests.unit.drafter.published import PUBLISHED
+from tests.unit.checkpoint.published import PUBLISHED
 from tests.unit.tensorrt_llm.published_targets import TARGETS
 
 RECIPES = Path(__file__).parents[3] / "engines" / "recipes"
@@ -49,7 +48,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(plan, "target_configuration", config_folder)
     monkeypatch.setattr(
-        plan, "drafter_configuration", lambda model: bundled_drafter(model.model) or config_folder(model)
+        plan, "drafter_configuration", lambda model: config_folder(Model(model=str(drafter_source(model.model))))
     )
     return tmp_path / "hub"
 

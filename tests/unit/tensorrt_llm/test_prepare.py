@@ -9,7 +9,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from dflash_serve.drafter.checkpoint import read_config
+from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.errors import UserError
 from dflash_tensorrt_llm import TensorRTLLMBackend
 from dflash_tensorrt_llm.release import Release

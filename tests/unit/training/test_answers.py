@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from dflash_serve.errors import UserError
-from dflash_serve.prompt_sources import jsonl_prompts
+from dflash_serve.models.loader import load_target, load_tokenizer
+from dflash_serve.prompts.sources import jsonl_prompts
 from dflash_serve.training.answers import gather_prompts, make_data
 from dflash_serve.training.decoding import BatchDecoder, Completion
 from dflash_serve.training.recipe import Recipe
 from dflash_serve.training.shards import Answer, Manifest, read_manifest, read_shard
-from dflash_torch.target import load_target, load_tokenizer
 
 TEXTS = [f"the quick brown fox {i}" for i in range(12)]
 SECRET = "the lazy dog, an exam question"

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_serve.drafter.config import AttentionKind, DrafterConfig
-from dflash_serve.drafter.kv_store import KVStore, Span, StoreAttention
-from dflash_serve.drafter.model import Drafter
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
+from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.training.attention import FlexBlockAttention
 from dflash_serve.training.blocks import lay_out
 from dflash_serve.training.forward import BlockForward, context_rows
@@ -40,15 +41,15 @@ def inputs(config: DrafterConfig) -> tuple[list[Tensor], list[Tensor], Tensor]:
 
 
 def decoded(drafter: Drafter, tokens: Tensor, features: Tensor, anchor: int, embedding: Tensor) -> Tensor:
-    """One block as decoding drafts it: context K/V in a store, then the block."""
+    """One block as decoding drafts it: context K/V in a cache, then the block."""
     config = drafter.config
-    store = KVStore(
-        layers=config.num_layers, slots=1, kv_heads=config.num_key_value_heads, capacity=64, head_dim=config.head_dim
+    cache = KVCache(
+        layers=config.num_layers, entries=1, kv_heads=config.num_key_value_heads, capacity=64, head_dim=config.head_dim
     )
     context = drafter.context_kv(drafter.project_context(features[:anchor]), torch.arange(anchor))
-    store.write_all([Span(0, 0, anchor)], *context)
+    cache.write_all([Span(0, 0, anchor)], *context)
     spans = [Span(0, anchor, config.block_size)]
-    attention = StoreAttention(store, spans, config.layers, config.num_attention_heads)
+    attention = RaggedAttention(cache, spans, config.layers, config.num_attention_heads)
     positions = torch.arange(anchor, anchor + config.block_size)
     hidden: Tensor = drafter(drafter.noise(tokens[anchor : anchor + 1], embedding), positions, attention)
     return hidden[1:]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_serve.drafter.kv_store import Span
+from dflash_serve.models.kv_cache import Span
+from dflash_serve.models.loader import load_target
+from dflash_serve.models.target import TargetModel
 from dflash_serve.training.decoding import BatchDecoder, Completion, Request
 from dflash_serve.training.target import target_features
-from dflash_torch.passes import TargetPass
-from dflash_torch.target import load_target
-from dflash_torch.target.model import TargetModel
+from dflash_torch.model_runner import TargetRunner
 from tests.support.tiny_target import EOS
 
 PROMPTS = [[5, 6, 7], [9], [30, 31, 32, 33, 34, 35, 36], [12, 13], [60, 61, 62, 63], [7] * 9, [80, 90, 100]]
@@ -27,7 +27,7 @@ def alone(target: TargetModel, prompt: list[int], limit: int) -> list[int]:
     """Greedy decoding without a cache: everything anew for every token."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < limit and (len(tokens) == len(prompt) or tokens[-1] != EOS):
-        forward = TargetPass(target, target.new_store(1, 64), widest=1)
+        forward = TargetRunner(target, target.new_cache(1, 64), widest=1)
         with torch.no_grad():
             hidden = forward([tokens], [Span(0, 0, len(tokens))], ()).hidden
             tokens.append(int(target.logits(hidden[-1:]).argmax()))
@@ -73,7 +73,7 @@ def test_features_of_packed_sequences_are_those_of_each_alone(target: TargetMode
     sequences = [torch.tensor(prompt) for prompt in PROMPTS]
     for tokens, features in zip(sequences, target_features(target, sequences, (0, 2)), strict=True):
         with torch.no_grad():
-            forward = TargetPass(target, target.new_store(1, 64), widest=1)
+            forward = TargetRunner(target, target.new_cache(1, 64), widest=1)
             expected = forward([tokens.tolist()], [Span(0, 0, len(tokens))], (0, 2)).features
         assert expected is not None
         torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-4)

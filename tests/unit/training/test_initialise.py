@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_serve.drafter.checkpoint_writer import write_drafter
+from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import UserError
+from dflash_serve.models.loader import load_target
+from dflash_serve.models.target import TargetModel
 from dflash_serve.training.initialise import drafter_config, new_drafter
 from dflash_serve.training.recipe import DrafterSection
-from dflash_torch.target import load_target
-from dflash_torch.target.model import TargetModel
 
 
 @pytest.fixture(scope="module")

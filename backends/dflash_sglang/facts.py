@@ -1,0 +1,80 @@
+"""What SGLang's server (0.5.23) and our plug-in in it call their probes and metrics, and how to read them."""
+
+from __future__ import annotations
+
+from dflash_serve.backend import EngineFacts, MetricNames, Probes, SpeculationLines
+from dflash_serve.common.prometheus import Samples, Scrape
+from dflash_serve.common.promql import rate
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+
+PREFIX = "dflash_serve:"
+"""Of our plug-in's own metrics, on the same page."""
+OFFERED, ACCEPTED, STEPS, DRAFT_SECONDS = (
+    PREFIX + name for name in ("slots_offered", "slots_accepted", "steps", "draft_seconds")
+)
+"""Counters (without `_total`) by slot, by slot, by width; a histogram."""
+SPECULATING = ', width!="1"'
+
+
+def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
+    """By our plug-in's counters where it is loaded, else by SGLang's own."""
+    samples = scrape.samples()
+    return _of_plug_in(samples) or _of_sglang(samples)
+
+
+def _of_plug_in(samples: Samples) -> AcceptanceStatistics | None:
+    widths = samples.by(f"{STEPS}_total", "width")
+    if not widths:
+        return None
+    offered = samples.by_slot(f"{OFFERED}_total", "slot", first=1)
+    accepted = samples.by_slot(f"{ACCEPTED}_total", "slot", first=1)
+    verifications = sum(count for width, count in widths.items() if width > 1)
+    engine = f"{FACTS.title} with dflash-serve"
+    return AcceptanceStatistics(verifications, sum(offered), sum(accepted), offered, accepted, widths, engine)
+
+
+def _of_sglang(samples: Samples) -> AcceptanceStatistics | None:
+    """SGLang's counters move when a request ends, so its answers' last blocks count only as far as they were used."""
+    gauge, block = samples.mean("sglang:spec_accept_length"), samples.mean("sglang:spec_num_draft_tokens")
+    steps = samples.total("sglang:spec_verify_calls_total")
+    generated, requests = samples.total("sglang:generation_tokens_total"), samples.total("sglang:num_requests_total")
+    if steps is None or generated is None or requests is None:
+        known = gauge is not None or samples.knows("sglang:")
+        return AcceptanceStatistics.unknown(FACTS.title, gauge) if known else None
+    # A request's first token comes from its prefill, every other one from a verification; SGLang counts the anchor.
+    accepted = max(0.0, generated - requests - steps)
+    drafted = steps * (block - 1) if block else None
+    return AcceptanceStatistics(steps, drafted, accepted, None, None, None, FACTS.title)
+
+
+FACTS = EngineFacts(
+    title="SGLang",
+    engine_type="sglang",
+    probes=Probes(started="/health", live="/health", ready="/health_generate"),
+    metrics=MetricNames(
+        path="/metrics",
+        queued="sglang:num_queue_reqs",
+        running="sglang:num_running_reqs",
+        kv_cache_usage="sglang:token_usage",
+        acceptance_length="sglang:spec_accept_length",
+        generated="sglang:generation_tokens_total",
+        time_to_first_token="sglang:time_to_first_token_seconds",
+        inter_token_latency="sglang:inter_token_latency_seconds",
+        queue_time="sglang:queue_time_seconds",
+        request_latency="sglang:e2e_request_latency_seconds",
+    ),
+    speculation=SpeculationLines(
+        acceptance_length=(
+            "{{pod}}",
+            f"1 + {rate(f'{ACCEPTED}_total', by='pod')} / {rate(f'{STEPS}_total', by='pod', extra=SPECULATING)}",
+        ),
+        survival=(
+            "slot {{slot}}",
+            f"{rate(f'{ACCEPTED}_total', by='slot')} / {rate(f'{OFFERED}_total', by='slot')}",
+        ),
+        widths=("width {{width}}", rate(f"{STEPS}_total", by="width")),
+    ),
+    read_acceptance=read_acceptance,
+    # Otherwise /health generates a token too, and a full batch would look like a dead process.
+    environment={"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"},
+)

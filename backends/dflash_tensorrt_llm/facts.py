@@ -1,0 +1,98 @@
+"""What trtllm-serve calls its probes and metrics (tensorrt_llm/metrics/collector.py @050f80d), and how to read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_serve.backend import EngineFacts, MetricNames, Probes, SpeculationLines
+from dflash_serve.common.prometheus import Scrape
+from dflash_serve.common.promql import gauge, rate
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+
+ITERATIONS, PROMETHEUS = "/metrics", "/prometheus/metrics"
+"""JSON that is emptied by reading it, and Prometheus text, which needs `return_perf_metrics`."""
+DRAFTED, ACCEPTED = "trtllm_spec_decode_drafted_tokens_total", "trtllm_spec_decode_accepted_tokens_total"
+ACCEPTANCE_LENGTH = "trtllm_spec_decode_acceptance_length"
+
+
+def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
+    """Prometheus text knows slots where perf metrics are on; otherwise the iterations know more."""
+    iterations = _iterations(scrape.text(ITERATIONS))
+    by_slot = _of_prometheus(scrape) if iterations is not None or scrape.samples(ITERATIONS).knows("trtllm_") else None
+    if iterations is None or (by_slot is not None and by_slot.verifications is not None):
+        return by_slot
+    return _of_iterations(iterations) or by_slot or AcceptanceStatistics.unknown(FACTS.title)
+
+
+def _iterations(text: str) -> list[Any] | None:
+    """TensorRT-LLM's list of iterations; None where the text is something else."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, list) else None
+
+
+def _of_iterations(iterations: Sequence[Any]) -> AcceptanceStatistics | None:
+    """Sums over iterations; the page keeps 1,000 of them, and reading it empties it. None: no speculation in them."""
+    stats = [one["specDecodingStats"] for one in iterations if isinstance(one, dict) and "specDecodingStats" in one]
+    if not stats:
+        return None
+    keys = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
+    verifications, drafted, accepted = (float(sum(each.get(key) or 0 for each in stats)) for key in keys)
+    return AcceptanceStatistics(verifications, drafted, accepted, None, None, None, FACTS.title, drained=True)
+
+
+def _of_prometheus(scrape: Scrape) -> AcceptanceStatistics | None:
+    samples = scrape.samples(ITERATIONS)
+    if not samples.knows("trtllm_"):
+        samples = scrape.samples(PROMETHEUS)
+    offered = samples.by_slot(DRAFTED, "token_position", first=0)
+    accepted = samples.by_slot(ACCEPTED, "token_position", first=0)
+    if offered:
+        accepted += [0.0] * (len(offered) - len(accepted))
+        return AcceptanceStatistics(offered[0], sum(offered), sum(accepted), offered, accepted, None, FACTS.title)
+    if not samples.knows("trtllm_"):
+        return None
+    # How many verifications these came from is not told, and the gauge is of one iteration.
+    return AcceptanceStatistics(
+        None,
+        samples.total("trtllm_spec_decode_num_draft_tokens_total"),
+        samples.total("trtllm_spec_decode_num_accepted_tokens_total"),
+        None,
+        None,
+        None,
+        FACTS.title,
+        samples.mean(ACCEPTANCE_LENGTH),
+    )
+
+
+FACTS = EngineFacts(
+    title="TensorRT-LLM",
+    engine_type="trtllm-serve",
+    probes=Probes(started="/health", live="/health", ready="/health_generate"),
+    metrics=MetricNames(
+        path=PROMETHEUS,
+        queued="trtllm_num_requests_waiting",
+        running="trtllm_num_requests_running",
+        kv_cache_usage="trtllm_kv_cache_utilization",
+        acceptance_length=ACCEPTANCE_LENGTH,
+        generated="trtllm_generation_tokens_total",
+        time_to_first_token="trtllm_time_to_first_token_seconds",
+        inter_token_latency="trtllm_time_per_output_token_seconds",
+        queue_time="trtllm_request_queue_time_seconds",
+        request_latency="trtllm_e2e_request_latency_seconds",
+    ),
+    speculation=SpeculationLines(
+        acceptance_length=("{{pod}}", gauge(ACCEPTANCE_LENGTH, fold="avg")),
+        survival=(
+            "position {{token_position}}",
+            f"{rate(ACCEPTED, by='token_position')} / {rate(DRAFTED, by='token_position')}",
+        ),
+    ),
+    read_acceptance=read_acceptance,
+)

@@ -1,0 +1,55 @@
+"""Token ids to text, streamed: never half a character, and never text that a stop string may yet take back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class Detokenizer:
+    """The text of one answer as its tokens arrive.
+
+    Args:
+        stop: the answer ends before the first occurrence of any of these, wherever tokens cut it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self.decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self.stop = tuple(stop)
+        self.held = ""
+        self.stopped = False
+        self.fed = 0
+        """Tokens taken in so far; those behind a complete stop string are not."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain after these tokens; sets `stopped` once a stop string is complete."""
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            self.fed += 1
+            self.held += self.decoder.step(self.tokenizer, token_id) or ""
+            self._cut_at_stop()
+        safe = len(self.held) if self.stopped else len(self.held) - self._could_be_stop()
+        text, self.held = self.held[:safe], "" if self.stopped else self.held[safe:]
+        return text
+
+    def flush(self) -> str:
+        """What was held back, at the end of the answer."""
+        text, self.held = self.held, ""
+        return text
+
+    def _cut_at_stop(self) -> None:
+        found = [at for at in (self.held.find(stop) for stop in self.stop) if at >= 0]
+        if found:
+            self.held, self.stopped = self.held[: min(found)], True
+
+    def _could_be_stop(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = max((len(stop) for stop in self.stop), default=1) - 1
+        for length in range(min(longest, len(self.held)), 0, -1):
+            if any(stop.startswith(self.held[-length:]) for stop in self.stop):
+                return length
+        return 0

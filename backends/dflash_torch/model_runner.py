@@ -1,0 +1,124 @@
+"""The passes of target and drafter: ragged on a CPU; on a GPU, decoding steps are padded to few shapes and captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dflash_serve.models.attention.padded import PaddedAttention
+from dflash_serve.models.attention.ragged import ragged_attention
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.kv_cache import KVCache, Span, span_positions
+from dflash_serve.models.target import TargetModel, TargetOutput
+
+from .shapes import Shape, padded_table, real_rows, shape_of
+from .static_pass import StaticPass
+
+
+class TargetRunner:
+    """The target over ragged batches.
+
+    Args:
+        widest: most rows of a sequence in a decoding step, B.
+        static: pad and capture decoding steps; None = on a GPU.
+    """
+
+    def __init__(self, target: TargetModel, cache: KVCache, widest: int, *, static: bool | None = None) -> None:
+        self.target, self.cache, self.widest = target, cache, widest
+        self.static = _prepared(cache, static)
+        self.captured: dict[tuple[Shape, tuple[int, ...]], StaticPass] = {}
+
+    def __call__(self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
+        """Token ids of each span's rows -> hidden [rows, H] and features [rows, F*H]; K/V goes into the cache."""
+        shape = _shape(self.cache, spans, self.widest) if self.static else None
+        if shape is None:
+            token_ids = torch.tensor([token for row in rows for token in row], device=self.target.device)
+            return self._run(token_ids, spans, layer_ids)
+        table = torch.tensor(padded_table(spans, rows, shape)).to(self.target.device, non_blocking=True)
+        key = (shape, layer_ids)
+        if key not in self.captured:
+            self.captured[key] = StaticPass(lambda table: self._work(table, shape, layer_ids), [table])
+        hidden, *features = self.captured[key](table)
+        kept = real_rows(spans, shape)
+        return TargetOutput(_rows(hidden, kept), _rows(features[0], kept) if features else None)
+
+    def _run(self, token_ids: Tensor, spans: Sequence[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
+        config = self.target.config
+        attend = ragged_attention(self.cache, spans, config.layers, config.num_attention_heads)
+        output: TargetOutput = self.target(token_ids, span_positions(spans, self.target.device), attend, layer_ids)
+        return output
+
+    def _work(self, table: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> tuple[Tensor, ...]:
+        config = self.target.config
+        positions = _positions(table, shape)
+        attend = PaddedAttention(
+            self.cache, table[:, 0], positions, shape.length, config.layers, config.num_attention_heads
+        )
+        output = self.target(table[:, 2:].reshape(-1), positions.reshape(-1), attend, layer_ids)
+        return (output.hidden,) if output.features is None else (output.hidden, output.features)
+
+
+class DrafterRunner:
+    """A drafter over blocks [anchor, mask x (B-1)] of any number of sequences.
+
+    Args:
+        embedding: the target's [vocabulary, H].
+        store: the drafter's context K/V.
+        static: as for the target.
+    """
+
+    def __init__(self, embedding: Tensor, cache: KVCache, block_size: int, *, static: bool | None = None) -> None:
+        self.embedding, self.cache, self.block_size = embedding, cache, block_size
+        self.static = _prepared(cache, static)
+        self.captured: dict[tuple[Drafter, Shape], StaticPass] = {}
+
+    def __call__(self, drafter: Drafter, anchors: list[int], starts: Sequence[tuple[int, int]]) -> Tensor:
+        """Anchors, and (cache entry, position) of each -> hidden [sequences * B, H]; their K/V goes behind it."""
+        spans = [Span(entry, start, self.block_size) for entry, start in starts]
+        shape = _shape(self.cache, spans, self.block_size) if self.static else None
+        if shape is None:
+            return self._run(drafter, torch.tensor(anchors, device=self.embedding.device), spans)
+        table = torch.tensor(padded_table(spans, [[anchor] for anchor in anchors], shape)).to(self.embedding.device)
+        key = (drafter, shape)
+        if key not in self.captured:
+            self.captured[key] = StaticPass(lambda table: self._work(drafter, table, shape), [table])
+        return _rows(self.captured[key](table)[0], real_rows(spans, shape))
+
+    def _run(self, drafter: Drafter, anchors: Tensor, spans: Sequence[Span]) -> Tensor:
+        config = drafter.config
+        noise = drafter.noise(anchors, self.embedding, self.block_size)
+        attend = ragged_attention(self.cache, spans, config.layers, config.num_attention_heads)
+        hidden: Tensor = drafter(noise, span_positions(spans, noise.device), attend)
+        return hidden
+
+    def _work(self, drafter: Drafter, table: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+        config, positions = drafter.config, _positions(table, shape)
+        noise = drafter.noise(table[:, 2], self.embedding, self.block_size)
+        attend = PaddedAttention(
+            self.cache, table[:, 0], positions, shape.length, config.layers, config.num_attention_heads
+        )
+        return (drafter(noise, positions.reshape(-1), attend),)
+
+
+def _prepared(cache: KVCache, static: bool | None) -> bool:
+    """Whether passes are static; a K/V cache that will be read beyond what was written must hold numbers, not NaN."""
+    static = cache.keys.device.type == "cuda" if static is None else static
+    if static:
+        cache.keys.zero_()
+        cache.values.zero_()
+    return static
+
+
+def _shape(cache: KVCache, spans: Sequence[Span], widest: int) -> Shape | None:
+    return shape_of(spans, max_batch_size=cache.entries, widest=widest, capacity=cache.capacity)
+
+
+def _positions(table: Tensor, shape: Shape) -> Tensor:
+    """[N, W] from the table's starts."""
+    return table[:, 1:2] + torch.arange(shape.width, device=table.device)
+
+
+def _rows(tensor: Tensor, kept: list[int] | None) -> Tensor:
+    return tensor if kept is None else tensor[kept]

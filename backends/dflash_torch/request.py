@@ -1,0 +1,113 @@
+"""One request's state between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from dflash_serve.outputs import FinishReason
+from dflash_serve.speculation.noise import fresh_seed
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+
+from .grammar import Grammar
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The entry of a new request; its first `reused` tokens are to be copied from `donor`, None where there is none."""
+
+    entry: int
+    donor: Request | None = None
+    reused: int = 0
+
+
+@dataclass
+class Request:
+    """Prompt and answer so far. Between steps the last token is the anchor: sampled, but not yet through the target."""
+
+    id: int
+    entry: int
+    """Where the K/V caches hold its K/V."""
+    token_ids: list[int]
+    prompt_length: int
+    limit: int
+    """Length of prompt and answer at which it ends."""
+    params: SamplingParams
+    seed: int
+    statistics: AcceptanceStatistics
+    grammar: Grammar | None = None
+    """What the answer must match; None = anything."""
+    salt: str = ""
+    """Only requests of the same salt share prefixes."""
+    reused: int = 0
+    """Tokens of the prompt that were copied instead of computed."""
+    verified: int = 0
+    """Tokens that went through the target; their K/V is in its cache."""
+    injected: int = 0
+    """Tokens whose features are in the drafter's context."""
+    features: list[Tensor] = field(default_factory=list)
+    """Features [rows, F*H] of tokens injected..verified, waiting for the next draft."""
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    """(width, accepted) of each decoding step, in order."""
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    """The token that ended the answer; its text is no part of it."""
+    failure: str | None = None
+    """Why it could not go on, where that is its own fault; it has left then."""
+
+    @classmethod
+    def seated(
+        cls,
+        number: int,
+        allocation: Allocation,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        limit: int,
+        grammar: Grammar | None,
+        salt: str,
+    ) -> Request:
+        """A new one in its entry, with the prefix that was copied there."""
+        return cls(
+            id=number,
+            entry=allocation.entry,
+            token_ids=list(prompt),
+            prompt_length=len(prompt),
+            limit=limit,
+            params=params,
+            seed=fresh_seed() if params.seed is None else params.seed,
+            statistics=AcceptanceStatistics(),
+            grammar=grammar,
+            salt=salt,
+            reused=allocation.reused,
+            verified=allocation.reused,
+            injected=allocation.reused,
+        )
+
+    @property
+    def pending(self) -> list[int]:
+        """Tokens the target has not seen: the prompt at first, the anchor alone after."""
+        return self.token_ids[self.verified :]
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The answer so far."""
+        return self.token_ids[self.prompt_length :]
+
+    @property
+    def is_decoding(self) -> bool:
+        """The prompt is through; every further step verifies a block."""
+        return self.verified >= self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still result."""
+        return self.limit - len(self.token_ids)
+
+    def cut(self, tokens: int) -> None:
+        """Forgets the last tokens of the answer."""
+        if tokens:
+            del self.token_ids[-tokens:]

@@ -1,0 +1,109 @@
+"""From the target's logits of a ragged batch to the tokens each request results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from dflash_serve.outputs import TokenLogprob
+from dflash_serve.speculation.acceptance import Acceptance, accept_matching, accept_sampled
+from dflash_serve.speculation.batch import SamplingBatch
+from dflash_serve.speculation.noise import BlockNoise
+from dflash_serve.speculation.penalties import TokenCounts
+from dflash_serve.speculation.sampling import greedy_tokens, probabilities
+
+from .request import Request
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step brought one request: tokens, and a logprob for each where it asked for them."""
+
+    request: Request
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+
+    def first(self, count: int) -> StepResult:
+        """The same, cut after `count` tokens."""
+        return StepResult(self.request, self.token_ids[:count], self.logprobs and self.logprobs[:count])
+
+
+def sample(requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor) -> list[StepResult]:
+    """What each request results: its accepted drafted tokens and the bonus token.
+
+    Args:
+        drafts: the drafted tokens of each, `width - 1` of them.
+        logits: [rows, V], `width` rows a request, after one another.
+    """
+    device = logits.device
+    widths = [1 + len(draft) for draft in drafts]
+    batch = SamplingBatch.of([s.params for s in requests], logits.shape[-1], device)
+    padded_draft = _pad([torch.tensor(draft, dtype=torch.int64) for draft in drafts], value=-1).to(device)
+    raw = logits[None] if len(widths) == 1 else _pad(list(logits.split(widths)))
+    padded = _grammatical(requests, drafts, raw)
+    counts = _counts(requests, batch, logits.shape[-1], device)
+    width_tensor = torch.tensor(widths, device=device)
+    verdict: Acceptance
+    if batch.all_greedy:
+        verdict = accept_matching(padded_draft, greedy_tokens(padded, batch, counts, padded_draft), width_tensor)
+    else:
+        seeds = torch.tensor([s.seed for s in requests], device=device)
+        first = torch.tensor([len(s.output_ids) for s in requests], device=device)
+        noise = BlockNoise.of(seeds, first, padded.shape[1])
+        p = probabilities(padded, batch, counts, padded_draft)
+        verdict = accept_sampled(padded_draft, p, width_tensor, noise)
+    gained = [[token for token in tokens if token >= 0] for tokens in verdict.committed(padded_draft).tolist()]
+    return [
+        StepResult(request, tokens, _logprobs(rows, tokens, request.params.logprobs))
+        for request, tokens, rows in zip(requests, gained, raw, strict=True)
+    ]
+
+
+def _logprobs(rows: Tensor, tokens: list[int], top: int | None) -> list[TokenLogprob] | None:
+    """Exact under speculation: row j is the target's own, of the token it decided. rows [W, V]."""
+    if top is None:
+        return None
+    logprobs = rows[: len(tokens)].float().log_softmax(-1)
+    chosen = logprobs.gather(-1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0].tolist()
+    best = logprobs.topk(top, dim=-1)
+    tops = [list(zip(i, v, strict=True)) for i, v in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    return [TokenLogprob(*entry) for entry in zip(tokens, chosen, map(tuple, tops), strict=True)]
+
+
+def _grammatical(requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor) -> Tensor:
+    """[N, W, V]: -inf where a request's grammar forbids; `logits` itself where nobody has one."""
+    if all(s.grammar is None for s in requests):
+        return logits
+    logits = logits.clone()
+    for rows, request, draft in zip(logits, requests, drafts, strict=True):
+        if request.grammar is not None:
+            allowed = request.grammar.masks(draft, logits.device)
+            rows[: len(allowed)].masked_fill_(~allowed, float("-inf"))
+    return logits
+
+
+def _pad(rows: list[Tensor], value: float = 0.0) -> Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=value)
+
+
+def _counts(requests: Sequence[Request], batch: SamplingBatch, vocab: int, device: torch.device) -> TokenCounts | None:
+    if not batch.penalised:
+        return None
+    prompts = [s.token_ids[: s.prompt_length] for s in requests]
+    return TokenCounts.of(prompts, [s.output_ids for s in requests], vocab, device)
+
+
+def last_rows(pending: list[list[int]], drafts: list[list[int]], heads: list[int]) -> list[int] | None:
+    """Rows of the flat batch whose logits are needed: each head's anchor and drafted slots. None = all of them."""
+    rows: list[int] = []
+    first = 0
+    for index, (prompt, draft) in enumerate(zip(pending, drafts, strict=True)):
+        end = first + len(prompt) + len(draft)
+        if index in heads:
+            rows += range(end - len(draft) - 1, end)
+        first = end
+    return None if len(rows) == first else rows

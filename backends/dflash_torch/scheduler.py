@@ -1,0 +1,205 @@
+"""The decoding loop: draft, verify, accept, commit, for a batch that requests join and leave between steps.
+
+One step of a request sends its pending tokens (the prompt at first, the anchor alone after) and its drafted tokens
+through the target in one flat batch. The paper's loop (section 4; dflash 0.1.0 `dflash_generate`) is the case of one
+request; prefill is the case of a long pending part and no draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dflash_serve.models.kv_cache import Span
+from dflash_serve.models.target import TargetModel
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+from dflash_serve.speculation.width import WidthPolicy
+
+from .admission import check_request
+from .cache_manager import KVCacheManager
+from .ending import answer_length
+from .grammar import Grammar
+from .model_runner import TargetRunner
+from .request import Allocation, Request
+from .sampler import StepResult, last_rows, sample
+from .speculator import Speculator
+
+BACKLOG = 256
+"""Rows of features that may wait for a draft; while speculation does not pay, they are injected in such portions."""
+
+
+class Scheduler:
+    """Target, drafter and their K/V caches, and the requests that are running.
+
+    Args:
+        speculator: None = no speculation.
+        policy: chooses the widths; not asked where there is no speculator.
+        max_batch_size: requests it runs at once.
+        capacity: tokens of prompt and answer that one request may have.
+        prefill_rows: most rows of one prompt in a step; bounds the memory of a long prompt's masks.
+        reuse_prefixes: whether prompts may start from what earlier requests left in the K/V caches.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        speculator: Speculator | None,
+        policy: WidthPolicy,
+        *,
+        max_batch_size: int,
+        capacity: int,
+        prefill_rows: int = 1024,
+        reuse_prefixes: bool = True,
+    ) -> None:
+        self.target, self.speculator, self.policy = target, speculator, policy
+        self.capacity, self.prefill_rows = capacity, prefill_rows
+        widest = speculator.block_size if speculator else 1
+        self.cache = target.new_cache(max_batch_size, capacity + widest)
+        self.verify = TargetRunner(target, self.cache, widest)
+        self.cache_manager = KVCacheManager(max_batch_size, reuse=reuse_prefixes)
+        self.running: list[Request] = []
+        self.joined = 0
+        self.statistics = AcceptanceStatistics()
+        """Of all requests that ever ran."""
+
+    @property
+    def free_entries(self) -> list[int]:
+        """KVCacheManager without a running request."""
+        return self.cache_manager.free
+
+    @torch.inference_mode()
+    def join(
+        self, token_ids: Sequence[int], params: SamplingParams, *, grammar: Grammar | None = None, salt: str = ""
+    ) -> Request:
+        """Takes a request in; its prompt is prefilled in the next steps. There must be a free cache entry.
+
+        Args:
+            grammar: what its answer must match, fresh.
+            salt: only requests of the same salt may share prefixes.
+
+        Raises:
+            UserError: as `check`.
+        """
+        self.check(token_ids, params)
+        allocation = self.cache_manager.take(list(token_ids), salt)
+        self._copy_prefix(allocation)
+        limit = min(self.capacity, len(token_ids) + (params.max_tokens or self.capacity))
+        request = Request.seated(self.joined, allocation, token_ids, params, limit=limit, grammar=grammar, salt=salt)
+        self.joined += 1
+        self.cache_manager.give(request)
+        self.running.append(request)
+        return request
+
+    def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Refuses what could not run.
+
+        Raises:
+            UserError: as `admission.check_request`.
+        """
+        check_request(token_ids, params, capacity=self.capacity, vocab_size=self.target.config.vocab_size)
+
+    def leave(self, request: Request, *, sound: bool = True) -> None:
+        """Lets a request go, finished or not; its cache entry is free from the next step on.
+
+        Args:
+            sound: False = its K/V may be broken (a step failed half-way) and must not be lent.
+        """
+        self.running.remove(request)
+        self.cache_manager.release(request, keep=sound)
+        self.policy.forget(request.id)
+
+    @torch.inference_mode()
+    def step(self) -> list[StepResult]:
+        """One step of every running request; finished ones leave."""
+        requests = list(self.running)
+        drafts = self._draft(requests)
+        pending = [s.pending[: self.prefill_rows] for s in requests]
+        hidden, features = self._verify(requests, pending, drafts)
+        judged = self._judge(requests, pending, drafts, hidden)
+        results = []
+        for index, request in enumerate(requests):
+            result = judged.get(index) or StepResult(request, [])
+            self._commit(result, len(pending[index]), drafts[index], features[index])
+            results.append(self._end(result))
+        return results
+
+    def _copy_prefix(self, allocation: Allocation) -> None:
+        """Target and drafter alike: what the donor has verified but not drafted after yet is injected first."""
+        if allocation.donor is None:
+            return
+        self.cache.copy(allocation.donor.entry, allocation.entry, allocation.reused)
+        if self.speculator is not None:
+            if allocation.donor.injected < allocation.reused:
+                self.speculator.inject([allocation.donor])
+            self.speculator.cache.copy(allocation.donor.entry, allocation.entry, allocation.reused)
+
+    def _draft(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Drafted tokens of each request; [] where it is still in its prompt or its width is 1."""
+        drafts: list[list[int]] = [[] for _ in requests]
+        decoding = [i for i, s in enumerate(requests) if s.is_decoding]
+        if self.speculator is None or not decoding:
+            return drafts
+        chosen = self.policy.widths([requests[i].id for i in decoding])
+        widths = {i: min(width, requests[i].remaining) for i, width in zip(decoding, chosen, strict=True)}
+        wide = [i for i in decoding if widths[i] > 1]
+        if wide:
+            filled = self.speculator.draft([requests[i] for i in wide], [widths[i] for i in wide])
+            for i, draft in zip(wide, filled, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def _verify(
+        self, requests: Sequence[Request], pending: list[list[int]], drafts: list[list[int]]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """One target pass over all rows -> hidden [rows, H] and each request's features [its rows, F*H]."""
+        blocks = [p + d for p, d in zip(pending, drafts, strict=True)]
+        spans = [Span(s.entry, s.verified, len(block)) for s, block in zip(requests, blocks, strict=True)]
+        output = self.verify(blocks, spans, self.speculator.target_layer_ids if self.speculator else ())
+        if output.features is None:
+            return output.hidden, [None] * len(blocks)
+        return output.hidden, list(output.features.split([len(block) for block in blocks]))
+
+    def _judge(
+        self, requests: Sequence[Request], pending: list[list[int]], drafts: list[list[int]], hidden: Tensor
+    ) -> dict[int, StepResult]:
+        """What each request results whose prompt is through; the others' rows need no logits."""
+        heads = [i for i, s in enumerate(requests) if len(pending[i]) == len(s.pending)]
+        if not heads:
+            return {}
+        rows = last_rows(pending, drafts, heads)
+        logits = self.target.logits(hidden if rows is None else hidden[rows])
+        results = sample([requests[i] for i in heads], [drafts[i] for i in heads], logits)
+        return dict(zip(heads, results, strict=True))
+
+    def _commit(self, result: StepResult, pending: int, draft: list[int], features: Tensor | None) -> None:
+        """Keeps the K/V and features of the rows that stand: the pending tokens and the accepted drafted ones."""
+        request, accepted = result.request, max(0, len(result.token_ids) - 1)
+        if request.is_decoding:
+            self._record(request, 1 + len(draft), accepted)
+        request.verified += pending + accepted
+        request.token_ids += result.token_ids
+        if features is not None and self.speculator is not None:
+            # A copy: a view would keep the features of the whole batch alive until the next draft.
+            request.features.append(features[: pending + accepted].clone())
+            if request.verified - request.injected >= BACKLOG:
+                self.speculator.inject([request])
+
+    def _record(self, request: Request, width: int, accepted: int) -> None:
+        request.statistics.record(width, accepted)
+        self.statistics.record(width, accepted)
+        request.steps.append((width, accepted))
+        self.policy.observe(request.id, width, accepted)
+
+    def _end(self, result: StepResult) -> StepResult:
+        """The result up to what ends the answer; sets the finish_reason and lets a finished request go."""
+        request = result.request
+        count = answer_length(request, result.token_ids, self.target.config.eos_token_ids)
+        request.cut(len(result.token_ids) - count)
+        if request.finish_reason is None and request.failure is None and request.remaining <= 0:
+            request.finish_reason = "length"
+        if request.finish_reason is not None or request.failure is not None:
+            self.leave(request)
+        return result.first(count)

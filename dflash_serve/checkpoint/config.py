@@ -1,0 +1,102 @@
+"""DrafterConfig: the neutral description of a DFlash drafter, whatever dialect its checkpoint is written in.
+
+No torch here: `inspect`, the engine adapters and the chart read drafters on machines that have none.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dflash_serve.common.frozen import Frozen, PositiveInt
+
+
+class AttentionKind(Frozen):
+    """What a slot of the block may attend to in one drafter layer.
+
+    `window` W: a query at position q sees keys at k with q - k < W (and k - q < W where not causal); None = everything.
+    `causal`: within the block, slot j sees slots <= j only. Context positions lie before the block and are always
+    visible, up to the window. (dflash 0.1.0 `_attention_mask`; SGLang 0.5.23 `models/dflash.py`.)
+    """
+
+    window: PositiveInt | None = None
+    causal: bool = False
+
+
+class RopeConfig(Frozen):
+    """Rotary embedding. `scaling` is None for plain RoPE; the fields follow transformers' rope_parameters."""
+
+    theta: Annotated[float, Field(gt=0)] = 10000.0
+    scaling: Literal["linear", "llama3", "yarn", "longrope"] | None = None
+    factor: float | None = None
+    original_max_position_embeddings: PositiveInt | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+
+
+class DrafterConfig(Frozen):
+    """Shape and rules of a drafter (paper section 4; z-lab `dflash/model.py`)."""
+
+    block_size: Annotated[int, Field(ge=2)]
+    """B: slots in a block, the anchor (slot 0) counted."""
+    target_layer_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+    """0-based decoder layers of the target whose *outputs* are the context feature, in the order `fc` takes them."""
+    num_target_layers: PositiveInt | None = None
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    """The token whose target embedding fills slots 1..B-1; None where the checkpoint has its own `mask_embedding`."""
+    has_mask_embedding: bool = False
+
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    layers: Annotated[tuple[AttentionKind, ...], Field(min_length=1)]
+    max_position_embeddings: PositiveInt = 32768
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    attention_bias: bool = False
+    embedding_scale: float = 1.0
+    """Multiplies the raw embedding row of every slot (Gemma); z-lab calls it `input_embedding_scale`."""
+    output_multiplier: float = 1.0
+    """Multiplies the drafter's logits before the soft-cap."""
+    final_logit_softcap: Annotated[float, Field(gt=0)] | None = None
+    """c in `logits = c * tanh(logits / c)`."""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> DrafterConfig:
+        if self.mask_token_id is None and not self.has_mask_embedding:
+            raise ValueError("neither mask_token_id nor a mask embedding is given: masked slots would have no input")
+        if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
+            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.num_target_layers is not None and max(self.target_layer_ids) >= self.num_target_layers:
+            raise ValueError(
+                f"target_layer_ids {list(self.target_layer_ids)} name layer {max(self.target_layer_ids)}, but the "
+                f"target has layers 0..{self.num_target_layers - 1} (ids are 0-based layer outputs)"
+            )
+        return self
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the drafter."""
+        return len(self.layers)
+
+    @property
+    def feature_size(self) -> int:
+        """Width of a context feature row: F chosen layers x H, what `fc` takes in."""
+        return len(self.target_layer_ids) * self.hidden_size

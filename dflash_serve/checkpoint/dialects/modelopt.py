@@ -1,0 +1,66 @@
+"""NVIDIA ModelOpt's dialect (0.47, `DFlashExporter`): z-lab's form, with windows and causality inside `dflash_config`.
+
+`causal` is always written and speaks for every layer. `use_swa` + `swa_window_size` make every layer slide although
+`layer_types` still says `full_attention`: a reader that does not know them ignores the window in silence. Resolved as
+vLLM does (`qwen3_dflash.py`, `_resolve_layer_attention`).
+"""
+
+from __future__ import annotations
+
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.dialects import zlab
+from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressible, one_value
+from dflash_serve.checkpoint.dialects.section import Section
+from dflash_serve.checkpoint.dialects.transformer_keys import FULL, SLIDING, kinds, read_windows
+
+NAME = "modelopt"
+KEYS = {"causal", "use_swa", "swa_window_size"}
+
+
+def matches(config: Section) -> bool:
+    """Whether a config.json speaks this dialect."""
+    dflash = config.raw.get("dflash_config")
+    return isinstance(dflash, dict) and bool(dflash.keys() & KEYS)
+
+
+def read(config: Section, has_mask_embedding: bool) -> dict[str, object]:
+    """DrafterConfig's fields of a ModelOpt config.json."""
+    dflash = config.section("dflash_config", falls_back=True)
+    known = KEYS | zlab.KEYS | zlab.REFUSABLE | zlab.HARMLESS
+    dflash.only(known, "it may change what the drafter computes; remove it if it does not")
+    causal, is_causal = dflash.flag("causal"), dflash.flag("is_causal")
+    if causal is not None and is_causal is not None and causal != is_causal:
+        dflash.note(f"{dflash.named('causal')} is {causal} but is_causal is {is_causal}", "keep the right one")
+    layers = kinds(_windows(config, dflash), causal if is_causal is None else is_causal)
+    return zlab.read_fields(config, dflash, layers, has_mask_embedding)
+
+
+def _windows(config: Section, dflash: Section) -> tuple[int | None, ...]:
+    """Every layer slides with use_swa, unless layer_types itself tells sliding layers from full ones."""
+    window, outer = dflash.optional_integer("swa_window_size"), config.optional_integer("sliding_window")
+    if window is not None and outer is not None and window != outer:
+        dflash.note(
+            f"{dflash.named('swa_window_size')} is {window} but sliding_window is {outer}", "keep the right one"
+        )
+    if not dflash.flag("use_swa") or SLIDING in (config.strings("layer_types") or ()):
+        return read_windows(config, window)
+    return (window or dflash.integer("sliding_window"),) * config.integer("num_hidden_layers")
+
+
+def write(config: DrafterConfig, target: Target) -> dict[str, object]:
+    """config.json as ModelOpt 0.47 exports it."""
+    fields = zlab.write_fields(config, NAME)
+    causal = one_value({kind.causal for kind in config.layers}, "causality", NAME)
+    window = one_value({kind.window for kind in config.layers}, "windows", NAME)
+    dflash = fields["dflash_config"]
+    assert isinstance(dflash, dict)
+    if config.has_mask_embedding:
+        raise inexpressible("a mask embedding", NAME)
+    dflash["causal"] = causal
+    if window is not None:
+        dflash.update(use_swa=True, swa_window_size=window)
+        fields["layer_types"] = [FULL] * config.num_layers
+    return fields
+
+
+DIALECT = Dialect(NAME, matches, read, write)

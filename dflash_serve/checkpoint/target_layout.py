@@ -1,0 +1,172 @@
+"""What a target's config.json tells of its layout on devices: heads, experts, number formats, bytes. No torch.
+
+Of a hub model only its configuration is fetched; nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dflash_serve.checkpoint.pairing import TargetShape, language_model, read_target_shape
+from dflash_serve.checkpoint.source import local_folder
+from dflash_serve.deployment import Model, Quantization
+
+BITS: Mapping[str, float] = {"none": 16, "fp8": 8, "nvfp4": 4.5, "mxfp4": 4.25}
+"""Bits a weight, scales included: NVFP4 has 8 per 16 values, MXFP4 8 per 32."""
+OTHER_BITS = 4.5
+"""Of a method that we do not know by name: INT4 with scales, as compressed-tensors, AWQ and GPTQ have it."""
+FORMATS = {"nvfp4": ("nvfp4", "fp4_pack"), "mxfp4": ("mxfp4",), "fp8": ("fp8", "float-quantized")}
+"""Name -> the words by which a checkpoint's own recipe gives it away."""
+EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+LATENT_WIDTH = 576
+"""Values of a token's latent vector in a layer: DeepSeek's kv_lora_rank 512 and a rotary part of 64."""
+QUANT_CONFIG, GENERATION_CONFIG = "hf_quant_config.json", "generation_config.json"
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""And the values at which they do nothing."""
+
+
+@dataclass(frozen=True)
+class TargetLayout:
+    """A target as an engine will lay it out."""
+
+    shape: TargetShape
+    architecture: str
+    """The first of config.json's `architectures`."""
+    attention_heads: int
+    kv_heads: int
+    head_dim: int
+    latent: bool
+    """DeepSeek's attention: one latent vector a token instead of keys and values a head."""
+    experts: int
+    """0 = dense."""
+    native_quantization: str | None
+    """Of its own weights: fp8, nvfp4, mxfp4, or the method's name; None = unquantised."""
+    head_is_quantized: bool
+    """lm_head is NVFP4 too."""
+    weight_bytes: int
+    """Of all devices together; an estimate from the sizes (a few per cent)."""
+    penalises: bool
+    """generation_config.json penalises repetitions in every request that does not say otherwise (Qwen3-Coder)."""
+
+    def kv_bytes(self, bytes_each: float) -> int:
+        """Keys and values of one token, all layers, all heads."""
+        width = LATENT_WIDTH if self.latent else 2 * self.kv_heads * self.head_dim
+        return int(self.shape.num_layers * width * bytes_each)
+
+
+def target_configuration(model: Model) -> Path:
+    """A folder with the target's configuration, fetched where it is a hub id.
+
+    Raises:
+        UserError: no such target.
+    """
+    return local_folder(model.model, model.revision, files=["config.json", QUANT_CONFIG, GENERATION_CONFIG])
+
+
+def read_target_layout(folder: Path, model: Model) -> TargetLayout:
+    """Reads `folder/config.json`; `model` says how it was asked for, and in which quantisation.
+
+    Raises:
+        UserError: no config.json, or one without a language model's sizes.
+    """
+    shape = replace(read_target_shape(folder), name=model.model)
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    inner = language_model(raw)
+    recipe = _recipe(raw, inner, folder)
+    heads = size(inner, "num_attention_heads", 1)
+    native = _native(recipe)
+    return TargetLayout(
+        shape=shape,
+        architecture=str((raw.get("architectures") or ["unknown"])[0]),
+        attention_heads=heads,
+        kv_heads=size(inner, "num_key_value_heads", heads),
+        head_dim=_head_dim(inner),
+        latent=bool(size(inner, "kv_lora_rank")),
+        experts=_experts(inner),
+        native_quantization=native,
+        head_is_quantized=native == "nvfp4" and not _spares_head(recipe),
+        weight_bytes=_weight_bytes(inner, model.quantization, native),
+        penalises=_penalises(folder),
+    )
+
+
+def size(fields: Mapping[str, object], key: str, default: int = 0) -> int:
+    """A positive whole number of config.json; anything else counts as not given."""
+    value = fields.get(key)
+    return value if type(value) is int and value > 0 else default
+
+
+def _recipe(raw: Mapping[str, object], inner: Mapping[str, object], folder: Path) -> Mapping[str, object]:
+    """How its weights are quantised: inside config.json, or in ModelOpt's file beside it."""
+    for holder in (raw, inner):
+        inside = holder.get("quantization_config")
+        if isinstance(inside, dict):
+            return inside
+    beside = folder / QUANT_CONFIG
+    recipe = json.loads(beside.read_text(encoding="utf-8")).get("quantization") if beside.is_file() else None
+    return recipe if isinstance(recipe, dict) else {}
+
+
+def _penalises(folder: Path) -> bool:
+    path = folder / GENERATION_CONFIG
+    defaults = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return any(defaults.get(name, neutral) not in (neutral, None) for name, neutral in PENALTIES.items())
+
+
+def _native(recipe: Mapping[str, object]) -> str | None:
+    words = [str(recipe[key]).lower() for key in ("quant_method", "quant_algo", "format") if recipe.get(key)]
+    for name, marks in FORMATS.items():
+        if any(mark in word for word in words for mark in marks):
+            return name
+    return words[0] if words else None
+
+
+def _spares_head(recipe: Mapping[str, object]) -> bool:
+    spared = [recipe.get(key) for key in ("exclude_modules", "ignore", "modules_to_not_convert")]
+    return any("lm_head" in str(module) for modules in spared if isinstance(modules, list) for module in modules)
+
+
+def _experts(inner: Mapping[str, object]) -> int:
+    return next((size(inner, key) for key in EXPERTS if size(inner, key)), 0)
+
+
+def _head_dim(inner: Mapping[str, object]) -> int:
+    return size(inner, "head_dim") or size(inner, "hidden_size") // size(inner, "num_attention_heads", 1)
+
+
+def _weight_bytes(inner: Mapping[str, object], asked: Quantization, native: str | None) -> int:
+    """Attention, MLPs or experts, and both ends of the vocabulary, which stay in 16 bits."""
+    inside = BITS[asked] if asked != "none" else BITS.get(native or "none", OTHER_BITS)
+    # FP8 and NVFP4 checkpoints quantise attention too; MXFP4 and INT4 ones keep it in bf16.
+    outside = inside if "fp8" in (asked, native) or "nvfp4" in (asked, native) else 16.0
+    hidden, layers = size(inner, "hidden_size"), size(inner, "num_hidden_layers")
+    ends = size(inner, "vocab_size") * hidden * (1 if inner.get("tie_word_embeddings") else 2)
+    attention = layers * _attention(inner, hidden)
+    return int((_feed_forward(inner, hidden, layers) * inside + attention * outside + ends * 16) / 8)
+
+
+def _attention(inner: Mapping[str, object], hidden: int) -> int:
+    """Weights of one layer's attention: grouped queries, or DeepSeek's latent form (Kimi)."""
+    heads = size(inner, "num_attention_heads", 1)
+    rank = size(inner, "kv_lora_rank")
+    if rank:
+        query, nope = size(inner, "q_lora_rank"), size(inner, "qk_nope_head_dim")
+        rope, value = size(inner, "qk_rope_head_dim"), size(inner, "v_head_dim")
+        return (
+            hidden * (query + rank + rope) + query * heads * (nope + rope) + rank * heads * (nope + value)
+            + heads * value * hidden
+        )  # fmt: skip
+    return hidden * _head_dim(inner) * 2 * (heads + size(inner, "num_key_value_heads", heads))
+
+
+def _feed_forward(inner: Mapping[str, object], hidden: int, layers: int) -> int:
+    """Weights of all MLPs: three matrices each, per expert where there are experts."""
+    wide, experts = size(inner, "intermediate_size"), _experts(inner)
+    if not experts:
+        return layers * 3 * hidden * wide
+    narrow = size(inner, "moe_intermediate_size", wide)
+    dense = size(inner, "first_k_dense_replace")
+    return 3 * hidden * (dense * wide + (layers - dense) * narrow * (experts + size(inner, "n_shared_experts")))

@@ -1,0 +1,83 @@
+"""Writes a drafter in any dialect: whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.dialects import DIALECTS, Target
+from dflash_serve.checkpoint.headers import SINGLE
+from dflash_serve.checkpoint.tensor_names import expected_tensors
+from dflash_serve.common.files import whole_folder
+from dflash_serve.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def write_drafter(
+    folder: str | Path,
+    config: DrafterConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    dialect: str = "zlab",
+    target: Target | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes config.json and model.safetensors, first into a folder beside `folder`, which then takes its name.
+
+    Args:
+        folder: the destination; must not exist, be empty, or be given up by `overwrite`.
+        config: what the drafter is.
+        tensors: by our names, in the dtypes they are to be stored in.
+        dialect: `zlab` (SGLang, TensorRT-LLM, vLLM and z-lab's code read it), `speculators` or `modelopt`.
+        target: what is known of the target, for the dialects that name it.
+        overwrite: replace what is there.
+
+    Raises:
+        UserError: the destination is taken, or the dialect cannot express this drafter.
+        ValueError: the tensors are not those of `config`.
+    """
+    folder = Path(folder).resolve()
+    if dialect not in DIALECTS:
+        raise UserError(f"no dialect {dialect!r}", where="--to", do=f"there are: {', '.join(DIALECTS)}")
+    fields = DIALECTS[dialect].write(config, target or Target())
+    _check_tensors(config, tensors)
+    _check_destination(folder, overwrite)
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    text = json.dumps({**fields, "dtype": dtype, "torch_dtype": dtype}, indent=2, sort_keys=True)
+    with whole_folder(folder) as scratch:
+        (scratch / "config.json").write_text(text + "\n", encoding="utf-8")
+        _write_tensors(scratch / SINGLE, tensors)
+
+
+def _check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:
+    expected = expected_tensors(config)
+    have = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if have != expected:
+        wrong = sorted(name for name in have.keys() | expected.keys() if have.get(name) != expected.get(name))
+        raise ValueError(f"these tensors are not those of the config: {', '.join(wrong)}")
+
+
+def _check_destination(folder: Path, overwrite: bool) -> None:
+    """Only what is nothing, empty, or given up and visibly a checkpoint may be replaced."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not folder.is_dir():
+        raise UserError("the destination is a file", where=str(folder), do="give another")
+    if not overwrite:
+        raise UserError("the destination is not empty", where=str(folder), do="give another, or --overwrite")
+    if not (folder / "config.json").is_file():
+        raise UserError("the destination is no checkpoint: it has no config.json", where=str(folder), do="give another")
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    # Cloned: rows of one fused or memory-mapped storage cannot be saved as they are.
+    save_file(
+        {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"}
+    )

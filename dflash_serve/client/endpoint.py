@@ -1,0 +1,165 @@
+"""A client for any OpenAI-compatible server (ours, SGLang, trtllm-serve, vLLM), which finds out how it names tokens.
+
+vLLM and SGLang give token ids for `return_token_ids`; older ones ignore it. TensorRT-LLM refuses fields that it does
+not know, and gives ids where `detokenize` is false. All give the tokens' texts with log-probabilities. The first
+request to each path tries these in turn, and what worked is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+from dflash_serve.backend import Prompt
+from dflash_serve.client.answer import Answer, read_answer
+from dflash_serve.common.http import Connection, RefusedError
+from dflash_serve.errors import UserError
+from dflash_serve.speculation.params import SamplingParams
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+WAYS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    COMPLETIONS: ({"return_token_ids": True}, {"detokenize": False}, {"logprobs": 1}, {}),
+    CHAT: ({"return_token_ids": True}, {"logprobs": True, "top_logprobs": 1}, {}),
+}
+"""How to ask for tokens, finest first; the last is text alone."""
+ALWAYS = {"temperature", "top_p"}
+"""Sent even at their defaults: some servers would fill in the model's own. The rest is sent where it is set."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One server; safe to use from several threads.
+
+    Args:
+        url: http or https, with or without /v1, without a user name or password.
+        model: None = the first one that it lists.
+        api_key: None = none is sent. Never shown.
+        timeout: seconds for one answer.
+        concurrency: requests in flight in `complete_all`.
+
+    Raises:
+        UserError: the URL is none of these.
+    """
+
+    url: str
+    model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    timeout: float = 300.0
+    concurrency: int = 16
+    _ways: dict[str, Mapping[str, Any]] = field(default_factory=dict, init=False, repr=False)
+    _finding: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _ = self._connection  # a URL that is none is found here, not at the first request
+
+    @property
+    def base(self) -> str:
+        """The URL without /v1."""
+        return self._connection.base
+
+    @cached_property
+    def _connection(self) -> Connection:
+        return Connection(self.url, self.api_key, self.timeout, self.concurrency)
+
+    @cached_property
+    def served_model(self) -> str:
+        """The model to ask for.
+
+        Raises:
+            UserError: nothing listens there, or it lists no model.
+        """
+        if self.model is not None:
+            return self.model
+        try:
+            return str(self._connection.json("GET", "/v1/models")["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise UserError("it lists no model", where=f"{self.base}/v1/models", do="name the model") from None
+
+    def complete(self, prompt: Prompt, params: SamplingParams, *, top_logprobs: int | None = None) -> Answer:
+        """One answer.
+
+        Args:
+            prompt: text or token ids go to /v1/completions, messages to /v1/chat/completions.
+            top_logprobs: ask for the log-probabilities of so many most probable tokens at each place.
+
+        Raises:
+            UserError: nothing listens there, or what listens is no such server.
+            RefusedError: it does not take the request.
+        """
+        path = CHAT if _is_chat(prompt) else COMPLETIONS
+        body = {"model": self.served_model, **_prompt(prompt), **_sampling(params)}
+        if top_logprobs is not None:
+            body |= {"logprobs": True, "top_logprobs": top_logprobs} if path == CHAT else {"logprobs": top_logprobs}
+        if path in self._ways:
+            return self._ask(path, {**self._ways[path], **body})
+        with self._finding:  # the others wait for the first to find the way
+            return self._find(path, body)
+
+    def complete_all(
+        self, asked: Sequence[tuple[Prompt, SamplingParams]], *, top_logprobs: int | None = None
+    ) -> Iterator[Answer]:
+        """The answers in the order of what is asked, `concurrency` requests at a time.
+
+        Raises:
+            UserError, RefusedError: as `complete`, for the first that fails.
+        """
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            try:
+                yield from pool.map(lambda one: self.complete(*one, top_logprobs=top_logprobs), asked)
+            except BaseException:  # do not send the rest for nobody
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _find(self, path: str, body: Mapping[str, Any]) -> Answer:
+        """Asks in every way until one brings tokens, and keeps it. A request refused in all ways is refused."""
+        if path in self._ways:
+            return self._ask(path, {**self._ways[path], **body})
+        refused: RefusedError | None = None
+        for way in WAYS[path]:
+            try:
+                answer = self._ask(path, {**way, **body})
+            except RefusedError as error:
+                refused = error
+                continue
+            found = answer.token_ids is not None or ("logprobs" in way and answer.tokens is not None)
+            if found or (not way and answer.text):
+                self._ways[path] = way
+            if found or not way:
+                return answer
+        assert refused is not None
+        raise refused
+
+    def _ask(self, path: str, body: Mapping[str, Any]) -> Answer:
+        answer = self._connection.json("POST", path, body)
+        try:
+            return read_answer(answer)
+        except (KeyError, IndexError, TypeError, ValueError):
+            do = "give the address of an OpenAI-compatible server"
+            raise UserError("its answer is no completion", where=self.base + path, do=do) from None
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _prompt(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    return {"messages" if _is_chat(prompt) else "prompt": list(prompt)}
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    """What is set, in the names that all servers share."""
+    default = SamplingParams()
+    given = {
+        name: value
+        for name, value in params.model_dump(mode="json", exclude={"logprobs"}).items()
+        if name in ALWAYS or getattr(params, name) != getattr(default, name)
+    }
+    if params.logit_bias:
+        given["logit_bias"] = {str(token): value for token, value in params.logit_bias.items()}
+    return given

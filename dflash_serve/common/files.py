@@ -1,0 +1,83 @@
+"""Files written whole or not at all, their checksums, and our cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dflash_serve.errors import UserError
+
+
+def cache_home() -> Path:
+    """Our private cache folder; follows XDG_CACHE_HOME."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dflash-serve"
+
+
+def sha256(path: Path) -> str:
+    """Checksum of a file's contents, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_whole(path: Path, content: str | bytes, *, do: str = "name another place") -> None:
+    """Writes a file (text as UTF-8) under a scratch name beside it, then renames: no reader sees half of it.
+
+    Args:
+        do: what the user can do where it cannot be written.
+
+    Raises:
+        UserError: it cannot be written; what was there before is untouched.
+    """
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    scratch = _scratch(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(data)
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise UserError(f"cannot be written ({error.strerror})", where=str(path), do=do) from None
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A scratch folder beside `folder` to fill, which takes its place when the block ends well.
+
+    What was there before is moved aside first and deleted last, so that it survives a failure; a block that raises
+    leaves nothing behind.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = _scratch(folder)
+    scratch.mkdir()
+    try:
+        yield scratch
+        _take_place(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _scratch(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+
+
+def _take_place(scratch: Path, folder: Path) -> None:
+    if not folder.exists():
+        scratch.rename(folder)
+        return
+    old = scratch.with_name(f"{scratch.name}.old")
+    folder.rename(old)
+    try:
+        scratch.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    shutil.rmtree(old)

@@ -1,0 +1,170 @@
+"""HTTP to one server: patient with a busy one, one clear line for whatever goes wrong, no word of the key."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from dflash_serve.errors import UserError
+
+if TYPE_CHECKING:
+    import httpx
+
+API_KEY_ENV = "DFLASH_SERVE_API_KEY"
+BUSY, PATIENCE = (429, 503), 8
+"""Status codes that mean "later", and how often to come back (after 1/4, 1/2, 1, ... at most 4 seconds)."""
+RECONNECTS = 2
+"""How often a request is sent again over a new connection."""
+
+
+class RefusedError(UserError):
+    """The server is there, and does not take this request.
+
+    Args:
+        status: of the HTTP response.
+    """
+
+    def __init__(self, what: str, *, where: str, do: str = "", status: int) -> None:
+        super().__init__(what, where=where, do=do)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Connection:
+    """To one server; safe to use from several threads.
+
+    Args:
+        url: http or https, with or without /v1, without a user name or password.
+        api_key: None = none is sent. Never shown.
+        timeout: seconds for one answer.
+        connections: at once.
+
+    Raises:
+        UserError: the URL is none of these.
+    """
+
+    url: str
+    api_key: str | None = field(default=None, repr=False)
+    timeout: float = 300.0
+    connections: int = 16
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError("not an address of a server", where=self.url, do="give http://host:port")
+        if "@" in parts.netloc:
+            raise UserError("an address must not carry a password", where=parts.hostname, do="use --api-key-file")
+
+    @property
+    def base(self) -> str:
+        """The URL without /v1."""
+        return self.url.rstrip("/").removesuffix("/v1")
+
+    def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON that comes back.
+
+        Raises:
+            UserError: nothing listens there, or it is no JSON.
+            RefusedError: the server does not take the request.
+        """
+        response = self._send(method, path, body)
+        try:
+            return response.json()
+        except ValueError:
+            do = "give the address of an OpenAI-compatible server"
+            raise UserError("its answer is not JSON", where=self.base + path, do=do) from None
+
+    def text(self, path: str) -> str | None:
+        """The text of a page; None where the server has no such page.
+
+        Raises:
+            UserError: nothing listens there.
+            RefusedError: the server does not give it (a key is needed).
+        """
+        try:
+            return self._send("GET", path, None).text
+        except RefusedError as error:
+            if error.status in (404, 405, 501):
+                return None
+            raise
+
+    @cached_property
+    def _client(self) -> httpx.Client:
+        import httpx
+
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        limits = httpx.Limits(max_connections=self.connections)
+        return httpx.Client(base_url=self.base, headers=headers, timeout=self.timeout, limits=limits)
+
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        import httpx
+
+        where = self.base + path
+        for attempt in range(PATIENCE + 1):
+            try:
+                response = self._client.request(method, path, json=body)
+            except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+                # A server may close an idle connection just as it is used again; asking twice does no harm.
+                if attempt < RECONNECTS:
+                    continue
+                raise _unreachable(error, where) from None
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                raise _unreachable(error, where) from None
+            if response.status_code not in BUSY or attempt == PATIENCE:
+                break
+            time.sleep(min(4.0, 0.25 * 2**attempt))
+        if response.is_success:
+            return response
+        what, do = f"HTTP {response.status_code}: {_message(response)}", ""
+        if response.status_code in (401, 403):
+            do = f"give its key in --api-key-file, or in {API_KEY_ENV}"
+        raise RefusedError(what, where=where, do=do, status=response.status_code)
+
+
+def page_status(url: str, *, timeout: float = 30.0) -> int | None:
+    """The HTTP status of a page; None where nobody answers."""
+    import httpx
+
+    try:
+        return httpx.get(url, timeout=timeout).status_code
+    except httpx.HTTPError:
+        return None
+
+
+def read_api_key(file: Path | None) -> str | None:
+    """The first line of a file, else the environment's; None where there is neither.
+
+    Raises:
+        UserError: the file cannot be read, or is empty.
+    """
+    if file is None:
+        return os.environ.get(API_KEY_ENV) or None
+    try:
+        key = file.read_text(encoding="utf-8").partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError):
+        raise UserError("cannot be read", where=str(file), do="give a text file with the key") from None
+    if not key:
+        raise UserError("it is empty", where=str(file), do="put the key on its first line")
+    return key
+
+
+def _unreachable(error: Exception, where: str) -> UserError:
+    what = f"no answer ({str(error) or type(error).__name__})"
+    return UserError(what, where=where, do="check the address, and that the server runs")
+
+
+def _message(response: httpx.Response) -> str:
+    """The error in one line, whichever of the usual shapes it has."""
+    try:
+        body = response.json()
+        error = body.get("error", body) if isinstance(body, dict) else body
+        text = error.get("message", error.get("detail", error)) if isinstance(error, dict) else error
+    except ValueError:
+        text = response.text
+    return " ".join(str(text).split())[:300] or response.reason_phrase

@@ -1,0 +1,115 @@
+"""Servers that we start ourselves, as `serve` starts them, and that never outlive us."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dflash_serve.backend import Command, ServerBackend
+from dflash_serve.common.http import page_status
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+
+PATIENCE_SECONDS = 3600.0
+"""Until a server must be ready: a large model may load and compile for long."""
+GRACE_SECONDS = 30.0
+"""From SIGTERM to SIGKILL."""
+TAIL = 5
+"""Lines of a failed server's log that are shown."""
+
+
+@contextmanager
+def running_server(
+    backend: ServerBackend, deployment: Deployment, folder: Path, *, patience: float = PATIENCE_SECONDS
+) -> Iterator[str]:
+    """The URL of a server that is ready; it and its children are gone when the block ends, however it ends.
+
+    Args:
+        folder: what the server reads is written there, and its log, `server.log`, stays there.
+        patience: seconds until it must be ready.
+
+    Raises:
+        UserError: it cannot be started, ends by itself, or is not ready in time.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.prepare(deployment, folder)
+    port, log = _free_port(), folder / "server.log"
+    process = _start(backend.command(deployment, folder, port=port), log)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait(process, url + backend.facts.probes.ready, log, patience)
+        yield url
+    finally:
+        _stop(process)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, so that children are stopped and what is finished is told, as after Ctrl-C."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start(command: Command, log: Path) -> subprocess.Popen[bytes]:
+    """Starts it in a session of its own, so that its children can be stopped with it."""
+    with log.open("ab") as out:
+        try:
+            return subprocess.Popen(  # noqa: S603 - argv, no shell
+                command.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **command.env},
+                start_new_session=True,
+            )
+        except OSError as error:
+            do = "install what the backend needs"
+            raise UserError(f"cannot be started ({error.strerror})", where=command.argv[0], do=do) from None
+
+
+def _wait(process: subprocess.Popen[bytes], ready: str, log: Path, patience: float) -> None:
+    """Waits until the deep probe says yes: engines listen long before they answer."""
+    end = time.monotonic() + patience
+    while page_status(ready) != 200:
+        if process.poll() is not None:
+            what = f"the server ended with exit code {process.returncode}{_tail(log)}"
+            raise UserError(what, where=str(log), do="read its log")
+        if time.monotonic() > end:
+            raise UserError(f"the server is not ready after {patience:g} s{_tail(log)}", where=str(log))
+        time.sleep(0.2)
+
+
+def _tail(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return ": " + " | ".join(lines[-TAIL:]) if lines else ""
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to the server, which may drain; after the grace, SIGKILL to all that it started."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_SECONDS)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

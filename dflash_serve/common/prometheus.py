@@ -1,0 +1,86 @@
+"""A server's metrics pages: fetched once each, and Prometheus text as samples by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from dflash_serve.errors import UserError
+
+
+class Samples:
+    """Prometheus samples by name; label sets (ranks, models) are summed.
+
+    Raises:
+        UserError: it is not Prometheus text.
+    """
+
+    def __init__(self, text: str, where: str = "/metrics") -> None:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        try:
+            families = list(text_string_to_metric_families(text))
+        except ValueError as error:
+            raise UserError(f"not Prometheus text ({error})", where=where) from None
+        self.all = [sample for family in families for sample in family.samples]
+
+    def named(self, name: str) -> Iterator[tuple[Mapping[str, str], float]]:
+        """Labels and value of every sample of that name."""
+        return ((sample.labels, sample.value) for sample in self.all if sample.name == name)
+
+    def knows(self, prefix: str) -> bool:
+        """Whether any sample's name begins so."""
+        return any(sample.name.startswith(prefix) for sample in self.all)
+
+    def total(self, name: str) -> float | None:
+        """The sum over label sets; None where there is no such sample."""
+        values = [value for _, value in self.named(name)]
+        return sum(values) if values else None
+
+    def mean(self, name: str) -> float | None:
+        """The mean of a gauge that says 0 while it knows nothing."""
+        values = [value for _, value in self.named(name) if value > 0]
+        return sum(values) / len(values) if values else None
+
+    def by(self, name: str, label: str) -> dict[int, float]:
+        """Sums by a label that holds a number."""
+        counts: dict[int, float] = {}
+        for labels, value in self.named(name):
+            if labels.get(label, "").isdecimal():
+                counts[int(labels[label])] = counts.get(int(labels[label]), 0.0) + value
+        return counts
+
+    def by_slot(self, name: str, label: str, *, first: int) -> list[float]:
+        """Sums by a label that numbers slots from `first` on; a slot that was never counted is 0."""
+        counts = self.by(name, label)
+        return [counts.get(slot, 0.0) for slot in range(first, max(counts, default=first - 1) + 1)]
+
+
+class Scrape:
+    """One look at a server's metrics. Each page is fetched at most once: reading TensorRT-LLM's empties it.
+
+    Args:
+        fetch: path -> the page's text, None where the server has no such page.
+        base: of the server, for messages.
+    """
+
+    def __init__(self, fetch: Callable[[str], str | None], base: str = "") -> None:
+        self._fetch, self._base = fetch, base
+        self._texts: dict[str, str] = {}
+        self._samples: dict[str, Samples] = {}
+
+    def text(self, path: str) -> str:
+        """The page, "" where there is none."""
+        if path not in self._texts:
+            self._texts[path] = self._fetch(path) or ""
+        return self._texts[path]
+
+    def samples(self, path: str = "/metrics") -> Samples:
+        """The page's samples, none where it is no Prometheus text but JSON.
+
+        Raises:
+            UserError: it is neither.
+        """
+        if path not in self._samples:
+            text = self.text(path)
+            self._samples[path] = Samples("" if text.lstrip().startswith("[") else text, self._base + path)
+        return self._samples[path]

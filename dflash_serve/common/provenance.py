@@ -1,0 +1,99 @@
+"""What something ran on: hardware, versions, commit, date. Nothing of whose machine it was. No torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from dflash_serve.common.frozen import Frozen
+
+PACKAGES = ("dflash-serve", "aiperf", "torch", "transformers", "safetensors", "sglang", "tensorrt-llm", "vllm")
+GEMM_FLAGS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
+"""What decides how fast a CPU multiplies matrices."""
+
+
+class Environment(Frozen):
+    """One machine at one time. A figure that is not known is None."""
+
+    hardware: str | None
+    """Of the machine that did the work; of servers elsewhere, what the user says."""
+    python: str
+    versions: dict[str, str]
+    omp_wait_policy: str | None
+    commit: str | None
+    date: str
+    """UTC."""
+
+
+def environment(hardware: str | None = None, *, local: bool = True) -> Environment:
+    """This environment.
+
+    Args:
+        hardware: what the user says the servers run on.
+        local: they run here, so it can be looked up.
+    """
+    return Environment(
+        hardware=hardware or (local_hardware() if local else None),
+        python=platform.python_version(),
+        versions=versions(),
+        omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
+        commit=commit(),
+        date=now(),
+    )
+
+
+def now() -> str:
+    """UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Package -> installed version, of `PACKAGES` unless others are named; others are left out."""
+    found = {}
+    for package in packages or PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """Of this source tree, with `-dirty` where files differ from it; None outside of one."""
+    here = str(Path(__file__).parent)
+    return _output("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12") or None
+
+
+def local_hardware() -> str:
+    """The GPUs, or the processor."""
+    gpus = [line.strip() for line in _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()]
+    return f"{len(gpus)} x {gpus[0]}" if gpus else f"{os.cpu_count()} cores of {processor()}"
+
+
+def processor() -> str:
+    """The CPU's model, and which of `GEMM_FLAGS` it has."""
+    fields: dict[str, str] = {}
+    if Path("/proc/cpuinfo").exists():
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+        fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    flags = [flag for flag in GEMM_FLAGS if flag in fields.get("flags", "").split()]
+    model = fields.get("model name") or platform.processor() or platform.machine()
+    return model + (f" ({', '.join(flags)})" if flags else "")
+
+
+def argv() -> tuple[str, ...]:
+    """The command line without its folders: a provenance is published, and says nothing of whose machine it was."""
+    return tuple(Path(word).name if os.sep in word else word for word in sys.argv)
+
+
+def _output(*command: str) -> str:
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - fixed words
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found.stdout.strip()

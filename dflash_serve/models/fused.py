@@ -1,0 +1,81 @@
+"""A drafter laid out for decoding on CPU: fewer, larger products over packed weights. The maths is the core's.
+
+A block of 8 rows is so little work that starting a matrix product costs as much as doing it: q, k, v and gate, up
+become one product each, and so does the context K/V of all layers (as SGLang and TensorRT-LLM fuse it on GPUs).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_serve.models.drafter import MLP, Attention, Drafter
+from dflash_serve.models.linear import pack_linears
+from dflash_serve.models.rope import rotate
+
+
+def stacked(linears: list[nn.Linear]) -> nn.Linear:
+    """Linears of one input as one whose outputs lie side by side."""
+    joined = nn.Linear(
+        linears[0].in_features, sum(linear.out_features for linear in linears), bias=False, device="meta"
+    )
+    joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
+    if linears[0].bias is not None:
+        joined.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
+    return joined
+
+
+class FusedAttention(Attention):
+    """Attention whose block projection is one product."""
+
+    def __init__(self, attention: Attention) -> None:
+        nn.Module.__init__(self)
+        self.head_dim = attention.head_dim
+        parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.heads = [part.out_features // attention.head_dim for part in parts]
+        self.qkv = stacked(parts)
+        self.o_proj, self.q_norm, self.k_norm = attention.o_proj, attention.q_norm, attention.k_norm
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self.heads, dim=1)
+        return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
+
+
+class FusedMLP(nn.Module):
+    """SwiGLU with one product for gate and up."""
+
+    def __init__(self, mlp: MLP) -> None:
+        super().__init__()
+        self.gate_up, self.down_proj = stacked([mlp.gate_proj, mlp.up_proj]), mlp.down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
+        return out
+
+
+class FusedDrafter(Drafter):
+    """A drafter for inference, made of another's weights; that one is spent."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        nn.Module.__init__(self)
+        self.config, self.rotary = drafter.config, drafter.rotary
+        self.fc, self.hidden_norm, self.norm = drafter.fc, drafter.hidden_norm, drafter.norm
+        self.register_parameter("mask_embedding", drafter.mask_embedding)  # type: ignore[arg-type]
+        attentions = [layer.self_attn for layer in drafter.layers]
+        self.context = stacked([linear for a in attentions for linear in (a.k_proj, a.v_proj)])
+        k_norms = torch.stack([a.k_norm.weight for a in attentions])[:, None]
+        self.k_norm_weights = nn.Parameter(k_norms, requires_grad=False)  # [layers, 1, head_dim]
+        self.layers = drafter.layers
+        for layer, attention in zip(self.layers, attentions, strict=True):
+            layer.self_attn, layer.mlp = FusedAttention(attention), FusedMLP(layer.mlp)  # type: ignore[assignment]
+        pack_linears(self)
+
+    def context_kv(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.config
+        shape = (len(context), config.num_layers, 2, config.num_key_value_heads, config.head_dim)
+        k, v = self.context(context).view(shape).unbind(dim=2)
+        k = F.rms_norm(k, (config.head_dim,), eps=config.rms_norm_eps) * self.k_norm_weights
+        cos, sin = self.rotary(positions)
+        return rotate(k, cos[:, None], sin[:, None]), v

@@ -1,0 +1,77 @@
+"""Preallocated K/V for many sequences, one entry each, for target and drafter alike.
+
+An entry holds one sequence contiguously (index = position), so attention reads it as a view: nothing is gathered or
+concatenated, and a request's attention cannot depend on who shares the batch. Rows behind a sequence's length are
+scratch: a block writes its K/V there, attends, and the next step overwrites what was not accepted. Cropping is
+forgetting a length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Span(NamedTuple):
+    """Consecutive rows of one sequence in a flat batch: `length` rows at positions start, start + 1, ..."""
+
+    entry: int
+    start: int
+    length: int
+
+
+def span_positions(spans: Sequence[Span], device: torch.device | None = None) -> Tensor:
+    """Positions of a flat batch's rows, int64 [rows]."""
+    return torch.cat([torch.arange(s.start, s.start + s.length, device=device) for s in spans])
+
+
+class KVCache:
+    """Keys and values [layers, entries, kv_heads, capacity, head_dim]; on a CPU, memory is taken as it is touched."""
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        entries: int,
+        kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (layers, entries, kv_heads, capacity, head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.entries, self.capacity = entries, capacity
+
+    def write(self, layer: int, spans: Sequence[Span], k: Tensor, v: Tensor) -> None:
+        """Stores k, v [rows, kv_heads, head_dim] of a flat batch at their spans."""
+        row = 0
+        for entry, start, length in spans:
+            end = start + length
+            self.keys[layer, entry, :, start:end] = k[row : row + length].transpose(0, 1)
+            self.values[layer, entry, :, start:end] = v[row : row + length].transpose(0, 1)
+            row += length
+
+    def write_rows(self, layer: int, entries: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores k, v [rows, kv_heads, head_dim] at int64 entries and positions [rows]: one write."""
+        self.keys[layer][entries, :, positions] = k
+        self.values[layer][entries, :, positions] = v
+
+    def write_all(self, spans: Sequence[Span], k: Tensor, v: Tensor) -> None:
+        """Stores k, v [rows, layers, kv_heads, head_dim] of a flat batch in every layer at once."""
+        row = 0
+        for entry, start, length in spans:
+            end = start + length
+            self.keys[:, entry, :, start:end] = k[row : row + length].permute(1, 2, 0, 3)
+            self.values[:, entry, :, start:end] = v[row : row + length].permute(1, 2, 0, 3)
+            row += length
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of an entry into another; the same entry is left as it is."""
+        if source != target:
+            self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
+            self.values[:, target, :, :length] = self.values[:, source, :, :length]

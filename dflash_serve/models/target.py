@@ -1,0 +1,139 @@
+"""The target: a dense decoder of the Llama and Qwen families over flat ragged rows and a preallocated K/V cache.
+
+One forward serves prefill, decoding and block verification of any number of requests: the batch is the concatenation
+of their rows, and only attention knows where one request ends (`passes`). Context features are taken at the chosen
+layers only. Weights are fused as they are read: qkv and gate_up are one product each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_serve.models.attention import Attend
+from dflash_serve.models.drafter import RMSNorm, modules
+from dflash_serve.models.kv_cache import KVCache
+from dflash_serve.models.linear import pack_linears
+from dflash_serve.models.rope import RotaryEmbedding, rotate
+from dflash_serve.models.target_config import TargetConfig
+
+
+class TargetOutput(NamedTuple):
+    """`hidden` [rows, H] after the final norm; `features` [rows, F*H] in the order of the layer ids, if any."""
+
+    hidden: Tensor
+    features: Tensor | None
+
+
+class TargetLayer(nn.Module):
+    """Pre-norm decoder layer with fused projections."""
+
+    def __init__(self, config: TargetConfig, index: int) -> None:
+        super().__init__()
+        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        self.index, self.head_dim = index, dim
+        self.heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        self.input_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.qkv = nn.Linear(hidden, sum(self.heads) * dim, bias=config.qkv_bias)
+        norms = nn.ModuleList(RMSNorm(dim, config.rms_norm_eps) for _ in "qk")
+        self.qk_norm = norms if config.qk_norm else None
+        self.o = nn.Linear(config.num_attention_heads * dim, hidden, bias=config.o_bias)
+        self.post_attention_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.gate_up = nn.Linear(hidden, 2 * inner, bias=config.mlp_bias)
+        self.down = nn.Linear(inner, hidden, bias=config.mlp_bias)
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        qkv = self.qkv(self.input_norm(h)).view(len(h), -1, self.head_dim)
+        q, k, v = qkv.split(self.heads, dim=1)
+        if self.qk_norm is not None:
+            q, k = rotate(self.qk_norm[0](q), cos, sin), rotate(self.qk_norm[1](k), cos, sin)
+        else:  # one rotation for both
+            q, k = rotate(qkv[:, : self.heads[0] + self.heads[1]], cos, sin).split(self.heads[:2], dim=1)
+        h = h + self.o(attend(self.index, q, k, v).reshape(len(h), -1))
+        gate, up = self.gate_up(self.post_attention_norm(h)).chunk(2, dim=-1)
+        out: Tensor = h + self.down(F.silu(gate) * up)
+        return out
+
+
+class TargetModel(nn.Module):
+    """A target of `config`'s shape; `weights.load_target` fills it."""
+
+    embedding: Tensor
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.register_parameter("embedding", nn.Parameter(torch.empty(config.vocab_size, config.hidden_size)))
+        self.layers = modules(TargetLayer(config, index) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.head.weight = self.embedding
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embedding.device
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, target_layer_ids: Sequence[int] = ()
+    ) -> TargetOutput:
+        """One pass over a flat batch.
+
+        Args:
+            token_ids: int64 [rows].
+            positions: int64 [rows], of the rows in their sequences.
+            attend: attention over each sequence's K/V and the rows themselves, which it keeps.
+            target_layer_ids: 0-based layers whose outputs are returned as features.
+        """
+        cos, sin = self.rotary(positions)
+        h, taken = F.embedding(token_ids, self.embedding), {}
+        for index, layer in enumerate(self.layers):
+            h = layer(h, cos, sin, attend)
+            if index in target_layer_ids:
+                taken[index] = h
+        features = torch.cat([taken[index] for index in target_layer_ids], dim=-1) if target_layer_ids else None
+        return TargetOutput(self.norm(h), features)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, H] after the final norm -> [rows, vocabulary]."""
+        out: Tensor = self.head(hidden)
+        return out
+
+    def new_cache(self, entries: int, capacity: int) -> KVCache:
+        """An empty K/V cache for `entries` sequences of up to `capacity` tokens."""
+        return KVCache(
+            layers=self.config.num_layers,
+            entries=entries,
+            kv_heads=self.config.num_key_value_heads,
+            capacity=capacity,
+            head_dim=self.config.head_dim,
+            dtype=self.embedding.dtype,
+            device=self.device,
+        )
+
+    def pack(self) -> None:
+        """Re-lays the weights for inference on CPU (`linear`); a no-op elsewhere. They cannot be trained after."""
+        pack_linears(self)
+
+    def layer_weights(self, index: int) -> dict[str, Tensor]:
+        """Weights of a layer under z-lab's drafter names, to initialise a drafter layer from. Before `pack` only."""
+        layer, dim = self.layers[index], self.config.head_dim
+        q, k, v = layer.qkv.weight.split([heads * dim for heads in layer.heads])
+        gate, up = layer.gate_up.weight.chunk(2)
+        return {
+            "input_layernorm.weight": layer.input_norm.weight,
+            "post_attention_layernorm.weight": layer.post_attention_norm.weight,
+            "self_attn.q_proj.weight": q,
+            "self_attn.k_proj.weight": k,
+            "self_attn.v_proj.weight": v,
+            "self_attn.o_proj.weight": layer.o.weight,
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": layer.down.weight,
+        }

@@ -1,1 +1,0 @@
-"""Quantised drafters: the number formats, and checkpoints in ModelOpt's layout."""

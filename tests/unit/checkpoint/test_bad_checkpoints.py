@@ -1,0 +1,315 @@
+"""Every bad drafter is refused before launch, in one line that names what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash_serve.checkpoint.reader import problems, read_config
+from dflash_serve.errors import UserError
+from dflash_serve.models.loader import load_drafter
+from tests.support.tiny import FULL, SLIDING, edit_json, tiny_drafter_config, write_tiny_drafter
+
+Q = "layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_drafter(tmp_path / "drafter")
+
+
+def refused(folder: Path, *words: str) -> None:
+    """Loading raises one line with these words, and `problems` finds the same."""
+    with pytest.raises(UserError) as caught:
+        load_drafter(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+    assert any(all(word in str(problem) for word in words) for problem in problems(folder))
+
+
+def edit_weights(folder: Path, change: dict[str, Tensor], remove: tuple[str, ...] = ()) -> None:
+    tensors = {**load_file(folder / "model.safetensors"), **change}
+    save_file(
+        {name: tensor.clone() for name, tensor in tensors.items() if name not in remove}, folder / "model.safetensors"
+    )
+
+
+def test_a_missing_tensor_is_named_with_its_shape(folder: Path) -> None:
+    edit_weights(folder, {}, (Q,))
+    refused(folder, f"tensor {Q} [64, 32] is missing")
+
+
+def test_an_extra_tensor_is_named_with_its_shape(folder: Path) -> None:
+    edit_weights(folder, {"fc.bias": torch.zeros(32)})
+    refused(folder, "tensor fc.bias [32] is not part of a DFlash drafter")
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(folder: Path) -> None:
+    edit_weights(folder, {Q: torch.zeros(63, 32)})
+    refused(folder, Q, "[63, 32]", "[64, 32]")
+
+
+def test_an_fc_that_does_not_match_the_layer_ids_says_so(folder: Path) -> None:
+    edit_json(folder / "config.json", {"dflash_config.target_layer_ids": [1, 3]})
+    refused(folder, "fc.weight", "[32, 96]", "[32, 64]", "2 target_layer_ids x hidden_size")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_that_is_not_finite_is_named(bad: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = write_tiny_drafter(tmp_path / "drafter", dtype=dtype)
+    norm = torch.ones(32, dtype=dtype)
+    norm[5] = bad
+    edit_weights(folder, {"norm.weight": norm})
+    refused(folder, "tensor norm.weight has 1 values that are NaN or infinite, of 32")
+
+
+def test_a_tensor_found_twice_is_an_error(folder: Path) -> None:
+    edit_weights(folder, {"encoder.fc.weight": torch.zeros(32, 96)})
+    refused(folder, "tensor fc.weight is there twice", "encoder.fc.weight")
+
+
+@pytest.mark.parametrize("size", [3, 100, -1])
+def test_a_truncated_file_is_an_error(size: int, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    refused(folder, "model.safetensors", "not a whole safetensors file")
+
+
+def test_trailing_bytes_are_an_error(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    refused(folder, "model.safetensors", "not a whole safetensors file")
+
+
+def test_no_weights_is_an_error(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    refused(folder, "no model.safetensors")
+
+
+def test_pickled_weights_are_never_loaded(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(folder, "pytorch_model.bin", "pickle")
+
+
+def test_a_pickled_mask_embedding_is_never_loaded(folder: Path) -> None:
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    refused(folder, "mask_embedding.pt", "never loaded")
+
+
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"fc.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, "shard 'model-00001-of-00002.safetensors' is missing")
+
+
+def test_a_shard_outside_the_folder_is_not_opened(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
+    refused(folder, "shard '../outside.safetensors' is missing")
+
+
+def test_no_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        read_config(tmp_path / "nothing")
+
+
+def test_a_file_is_no_folder(folder: Path) -> None:
+    with pytest.raises(UserError, match=re.escape("config.json: not a folder")):
+        read_config(folder / "config.json")
+
+
+def test_an_id_that_cannot_be_fetched_gives_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*_: object, **__: object) -> str:
+        raise ConnectionError("no route to host\nand more")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with pytest.raises(UserError) as caught:
+        read_config("z-lab/nothing")
+    assert str(caught.value).startswith(
+        "z-lab/nothing: neither a folder nor to be fetched from the hub (no route to host)"
+    )
+    assert "\n" not in str(caught.value)
+
+
+def test_an_id_is_fetched_at_its_revision_without_code_or_pickles(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, object] = {}
+
+    def fetch(name: str, **options: object) -> str:
+        asked.update(options, name=name)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    load_drafter("z-lab/some-DFlash", revision="abc")
+    assert asked == {"name": "z-lab/some-DFlash", "revision": "abc", "allow_patterns": ["*.json", "*.safetensors"]}
+
+
+def test_a_local_folder_never_touches_the_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*_: object, **__: object) -> str:
+        raise AssertionError("asked the hub")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    load_drafter(folder)
+
+
+def test_no_config_json_is_an_error(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    refused(folder, "no config.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "not valid JSON"), ("[]", "not a JSON object"), ("\xff", "not valid")]
+)
+def test_a_broken_config_json_is_an_error(text: str, words: str, folder: Path) -> None:
+    (folder / "config.json").write_text(text, encoding="latin-1")
+    refused(folder, "config.json", words)
+
+
+def test_another_models_config_is_of_no_dialect(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": 32}))
+    refused(folder, "not a DFlash drafter", "zlab", "speculators", "modelopt")
+
+
+@pytest.mark.parametrize(
+    ("dialect", "change", "words"),
+    [
+        ("zlab", {"dflash_config.target_layer_ids": [1, 3, 8]}, "name layer 8, but the target has layers 0..7"),
+        ("speculators", {"aux_hidden_state_layer_ids": [2, 4, 9]}, "name layer 8, but the target has layers 0..7"),
+        ("speculators", {"aux_hidden_state_layer_ids": [0, 4, 6]}, "aux_hidden_state_layer_ids is [0, 4, 6]"),
+        ("zlab", {"dflash_config.target_layer_ids": [-1]}, "dflash_config.target_layer_ids is [-1]"),
+        ("zlab", {"dflash_config.mask_token_id": 96}, "mask_token_id 96 is outside the vocabulary of 96"),
+        ("zlab", {"dflash_config.mask_token_id": None}, "no dflash_config.mask_token_id"),
+        ("zlab", {"block_size": 1}, "block_size is 1, not a whole number from 2 on"),
+        ("zlab", {"block_size": None}, "no dflash_config.block_size"),
+        ("zlab", {"dflash_config.block_size": 8}, "dflash_config.block_size is 8 but block_size is 4"),
+        ("zlab", {"block_size": "16"}, "block_size is '16'"),
+        ("zlab", {"hidden_size": True}, "hidden_size is True"),
+        ("zlab", {"num_attention_heads": 3}, "num_attention_heads 3 is not a multiple"),
+        ("zlab", {"num_hidden_layers": 3}, "layer_types names 2 layers but num_hidden_layers is 3"),
+        ("zlab", {"num_hidden_layers": 10**12}, "more than any drafter has"),
+        ("zlab", {"layer_types": ["full_attention", "linear_attention"]}, "layer type 'linear_attention'"),
+        ("zlab", {"dflash_config.new_thing": 3}, "unknown key dflash_config.new_thing = 3"),
+        ("speculators", {"new_thing": 3}, "unknown key new_thing = 3"),
+        ("speculators", {"draft_vocab_size": 64}, "reduced draft vocabulary (64 of 96 tokens)"),
+        ("speculators", {"sample_from_anchor": True}, "sample_from_anchor = True: its slots are shifted"),
+        ("speculators", {"target_hidden_size": 64}, "target_hidden_size = 64"),
+        ("speculators", {"speculators_config.proposal_methods": [{"speculative_tokens": 4}]}, "has 3 masked slots"),
+        ("speculators", {"speculators_model_type": "eagle3"}, "only DFlash speculators"),
+        ("zlab", {"dflash_config.shift_label": True}, "dflash_config.shift_label = True: its slots are shifted"),
+        ("modelopt", {"is_causal": True}, "dflash_config.causal is False but is_causal is True"),
+        ("modelopt", {"dflash_config.use_swa": True}, "no dflash_config.sliding_window"),
+        (
+            "modelopt",
+            {"dflash_config.use_swa": True, "dflash_config.swa_window_size": 9, "sliding_window": 8},
+            "dflash_config.swa_window_size is 9 but sliding_window is 8",
+        ),
+        ("zlab", {"dflash_config.attention_sink_bias": True}, "attention sinks"),
+        ("zlab", {"quantization_config": {"quant_method": "fp8"}}, "the drafter is quantised (quantization_config)"),
+        ("zlab", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
+        ("zlab", {"rope_scaling": {"type": "yarn"}}, "rope type 'yarn' without rope_scaling.factor"),
+        ("zlab", {"rope_theta": None}, "no rope_theta"),
+        ("zlab", {"partial_rotary_factor": 0.5}, "partial rotary"),
+        ("zlab", {"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters.rope_theta is 500000.0 but rope_theta is"),
+        ("zlab", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("zlab", {"has_embed_tokens": True}, "an embedding of its own"),
+        ("zlab", {"dflash_config": 3}, "dflash_config is 3, not an object"),
+        ("zlab", {"architectures": ["DFlash2DraftModel"]}, "DFlash2 head, which is not supported yet"),
+        ("zlab", {"architectures": ["MiniMaxDFlash2DraftModel"]}, "DFlash2 head"),
+        ("zlab", {"architectures": ["DFlashLagunaForCausalLM"]}, "Laguna head"),
+        ("zlab", {"architectures": ["LiLiCorrDraftModel"]}, "LiLiCorr head"),
+        ("zlab", {"architectures": ["DFlashSomethingElse"]}, "architecture 'DFlashSomethingElse' is not supported"),
+        ("zlab", {"dflash_config.projector_type": "domino"}, "Domino head, which is not supported yet"),
+        ("zlab", {"dflash_config.markov_rank": 256}, "DSpark head, which is not supported yet"),
+        ("zlab", {"dflash_config.selector_rank": 256}, "DFlash2 head"),
+        ("speculators", {"speculators_model_type": "dspark"}, "DSpark head"),
+        ("speculators", {"projector_type": "domino"}, "Domino head"),
+    ],
+)
+def test_a_config_we_cannot_honour_is_refused(
+    dialect: str, change: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    folder = write_tiny_drafter(tmp_path / "drafter", dialect=dialect)
+    edit_json(folder / "config.json", change)
+    refused(folder, words)
+
+
+def test_windows_that_are_switched_off_and_used_are_a_contradiction(tmp_path: Path) -> None:
+    folder = write_tiny_drafter(tmp_path / "drafter", tiny_drafter_config(layers=(SLIDING, FULL)))
+    edit_json(folder / "config.json", {"use_sliding_window": False})
+    refused(folder, "sliding_attention", "use_sliding_window is false")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("candidate_selector.successor_codebook", "DFlash2 head"),
+        ("layers.0.mlp_conv.base_kernel", "DFlash2 head"),
+        ("markov_w1.weight", "DSpark head"),
+        ("prefix_gru.weight_ih_l0", "Domino head"),
+        ("lilicorr.layers.0.weight", "LiLiCorr head"),
+        ("d2t", "reduced draft vocabulary"),
+        ("t2d", "reduced draft vocabulary"),
+        ("embed_tokens.weight", "is not part of a DFlash drafter"),
+    ],
+)
+def test_a_tensor_of_another_kind_of_drafter_is_recognised(name: str, words: str, folder: Path) -> None:
+    edit_weights(folder, {name: torch.zeros(2, 2, dtype=torch.int64 if "2" in name[:3] else torch.float32)})
+    refused(folder, f"tensor {name} [2, 2]", words)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("layers.0.mlp.up_proj.weight_packed", torch.zeros(48, 4, dtype=torch.int32)),
+        ("layers.0.mlp.up_proj.weight_scale", torch.zeros(1)),
+        ("layers.0.mlp.up_proj.weight", torch.zeros(48, 32, dtype=torch.float8_e4m3fn)),
+        ("layers.0.mlp.up_proj.qweight", torch.zeros(4, 48, dtype=torch.int32)),
+    ],
+)
+def test_quantised_weights_are_refused_as_such(name: str, tensor: Tensor, folder: Path) -> None:
+    edit_weights(folder, {name: tensor})
+    refused(folder, "the weights are quantised", name)
+
+
+def test_every_problem_is_found_and_loading_says_how_many_more(folder: Path) -> None:
+    edit_weights(
+        folder, {"x": torch.zeros(1), Q: torch.zeros(2, 2), "norm.weight": torch.full((32,), torch.nan)}, ("fc.weight",)
+    )
+    assert len(problems(folder)) == 4
+    assert len(problems(folder, weights=False)) == 3
+    with pytest.raises(UserError, match="and 2 more"):
+        load_drafter(folder)
+
+
+def test_every_config_problem_is_found_at_once(folder: Path) -> None:
+    edit_json(folder / "config.json", {"hidden_size": 0, "rope_theta": None, "dflash_config.typo": 1})
+    assert len(problems(folder)) == 3
+
+
+@pytest.mark.parametrize("change", [{"": 1}, {"dflash_config.target_layer_ids": [10**30]}, {"vocab_size": 1e400}])
+def test_odd_json_is_no_traceback(change: dict[str, object], folder: Path) -> None:
+    edit_json(folder / "config.json", change)
+    problems(folder)
+
+
+def test_reading_a_config_imports_neither_torch_nor_transformers(folder: Path) -> None:
+    code = (
+        "import sys; from dflash_serve.checkpoint.reader import read_config, problems; "
+        f"read_config({str(folder)!r}); problems({str(folder)!r}, weights=False); "
+        "print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,150 @@
+"""A drafter stays itself through every dialect."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
+from dflash_serve.checkpoint.dialects import DIALECTS, Target, parse
+from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
+from dflash_serve.checkpoint.writer import write_drafter
+from dflash_serve.errors import Problem, UserError
+from dflash_serve.models.loader import load_drafter
+from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, random_tensors, tiny_drafter_config, write_tiny_drafter
+
+ROPES: list[dict[str, object]] = [
+    {"theta": 1e6},
+    {"theta": 150000.0, "scaling": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    {"theta": 1e4, "scaling": "linear", "factor": 2.0},
+    {"theta": 1e4, "scaling": "longrope", "short_factor": (1.0, 1.5), "long_factor": (2.0, 3.0)},
+]
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> DrafterConfig:
+    """Any drafter that all three dialects can express."""
+    window = draw(st.integers(1, 4096))
+    uniform = st.sampled_from(
+        [AttentionKind(), AttentionKind(window=window), AttentionKind(window=window, causal=True)]
+    )
+    kv_heads = draw(st.integers(1, 4))
+    depth = draw(st.integers(4, 100))
+    vocab_size = draw(st.integers(2, 300000))
+    return DrafterConfig(
+        block_size=draw(st.integers(2, 32)),
+        target_layer_ids=tuple(draw(st.lists(st.integers(0, depth - 1), min_size=1, max_size=8))),
+        num_target_layers=draw(st.sampled_from([None, depth])),
+        mask_token_id=draw(st.integers(0, vocab_size - 1)),
+        vocab_size=vocab_size,
+        hidden_size=draw(st.integers(1, 9000)),
+        intermediate_size=draw(st.integers(1, 30000)),
+        num_attention_heads=kv_heads * draw(st.integers(1, 8)),
+        num_key_value_heads=kv_heads,
+        head_dim=draw(st.integers(1, 256)),
+        layers=(draw(uniform),) * draw(st.integers(1, 8)),
+        max_position_embeddings=draw(st.integers(1, 2**20)),
+        rms_norm_eps=draw(st.sampled_from([1e-5, 1e-6])),
+        rope=draw(st.sampled_from(ROPES)),
+        attention_bias=draw(st.booleans()),
+    )
+
+
+def read_back(dialect: str, config: DrafterConfig) -> DrafterConfig:
+    problems: list[Problem] = []
+    back, found = parse(DIALECTS[dialect].write(config, Target()), Path("config.json"), problems)
+    assert not problems
+    assert found is not None
+    assert found.name == dialect
+    assert back is not None
+    return back
+
+
+@given(configs(), st.permutations(list(DIALECTS)))
+@settings(deadline=None)
+def test_any_chain_of_dialects_gives_the_same_config(config: DrafterConfig, chain: list[str]) -> None:
+    back = config
+    for dialect in chain:
+        back = read_back(dialect, back)
+    assert back == config
+
+
+@pytest.mark.parametrize("layers", [(FULL, SLIDING), (FULL, SLIDING_BOTH_WAYS), (SLIDING, SLIDING)])
+def test_mixed_layers_survive_zlab_and_speculators(layers: tuple[AttentionKind, ...]) -> None:
+    config = tiny_drafter_config(layers=layers)
+    assert read_back("zlab", config) == config
+    assert read_back("speculators", config) == config
+
+
+def test_zlab_can_say_everything_a_config_can() -> None:
+    config = tiny_drafter_config(embedding_scale=2.0, output_multiplier=0.5, final_logit_softcap=30.0)
+    assert read_back("zlab", config) == config
+    assert read_back("modelopt", config) == config
+
+
+@pytest.mark.parametrize(("first", "second"), list(permutations(DIALECTS, 2)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tensors_are_bit_equal_after_any_conversion(
+    first: str, second: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    config = tiny_drafter_config(attention_bias=True)
+    tensors = random_tensors(config, dtype=dtype)
+    write_drafter(tmp_path / "a", config, tensors, dialect=first)
+    checkpoint = open_checkpoint(tmp_path / "a")
+    assert checkpoint.config is not None
+    write_drafter(tmp_path / "b", checkpoint.config, load_tensors(checkpoint), dialect=second)
+    back = load_drafter(tmp_path / "b")
+    assert back.config == config
+    state = back.state_dict()
+    assert state.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert state[name].dtype == dtype
+        assert torch.equal(state[name], tensor)
+
+
+def test_a_drafter_in_memory_is_saved_and_loaded(tmp_path: Path) -> None:
+    drafter = load_drafter(write_tiny_drafter(tmp_path / "a"), dtype=torch.float64)
+    write_drafter(tmp_path / "b", drafter.config, drafter.state_dict())
+    back = load_drafter(tmp_path / "b")
+    assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), back.parameters(), strict=True))
+
+
+def test_a_mask_embedding_of_its_own_survives(tmp_path: Path) -> None:
+    config = tiny_drafter_config(mask_token_id=None, has_mask_embedding=True)
+    back = load_drafter(write_tiny_drafter(tmp_path / "a", config))
+    assert back.config == config
+    assert back.mask_embedding is not None
+    assert torch.equal(back.mask_embedding, random_tensors(config)["mask_embedding"])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "overrides", "words"),
+    [
+        ("speculators", {"embedding_scale": 2.0}, "an embedding scale"),
+        ("speculators", {"final_logit_softcap": 30.0}, "a soft-cap"),
+        ("speculators", {"layers": (AttentionKind(causal=True),)}, "full-attention layers that are causal"),
+        ("speculators", {"layers": (SLIDING, SLIDING_BOTH_WAYS)}, "different causality"),
+        ("speculators", {"has_mask_embedding": True}, "a mask embedding"),
+        ("modelopt", {"layers": (SLIDING, FULL)}, "different"),
+        ("modelopt", {"has_mask_embedding": True}, "a mask embedding"),
+        ("zlab", {"layers": (SLIDING, AttentionKind(window=9, causal=True))}, r"different windows \(6, 9\)"),
+        ("zlab", {"layers": (SLIDING_BOTH_WAYS, AttentionKind(causal=True))}, "some layers causal"),
+    ],
+)
+def test_what_a_dialect_cannot_say_is_an_error_and_not_a_loss(
+    dialect: str, overrides: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        DIALECTS[dialect].write(tiny_drafter_config(**overrides), Target())
+
+
+@given(configs())
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_speculators_ids_are_ours_plus_one(config: DrafterConfig) -> None:
+    written = DIALECTS["speculators"].write(config, Target())["aux_hidden_state_layer_ids"]
+    assert written == [layer + 1 for layer in config.target_layer_ids]

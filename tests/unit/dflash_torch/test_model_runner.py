@@ -1,0 +1,99 @@
+"""Padded passes, the ones a GPU captures: the tokens of the ragged ones, whatever is padded. Run uncaptured here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_serve import SamplingParams
+from dflash_serve.checkpoint.config import AttentionKind
+from dflash_serve.models.attention.flashinfer import FlashInferAttention, windows_fit
+from dflash_serve.models.attention.padded import PaddedAttention
+from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.kv_cache import KVCache, Span
+from dflash_torch.shapes import LONGEST, Shape, padded_table, real_rows, shape_of
+from tests.support import fake_flashinfer
+from tests.support.embedded import tiny_engine, with_passes
+
+PROMPTS = [[10 + n, 20, 30 + n, 40, *range(n)] for n in range(5)]
+KINDS = [AttentionKind(causal=causal, window=window) for causal in (True, False) for window in (None, 10, 2)]
+
+
+def filled_cache() -> KVCache:
+    cache = KVCache(layers=1, entries=4, kv_heads=2, capacity=300, head_dim=16)
+    generator = torch.Generator().manual_seed(0)
+    cache.keys.normal_(generator=generator)
+    cache.values.normal_(generator=generator)
+    return cache
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_padded_attention_is_attention_sequence_by_sequence(kind: AttentionKind) -> None:
+    spans = [Span(2, 40, 4), Span(0, 3, 4), Span(3, 251, 4)]
+    q, k, v = (torch.randn(12, heads, 16) for heads in (6, 2, 2))
+    expected = RaggedAttention(filled_cache(), spans, [kind], heads=6)(0, q, k, v)
+    slots, starts, _ = torch.tensor(spans).unbind(dim=1)
+    padded = PaddedAttention(filled_cache(), slots, starts[:, None] + torch.arange(4), 256, [kind], heads=6)
+    torch.testing.assert_close(padded(0, q, k, v), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_flashinfer_is_asked_for_attention_sequence_by_sequence(
+    kind: AttentionKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    spans = [Span(2, 40, 3), Span(0, 0, 9), Span(3, 251, 1)]
+    if not windows_fit(spans, [kind]):
+        pytest.skip("a bidirectional window shorter than the block goes sequence by sequence")
+    q, k, v = (torch.randn(13, heads, 16) for heads in (6, 2, 2))
+    expected = RaggedAttention(filled_cache(), spans, [kind], heads=6)(0, q, k, v)
+    torch.testing.assert_close(FlashInferAttention(filled_cache(), spans, [kind], heads=6)(0, q, k, v), expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_padding_changes_no_token(folders: tuple[Path, Path], temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=3)
+    answers = []
+    for engine in (
+        tiny_engine(folders, max_batch_size=3),
+        with_passes(tiny_engine(folders, max_batch_size=3), static=True),
+    ):
+        list(engine.stream(PROMPTS, [params] * len(PROMPTS)))
+        answers.append([(output.token_ids, output.statistics.acceptance_length) for output in engine.outputs()])
+    assert answers[0] == answers[1]
+    assert engine.scheduler.verify.captured  # the last one: it did take the padded way
+
+
+def test_shapes_are_few() -> None:
+    limits = {"max_batch_size": 24, "widest": 10, "capacity": 9000}
+    shapes = {
+        shape_of([Span(0, start, rows)] * count, **limits)
+        for count in range(1, 25)
+        for rows in range(1, 11)
+        for start in range(0, 4000, 50)
+    } - {None}
+    assert shapes == {
+        Shape(count, width, length)
+        for count in (1, 2, 4, 8, 16, 24)
+        for width in (1, 2, 4, 8, 10)
+        for length in (256, 512, 1024, 2048, 4096)
+    }
+
+
+@pytest.mark.parametrize(
+    "span", [Span(0, 0, 11), Span(0, 95, 7), Span(0, LONGEST, 1)], ids=["prefill", "no room behind", "too long"]
+)
+def test_what_no_shape_holds_goes_ragged(span: Span) -> None:
+    assert shape_of([span], max_batch_size=4, widest=10, capacity=100 if span.start < 100 else 2 * LONGEST) is None
+
+
+def test_rows_come_back_in_order_without_what_was_padded() -> None:
+    spans = [Span(5, 30, 3), Span(2, 7, 1), Span(1, 9, 2)]
+    shape = Shape(4, 4, 256)
+    table = padded_table(spans, [[11, 12, 13], [21], [31, 32]], shape)
+    assert table == [[5, 30, 11, 12, 13, 0], [2, 7, 21, 0, 0, 0], [1, 9, 31, 32, 0, 0], [1, 9, 31, 32, 0, 0]]
+    assert real_rows(spans, shape) == [0, 1, 2, 4, 8, 9]
+    assert real_rows([Span(0, 0, 4)] * 4, shape) is None

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_serve import SamplingParams
+from dflash_serve.errors import UserError
+from dflash_serve.outputs import RequestOutput
+from dflash_serve.speculation.cost import CostModel
+from dflash_serve.speculation.width import AutoWidth
+from dflash_torch.engine import EmbeddedEngine
+from tests.support.embedded import PROMPTS, tiny_engine
+
+Folders = tuple[Path, Path]
+Truth = dict[tuple[int, ...], list[int]]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def answers(engine: EmbeddedEngine, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
+    list(engine.stream(prompts, [params] * len(prompts)))
+    return engine.outputs()
+
+
+def auto() -> AutoWidth:
+    return AutoWidth(CostModel(target={1: 1.0, 16: 1.2}, draft={1: 0.1, 4: 0.2}), 4)
+
+
+@pytest.mark.parametrize("width", [2, 4, "auto"])
+def test_greedy_answers_do_not_depend_on_width_or_neighbours(folders: Folders, truth: Truth, width: int | str) -> None:
+    engine = tiny_engine(folders, width=auto() if width == "auto" else int(width), max_batch_size=3, truth=truth)
+    outputs = answers(engine, PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == list(truth.values())
+    assert max(output.statistics.tokens_per_step or 0 for output in outputs) > 1.3
+
+
+def test_sampled_answers_are_fixed_by_the_seed_whatever_the_drafter_says(folders: Folders, truth: Truth) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=24, frequency_penalty=0.3)
+    plain = [answers(tiny_engine(folders, width=1), [prompt], params)[0].token_ids for prompt in PROMPTS]
+    together = answers(tiny_engine(folders, max_batch_size=2, truth=truth), PROMPTS, params)
+    assert [output.token_ids for output in together] == plain
+
+
+def test_a_long_prompt_prefilled_in_pieces_gives_the_same_answer(folders: Folders) -> None:
+    prompt = " ".join(PROMPTS)
+    whole = answers(tiny_engine(folders), [prompt], GREEDY)[0].token_ids
+    assert answers(tiny_engine(folders, prefill_rows=5), [prompt], GREEDY)[0].token_ids == whole
+
+
+def test_a_request_that_leaves_frees_its_slot_for_the_next_step(folders: Folders) -> None:
+    scheduler = tiny_engine(folders, max_batch_size=1).scheduler
+    first = scheduler.join([5, 6, 7], GREEDY)
+    scheduler.step()
+    scheduler.leave(first)
+    assert scheduler.free_entries == [0]
+    second = scheduler.join([8, 9], GREEDY)
+    assert [result.request for result in scheduler.step()] == [second]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "fault"),
+    [
+        ([], GREEDY, "no tokens"),
+        ([1] * 256, GREEDY, "256 tokens"),
+        ([99999], GREEDY, "outside the vocabulary"),
+        ([1], SamplingParams(logit_bias={99999: 1.0}), "logit_bias"),
+    ],
+)
+def test_what_could_not_run_is_refused_at_the_door(
+    folders: Folders, tokens: list[int], params: SamplingParams, fault: str
+) -> None:
+    scheduler = tiny_engine(folders).scheduler
+    with pytest.raises(UserError, match=fault):
+        scheduler.join(tokens, params)
+    assert len(scheduler.free_entries) == 4
+
+
+def test_features_do_not_pile_up_while_speculation_does_not_pay(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_torch.scheduler.BACKLOG", 8)
+    engine = tiny_engine(folders, width=auto())
+    engine.scheduler.policy = type("Off", (), {**_quiet(), "widths": lambda self, ids: [1] * len(ids)})()
+    sequence = engine.scheduler.join([5, 6, 7], GREEDY)
+    for _ in range(20):
+        engine.scheduler.step()
+        assert sum(len(rows) for rows in sequence.features) < 8
+
+
+def _quiet() -> dict[str, object]:
+    return {"observe": lambda *_: None, "forget": lambda *_: None}
+
+
+def test_logprobs_are_the_targets_own_whatever_the_width(folders: Folders, truth: Truth) -> None:
+    params = GREEDY.model_copy(update={"logprobs": 3, "max_tokens": 20, "presence_penalty": 0.5})
+    plain = answers(tiny_engine(folders, width=1), PROMPTS, params)
+    wide = answers(tiny_engine(folders, truth=truth), PROMPTS, params)
+    for one, other in zip(plain, wide, strict=True):
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        assert [entry.token_id for entry in other.logprobs] == other.token_ids
+        for a, b in zip(one.logprobs, other.logprobs, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+            assert [token for token, _ in a.top] == [token for token, _ in b.top]
+
+
+def test_logprobs_are_what_transformers_computes(folders: Folders) -> None:
+    from transformers import AutoModelForCausalLM
+
+    params = GREEDY.model_copy(update={"logprobs": 2, "max_tokens": 8, "logit_bias": {9: 4.0}})
+    output = answers(tiny_engine(folders), [PROMPTS[0]], params)[0]
+    model = AutoModelForCausalLM.from_pretrained(folders[0]).eval()
+    ids = torch.tensor([output.prompt_token_ids + output.token_ids])
+    with torch.no_grad():
+        logits = model(ids).logits
+    rows = logits[0, len(output.prompt_token_ids) - 1 : -1].log_softmax(-1)
+    assert output.logprobs is not None
+    for entry, row in zip(output.logprobs, rows, strict=True):
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+        assert entry.top[0][1] == pytest.approx(float(row.max()), abs=1e-4)
