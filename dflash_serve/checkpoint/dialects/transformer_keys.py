@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, RopeConfig
 from dflash_serve.checkpoint.dialects.rope_keys import read_rope
 from dflash_serve.checkpoint.dialects.section import Section
+from dflash_serve.checkpoint.quantization import BUILD
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_LAYERS = 1024
@@ -41,7 +42,7 @@ def read_transformer(config: Section) -> Transformer:
     config.refuse("use_gemma_norm", (False,), "Gemma's norms are not supported in a drafter yet")
     for key in ("quantization_config", "compression_config"):
         if config.has(key):
-            config.note(f"the drafter is quantised ({config.named(key)})", "use the bf16 drafter")
+            config.note(f"the drafter is quantised ({config.named(key)}), in a form that is not read", BUILD)
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     qwen = (config.text("model_type") or "qwen3") == "qwen3"
     return Transformer(
