@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from dflash_serve.errors import Problem
+from dflash_serve.errors import Problem, raise_problems
 
 
 def read_object(path: Path, problems: list[Problem], *, kind: str = "drafter") -> Mapping[str, object] | None:
@@ -29,3 +29,16 @@ def read_object(path: Path, problems: list[Problem], *, kind: str = "drafter") -
             return raw
         problems.append(Problem("not a JSON object", str(path), again))
     return None
+
+
+def load_object(path: Path, *, kind: str = "drafter") -> Mapping[str, object]:
+    """The object in a JSON file; `kind` as for `read_object`.
+
+    Raises:
+        UserError: there is none.
+    """
+    problems: list[Problem] = []
+    found = read_object(path, problems, kind=kind)
+    raise_problems(problems)
+    assert found is not None
+    return found

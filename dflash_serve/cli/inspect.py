@@ -22,9 +22,10 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Describe a drafter and list everything wrong with it. Exit code 2 where there is anything."""
-    from dflash_serve.checkpoint.pairing import check_pairing, read_target_shape
+    from dflash_serve.checkpoint.pairing import check_pairing
     from dflash_serve.checkpoint.reader import open_checkpoint, weight_problems
     from dflash_serve.checkpoint.source import target_source
+    from dflash_serve.checkpoint.target_shape import read_target_shape
 
     checkpoint = open_checkpoint(drafter, revision)
     problems = checkpoint.problems + weight_problems(checkpoint)
