@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_serve.client.acceptance_reading import AcceptanceReading
 from dflash_serve.proving.lossless import diagnosis
 from dflash_serve.proving.lossless.findings import Difference, DistributionComparison, Findings, TokenComparison
 from dflash_serve.proving.lossless.near_tie import Piece, Scored, classify, first_difference
 from dflash_serve.proving.lossless.plan import SEEDED, Case, Plan
 from dflash_serve.proving.lossless.power import smallest_deviation
 from dflash_serve.proving.lossless.record import WITH, WITHOUT, Record
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 
 def compare(
-    plan: Plan, record: Record, sampled: Sequence[DistributionComparison], reading: AcceptanceReading
+    plan: Plan, record: Record, sampled: Sequence[DistributionComparison], reading: AcceptanceStatistics
 ) -> Findings:
     """The verdict and all it rests on.
 

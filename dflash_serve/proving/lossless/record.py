@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dflash_serve.client.acceptance_reading import AcceptanceReading, counted
 from dflash_serve.client.answer import Answer
 from dflash_serve.common.journal import Journal
 from dflash_serve.errors import UserError
 from dflash_serve.proving.lossless.near_tie import Piece, Scored, first_difference
 from dflash_serve.proving.lossless.plan import Case, Plan
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 WITH, WITHOUT = "with", "without"
 UNIT, ACCEPTED = "unit", "accepted"
@@ -74,18 +74,18 @@ class Record:
         """The answers without and with speculation."""
         return self.answers(WITHOUT, case, count), self.answers(WITH, case, count)
 
-    def counting(self, now: AcceptanceReading) -> AcceptanceReading:
+    def counting(self, now: AcceptanceStatistics) -> AcceptanceStatistics:
         """A run's acceptance and that of the interrupted runs before it; unknown where one's is."""
-        steps, accepted = self.journal.get(ACCEPTED, (None, None))
-        steps = None if now.steps is None else now.steps + (steps or 0)
-        accepted = None if now.accepted is None else now.accepted + (accepted or 0)
-        self.journal.put(ACCEPTED, [steps, accepted])
-        return self.counted(now.engine)
+        if ACCEPTED in self.journal:
+            now = total([AcceptanceStatistics.from_dict(self.journal[ACCEPTED]), now])
+        self.journal.put(ACCEPTED, now.to_dict())
+        return now
 
-    def counted(self, engine: str | None) -> AcceptanceReading:
+    def counted(self, engine: str | None) -> AcceptanceStatistics:
         """The acceptance that was kept."""
-        steps, accepted = self.journal.get(ACCEPTED, (None, None))
-        return counted(engine, steps, None, accepted)
+        if ACCEPTED not in self.journal:
+            return AcceptanceStatistics.unknown(engine)
+        return AcceptanceStatistics.from_dict(self.journal[ACCEPTED])
 
 
 def _key(side: str, case: Case, index: int) -> str:

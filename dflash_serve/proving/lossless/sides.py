@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dflash_serve.backend import Engine
-from dflash_serve.client.acceptance_reading import AcceptanceReading, counted
 from dflash_serve.client.answer import Answer, Choice
 from dflash_serve.client.endpoint import Endpoint
-from dflash_serve.client.engine_metrics import read_acceptance
+from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.errors import UserError
 from dflash_serve.outputs import TokenLogprob
 from dflash_serve.proving.lossless.plan import Question
@@ -30,7 +29,7 @@ class Side(Protocol):
         """Index and answer of every question, as they are finished."""
         ...
 
-    def acceptance(self) -> AcceptanceReading:
+    def acceptance(self) -> AcceptanceStatistics:
         """What the drafter was worth until now; unknown where nobody counts."""
         ...
 
@@ -59,19 +58,17 @@ class EngineSide:
         params = [question.params.model_copy(update={"logprobs": top_logprobs}) for question in questions]
         token_ids: dict[int, list[int]] = {index: [] for index in range(len(questions))}
         logprobs: dict[int, list[TokenLogprob]] = {index: [] for index in range(len(questions))}
-        for chunk in self.engine.stream([question.prompt for question in questions], params):
+        stream = self.engine.stream([question.prompt for question in questions], params)
+        for chunk in stream:
             token_ids[chunk.index] += chunk.token_ids
             logprobs[chunk.index] += chunk.logprobs or []
             if chunk.finish_reason is not None:
                 yield chunk.index, self._answer(token_ids[chunk.index], logprobs[chunk.index], chunk.finish_reason)
-        self.statistics += sum((output.statistics for output in self.engine.outputs()), start=AcceptanceStatistics())
+        self.statistics += sum((output.statistics for output in stream.outputs()), start=AcceptanceStatistics())
 
-    def acceptance(self) -> AcceptanceReading:
+    def acceptance(self) -> AcceptanceStatistics:
         """Of all that was asked here."""
-        wide = {key: steps for key, steps in self.statistics.tally.items() if key[0] > 1}
-        drafted = sum((width - 1) * steps for (width, _), steps in wide.items())
-        accepted = sum(accepted * steps for (_, accepted), steps in wide.items())
-        return counted("embedded", sum(wide.values()), drafted, accepted, widths=self.statistics.widths)
+        return self.statistics
 
     def _answer(self, token_ids: list[int], logprobs: list[TokenLogprob], finish_reason: str) -> Answer:
         choices = tuple(
@@ -105,12 +102,12 @@ class EndpointSide:
         asked = [(question.prompt, question.params) for question in questions]
         yield from enumerate(self.endpoint.complete_all(asked, top_logprobs=top_logprobs))
 
-    def acceptance(self) -> AcceptanceReading:
+    def acceptance(self) -> AcceptanceStatistics:
         """By the server's own metrics, since this side was opened."""
         return self._reading().since(self.before)
 
-    def _reading(self) -> AcceptanceReading:
+    def _reading(self) -> AcceptanceStatistics:
         try:
             return read_acceptance(self.endpoint.base, api_key=self.endpoint.api_key)
         except UserError:  # metrics are a courtesy: no losslessness hangs on them
-            return AcceptanceReading()
+            return AcceptanceStatistics.unknown()

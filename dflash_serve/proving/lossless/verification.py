@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from dflash_serve.backend import Prompt
-from dflash_serve.client.acceptance_reading import AcceptanceReading
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.journal import Journal
 from dflash_serve.proving.lossless.comparison import compare
@@ -22,6 +21,7 @@ from dflash_serve.proving.lossless.questions import prompt_of, questions
 from dflash_serve.proving.lossless.record import WITH, WITHOUT, Record
 from dflash_serve.proving.lossless.sides import Pair, Side
 from dflash_serve.proving.lossless.two_sample import p_value, repeats
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 Progress = Callable[[str, int], None]
 """Told what is being asked for (`with speculation, greedy`) and how many answers have come."""
@@ -122,7 +122,7 @@ class Verification:
             else:
                 self.record.keep_score(name, case, index, Scored.of(answer, position))
 
-    def _acceptance(self, speculating: Side) -> AcceptanceReading:
+    def _acceptance(self, speculating: Side) -> AcceptanceStatistics:
         """Over the runs that an interrupted verification took; unknown where none was counted to its end."""
         now = speculating.acceptance()
         return self.record.counting(now) if self.asked_with else self.record.counted(now.engine)

@@ -15,7 +15,6 @@ import torch
 from scipy.stats import binom
 from torch import Tensor
 
-from dflash_serve.client.acceptance_reading import AcceptanceReading
 from dflash_serve.client.answer import Answer
 from dflash_serve.common.journal import Journal
 from dflash_serve.proving.lossless import comparison
@@ -30,6 +29,7 @@ from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.noise import BlockNoise
 from dflash_serve.speculation.penalties import TokenCounts
 from dflash_serve.speculation.sampling import probabilities
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 RUNS, SAMPLES, TOKENS, VOCABULARY, WIDTH = 200, 64, 4, 16, 3
 STATED, LOOSE = 1e-3, 0.2
@@ -79,8 +79,8 @@ class Pool:
         pool = self.pools[self.name, SAMPLED[number].name]
         return tuple(pool[self.run * SAMPLES + sample].tolist())
 
-    def acceptance(self) -> AcceptanceReading:
-        return AcceptanceReading()
+    def acceptance(self) -> AcceptanceStatistics:
+        return AcceptanceStatistics.unknown()
 
 
 @pytest.fixture(scope="module")
