@@ -7,7 +7,7 @@ anywhere is a quotient of its counts. What a source does not tell is None, never
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -77,8 +77,11 @@ class AcceptanceStatistics:
 
         A reading that knew of no verifications is the beginning: what it did not know was 0.
         """
-        if self.drained or self.verifications is None:
-            return self  # the engine's own word on its last window
+        if self.drained:
+            return self
+        if self.verifications is None:  # its length is the engine's own word on its last window
+            drafted, accepted = _minus(self.drafted, earlier.drafted or 0), _minus(self.accepted, earlier.accepted or 0)
+            return replace(self, drafted=drafted, accepted=accepted)
         then = earlier if earlier.verifications else earlier._with_zeros()
         counters = [
             (self.verifications, then.verifications),

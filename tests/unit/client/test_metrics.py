@@ -233,7 +233,9 @@ def test_tensorrt_llm_by_position() -> None:
 
 
 def test_tensorrt_llms_totals_without_verifications_give_no_length_but_the_gauges() -> None:
-    assert known(read_text(TENSORRT_LLM_TOTALS)) == ("TensorRT-LLM", None, 70, 20, 2.5, [])
+    reading = read_text(TENSORRT_LLM_TOTALS)
+    assert known(reading) == ("TensorRT-LLM", None, 70, 20, 2.5, [])
+    assert known(reading.since(reading)) == ("TensorRT-LLM", None, 0, 0, 2.5, [])
 
 
 def test_tensorrt_llms_iterations_are_a_span_not_a_counter() -> None:
@@ -357,8 +359,8 @@ def test_a_server_without_metrics_leaves_all_unknown() -> None:
 def test_a_locked_door_and_a_missing_server_are_one_clear_line() -> None:
     with (
         site({"/metrics": (401, "")}) as url,
-        pytest.raises(UserError, match="HTTP 401.*give its key in --api-key-file"),
+        pytest.raises(UserError, match=r"HTTP 401.*give its key in --api-key-file"),
     ):
         read_acceptance(url)
-    with pytest.raises(UserError, match="no answer .*check the address"):
+    with pytest.raises(UserError, match=r"no answer .*check the address"):
         read_acceptance(url, timeout=5)
