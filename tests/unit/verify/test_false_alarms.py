@@ -15,21 +15,19 @@ import torch
 from scipy.stats import binom
 from torch import Tensor
 
-from dflash_serve.client.acceptance_reading import AcceptanceReading
-from dflash_serve.client.answer import Answer
+from dflash_serve.client.reply import Reply
 from dflash_serve.common.journal import Journal
-from dflash_serve.proving.lossless import comparison
-from dflash_serve.proving.lossless.findings import Findings
-from dflash_serve.proving.lossless.plan import SAMPLED, Case, Plan, Question
-from dflash_serve.proving.lossless.questions import FIRST_SEED, SEEDS_A_CASE
-from dflash_serve.proving.lossless.record import WITH, WITHOUT
-from dflash_serve.proving.lossless.sides import Pair
-from dflash_serve.proving.lossless.verification import Verification
 from dflash_serve.speculation.acceptance import accept_sampled
 from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.noise import BlockNoise
 from dflash_serve.speculation.penalties import TokenCounts
 from dflash_serve.speculation.sampling import probabilities
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+from dflash_serve.verify import verification
+from dflash_serve.verify.findings import Findings
+from dflash_serve.verify.questions import FIRST_SEED, SAMPLED, SEEDS_A_CASE, WITH, WITHOUT, Case, Question, VerifyPlan
+from dflash_serve.verify.subjects import SubjectPair
+from dflash_serve.verify.verification import Verification
 
 RUNS, SAMPLES, TOKENS, VOCABULARY, WIDTH = 200, 64, 4, 16, 3
 STATED, LOOSE = 1e-3, 0.2
@@ -62,16 +60,14 @@ def drawn(case: Case, width: int, count: int, first_seed: int) -> Tensor:
 
 
 class Pool:
-    """A side that answers from what was drawn; greedy answers are all alike."""
+    """A subject that answers from what was drawn; greedy answers are all alike."""
 
     def __init__(self, pools: Pools, name: str, run: int) -> None:
         self.pools, self.name, self.run = pools, name, run
 
-    def answers(
-        self, questions: Sequence[Question], *, top_logprobs: int | None = None
-    ) -> Iterator[tuple[int, Answer]]:
+    def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
         for index, question in enumerate(questions):
-            yield index, Answer("", token_ids=(1, 2) if question.params.greedy else self._sampled(question))
+            yield index, Reply("", token_ids=(1, 2) if question.params.greedy else self._sampled(question))
 
     def _sampled(self, question: Question) -> tuple[int, ...]:
         assert question.params.seed is not None
@@ -79,8 +75,8 @@ class Pool:
         pool = self.pools[self.name, SAMPLED[number].name]
         return tuple(pool[self.run * SAMPLES + sample].tolist())
 
-    def acceptance(self) -> AcceptanceReading:
-        return AcceptanceReading()
+    def acceptance(self) -> AcceptanceStatistics:
+        return AcceptanceStatistics.unknown()
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +90,18 @@ def pools() -> Pools:
 
 
 def decide(pools: Pools, run: int, false_alarm: float, other: str = WITH) -> Findings:
-    plan = Plan(
+    plan = VerifyPlan(
         prompts=1, prompts_sha256="", max_tokens=2, samples=SAMPLES, sample_tokens=TOKENS, false_alarm=false_alarm
     )
     sides = [Pool(pools, name, run) for name in (WITHOUT, other)]
-    pair = Pair(lambda: nullcontext(sides[1]), lambda: nullcontext(sides[0]))
+    pair = SubjectPair(lambda: nullcontext(sides[1]), lambda: nullcontext(sides[0]))
     return Verification(plan, ["a"], pair, Journal(None, {})).run()
 
 
 @pytest.fixture(autouse=True)
 def no_power(monkeypatch: pytest.MonkeyPatch) -> None:
     """What could have been seen is told after the decision and takes longer than it."""
-    monkeypatch.setattr(comparison, "smallest_deviation", lambda *_: None)
+    monkeypatch.setattr(verification, "smallest_deviation", lambda *_: None)
 
 
 @pytest.mark.parametrize("false_alarm", [STATED, LOOSE])

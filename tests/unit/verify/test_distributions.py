@@ -7,8 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from dflash_serve.proving.lossless.power import smallest_deviation
-from dflash_serve.proving.lossless.two_sample import Table, p_value, repeats, statistic
+from dflash_serve.verify.distributions import CountTable, p_value, repeats, smallest_deviation, statistic
 
 Answers = list[list[str | int]]
 RATE = 1e-3
@@ -25,7 +24,7 @@ def answers(count: int, shift: float, seed: int) -> Answers:
 def test_p_is_the_share_of_all_dealings_that_are_as_large() -> None:
     first: Answers = [[token] for token in "aaaaaab"]
     second: Answers = [[token] for token in "aabbbbb"]
-    features = Table.of([*first, *second]).features
+    features = CountTable.of([*first, *second]).features
     totals = features.sum(0)
 
     def value(chosen: tuple[int, ...]) -> float:

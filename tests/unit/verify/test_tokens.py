@@ -6,23 +6,23 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.client.answer import Answer, Choice
-from dflash_serve.proving.lossless.near_tie import Kind, Pieces, Scored, classify, first_difference
+from dflash_serve.client.reply import Reply, ScoredToken
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.verify.tokens import AnswerPair, Kind, Piece, ScoredAnswer, classify
 
 GREEDY = SamplingParams(temperature=0)
-PLAIN: Pieces = [1, 2, 3]
-OTHER: Pieces = [1, 2, 4]
+PLAIN: list[Piece] = [1, 2, 3]
+OTHER: list[Piece] = [1, 2, 4]
 NAMES = {3: "three", 4: "four", 0: "<end>"}
 
 
-def scored(pieces: list[str | int], **logprobs: float) -> Scored:
+def scored(pieces: list[str | int], **logprobs: float) -> ScoredAnswer:
     name = NAMES[int(pieces[2])]
-    return Scored(pieces, name, logprobs.get(name, -0.7), logprobs)
+    return ScoredAnswer(pieces, name, logprobs.get(name, -0.7), logprobs)
 
 
-def kind(plain: Scored | None, other: Scored | None, params: SamplingParams = GREEDY) -> tuple[Kind, Any]:
-    return classify(PLAIN, OTHER, 2, plain, other, params=params, noise=0.1)
+def kind(plain: ScoredAnswer | None, other: ScoredAnswer | None, params: SamplingParams = GREEDY) -> tuple[Kind, Any]:
+    return classify(AnswerPair(PLAIN, OTHER, plain, other), 2, params=params, noise=0.1)
 
 
 def test_tokens_closer_than_the_noise_are_a_near_tie_and_others_a_fault() -> None:
@@ -53,25 +53,24 @@ def test_a_plain_side_that_flips_by_itself_still_gives_the_gap() -> None:
 
 def test_an_end_is_a_token_like_any_other() -> None:
     plain, other = scored([1, 2, 3], three=-0.7, **{"<end>": -0.72}), scored([1, 2, 0])
-    found: tuple[Kind, Any] = classify([1, 2, 3], [1, 2], 2, plain, other, params=GREEDY, noise=0.1)
+    found: tuple[Kind, Any] = classify(AnswerPair([1, 2, 3], [1, 2], plain, other), 2, params=GREEDY, noise=0.1)
     assert found == ("near-tie", pytest.approx(0.02))
-    assert first_difference([1, 2, 3], [1, 2]) == 2
-    assert first_difference([1], [1]) is None
+    assert AnswerPair([1, 2, 3], [1, 2]).position == 2
+    assert AnswerPair([1], [1]).position is None
 
 
 def test_penalties_count_as_they_were_applied() -> None:
     params = SamplingParams(temperature=0, presence_penalty=0.5, frequency_penalty=0.25)
-    plain = Scored([4, 4, 3], "three", -1.7, {"four": -0.7})  # raw: four leads by 1, and is penalised by 1
-    found: tuple[Kind, Any] = classify(
-        [4, 4, 3], [4, 4, 4], 2, plain, Scored([4, 4, 4], "four", -0.7, {}), params=params, noise=0.1
-    )
+    plain = ScoredAnswer([4, 4, 3], "three", -1.7, {"four": -0.7})  # raw: four leads by 1, and is penalised by 1
+    pair = AnswerPair([4, 4, 3], [4, 4, 4], plain, ScoredAnswer([4, 4, 4], "four", -0.7, {}))
+    found: tuple[Kind, Any] = classify(pair, 2, params=params, noise=0.1)
     assert found == ("near-tie", pytest.approx(0.0))
 
 
 def test_a_score_is_read_at_the_position_in_question_and_survives_the_journal() -> None:
-    answer = Answer("ab", ("a", "b"), (7, 8), (Choice("a", -1.0), Choice("b", -2.0, (("c", -3.0),))))
-    found = Scored.of(answer, 1)
-    assert found == Scored([7, 8], "b", -2.0, {"c": -3.0})
-    assert Scored.read(vars(found)) == found
-    assert Scored.of(answer, 2) is None
-    assert Scored.of(Answer("ab"), 0) is None
+    answer = Reply("ab", ("a", "b"), (7, 8), (ScoredToken("a", -1.0), ScoredToken("b", -2.0, (("c", -3.0),))))
+    found = ScoredAnswer.of(answer, 1)
+    assert found == ScoredAnswer([7, 8], "b", -2.0, {"c": -3.0})
+    assert ScoredAnswer.read(vars(found)) == found
+    assert ScoredAnswer.of(answer, 2) is None
+    assert ScoredAnswer.of(Reply("ab"), 0) is None

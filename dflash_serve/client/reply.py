@@ -8,23 +8,23 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Choice:
+class ScoredToken:
     """One generated token: its text, its log-probability, and the most probable tokens at its place."""
 
-    token: str
+    text: str
     logprob: float
     top: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One answer. What a server did not say is None."""
+class Reply:
+    """What came back for one request. What a server did not say is None."""
 
     text: str
     tokens: tuple[str, ...] | None = None
     """The text of each token, from the log-probabilities."""
     token_ids: tuple[int, ...] | None = None
-    logprobs: tuple[Choice, ...] | None = None
+    logprobs: tuple[ScoredToken, ...] | None = None
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -44,7 +44,7 @@ class Answer:
         return "characters" if self.tokens is None else "tokens"
 
 
-def read_answer(body: Mapping[str, Any]) -> Answer:
+def read_reply(body: Mapping[str, Any]) -> Reply:
     """The first choice of a chat or plain completion.
 
     Raises:
@@ -56,9 +56,9 @@ def read_answer(body: Mapping[str, Any]) -> Answer:
     text = choice["text"] if message is None else message.get("content")
     ids = choice.get("token_ids")
     logprobs = _logprobs(choice.get("logprobs"))
-    return Answer(
+    return Reply(
         text=text or "",
-        tokens=None if logprobs is None else tuple(entry.token for entry in logprobs),
+        tokens=None if logprobs is None else tuple(entry.text for entry in logprobs),
         token_ids=None if ids is None else tuple(int(token) for token in ids),
         logprobs=logprobs,
         finish_reason=choice.get("finish_reason"),
@@ -67,7 +67,7 @@ def read_answer(body: Mapping[str, Any]) -> Answer:
     )
 
 
-def _logprobs(given: Mapping[str, Any] | None) -> tuple[Choice, ...] | None:
+def _logprobs(given: Mapping[str, Any] | None) -> tuple[ScoredToken, ...] | None:
     """Chat's list of entries, or completions' parallel lists."""
     if not given:
         return None
@@ -77,15 +77,15 @@ def _logprobs(given: Mapping[str, Any] | None) -> tuple[Choice, ...] | None:
         return None
     tops = given.get("top_logprobs") or [None] * len(given["tokens"])
     return tuple(
-        Choice(token, float(logprob), tuple((top or {}).items()))
+        ScoredToken(token, float(logprob), tuple((top or {}).items()))
         for token, logprob, top in zip(given["tokens"], given["token_logprobs"], tops, strict=True)
         if logprob is not None
     )
 
 
-def _entry(entry: Mapping[str, Any]) -> Choice:
+def _entry(entry: Mapping[str, Any]) -> ScoredToken:
     top = tuple((_name(other), float(other["logprob"])) for other in entry.get("top_logprobs") or ())
-    return Choice(_name(entry), float(entry["logprob"]), top)
+    return ScoredToken(_name(entry), float(entry["logprob"]), top)
 
 
 def _name(entry: Mapping[str, Any]) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_serve.proving.lossless.diagnosis import doubts, faults, verdict_of
-from dflash_serve.proving.lossless.findings import Difference, DistributionComparison, Fault, TokenComparison
-from dflash_serve.proving.lossless.near_tie import Kind
-from dflash_serve.proving.lossless.plan import GREEDY, LOOKS, SAMPLED, Plan
+from dflash_serve.verify.distributions import DistributionComparison
+from dflash_serve.verify.findings import FaultKind, doubts, faults, verdict_of
+from dflash_serve.verify.questions import GREEDY, LOOKS, SAMPLED, VerifyPlan
+from dflash_serve.verify.tokens import Difference, Kind, TokenComparison
 
 PLAIN, PENALISED = (case.name for case in GREEDY)
 FREE = next(case.name for case in SAMPLED if not case.penalised)
@@ -38,27 +38,27 @@ FINE = [sampled(FREE), sampled(HELD)]
     [
         (SOUND, FINE, ()),
         ([tokens(PLAIN, "near-tie"), tokens(PENALISED)], FINE, ()),
-        ([tokens(PLAIN, "fault"), tokens(PENALISED, "fault")], [sampled(FREE, differs=True)], (Fault.STALE_STATE,)),
-        ([tokens(PLAIN), tokens(PENALISED, "fault")], FINE, (Fault.PENALTIES,)),
-        (SOUND, [sampled(FREE), sampled(HELD, differs=True)], (Fault.PENALTIES,)),
-        (SOUND, [sampled(FREE, differs=True), sampled(HELD, differs=True)], (Fault.DISTRIBUTION,)),
-        (SOUND, [sampled(FREE, differs=True, repeats=1.0)], (Fault.GREEDY_SAMPLING,)),
+        ([tokens(PLAIN, "fault"), tokens(PENALISED, "fault")], [sampled(FREE, differs=True)], (FaultKind.STALE_STATE,)),
+        ([tokens(PLAIN), tokens(PENALISED, "fault")], FINE, (FaultKind.PENALTIES,)),
+        (SOUND, [sampled(FREE), sampled(HELD, differs=True)], (FaultKind.PENALTIES,)),
+        (SOUND, [sampled(FREE, differs=True), sampled(HELD, differs=True)], (FaultKind.DISTRIBUTION,)),
+        (SOUND, [sampled(FREE, differs=True, repeats=1.0)], (FaultKind.GREEDY_SAMPLING,)),
         (
             [tokens(PLAIN), tokens(PENALISED, "fault")],
             [sampled(FREE, differs=True)],
-            (Fault.DISTRIBUTION, Fault.PENALTIES),
+            (FaultKind.DISTRIBUTION, FaultKind.PENALTIES),
         ),
     ],
 )
 def test_what_fails_names_the_fault(
-    greedy: list[TokenComparison], drawn: list[DistributionComparison], expected: tuple[Fault, ...]
+    greedy: list[TokenComparison], drawn: list[DistributionComparison], expected: tuple[FaultKind, ...]
 ) -> None:
     assert faults(greedy, drawn, None) == expected
 
 
 def test_one_seeded_answer_may_slip_and_two_may_not() -> None:
     assert faults(SOUND, FINE, tokens("same seeds", "unscored")) == ()
-    assert faults(SOUND, FINE, tokens("same seeds", "unscored", "unscored")) == (Fault.SEEDS,)
+    assert faults(SOUND, FINE, tokens("same seeds", "unscored", "unscored")) == (FaultKind.SEEDS,)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_what_proves_nothing_could_not_be_told(
     reasons = list(doubts(greedy, drawn, accepted))
     assert any(why in reason for reason in reasons)
     assert verdict_of((), reasons) == "could not tell"
-    assert verdict_of((Fault.SEEDS,), reasons) == "not lossless"
+    assert verdict_of((FaultKind.SEEDS,), reasons) == "not lossless"
 
 
 def test_a_sound_engine_leaves_no_doubt_even_if_it_does_not_count_acceptance() -> None:
@@ -89,7 +89,7 @@ def test_a_sound_engine_leaves_no_doubt_even_if_it_does_not_count_acceptance() -
 
 
 def test_the_looks_spend_the_false_alarm_rate_and_no_more() -> None:
-    plan = Plan(prompts=1, prompts_sha256="", max_tokens=8, samples=200, false_alarm=1e-3)
+    plan = VerifyPlan(prompts=1, prompts_sha256="", max_tokens=8, samples=200, false_alarm=1e-3)
     looks = list(plan.looks)
     assert [samples for samples, _ in looks] == [25, 50, 100, 200]
     assert len(looks) == len(LOOKS)

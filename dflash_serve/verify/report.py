@@ -1,22 +1,99 @@
-"""The report for a reader at a terminal."""
+"""The signed report of a verification, and how a reader at a terminal sees it. It holds no secrets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dflash_serve.proving.lossless.findings import DistributionComparison, Findings, TokenComparison
-from dflash_serve.proving.lossless.report import Report
+from dflash_serve.common.files import write_whole
+from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.provenance import now, versions
+from dflash_serve.errors import UserError
+from dflash_serve.verify.distributions import DistributionComparison
+from dflash_serve.verify.findings import Findings
+from dflash_serve.verify.questions import LOOKS, NOISE, VerifyPlan
+from dflash_serve.verify.subjects import Description
+from dflash_serve.verify.tokens import TokenComparison
 
+PACKAGES = ("dflash-serve", "torch", "transformers", "sglang", "tensorrt-llm", "vllm", "numpy", "scipy")
 COLOURS = {"lossless": "green", "not lossless": "red", "could not tell": "yellow"}
 SHOWN = 10
 """Differences of a case that are printed; the report has all."""
 
 
-def show(report: Report, console: Console) -> None:
+class VerifyReport(Frozen):
+    """A verification as it is kept."""
+
+    date: str
+    """UTC, ISO 8601."""
+    versions: Mapping[str, str]
+    """Of what is installed here; a server elsewhere does not tell."""
+    subjects: Mapping[str, Description]
+    """What was compared, `with` and `without` speculation."""
+    plan: VerifyPlan
+    noise: float
+    """Largest gap in nats that counts as a near-tie."""
+    looks: tuple[float, ...] = LOOKS
+    findings: Findings
+    sha256: str = ""
+    """Of the report's canonical JSON (sorted keys, no spaces) without this field."""
+
+    def signed(self) -> VerifyReport:
+        """The same with its digest."""
+        return self.model_copy(update={"sha256": self._digest()})
+
+    def is_intact(self) -> bool:
+        """Whether nothing in it was changed since it was signed."""
+        return self.sha256 == self._digest()
+
+    def _digest(self) -> str:
+        content = self.model_dump(mode="json", exclude={"sha256"})
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def report_of(plan: VerifyPlan, subjects: Mapping[str, Description], findings: Findings) -> VerifyReport:
+    """A signed report of now and here."""
+    installed = {"python": platform.python_version(), "platform": sys.platform, **versions(*PACKAGES)}
+    noise = NOISE[plan.dtype]
+    return VerifyReport(
+        date=now(), versions=installed, subjects=subjects, plan=plan, noise=noise, findings=findings
+    ).signed()
+
+
+def write_report(report: VerifyReport, path: Path) -> None:
+    """Writes JSON.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    write_whole(path, report.model_dump_json(indent=1) + "\n", do="name another --output")
+
+
+def read_report(path: Path) -> VerifyReport:
+    """A report that is as it was signed.
+
+    Raises:
+        UserError: it cannot be read, or was changed.
+    """
+    try:
+        report = VerifyReport.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError, UnicodeDecodeError):
+        raise UserError("cannot be read as a report of verify", where=str(path)) from None
+    if not report.is_intact():
+        raise UserError("was changed after it was signed (sha256 differs)", where=str(path), do="verify again")
+    return report
+
+
+def show(report: VerifyReport, console: Console) -> None:
     """Prints what was compared, and the verdict last."""
     found = report.findings
     console.print(_tokens(found, report.plan.prompts))

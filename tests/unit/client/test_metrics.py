@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.client.acceptance_reading import merged
-from dflash_serve.client.engine_formats import read_iterations, read_text
-from dflash_serve.client.engine_metrics import AcceptanceReading, read_acceptance
+from dflash_serve.client.metrics import read_acceptance, recognised
+from dflash_serve.common.prometheus import Scrape
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.statistics import AcceptanceStatistics
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 OURS = """# HELP dflash:generation_tokens_total Tokens generated.
 # TYPE dflash:generation_tokens_total counter
@@ -146,18 +145,27 @@ ITERATIONS = [
 """TensorRT-LLM's JSON: names of its SpecDecodingStats."""
 
 
-def known(reading: AcceptanceReading) -> tuple[Any, ...]:
-    return reading.engine, reading.steps, reading.drafted, reading.accepted, reading.acceptance_length, reading.survival
+def read_pages(pages: Mapping[str, str]) -> AcceptanceStatistics:
+    return recognised(Scrape(pages.get))
+
+
+def read_text(text: str) -> AcceptanceStatistics:
+    return read_pages({"/metrics": text})
+
+
+def known(read: AcceptanceStatistics) -> tuple[Any, ...]:
+    """Engine, counts and quotients; survival is [] where it is unknown."""
+    return read.engine, read.verifications, read.drafted, read.accepted, read.acceptance_length, read.survival()
 
 
 def test_ours() -> None:
-    survival = pytest.approx((30 / 50, 10 / 40, 5 / 40))  # slot 1 was in the steps of width 2 too; slot 4 in none
+    survival = pytest.approx([30 / 50, 10 / 40, 5 / 40])  # slot 1 was in the steps of width 2 too; slot 4 in none
     assert known(read_text(OURS)) == ("dflash-serve", 50, 130, 45, pytest.approx(1.9), survival)
     assert read_text(OURS).widths == {1: 148, 2: 10, 4: 40}
 
 
 def test_vllm_sums_its_ranks_and_counts_the_bonus_token() -> None:
-    assert known(read_text(VLLM)) == ("vLLM", 100, 300, 150, 2.5, pytest.approx((0.8, 0.5, 0.2)))
+    assert known(read_text(VLLM)) == ("vLLM", 100, 300, 150, 2.5, pytest.approx([0.8, 0.5, 0.2]))
 
 
 def test_vllm_by_slot_is_unknown_where_drafts_were_of_different_lengths() -> None:
@@ -166,31 +174,52 @@ def test_vllm_by_slot_is_unknown_where_drafts_were_of_different_lengths() -> Non
         'draft_tokens_total{engine="1",model_name="Qwen/Qwen3-8B"} 40',
     )
     reading = read_text(shorter)
-    assert (reading.survival, reading.acceptance_length) == (None, 2.5)
+    assert (reading.survival(), reading.acceptance_length) == ([], 2.5)
+
+
+def test_vllm_by_slot_stays_unknown_over_a_span_of_which_one_end_is() -> None:
+    shorter = read_text(
+        VLLM.replace(
+            'draft_tokens_total{engine="1",model_name="Qwen/Qwen3-8B"} 120',
+            'draft_tokens_total{engine="1",model_name="Qwen/Qwen3-8B"} 40',
+        ).replace("60.0", "50.0")
+    )
+    between = read_text(VLLM).since(shorter)
+    assert (between.verifications, between.survival()) == (10, [])
+
+
+def test_vllm_before_its_first_draft_is_the_beginning() -> None:
+    """It has no counters by position then."""
+    first = "".join(f"{line.rsplit(' ')[0]} 0.0\n" for line in VLLM.splitlines() if "num_drafts_total{" in line)
+    assert known(read_text(VLLM).since(read_text(first))) == known(read_text(VLLM))
 
 
 def test_sglang_leaves_first_tokens_out_for_they_come_from_prefills() -> None:
     # 810 tokens of 10 requests: 800 from 200 verifications; a block of 16 drafts 15.
-    assert known(read_text(SGLANG)) == ("SGLang", 200, 3000, 600, 4.0, None)
+    assert known(read_text(SGLANG)) == ("SGLang", 200, 3000, 600, 4.0, [])
 
 
 def test_sglang_with_our_plug_in_is_read_by_the_plug_ins_finer_counters() -> None:
     reading = read_text(PLUG_IN + SGLANG)
-    assert known(reading) == ("SGLang with dflash-serve", 50, 100, 50, 2.0, (0.8, 0.2))
+    assert known(reading) == ("SGLang with dflash-serve", 50, 100, 50, 2.0, [0.8, 0.2])
 
 
 def test_sglangs_own_counters_and_our_plug_ins_agree_on_a_real_server() -> None:
     plug_in = read_text(SCRAPED)
     alone = read_text("".join(line + "\n" for line in SCRAPED.splitlines() if line.startswith("sglang:")))
     assert (plug_in.engine, alone.engine) == ("SGLang with dflash-serve", "SGLang")
-    assert (plug_in.steps, plug_in.acceptance_length) == (alone.steps, alone.acceptance_length) == (99, 1.0)
-    assert plug_in.survival == (0.0, 0.0, 0.0)
+    assert (
+        (plug_in.verifications, plug_in.acceptance_length)
+        == (alone.verifications, alone.acceptance_length)
+        == (99, 1.0)
+    )
+    assert plug_in.survival() == [0.0, 0.0, 0.0]
 
 
 def test_a_gauge_is_all_that_an_sglang_without_counters_has() -> None:
     gauge = "\n".join(SGLANG.splitlines()[:3]) + "\n"
     reading = read_text(gauge)
-    assert known(reading.since(reading)) == ("SGLang", None, None, None, 3.5, None)
+    assert known(reading.since(reading)) == ("SGLang", None, None, None, 3.5, [])
 
 
 def test_a_gauge_of_zero_is_unknown() -> None:
@@ -200,16 +229,18 @@ def test_a_gauge_of_zero_is_unknown() -> None:
 
 def test_tensorrt_llm_by_position() -> None:
     reading = read_text(TENSORRT_LLM)
-    assert known(reading) == ("TensorRT-LLM", 30, 80, 30, 2.0, pytest.approx((0.8, 0.2, 0.0)))
+    assert known(reading) == ("TensorRT-LLM", 30, 80, 30, 2.0, pytest.approx([0.8, 0.2, 0.0]))
 
 
 def test_tensorrt_llms_totals_without_verifications_give_no_length_but_the_gauges() -> None:
-    assert known(read_text(TENSORRT_LLM_TOTALS)) == ("TensorRT-LLM", None, 70, 20, 2.5, None)
+    reading = read_text(TENSORRT_LLM_TOTALS)
+    assert known(reading) == ("TensorRT-LLM", None, 70, 20, 2.5, [])
+    assert known(reading.since(reading)) == ("TensorRT-LLM", None, 0, 0, 2.5, [])
 
 
 def test_tensorrt_llms_iterations_are_a_span_not_a_counter() -> None:
-    reading = read_iterations(ITERATIONS)
-    assert known(reading) == ("TensorRT-LLM", 6, 42, 12, 3.0, None)
+    reading = read_pages({"/metrics": json.dumps(ITERATIONS)})
+    assert known(reading) == ("TensorRT-LLM", 6, 42, 12, 3.0, [])
     assert reading.since(reading) == reading
 
 
@@ -223,46 +254,52 @@ def test_since_is_what_happened_in_between() -> None:
         .replace('width="4"} 40', 'width="4"} 50')
     )
     between = read_text(later).since(read_text(OURS))
-    assert known(between) == ("dflash-serve", 10, 30, 12, 2.2, (0.8, 0.4, 0.0))
+    assert known(between) == ("dflash-serve", 10, 30, 12, 2.2, [0.8, 0.4, 0.0])
     assert between.widths == {4: 10}
 
 
 def test_since_the_very_beginning_is_everything() -> None:
-    assert known(read_text(VLLM).since(AcceptanceReading())) == known(read_text(VLLM))
+    assert known(read_text(VLLM).since(AcceptanceStatistics.unknown())) == known(read_text(VLLM))
 
 
 def test_counters_that_went_backwards_say_nothing() -> None:
     restarted = read_text(
         OURS.replace('num_drafts_total{model_name="tiny"} 50', 'num_drafts_total{model_name="tiny"} 1')
     )
-    assert known(restarted.since(read_text(OURS))) == ("dflash-serve", None, None, None, None, None)
+    assert known(restarted.since(read_text(OURS))) == ("dflash-serve", None, None, None, None, [])
+
+
+def test_a_slot_that_went_backwards_is_a_restart_too() -> None:
+    restarted = read_text(OURS.replace('position="1"} 10', 'position="1"} 9'))
+    assert known(restarted.since(read_text(OURS))) == ("dflash-serve", None, None, None, None, [])
 
 
 def test_no_speculation_is_zero_steps_and_no_length() -> None:
     nothing = OURS.replace('_total{model_name="tiny"} 50', '_total{model_name="tiny"} 0').replace("} 45.0", "} 0.0")
     reading = read_text(nothing)
-    assert (reading.steps, reading.accepted, reading.acceptance_length) == (0, 0, None)
+    assert (reading.verifications, reading.accepted, reading.acceptance_length) == (0, 0, None)
 
 
 @pytest.mark.parametrize("text", ["", "# TYPE up gauge\nup 1\n", "go_goroutines 7\n"])
 def test_metrics_of_strangers_are_all_unknown(text: str) -> None:
-    assert read_text(text) == AcceptanceReading()
+    assert read_text(text) == AcceptanceStatistics.unknown()
 
 
-def test_what_is_not_prometheus_text_is_one_clear_line() -> None:
+@pytest.mark.parametrize("text", ["<html>a login page</html>\n", "[cut off"])
+def test_what_is_not_prometheus_text_is_one_clear_line(text: str) -> None:
     with pytest.raises(UserError, match="not Prometheus text"):
-        read_text("<html>a login page</html>\n")
+        read_text(text)
 
 
 def test_spans_add_up() -> None:
-    both = merged([read_text(OURS), read_text(OURS)])
+    both = total([read_text(OURS), read_text(OURS)])
     assert known(both)[1:5] == (100, 260, 90, pytest.approx(1.9))
-    assert (both.survival, both.widths) == (read_text(OURS).survival, {1: 296, 2: 20, 4: 80})
+    assert (both.survival(), both.widths) == (read_text(OURS).survival(), {1: 296, 2: 20, 4: 80})
 
 
 def test_spans_of_which_one_is_unknown_keep_only_a_mean_length() -> None:
-    gauge = AcceptanceReading(acceptance_length=3.0, engine="SGLang")
-    assert known(merged([gauge, AcceptanceReading(acceptance_length=2.0)])) == ("SGLang", None, None, None, 2.5, None)
+    gauge = AcceptanceStatistics.unknown("SGLang", 3.0)
+    assert known(total([gauge, AcceptanceStatistics.unknown(None, 2.0)])) == ("SGLang", None, None, None, 2.5, [])
 
 
 def test_the_definition_is_the_one_of_our_own_statistics() -> None:
@@ -271,7 +308,7 @@ def test_the_definition_is_the_one_of_our_own_statistics() -> None:
         statistics.record(width, accepted, steps)
     reading = read_text(OURS)
     assert reading.acceptance_length == pytest.approx(statistics.acceptance_length)
-    assert reading.survival == pytest.approx(tuple(statistics.survival(4)))
+    assert reading.survival() == pytest.approx(statistics.survival())
 
 
 @contextmanager
@@ -299,13 +336,13 @@ def site(pages: Mapping[str, tuple[int, str]]) -> Iterator[str]:
 @pytest.mark.parametrize("tail", ["", "/", "/v1"])
 def test_a_server_is_asked_where_its_metrics_are(tail: str) -> None:
     with site({"/metrics": (200, VLLM)}) as url:
-        assert read_acceptance(url + tail).steps == 100
+        assert read_acceptance(url + tail).verifications == 100
 
 
 def test_tensorrt_llms_prometheus_page_is_preferred_where_it_knows_slots() -> None:
     pages = {"/metrics": (200, json.dumps(ITERATIONS)), "/prometheus/metrics": (200, TENSORRT_LLM)}
     with site(pages) as url:
-        assert read_acceptance(url).survival is not None
+        assert read_acceptance(url).survival()
 
 
 def test_tensorrt_llms_iterations_are_read_where_its_prometheus_page_knows_less() -> None:
@@ -316,11 +353,14 @@ def test_tensorrt_llms_iterations_are_read_where_its_prometheus_page_knows_less(
 
 def test_a_server_without_metrics_leaves_all_unknown() -> None:
     with site({}) as url:
-        assert read_acceptance(url) == AcceptanceReading()
+        assert read_acceptance(url) == AcceptanceStatistics.unknown()
 
 
 def test_a_locked_door_and_a_missing_server_are_one_clear_line() -> None:
-    with site({"/metrics": (401, "")}) as url, pytest.raises(UserError, match="answers 401; give its API key"):
+    with (
+        site({"/metrics": (401, "")}) as url,
+        pytest.raises(UserError, match=r"HTTP 401.*give its key in --api-key-file"),
+    ):
         read_acceptance(url)
-    with pytest.raises(UserError, match="no server answers"):
+    with pytest.raises(UserError, match=r"no answer .*check the address"):
         read_acceptance(url, timeout=5)

@@ -11,32 +11,26 @@ from rich.console import Console
 
 from dflash_serve.errors import UserError
 from dflash_serve.prompts.prompt_set import read_prompt_set
-from dflash_serve.proving.lossless.display import show
-from dflash_serve.proving.lossless.findings import (
-    Difference,
-    DistributionComparison,
-    Fault,
-    Findings,
-    Look,
-    TokenComparison,
-)
-from dflash_serve.proving.lossless.plan import Plan
-from dflash_serve.proving.lossless.report import Report, read_report, report_of, write_report
+from dflash_serve.verify.distributions import DistributionComparison, Look
+from dflash_serve.verify.findings import FaultKind, Findings
+from dflash_serve.verify.questions import VerifyPlan
+from dflash_serve.verify.report import VerifyReport, read_report, report_of, show, write_report
+from dflash_serve.verify.tokens import Difference, TokenComparison
 
-SIDES = {"with": {"url": "http://a"}, "without": {"url": "http://b"}}
+SUBJECTS = {"with": {"url": "http://a"}, "without": {"url": "http://b"}}
 DIFFERENCE = Difference(
     prompt=3, position=17, with_speculation="' [x]' (5)", without_speculation=None, gap=1.5, kind="fault"
 )
 
 
-def report() -> Report:
-    plan = Plan(prompts=4, prompts_sha256="0" * 64, max_tokens=8, samples=64)
+def report() -> VerifyReport:
+    plan = VerifyPlan(prompts=4, prompts_sha256="0" * 64, max_tokens=8, samples=64)
     greedy = TokenComparison(case="greedy", prompts=4, identical=3, tokens=32, compared=25, differences=(DIFFERENCE,))
     look = Look(samples=64, p_value=0.4, false_alarm=1e-4)
     drawn = DistributionComparison(case="temperature 1", prompt=1, samples=64, looks=(look,), smallest_deviation=0.2)
     findings = Findings(
         verdict="not lossless",
-        faults=(Fault.STALE_STATE,),
+        faults=(FaultKind.STALE_STATE,),
         reasons=(),
         unit="token ids",
         greedy=(greedy,),
@@ -45,7 +39,7 @@ def report() -> Report:
         accepted=None,
         acceptance_length=None,
     )
-    return report_of(plan, SIDES, findings)
+    return report_of(plan, SUBJECTS, findings)
 
 
 def test_a_report_comes_back_as_it_was_signed(tmp_path: Path) -> None:

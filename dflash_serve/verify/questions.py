@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,10 +10,18 @@ from dflash_serve.backend import Prompt
 from dflash_serve.common.frozen import Frozen
 from dflash_serve.speculation.params import SamplingParams
 
+Dtype = Literal["float32", "bfloat16"]
+WITH, WITHOUT = "with", "without"
+"""The two sides of a verification: with speculation, and without."""
 LOOKS = (1 / 8, 1 / 4, 1 / 2, 1.0)
 """When the sampled answers are looked at, as shares of all; each look may spend its part of the false-alarm rate."""
-NOISE = {"float32": 3e-4, "bfloat16": 0.75}
-"""Largest gap of two log-probabilities that rounding may turn round, in nats; where from: see `near_tie`."""
+NOISE: dict[Dtype, float] = {"float32": 3e-4, "bfloat16": 0.75}
+"""Largest gap of two log-probabilities that rounding may turn round, in nats; `tokens` says where it is from."""
+FIRST_SEED = {WITHOUT: 0, WITH: 2**40}
+"""Sides draw from seeds of their own: with the same ones an engine that honours them would leave nothing to test."""
+SEEDS_A_CASE = 2**20
+SEEDED_TOKENS = 32
+"""Length of an answer whose seed both sides share."""
 
 
 @dataclass(frozen=True)
@@ -52,26 +59,27 @@ SAMPLED = (
     ),
 )
 SEEDED = Case("same seeds", SamplingParams(temperature=0.8, top_p=0.95))
+PENALISED = {case.name for case in (*GREEDY, *SAMPLED) if case.penalised}
 
 
-class Plan(Frozen):
+class VerifyPlan(Frozen):
     """The settings of a verification."""
 
     prompts: int
     """Prompts compared greedily."""
     prompts_sha256: str
     max_tokens: int
-    """Of a greedy answer."""
+    """Longest greedy answer."""
     samples: int
     """Answers on either side for each sampled case; 0 = sampling is not verified."""
     sample_tokens: int = 8
-    """Of a sampled answer."""
+    """Longest sampled answer."""
     false_alarm: float = 1e-3
     """Probability that an engine which samples rightly is called faulty, over all cases and looks together."""
     power: float = 0.9
-    """At which the smallest visible deviation is given."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the engine's arithmetic: what a near-tie is depends on it."""
+    """Probability with which the smallest visible deviation is seen."""
+    dtype: Dtype = "bfloat16"
+    """What the engine computes in: what a near-tie is depends on it."""
     penalties: bool = True
     """Whether cases with penalties are verified, too."""
     same_seeds: bool = False
@@ -90,6 +98,11 @@ class Plan(Frozen):
         return tuple(case for case in SAMPLED if self.samples and (self.penalties or not case.penalised))
 
     @property
+    def token_cases(self) -> tuple[Case, ...]:
+        """Those whose answers must be the same token for token."""
+        return (*self.greedy_cases, SEEDED) if self.same_seeds else self.greedy_cases
+
+    @property
     def looks(self) -> Iterator[tuple[int, float]]:
         """Samples a side, and the false-alarm rate that one case may spend there: linear in the samples.
 
@@ -101,6 +114,24 @@ class Plan(Frozen):
             spent = share
 
 
-def prompts_digest(prompts: list[Prompt]) -> str:
-    """sha256 over all prompts, in order."""
-    return hashlib.sha256(repr([p if isinstance(p, str) else list(p) for p in prompts]).encode()).hexdigest()
+def questions(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str) -> list[Question]:
+    """What a side is asked: greedy and seeded cases the plan's prompts, each sampled case one, again and again."""
+    chosen = prompts[: plan.prompts]
+    if case in GREEDY:
+        return [_question(case, prompt, plan.max_tokens) for prompt in chosen]
+    if case is SEEDED:
+        tokens = min(SEEDED_TOKENS, plan.max_tokens)
+        return [_question(case, prompt, tokens, seed) for seed, prompt in enumerate(chosen)]
+    prompt = prompts[prompt_index(case, len(prompts))]
+    first = FIRST_SEED[side] + SAMPLED.index(case) * SEEDS_A_CASE
+    # Engines without seeds ignore them.
+    return [_question(case, prompt, plan.sample_tokens, first + n) for n in range(plan.samples)]
+
+
+def prompt_index(case: Case, count: int) -> int:
+    """Which of `count` prompts a sampled case asks."""
+    return SAMPLED.index(case) % count
+
+
+def _question(case: Case, prompt: Prompt, tokens: int, seed: int | None = None) -> Question:
+    return Question(prompt, case.params.model_copy(update={"max_tokens": tokens, "seed": seed}))
