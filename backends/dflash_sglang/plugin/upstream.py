@@ -1,19 +1,16 @@
-"""Every name of SGLang that the plug-in touches, in one place; looked up before any of them is used.
+"""Every name of SGLang that the plug-in imports or hooks, in one place; looked up before any of them is used.
 
 SGLang's plug-in interface is official, what stands below is not: a release that moves one of these is not supported
-until it has been tested.
+until it has been tested. What we use of a built worker stands in `host`.
 """
 
 from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
 
 from dflash_serve.errors import Problem
-
-from .release import installed, is_supported, release_problems, window
+from dflash_sglang.facts import TESTED, installed_version, is_supported, release_problems
 
 RESOLUTION = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
 RESOLVE_DFLASH = "sglang.srt.arg_groups.speculative_hook._handle_dflash"
@@ -74,49 +71,18 @@ OF_SCHEDULER = (
 )
 """What is used where the models are; looked up there, because importing it all takes seconds."""
 
-OF_WORKER = (
-    "_accept_block",
-    "_append_target_hidden_to_draft_kv_by_loc",
-    "_compute_compact_draft_seq_lens",
-    "_draft_block_spec_info",
-    "_draft_sampler",
-    "_draft_write_ids",
-    "_ensure_draft_block_buffers",
-    "_fill_compact_seq_lens_cpu_bound",
-    "_greedy_sample_from_vocab_parallel_head",
-    "_mask_token_id",
-    "_need_mamba_verify_commit",
-    "_noise_embed_scale",
-    "_rebuild_compact_draft_cache",
-    "_use_triton_accept_bonus",
-    "_validate_phase1_sampling_support",
-    "draft_model",
-    "draft_model_runner",
-    "lilicorr",
-    "model_runner",
-    "selector",
-    "target_worker",
-    "use_compact_draft_cache",
-)
-"""What a built worker must have."""
 
-
-def problems(names: Iterable[str] = OF_MAIN) -> Iterator[Problem]:
-    """A version outside the window, or a name that has gone."""
-    version = installed()
+def upstream_problems(names: Iterable[str] = OF_MAIN) -> Iterator[Problem]:
+    """A release that was not tested, or a name that has gone."""
+    version = installed_version()
     yield from release_problems(version)
     if version is not None and is_supported(version):
-        yield from (_gone(version, name) for name in names if not _exists(name))
+        yield from (gone(name) for name in names if not _exists(name))
 
 
-def worker_problems(worker: Any) -> Iterator[Problem]:
-    """What a built worker has not."""
-    version = installed() or "unknown"
-    yield from (_gone(version, f"{WORKER}.{name}") for name in OF_WORKER if not hasattr(worker, name))
-
-
-def _gone(version: str, name: str) -> Problem:
-    what = f"SGLang {version} has no {name}, though {window()} should"
+def gone(name: str) -> Problem:
+    """That the installed SGLang lacks a name which its release has."""
+    what = f"SGLang {installed_version() or 'unknown'} has no {name}, though {TESTED} should"
     return Problem(what, "sglang", "install SGLang again; it may have been changed")
 
 
@@ -126,20 +92,3 @@ def _exists(name: str) -> bool:
     except (ImportError, AttributeError):
         return False
     return True
-
-
-def draft_scope(worker: Any) -> AbstractContextManager[Any]:
-    """Where the drafter runs: its own tensor-parallel layout (0.5.22 only asks whether it owns its attention)."""
-    from sglang.srt.speculative.spec_utils import draft_tp_context
-
-    layout = getattr(worker, "draft_parallel_layout", None)
-    scope: AbstractContextManager[Any] = draft_tp_context(worker.draft_owns_attention if layout is None else layout)
-    return scope
-
-
-def whole_logits(worker: Any, logits: Any) -> Any:
-    """Logits of the whole vocabulary: 0.5.23 leaves them in shards after a verification, 0.5.22 never does."""
-    gather = getattr(worker, "_target_logits_processor", None)
-    if gather is not None and gather.is_deferred_shard(logits):
-        return gather.finish_deferred_gather(logits)
-    return logits

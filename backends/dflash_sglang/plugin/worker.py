@@ -7,30 +7,25 @@ trained on it) and verifies its first slots; a step of width 1 does not draft at
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from .calibration import measure
-from .narrow_step import narrow_step
-from .plugin import refuse
-from .results import listen
-from .states import State, build_states
-from .timing import unwatched
-from .upstream import worker_problems
+from .guards import refuse
+from .host import worker_problems
+from .metrics import listen, unwatched
+from .narrow_step import WidthState, build_states, narrow_step
 from .widths import BatchWidths, allowed_widths, asked_width, given_cost, make_policy
 
 logger = logging.getLogger(__name__)
 
 
 class DFlashServeWorker(DFlashWorkerV2):  # type: ignore[misc]
-    """DFlash with a width of its own for every step."""
+    """DFlash with a width of its own for every step; to our steps a `HostWorker`."""
 
     block_size: int
-    _use_triton_accept_bonus: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,7 +34,7 @@ class DFlashServeWorker(DFlashWorkerV2):  # type: ignore[misc]
             raise ValueError("dflash-serve: DFLASH_SERVE runs plain DFlash drafts; use DFLASH for this one")
         self.widths: BatchWidths | None = None
         """None until everything is allocated: full blocks."""
-        self.states: dict[int, State] = {}
+        self.states: dict[int, WidthState] = {}
         """By width, for those narrower than B."""
 
     def init_cuda_graphs(self) -> None:
@@ -52,7 +47,7 @@ class DFlashServeWorker(DFlashWorkerV2):  # type: ignore[misc]
         narrow = {1, *allowed_widths(self.block_size)} if fixed is None else {min(fixed, self.block_size)}
         self.states = build_states(self, narrow - {self.block_size})
         with unwatched(self.draft_model_runner):
-            cost = None if fixed is not None else given_cost() or measure(self)
+            cost = None if fixed is not None else given_cost() or measure(self, self.states)
         self.widths = BatchWidths(make_policy(self.block_size, cost))
         listen(self.widths)
         if cost is not None:
@@ -66,22 +61,12 @@ class DFlashServeWorker(DFlashWorkerV2):  # type: ignore[misc]
         if width == self.block_size:
             return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
         self._validate_phase1_sampling_support(batch)
-        return narrow_step(self, batch, width, on_publish, grammar_barrier)
+        return narrow_step(self, self.states[width], batch, on_publish, grammar_barrier)
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
-        """SGLang tells that a request has ended."""
+        """Forgets a request; SGLang tells that it has ended."""
         if self.widths is not None:
             self.widths.finished(rid)
-
-    @contextmanager
-    def judging(self, width: int) -> Iterator[None]:
-        """While SGLang's `_accept_block` judges blocks of `width` slots; its fused kernel's buffers are B wide."""
-        saved = self.block_size, self._use_triton_accept_bonus
-        self.block_size, self._use_triton_accept_bonus = width, False
-        try:
-            yield
-        finally:
-            self.block_size, self._use_triton_accept_bonus = saved
 
     def _width_of(self, batch: Any) -> int:
         mode = batch.forward_mode

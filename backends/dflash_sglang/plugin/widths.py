@@ -1,4 +1,4 @@
-"""Which width a batch is verified with: the policy's answer, made one for all, and its lessons. No SGLang here."""
+"""Which width a batch is verified with: the policy's widths of its requests, made one for all. Needs no SGLang."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from dflash_serve.deployment import ENV_PREFIX
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.cost import CostModel
 from dflash_serve.speculation.width import AutoWidth, FixedWidth, WidthPolicy
+from dflash_sglang.launch_plan import WIDTH_VARIABLE
 
-WIDTH = f"{ENV_PREFIX}SPECULATION__WIDTH"
-"""The Deployment's own variable: `auto`, or a number."""
 COST_TABLE = f"{ENV_PREFIX}COST_TABLE"
 """A JSON file of measured costs, to use instead of measuring at start-up."""
 MOST_REQUESTS = 65536
-"""Requests whose end was never told of (aborted ones) are forgotten beyond this many."""
+"""Beyond so many the oldest requests are forgotten: SGLang does not tell of the end of aborted ones."""
 
 
 def allowed_widths(block_size: int) -> list[int]:
-    """Few, so that each can have its CUDA graphs: powers of two, and B. Width 1 needs no naming."""
+    """Powers of two, and B: few, so that each can have its CUDA graphs. Width 1 is always allowed, and not listed."""
     return [width for width in (2, 4, 8, 16, 32) if width < block_size] + [block_size]
 
 
@@ -32,12 +31,12 @@ def asked_width(environment: Mapping[str, str] = os.environ) -> int | None:
     Raises:
         UserError: neither a number nor `auto`.
     """
-    text = environment.get(WIDTH, "auto")
+    text = environment.get(WIDTH_VARIABLE, "auto")
     if text == "auto":
         return None
     if text.isdecimal() and int(text) >= 1:
         return int(text)
-    raise UserError(f"{text!r} is neither a number of slots nor auto", where=WIDTH)
+    raise UserError(f"{text!r} is neither a number of slots nor auto", where=WIDTH_VARIABLE)
 
 
 def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
@@ -78,7 +77,7 @@ class BatchWidths:
         return max(self.policy.widths(request_ids), default=1)
 
     def verified(self, width: int, accepted: Sequence[tuple[str, int]]) -> None:
-        """Learns from a step; called by `results`."""
+        """Learns from a step; called by `metrics.on_result`."""
         for request_id, count in accepted:
             if request_id in self._known:
                 self.policy.observe(request_id, width, count)
