@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from dflash_serve.common.files import write_whole
 from dflash_serve.errors import UserError
+from dflash_serve.models.target import TargetModel
 from dflash_serve.prompts.sources import jsonl_prompts
-from dflash_serve.training.decoding import BatchDecoder, Completion, Request
-from dflash_serve.training.prompts import chat_prompt, collect
-from dflash_serve.training.recipe import AnswersSection, Recipe, section_hash
-from dflash_serve.training.shards import (
+from dflash_serve.training.dataset import (
     Answer,
     Manifest,
-    ShardEntry,
     read_manifest,
     read_shard,
-    write_lines,
+    totals,
     write_manifest,
     write_shard,
 )
-from dflash_serve.training.target import Target, Tokenizer
+from dflash_serve.training.decoding import BatchDecoder, Completion, Request
+from dflash_serve.training.prompts import chat_prompt, collect
+from dflash_serve.training.recipe import AnswersSection, Recipe, section_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SHORTEST_ANSWER = 4
 Report = Callable[[str, int], None]
 """Called with what is being made and how much of it there is."""
 
 
-def make_data(recipe: Recipe, target: Target, tokenizer: Tokenizer, folder: Path, report: Report) -> Manifest:
+def make_data(
+    recipe: Recipe, target: TargetModel, tokenizer: PreTrainedTokenizerBase, folder: Path, report: Report
+) -> Manifest:
     """Fills `folder` with prompts and answers, or finds it filled.
 
     Raises:
@@ -52,7 +60,7 @@ def make_data(recipe: Recipe, target: Target, tokenizer: Tokenizer, folder: Path
 
 
 def gather_prompts(
-    recipe: Recipe, target: Target, tokenizer: Tokenizer, folder: Path, report: Report
+    recipe: Recipe, target: TargetModel, tokenizer: PreTrainedTokenizerBase, folder: Path, report: Report
 ) -> list[tuple[int, ...]]:
     """Token ids of all distinct prompts, shuffled by the seed; each source is kept in a file once it is whole."""
     excluded = {text for path in recipe.data.exclude for text in jsonl_prompts(path)}
@@ -60,10 +68,15 @@ def gather_prompts(
     for number, source in enumerate(recipe.data.prompts):
         path = folder / f"prompts-{number:02d}-{source.name}.jsonl"
         if not path.exists():
-            seed, slots = recipe.seed * 1000 + number, recipe.data.answers.slots
-            label = f"prompts {source.name}"
-            found = collect(source, target, tokenizer, slots=slots, seed=seed, progress=lambda n, s=label: report(s, n))  # type: ignore[misc]
-            write_lines(path, found)
+            found = collect(
+                source,
+                target,
+                tokenizer,
+                max_batch_size=recipe.data.answers.max_batch_size,
+                seed=recipe.seed * 1000 + number,
+                progress=partial(report, f"prompts {source.name}"),
+            )
+            write_whole(path, "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in found))
         if path.stat().st_size:  # a target may make up nothing of use
             texts.update(dict.fromkeys(jsonl_prompts(path)))
     kept = [text for text in texts if not any(known in text for known in excluded)]
@@ -75,7 +88,7 @@ def gather_prompts(
 
 def _answer(
     recipe: Recipe,
-    target: Target,
+    target: TargetModel,
     prompts: list[tuple[int, ...]],
     folder: Path,
     manifest: Manifest,
@@ -84,7 +97,7 @@ def _answer(
     settings, writer = recipe.data.answers, _Writer(folder, manifest, recipe.data.answers.shard_size)
     decoder = BatchDecoder(
         target,
-        slots=settings.slots,
+        max_batch_size=settings.max_batch_size,
         capacity=settings.max_prompt_tokens + settings.max_new_tokens,
         max_new_tokens=settings.max_new_tokens,
         stop_ids=target.config.eos_token_ids,
@@ -148,8 +161,3 @@ def _requests(
         # A pure function of seed and prompt: a resumed run samples the same prompts.
         chance = random.Random(seed * 1_000_003 + index).random()  # noqa: S311 - no secret
         yield Request(index, prompt, settings.temperature if chance < settings.sampled_share else 0.0)
-
-
-def totals(entries: tuple[ShardEntry, ...]) -> tuple[int, int, int]:
-    """Answers, tokens and answer tokens of all shards."""
-    return sum(e.answers for e in entries), sum(e.tokens for e in entries), sum(e.answer_tokens for e in entries)

@@ -12,7 +12,6 @@ from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressi
 from dflash_serve.checkpoint.dialects.heads import refuse_other_slots
 from dflash_serve.checkpoint.dialects.section import Section
 from dflash_serve.checkpoint.dialects.transformer_keys import (
-    kinds,
     read_transformer,
     read_windows,
     rope_parameters,
@@ -106,7 +105,7 @@ def read(config: Section, has_mask_embedding: bool) -> dict[str, object]:
 
 
 def _kinds(windows: tuple[int | None, ...], non_causal: bool) -> object:
-    return kinds(windows, False if non_causal else None)
+    return make_kinds(windows, False if non_causal else None)
 
 
 def _layer_ids(config: Section) -> tuple[int, ...]:

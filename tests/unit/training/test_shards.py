@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dflash_serve.errors import UserError
-from dflash_serve.training.shards import Answer, Manifest, read_manifest, read_shard, write_manifest, write_shard
+from dflash_serve.training.dataset import Answer, Manifest, read_manifest, read_shard, write_manifest, write_shard
 
 ANSWERS = [Answer(4, torch.arange(7, dtype=torch.int32), 3), Answer(9, torch.arange(2, dtype=torch.int32), 1)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dflash_serve.errors import UserError
-from dflash_serve.training.state import CURRENT, Progress, load_state, save_state
+from dflash_serve.training.trainer import CURRENT, Progress, load_state, save_state
 
 
 def test_state_survives_the_disk(tmp_path: Path) -> None:
