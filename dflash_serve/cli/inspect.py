@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def inspect(
     drafter: Annotated[str, typer.Argument(metavar="PATH_OR_ID", help="Folder or hub id of a drafter.")],
     target: Annotated[
-        str | None, typer.Option(metavar="PATH_OR_ID", help="Target to check the drafter against: folder or hub id.")
+        str | None, typer.Option(metavar="PATH_OR_ID", help="Target to check it against, folder or hub id.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Commit of the drafter's hub repository.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,

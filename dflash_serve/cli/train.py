@@ -23,9 +23,7 @@ def train(
     ),
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint in the output folder.")] = False,
     device: Annotated[str, typer.Option(help="Where to train: auto, cpu, cuda or cuda:N.")] = "auto",
-    stage: Annotated[
-        Stage, typer.Option(help="How far to go: data stops once the target's answers are there.")
-    ] = Stage.all,
+    stage: Annotated[Stage, typer.Option(help="How far to go; data: until the answers are there.")] = Stage.all,
 ) -> None:
     """Train a drafter for a target on answers the target writes itself."""
     from dflash_serve.common.malloc import keep_freed_memory

@@ -17,6 +17,7 @@ from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressi
 from dflash_serve.checkpoint.dialects.heads import refuse_other_slots
 from dflash_serve.checkpoint.dialects.section import Section
 from dflash_serve.checkpoint.dialects.transformer_keys import (
+    make_kinds,
     read_transformer,
     read_windows,
     rope_theta_and_scaling,
