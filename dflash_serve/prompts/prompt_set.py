@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -29,6 +31,11 @@ def read_prompt_set(path: Path | None = None, *, raw: bool = False) -> list[Prom
     if not prompts:
         raise UserError("it has no prompts", where=where, do=f"give one JSON object a line: {FORMS}")
     return prompts
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """sha256 over all prompts, in order."""
+    return hashlib.sha256(repr([p if isinstance(p, str) else list(p) for p in prompts]).encode()).hexdigest()
 
 
 def _prompt(entry: object, where: str, raw: bool) -> Prompt:
