@@ -18,8 +18,8 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.target import TargetModel
 from dflash_serve.prompts.sources import jsonl_prompts
 from dflash_serve.training.dataset import (
-    Answer,
-    Manifest,
+    DataManifest,
+    Example,
     read_manifest,
     read_shard,
     totals,
@@ -40,7 +40,7 @@ Report = Callable[[str, int], None]
 
 def make_data(
     recipe: Recipe, target: TargetModel, tokenizer: PreTrainedTokenizerBase, folder: Path, report: Report
-) -> Manifest:
+) -> DataManifest:
     """Fills `folder` with prompts and answers, or finds it filled.
 
     Raises:
@@ -55,7 +55,7 @@ def make_data(
     if manifest and manifest.finished:
         return manifest
     prompts = gather_prompts(recipe, target, tokenizer, folder, report)
-    manifest = manifest or Manifest(recipe_sha256=wanted, target=recipe.target.model, prompts=len(prompts))
+    manifest = manifest or DataManifest(recipe_sha256=wanted, target=recipe.target.model, prompts=len(prompts))
     return _answer(recipe, target, prompts, folder, manifest, report)
 
 
@@ -91,9 +91,9 @@ def _answer(
     target: TargetModel,
     prompts: list[tuple[int, ...]],
     folder: Path,
-    manifest: Manifest,
+    manifest: DataManifest,
     report: Report,
-) -> Manifest:
+) -> DataManifest:
     settings, writer = recipe.data.answers, _Writer(folder, manifest, recipe.data.answers.shard_size)
     decoder = BatchDecoder(
         target,
@@ -115,13 +115,13 @@ def _answer(
 class _Writer:
     """Collects answers into shards; what an earlier run wrote is `done`."""
 
-    def __init__(self, folder: Path, manifest: Manifest, shard_size: int) -> None:
+    def __init__(self, folder: Path, manifest: DataManifest, shard_size: int) -> None:
         self.folder, self.manifest, self.shard_size = folder, manifest, shard_size
         known = [answer for entry in manifest.shards for answer in read_shard(folder, entry)]
         self.done = {answer.prompt_index for answer in known}
         self.distinct = {tuple(answer.tokens[answer.prompt_length :].tolist()) for answer in known}
         self.counts = {"ended": manifest.ended, "looped": manifest.looped, "dropped": manifest.dropped}
-        self.pending: list[Answer] = []
+        self.pending: list[Example] = []
         self.started, self.before = time.monotonic(), manifest.seconds
 
     def add(self, completion: Completion) -> bool:
@@ -134,7 +134,7 @@ class _Writer:
         self.counts["ended"] += completion.ended
         self.counts["looped"] += completion.looped
         tokens = torch.tensor([*request.prompt, *said], dtype=torch.int32)
-        self.pending.append(Answer(request.index, tokens, len(request.prompt)))
+        self.pending.append(Example(request.index, tokens, len(request.prompt)))
         return len(self.pending) >= self.shard_size
 
     def save(self, *, finished: bool) -> int:

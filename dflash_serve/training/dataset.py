@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class Answer:
+class Example:
     """One training sequence: prompt and answer as token ids int32 [length], and how long the prompt is."""
 
     prompt_index: int
@@ -44,7 +44,7 @@ class ShardEntry(Frozen):
     answer_tokens: int
 
 
-class Manifest(Frozen):
+class DataManifest(Frozen):
     """What a data folder holds, and what it was made from."""
 
     recipe_sha256: str
@@ -60,7 +60,7 @@ class Manifest(Frozen):
     finished: bool = False
 
 
-def write_shard(folder: Path, number: int, answers: Sequence[Answer]) -> ShardEntry:
+def write_shard(folder: Path, number: int, answers: Sequence[Example]) -> ShardEntry:
     """Writes a shard, whole or not at all."""
     path = folder / f"answers-{number:05d}.safetensors"
     lengths = torch.tensor([len(a.tokens) for a in answers])
@@ -81,7 +81,7 @@ def write_shard(folder: Path, number: int, answers: Sequence[Answer]) -> ShardEn
     )
 
 
-def read_shard(folder: Path, entry: ShardEntry) -> list[Answer]:
+def read_shard(folder: Path, entry: ShardEntry) -> list[Example]:
     """Reads a shard back.
 
     Raises:
@@ -93,21 +93,21 @@ def read_shard(folder: Path, entry: ShardEntry) -> list[Answer]:
     tensors = load_file(path)
     tokens = tensors["tokens"].tensor_split(tensors["offsets"][1:-1])
     prompts = zip(tensors["prompt_indexes"].tolist(), tensors["prompt_lengths"].tolist(), strict=True)
-    return [Answer(index, row, length) for row, (index, length) in zip(tokens, prompts, strict=True)]
+    return [Example(index, row, length) for row, (index, length) in zip(tokens, prompts, strict=True)]
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: Path) -> DataManifest | None:
     """The folder's manifest, None if there is none yet."""
     path = folder / MANIFEST
     if not path.exists():
         return None
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return DataManifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise UserError(f"not a data manifest ({error.errors()[0]['msg']})", where=str(path)) from None
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: DataManifest) -> None:
     """Replaces the manifest, whole or not at all."""
     write_whole(folder / MANIFEST, manifest.model_dump_json(indent=2) + "\n")
 
@@ -118,8 +118,8 @@ def totals(entries: tuple[ShardEntry, ...]) -> tuple[int, int, int]:
 
 
 def load_answers(
-    folder: Path, manifest: Manifest, *, validation_share: float, seed: int
-) -> tuple[list[Answer], list[Answer]]:
+    folder: Path, manifest: DataManifest, *, validation_share: float, seed: int
+) -> tuple[list[Example], list[Example]]:
     """All answers, split into (training, validation) by the prompt, so that both stay what they are when data is added.
 
     Raises:
@@ -127,8 +127,8 @@ def load_answers(
     """
     answers = [answer for entry in manifest.shards for answer in read_shard(folder, entry)]
     answers = [answer for answer in answers if len(answer.tokens) - answer.prompt_length >= SHORTEST]
-    training: list[Answer] = []
-    validation: list[Answer] = []
+    training: list[Example] = []
+    validation: list[Example] = []
     for answer in answers:
         chance = random.Random(seed * 2_000_003 + answer.prompt_index).random()  # noqa: S311 - no secret
         (validation if chance < validation_share else training).append(answer)
@@ -137,7 +137,7 @@ def load_answers(
     return training, validation
 
 
-def seen_vocabulary(answers: Sequence[Answer]) -> Tensor:
+def seen_vocabulary(answers: Sequence[Example]) -> Tensor:
     """Token ids that occur in the answers, sorted, int64."""
     found: Tensor = torch.unique(torch.cat([a.tokens[a.prompt_length :] for a in answers]))
     return found.to(torch.int64)
@@ -147,7 +147,7 @@ class Features:
     """Context features of the training sequences by index; those computed first are kept, up to `cache_gib`."""
 
     def __init__(
-        self, target: TargetModel, answers: Sequence[Answer], layer_ids: Sequence[int], cache_gib: float
+        self, target: TargetModel, answers: Sequence[Example], layer_ids: Sequence[int], cache_gib: float
     ) -> None:
         self.target, self.answers, self.layer_ids = target, answers, layer_ids
         row = len(layer_ids) * target.config.hidden_size

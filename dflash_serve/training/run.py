@@ -26,7 +26,7 @@ from dflash_serve.common.provenance import argv, commit, now, processor, version
 from dflash_serve.errors import UserError
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.answers import make_data
-from dflash_serve.training.dataset import MANIFEST, Manifest, load_answers, totals
+from dflash_serve.training.dataset import MANIFEST, DataManifest, load_answers, totals
 from dflash_serve.training.initialise import FRESH, drafter_config, new_drafter
 from dflash_serve.training.recipe import Recipe, section_hash
 from dflash_serve.training.trainer import CURRENT, Tick, Trainer
@@ -113,7 +113,7 @@ def run(
     console.print(f"drafter: {output / DRAFTER}")
 
 
-def new_trainer(recipe: Recipe, target: TargetModel, manifest: Manifest, output: Path) -> Trainer:
+def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, output: Path) -> Trainer:
     """The trainer of a recipe on finished data, at step 0."""
     training, validation = load_answers(
         output / "data", manifest, validation_share=recipe.data.validation_share, seed=recipe.seed
@@ -126,7 +126,7 @@ def new_trainer(recipe: Recipe, target: TargetModel, manifest: Manifest, output:
     return Trainer(recipe, target, drafter, training, validation, output, wanted)
 
 
-def publish(trainer: Trainer, manifest: Manifest, output: Path, started: str, scores: Scores | None) -> None:
+def publish(trainer: Trainer, manifest: DataManifest, output: Path, started: str, scores: Scores | None) -> None:
     """Writes the drafter in bf16 and its provenance."""
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in trainer.average.published().items()}
     write_drafter(output / DRAFTER, trainer.drafter.config, tensors, overwrite=True)

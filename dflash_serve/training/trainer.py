@@ -23,7 +23,7 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.blocks import BlockForward, Blocks, lay_out
-from dflash_serve.training.dataset import Answer, Features, seen_vocabulary
+from dflash_serve.training.dataset import Example, Features, seen_vocabulary
 from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting
 from dflash_serve.training.optimizer import Average, Optimizer
 from dflash_serve.training.recipe import Recipe
@@ -74,8 +74,8 @@ class Trainer:
         recipe: Recipe,
         target: TargetModel,
         drafter: Drafter,
-        training: Sequence[Answer],
-        validation: Sequence[Answer],
+        training: Sequence[Example],
+        validation: Sequence[Example],
         output: Path,
         recipe_hash: str,
     ) -> None:
@@ -98,7 +98,7 @@ class Trainer:
         self.stopping = False
         target.pack()
 
-    def _loss_head(self, training: Sequence[Answer]) -> tuple[Tensor, Tensor | None]:
+    def _loss_head(self, training: Sequence[Example]) -> tuple[Tensor, Tensor | None]:
         """The rows of the head that the loss runs over, and each token's row among them; (all, None) for all."""
         if not self.settings.reduced_vocabulary:
             return self.head, None

@@ -16,7 +16,7 @@ from torch import Tensor
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.blocks import BlockForward, Blocks, lay_out
-from dflash_serve.training.dataset import Answer, target_features
+from dflash_serve.training.dataset import Example, target_features
 from dflash_serve.training.loss import SlotLoss
 
 ANSWERS_AT_ONCE = 4
@@ -98,7 +98,7 @@ class Validator:
         self.target, self.forward, self.loss, self.config = target, forward, loss, config
 
     @torch.no_grad()
-    def scores(self, answers: Sequence[Answer]) -> Scores:
+    def scores(self, answers: Sequence[Example]) -> Scores:
         """Means over all answers."""
         tally, device = Tally(self.config.block_size), self.target.embedding.device
         for first in range(0, len(answers), ANSWERS_AT_ONCE):
