@@ -37,8 +37,8 @@ def evaluate(
     from rich.console import Console
 
     from dflash_serve import LLM, SamplingParams
+    from dflash_serve.common.provenance import commit, local_hardware, versions
     from dflash_serve.prompts.tasks import task_prompts
-    from dflash_serve.training.provenance import commit, hardware, versions
     from dflash_torch.controls import controls as controls_of
     from dflash_torch.evaluation import Evaluation
 
@@ -49,7 +49,7 @@ def evaluate(
     evaluation = Evaluation(llm.engine, width or scheduler.speculator.block_size)  # type: ignore[arg-type]
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
     settings = {"target": target, "drafter": drafter, "width": evaluation.width, "max_tokens": max_tokens}
-    where = {"commit": commit(), "versions": versions(), "hardware": hardware(scheduler.target.embedding.device)}
+    where = {"commit": commit(), "versions": versions(), "hardware": local_hardware()}
     report: dict[str, Any] = {**settings, "temperature": temperature, **where, "tasks": {}}
     for name, texts in tasks.items():
         faults = {"as it is": None, **(controls_of(scheduler.speculator) if controls else {})}

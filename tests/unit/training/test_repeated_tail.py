@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dflash_serve.training.repetition import repeated_tail
+from dflash_serve.training.decoding import repeated_tail
 
 
 @pytest.mark.parametrize("period", [1, 2, 5, 24])

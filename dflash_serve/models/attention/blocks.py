@@ -1,28 +1,70 @@
-"""Training's attention: all blocks at once, each seeing its own context and itself, nothing of other blocks."""
+"""Attention of many blocks at once, each seeing its own context and itself, nothing of other blocks: in training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.training.blocks import Blocks
 
 ContextKV = tuple[Tensor, Tensor]
 """Keys and values of the flat context rows, each [rows, layers, kv_heads, head_dim] (`Drafter.context_kv`)."""
 
 
+@dataclass(frozen=True)
+class BlockLayout:
+    """Where the blocks of one pass are. Flat rows are [all blocks of sequence 0, of sequence 1, ...], B rows a block.
+
+    Attributes:
+        anchors: positions int64 [blocks]; positions: int64 [blocks * B], anchor .. anchor + B - 1.
+        counts: blocks of each sequence.
+        contexts: context rows of each, at positions 0 .. contexts - 1.
+    """
+
+    block_size: int
+    anchors: Tensor
+    positions: Tensor
+    counts: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+    def context_positions(self) -> Tensor:
+        """Positions int64 [sum of contexts] of the flat context rows."""
+        return torch.cat([torch.arange(rows, device=self.anchors.device) for rows in self.contexts])
+
+    def context_visible(self, kind: AttentionKind) -> list[Tensor]:
+        """A sequence's bool [blocks, B or 1, context rows]: features strictly before the anchor, within the window."""
+        out = []
+        for anchors, rows in zip(self.anchors.split(self.counts), self.contexts, strict=True):
+            keys = torch.arange(rows, device=anchors.device)
+            visible = (keys < anchors[:, None])[:, None]
+            if kind.window is not None:
+                queries = anchors[:, None] + torch.arange(self.block_size, device=anchors.device)
+                visible = visible & (queries[:, :, None] - keys < kind.window)
+            out.append(visible)
+        return out
+
+    def block_visible(self, kind: AttentionKind) -> Tensor:
+        """Bool [B, B] of what the slots of one block see of each other."""
+        slots = torch.arange(self.block_size, device=self.anchors.device)
+        distance = slots[:, None] - slots
+        visible = distance >= 0 if kind.causal else torch.ones_like(distance, dtype=torch.bool)
+        return visible if kind.window is None else visible & (distance.abs() < kind.window)
+
+
 class BlockAttention:
-    """Softmax over two parts, context and own block, in plain products. Satisfies `drafter.model.Attend`.
+    """Softmax over two parts, context and own block, in plain products. An `Attend`.
 
     A dense mask over all blocks would spend most of its keys on other blocks: on 2 cores with AMX (64 blocks of 8, 300
     context rows, 9/3 heads x 64, bf16) SDPA with that mask took 4.2 + 17.3 ms forward + backward, this 3.9 + 6.3.
     """
 
-    def __init__(self, blocks: Blocks, context: ContextKV, kinds: Sequence[AttentionKind], dtype: torch.dtype) -> None:
+    def __init__(
+        self, blocks: BlockLayout, context: ContextKV, kinds: Sequence[AttentionKind], dtype: torch.dtype
+    ) -> None:
         self.blocks, self.kinds = blocks, kinds
         # Unbound once: a slice a layer would cost a gradient of the whole tensor a layer.
         self.context = [[per_layer.split(blocks.contexts) for per_layer in part.unbind(1)] for part in context]
@@ -75,7 +117,7 @@ class FlexBlockAttention:
     """
 
     def __init__(
-        self, blocks: Blocks, context: ContextKV, kinds: Sequence[AttentionKind], flex: Callable[..., Any]
+        self, blocks: BlockLayout, context: ContextKV, kinds: Sequence[AttentionKind], flex: Callable[..., Any]
     ) -> None:
         self.context, self.kinds, self.flex = context, kinds, flex
         self.masks = {kind: _flex_mask(blocks, kind) for kind in set(kinds)}
@@ -88,7 +130,7 @@ class FlexBlockAttention:
         return out[0].transpose(0, 1)
 
 
-def _flex_mask(blocks: Blocks, kind: AttentionKind) -> Any:
+def _flex_mask(blocks: BlockLayout, kind: AttentionKind) -> Any:
     """FlexAttention's mask; keys are [all context rows, all block rows], queries all block rows."""
     from torch.nn.attention.flex_attention import create_block_mask
 

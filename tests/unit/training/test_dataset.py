@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dflash_serve.errors import UserError
-from dflash_serve.training.shards import Answer, Manifest, read_manifest, read_shard, write_manifest, write_shard
+from dflash_serve.training.dataset import DataManifest, Example, read_manifest, read_shard, write_manifest, write_shard
 
-ANSWERS = [Answer(4, torch.arange(7, dtype=torch.int32), 3), Answer(9, torch.arange(2, dtype=torch.int32), 1)]
+ANSWERS = [Example(4, torch.arange(7, dtype=torch.int32), 3), Example(9, torch.arange(2, dtype=torch.int32), 1)]
 
 
 def test_answers_survive_the_disk(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_changed_shard_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_manifest_survives_the_disk(tmp_path: Path) -> None:
-    manifest = Manifest(recipe_sha256="x", target="t", prompts=3, shards=(write_shard(tmp_path, 0, ANSWERS),))
+    manifest = DataManifest(recipe_sha256="x", target="t", prompts=3, shards=(write_shard(tmp_path, 0, ANSWERS),))
     assert read_manifest(tmp_path) is None
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest

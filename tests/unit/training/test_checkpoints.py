@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dflash_serve.errors import UserError
-from dflash_serve.training.state import CURRENT, Progress, load_state, save_state
+from dflash_serve.training.trainer import CURRENT, Progress, load_state, save_state
 
 
 def test_state_survives_the_disk(tmp_path: Path) -> None:
@@ -34,6 +34,17 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
     state = load_state(tmp_path)
     assert state is not None
     assert state[0].step == 7
+
+
+def test_what_a_killed_save_left_is_cleared_away(tmp_path: Path) -> None:
+    save_state(tmp_path, Progress(recipe_sha256="x", step=7), {"drafter": {"w": torch.ones(1)}})
+    (tmp_path / f".{CURRENT}.12345678").mkdir()
+    (tmp_path / f".{CURRENT}.12345678" / "drafter.safetensors").write_bytes(b"half")
+    save_state(tmp_path, Progress(recipe_sha256="x", step=8), {"drafter": {"w": torch.ones(1)}})
+    state = load_state(tmp_path)
+    assert state is not None
+    assert state[0].step == 8
+    assert [path.name for path in tmp_path.iterdir()] == [CURRENT]
 
 
 def test_a_broken_checkpoint_is_refused(tmp_path: Path) -> None:
