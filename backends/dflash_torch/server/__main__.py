@@ -139,7 +139,8 @@ def server_of(handler: RequestHandler) -> DrainingServer:
         log_config=None,
         server_header=False,
         proxy_headers=False,
-        h11_max_incomplete_event_size=settings.max_header_bytes + 1024,  # admission says what is too large, h11 cuts off
+        h11_max_incomplete_event_size=settings.max_header_bytes
+        + 1024,  # admission says what is too large, h11 cuts off
         timeout_graceful_shutdown=2,
     )
     return DrainingServer(config, handler)

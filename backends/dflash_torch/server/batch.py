@@ -14,7 +14,7 @@ from dflash_serve.outputs import Chunk
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-from ..answer import Answer
+from ..detokenizer import Answer
 from ..engine import EmbeddedEngine
 from ..grammar import Grammar
 from ..request import Request
@@ -117,7 +117,7 @@ class Batch:
         return EngineSnapshot(
             cache_usage=used / (scheduler.cache.entries * scheduler.capacity),
             statistics=deepcopy(scheduler.statistics),
-            block_size=scheduler.speculator.block_size if scheduler.speculator else 1,
+            block_size=self.engine.block_size,
         )
 
     def join(self, queued: EngineRequest) -> list[Delivery]:

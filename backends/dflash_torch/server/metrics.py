@@ -31,7 +31,7 @@ class EngineSnapshot:
     statistics: AcceptanceStatistics | None = field(default=None, repr=False)
     """Of all requests that ever ran."""
     block_size: int | None = None
-    """B, the anchor counted; 1 without a drafter."""
+    """B, the anchor counted; None without a drafter."""
 
 
 class ServerMetrics:
