@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.footprint import BF16, context_bytes, weight_bytes
 from dflash_serve.checkpoint.target_layout import TargetLayout
+from dflash_serve.checkpoint.tensors import BF16, context_bytes, weight_bytes
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import Problem
 
