@@ -48,7 +48,10 @@ threading.Thread(target=ask_once, args=(url,), daemon=True).start()
 from dflash_torch.server.__main__ import main
 threading.setprofile(record)
 sys.setprofile(record)
-main()
+try:
+    main()
+finally:
+    sys.setprofile(None)
 """
 
 

@@ -1,4 +1,4 @@
-"""From a validated request body to requests in the engine's queue: readiness, caps, prompt, grammar, room; in this order."""
+"""From a validated body to requests in the engine's queue: readiness, caps, prompt, grammar, room; in this order."""
 
 from __future__ import annotations
 
