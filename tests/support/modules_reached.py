@@ -73,7 +73,7 @@ def modules_reached(target: Path, drafter: Path, scratch: Path) -> ModulesReache
     """
     deployment = scratch / "deployment.json"
     models = {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}}
-    deployment.write_text(json.dumps({**models, "limits": {"max_batch_size": 2}}))
+    deployment.write_text(json.dumps({**models, "limits": {"max_batch_size": 1, "max_model_len": 64}}))
     env = {
         **os.environ,
         "XDG_CACHE_HOME": str(scratch),

@@ -93,7 +93,7 @@ class RequestHandler:
         self, engine: EmbeddedEngine, body: Generation, prompts: Sequence[Prompt], owner: str
     ) -> ResponseStream:
         """Nothing is awaited once the requests are queued: a client that goes cannot leave them behind."""
-        params = SamplingParams(**body.sampling())
+        params = body.sampling_params()
         count = len(prompts) * body.n
         if count > self.worker.most_admitted:
             what = f"{count} answers, but batch and queue hold {self.worker.most_admitted}"
