@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_serve.backend import Command
+from dflash_serve.backend import Command, InProcessBackend, ServerBackend
 from dflash_serve.checkpoint.pairing import check_pairing, read_target_shape
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import local_folder, target_folder, target_source
@@ -32,7 +32,7 @@ HONOURED = {
 """Fields of a Deployment that this backend acts on; any other must be left at its default."""
 
 
-class EmbeddedBackend:
+class EmbeddedBackend(ServerBackend, InProcessBackend):
     """PyTorch in this process: one device, Llama- and Qwen-family targets, unquantised."""
 
     name = "torch"

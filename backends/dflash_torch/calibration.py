@@ -83,7 +83,7 @@ def _target_pass(scheduler: Scheduler, rows: int, entries: int) -> Callable[[], 
     spans = [span for span in spans if span.length]
     token_ids = [[1] * span.length for span in spans]
     layer_ids = scheduler.speculator.target_layer_ids if scheduler.speculator else ()
-    return lambda: scheduler.target.logits(scheduler.verify(token_ids, spans, layer_ids).hidden).argmax(-1)
+    return lambda: scheduler.target.logits(scheduler.target_runner(token_ids, spans, layer_ids).hidden).argmax(-1)
 
 
 def _draft_pass(scheduler: Scheduler, speculator: Speculator, requests: int) -> Callable[[], object]:

@@ -58,7 +58,7 @@ class Scheduler:
         self.capacity, self.prefill_rows = capacity, prefill_rows
         widest = speculator.block_size if speculator else 1
         self.cache = target.new_cache(max_batch_size, capacity + widest)
-        self.verify = TargetRunner(target, self.cache, widest)
+        self.target_runner = TargetRunner(target, self.cache, widest)
         self.cache_manager = KVCacheManager(max_batch_size, reuse=reuse_prefixes)
         self.running: list[Request] = []
         self.joined = 0
@@ -157,7 +157,7 @@ class Scheduler:
         """One target pass over all rows -> hidden [rows, H] and each request's features [its rows, F*H]."""
         blocks = [p + d for p, d in zip(pending, drafts, strict=True)]
         spans = [Span(s.entry, s.verified, len(block)) for s, block in zip(requests, blocks, strict=True)]
-        output = self.verify(blocks, spans, self.speculator.target_layer_ids if self.speculator else ())
+        output = self.target_runner(blocks, spans, self.speculator.target_layer_ids if self.speculator else ())
         if output.features is None:
             return output.hidden, [None] * len(blocks)
         return output.hidden, list(output.features.split([len(block) for block in blocks]))
