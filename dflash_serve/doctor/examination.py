@@ -18,7 +18,7 @@ SOUND = "as it is"
 """Name of the sound prediction in the journal."""
 
 
-class Figures(Frozen):
+class AcceptanceFigures(Frozen):
     """Acceptance over some prompts."""
 
     prompts: int
@@ -31,7 +31,7 @@ class Figures(Frozen):
     """By slot."""
 
     @classmethod
-    def of(cls, each: Sequence[AcceptanceStatistics]) -> Figures:
+    def of(cls, each: Sequence[AcceptanceStatistics]) -> AcceptanceFigures:
         """Of counts by prompt."""
         whole = total(each)
         return cls(
@@ -43,13 +43,13 @@ class Figures(Frozen):
         )
 
 
-class Report(Frozen):
+class ExaminationReport(Frozen):
     """What every examination comes to."""
 
     verdict: Verdict
     sentences: list[str]
     """Why, the most important first."""
-    notes: list[str] = []
+    notes: tuple[str, ...] = ()
 
 
 class Observed(Frozen):
@@ -66,12 +66,12 @@ class ExplanationRow(Frozen):
     name: str
     says: str
     """How it comes about."""
-    predicted: Figures
+    predicted: AcceptanceFigures
     posterior: float
     p_value: float
 
 
-class SuspectReport(Report):
+class SuspectReport(ExaminationReport):
     """Which explanation fits what was observed of a server."""
 
     evidence: str
@@ -95,10 +95,10 @@ class CorrectionRow(Frozen):
     p_value: float
 
 
-class PairReport(Report):
+class PairReport(ExaminationReport):
     """Whether a pair's checkpoint is right about itself, and whether our own engine computes what it should."""
 
-    reference: Figures
+    reference: AcceptanceFigures
     corrections: list[CorrectionRow]
     first_difference: str | None
 
@@ -136,15 +136,13 @@ class Examination:
             verdict=diagnosis.verdict,
             sentences=[diagnosis.sentence],
             evidence=observation.kind,
-            observed=Observed(
-                acceptance_length=observation.acceptance_length, survival=observation.whole.survival()
-            ),
+            observed=Observed(acceptance_length=observation.acceptance_length, survival=observation.whole.survival()),
             explanations=[
                 ExplanationRow(
                     cause=each.hypothesis.cause,
                     name=each.hypothesis.name,
                     says=each.hypothesis.says,
-                    predicted=Figures.of(each.hypothesis.predicted),
+                    predicted=AcceptanceFigures.of(each.hypothesis.predicted),
                     posterior=each.posterior,
                     p_value=each.p_value,
                 )
@@ -164,7 +162,7 @@ class Examination:
         found, wrong = corrections(sound.counts, alternatives), first_difference()
         sentences = [f"the checkpoint: {correction}" for correction in found[:1]]
         sentences += [f"our own engine: {wrong}"] if wrong else []
-        verdict, otherwise = _without_findings(Figures.of(sound.counts), len(alternatives))
+        verdict, otherwise = _without_findings(AcceptanceFigures.of(sound.counts), len(alternatives))
         rows = [
             CorrectionRow(
                 cause=each.alternative.cause,
@@ -179,10 +177,10 @@ class Examination:
         return PairReport(
             verdict=Verdict.FAULT if sentences else verdict,
             sentences=sentences or [otherwise],
-            reference=Figures.of(sound.counts),
+            reference=AcceptanceFigures.of(sound.counts),
             corrections=rows,
             first_difference=str(wrong) if wrong else None,
-            notes=[f"or {correction}" for correction in found[1:4]],
+            notes=tuple(f"or {correction}" for correction in found[1:4]),
         )
 
     def _predictions(self, faults: Sequence[Fault]) -> tuple[Prediction, list[tuple[Fault, Prediction]]]:
@@ -208,7 +206,7 @@ class Examination:
         return Prediction(tuple(map(AcceptanceStatistics.from_dict, kept["counts"])), tuple(kept["answers"]))
 
 
-def _without_findings(figures: Figures, settings: int) -> tuple[Verdict, str]:
+def _without_findings(figures: AcceptanceFigures, settings: int) -> tuple[Verdict, str]:
     """What is said of a pair of which nothing was found to be wrong."""
     length, needed = f"τ = {figures.acceptance_length:.2f}", fewest_prompts(settings)
     if figures.prompts >= needed:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 from scipy import special, stats
@@ -35,8 +36,9 @@ FLIPS = 4096
 RESAMPLES = 1000
 """Of the prompts, for an interval."""
 
+Counts = np.ndarray[Any, np.dtype[np.float64]]
 Trial = tuple[float, float, float, float]
-"""Of one slot, given that the slot before was accepted: observed trials and successes, predicted trials and successes."""
+"""Of one slot, given that the slot before was accepted: trials and successes as observed, then as predicted."""
 
 
 def log_likelihood(observed: Observation, predicted: Sequence[AcceptanceStatistics]) -> float:
@@ -156,13 +158,12 @@ def gain_p_value(before: Sequence[AcceptanceStatistics], after: Sequence[Accepta
     return float(test.pvalue)
 
 
-def gain_interval(
-    before: Sequence[AcceptanceStatistics], after: Sequence[AcceptanceStatistics]
-) -> tuple[float, float]:
+def gain_interval(before: Sequence[AcceptanceStatistics], after: Sequence[AcceptanceStatistics]) -> tuple[float, float]:
     """95 % interval of the gain in τ, by the bootstrap over prompts; `before` and `after` as in `gain_p_value`."""
 
-    def gain(v: np.ndarray, a: np.ndarray, w: np.ndarray, b: np.ndarray, axis: int) -> np.ndarray:
-        return b.sum(axis) / w.sum(axis) - a.sum(axis) / v.sum(axis)
+    def gain(steps: Counts, accepted: Counts, new_steps: Counts, new_accepted: Counts, axis: int) -> Counts:
+        gained: Counts = new_accepted.sum(axis) / new_steps.sum(axis) - accepted.sum(axis) / steps.sum(axis)
+        return gained
 
     counts = [column for side in (before, after) for column in zip(*map(known, side), strict=True)]
     interval = stats.bootstrap(
