@@ -13,7 +13,17 @@ import typer
 
 from dflash_serve.backend import Engine, Prompt, embedded_backend
 from dflash_serve.cli.extras import need
-from dflash_serve.cli.generate import BUNDLED
+from dflash_serve.cli.options import (
+    BUNDLED,
+    ApiKeyFile,
+    BlockSize,
+    Drafter,
+    Dtype,
+    PromptFile,
+    Resume,
+    ServedModel,
+    Target,
+)
 from dflash_serve.cli.resumable import resumable
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
@@ -40,7 +50,7 @@ class ExaminedPair:
     target: str
     drafter: str
     block_size: int | None
-    dtype: str
+    dtype: str | None
     prompts: tuple[Prompt, ...]
     max_tokens: int
 
@@ -50,21 +60,19 @@ class ExaminedPair:
 
 
 def doctor(
-    target: Annotated[str, typer.Option(help="Target: hub id, folder, or the bundled smollm2.")] = BUNDLED,
-    drafter: Annotated[str, typer.Option(help="Drafter: hub id, folder, or the bundled smollm2.")] = BUNDLED,
+    target: Target = BUNDLED,
+    drafter: Drafter = BUNDLED,
     url: Annotated[str | None, typer.Option(help="A server of this pair that nobody else uses meanwhile.")] = None,
     observed: Annotated[float | None, typer.Option(help="An acceptance length that was seen.", min=1)] = None,
-    model: Annotated[str | None, typer.Option(help="Model of the server. [default: the first it lists]")] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="File with the server's API key. [default: DFLASH_SERVE_API_KEY]")
-    ] = None,
-    block_size: Annotated[int | None, typer.Option(help="Block size B as served, the anchor counted.", min=2)] = None,
-    dtype: Annotated[str, typer.Option(help="Arithmetic of our own loop: auto, float32 or bfloat16.")] = "auto",
-    prompts: Annotated[Path | None, typer.Option(help="JSONL of {'prompt': ...}. [default: bundled ones]")] = None,
+    model: ServedModel = None,
+    api_key_file: ApiKeyFile = None,
+    block_size: BlockSize = None,
+    dtype: Dtype = "auto",
+    prompts: PromptFile = None,
     count: Annotated[int, typer.Option(help="Prompts to use.", min=2)] = 16,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=8)] = 64,
     output: Annotated[Path, typer.Option(help="File for the report, JSON.")] = Path("doctor-report.json"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted examination.")] = False,
+    resume: Resume = False,
 ) -> None:
     """Say why acceptance is low: of a server, or of a pair whose checkpoint may be wrong about itself."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
@@ -75,7 +83,8 @@ def doctor(
 
     if url is not None and observed is not None:
         raise UserError("the server says it itself", where="--observed", do="leave it out, or --url")
-    pair = ExaminedPair(target, drafter, block_size, dtype, tuple(read_prompt_set(prompts)[:count]), max_tokens)
+    asked = tuple(read_prompt_set(prompts)[:count])
+    pair = ExaminedPair(target or BUNDLED, drafter or BUNDLED, block_size, dtype, asked, max_tokens)
     endpoint = Endpoint(url, model, read_api_key(api_key_file)) if url else None
     with _progress() as advance:
         told = _interview(endpoint, pair, advance) if endpoint else None
@@ -181,12 +190,12 @@ def _belongs_to(pair: ExaminedPair, engine: Engine, width: int) -> dict[str, obj
     """All that a probe's counts depend on."""
     from dflash_serve.checkpoint.manifest import file_entries
     from dflash_serve.checkpoint.source import drafter_folder
-    from dflash_serve.proving.lossless.plan import prompts_digest
+    from dflash_serve.prompts.prompt_set import prompts_digest
 
     return {
         "target": pair.target,
         "drafter": {name: entry.sha256 for name, entry in file_entries(drafter_folder(pair.drafter)).items()},
-        "prompts": prompts_digest(list(pair.prompts)),
+        "prompts": prompts_digest(pair.prompts),
         "max_tokens": pair.max_tokens,
         "block_size": engine.block_size,
         "width": width,

@@ -10,7 +10,7 @@ import typer
 
 from dflash_serve.backend import Engine, Prompt, embedded_backend
 from dflash_serve.cli.comparison import speed_up
-from dflash_serve.cli.generate import BUNDLED
+from dflash_serve.cli.options import BUNDLED, Drafter, Json, Target, Temperature
 from dflash_serve.common.frozen import Frozen
 from dflash_serve.common.provenance import Environment, environment
 from dflash_serve.errors import UserError
@@ -56,22 +56,21 @@ def evaluate(
     task: Annotated[
         list[str], typer.Option(help="gsm8k, math500, mbpp, mt-bench (from the hub), humaneval, or NAME=FILE.jsonl.")
     ],
-    target: Annotated[str, typer.Option(help="Target: hub id, folder, or the bundled smollm2.")] = BUNDLED,
-    drafter: Annotated[str, typer.Option(help="Drafter: hub id, folder, or the bundled smollm2.")] = BUNDLED,
+    target: Target = BUNDLED,
+    drafter: Drafter = BUNDLED,
     prompts: Annotated[int, typer.Option(help="Prompts of each task.", min=1)] = 20,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2)] = 128,
     width: Annotated[
         str | None, typer.Option(help="Slots verified a step: a number or auto. [default: the whole block]")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    temperature: Temperature = 0.0,
     batch: Annotated[int, typer.Option(help="Prompts at once.", min=1)] = 16,
     controls: Annotated[
-        bool | None,
-        typer.Option(help="Repeat with features spoilt, at a fixed width. [default: yes, but not for --width auto]"),
+        bool | None, typer.Option(help="Repeat with spoilt features. [default: yes, but not at --width auto]")
     ] = None,
     speed: Annotated[int, typer.Option(help="Prompts timed alone, with and without speculation in turns.", min=0)] = 4,
     output: Annotated[Path | None, typer.Option(help="File for the figures, JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure what a drafter is worth, task by task."""
     from dflash_serve.prompts.tasks import task_prompts
@@ -79,6 +78,7 @@ def evaluate(
     tasks = {name: _messages(texts[:prompts]) for name, texts in map(task_prompts, task)}
     if width == "auto" and controls:
         raise UserError("controls need a fixed width", where="--controls", do="give --width a number, or leave it out")
+    target, drafter = target or BUNDLED, drafter or BUNDLED
     engine, chosen = _start(target, drafter, width, batch)
     evaluation = _Evaluation(engine, chosen, SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0))
     report = EvaluationReport(

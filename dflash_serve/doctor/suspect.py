@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dflash_serve.backend import Prompt
-from dflash_serve.client.answer import Answer
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_acceptance
+from dflash_serve.client.reply import Reply
 from dflash_serve.doctor.reference import Observation
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
@@ -48,7 +48,7 @@ def interview(
     Raises:
         UserError: no such server, one without acceptance figures, or one whose width changes from step to step.
     """
-    answers, each = list[Answer](), list[AcceptanceStatistics]()
+    answers, each = list[Reply](), list[AcceptanceStatistics]()
     before = read_acceptance(endpoint.base, api_key=endpoint.api_key)
     for prompt in prompts:
         answers.append(endpoint.complete(prompt, params))
@@ -89,7 +89,7 @@ def constant_width(whole: AcceptanceStatistics, answers: int, block_size: int, w
     return width
 
 
-def _others(whole: AcceptanceStatistics, answers: Sequence[Answer]) -> list[str]:
+def _others(whole: AcceptanceStatistics, answers: Sequence[Reply]) -> list[str]:
     """A note where the server generated more than it was asked for here."""
     tokens = [answer.completion_tokens for answer in answers if answer.completion_tokens is not None]
     if whole.verifications is None or whole.accepted is None or len(tokens) != len(answers):

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dflash_serve.backend import Prompt
-from dflash_serve.checkpoint.config import DrafterConfig, RopeConfig
-from dflash_serve.checkpoint.layer_ids import uniform_target_layer_ids
+from dflash_serve.checkpoint.config import DrafterConfig, RopeConfig, uniform_target_layer_ids
 
 from ..speculator import Speculator
 from . import changes

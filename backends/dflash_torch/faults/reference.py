@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.backend import Prompt
-from dflash_serve.checkpoint.layer_ids import uniform_target_layer_ids
+from dflash_serve.checkpoint.config import uniform_target_layer_ids
 from dflash_serve.doctor.reference import Prediction
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import Span
