@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dflash_serve.common.frozen import Frozen
 from dflash_serve.common.journal import Journal
-from dflash_serve.doctor.corrections import Alternative, corrections, fewest_prompts
+from dflash_serve.doctor.corrections import Alternative, Correction, corrections, fewest_prompts
 from dflash_serve.doctor.diagnosis import HEALTHY, Hypothesis, Verdict, diagnose
 from dflash_serve.doctor.reference import Fault, Observation, Prediction, Reference
 from dflash_serve.doctor.statistics import length_error
@@ -84,22 +84,12 @@ class SuspectReport(ExaminationReport):
     cannot_be_told_from_healthy: list[str]
 
 
-class CorrectionRow(Frozen):
-    """A setting that would raise acceptance."""
-
-    cause: str
-    setting: str
-    before: float
-    after: float
-    gain_95: tuple[float, float]
-    p_value: float
-
-
 class PairReport(ExaminationReport):
     """Whether a pair's checkpoint is right about itself, and whether our own engine computes what it should."""
 
     reference: AcceptanceFigures
-    corrections: list[CorrectionRow]
+    corrections: list[Correction]
+    """Settings that would raise acceptance, the best first."""
     first_difference: str | None
 
 
@@ -163,22 +153,11 @@ class Examination:
         sentences = [f"the checkpoint: {correction}" for correction in found[:1]]
         sentences += [f"our own engine: {wrong}"] if wrong else []
         verdict, otherwise = _without_findings(AcceptanceFigures.of(sound.counts), len(alternatives))
-        rows = [
-            CorrectionRow(
-                cause=each.alternative.cause,
-                setting=each.alternative.setting,
-                before=each.before,
-                after=each.after,
-                gain_95=each.interval,
-                p_value=each.p_value,
-            )
-            for each in found
-        ]
         return PairReport(
             verdict=Verdict.FAULT if sentences else verdict,
             sentences=sentences or [otherwise],
             reference=AcceptanceFigures.of(sound.counts),
-            corrections=rows,
+            corrections=found,
             first_difference=str(wrong) if wrong else None,
             notes=tuple(f"or {correction}" for correction in found[1:4]),
         )

@@ -1,6 +1,6 @@
-"""The doctor's statistics: how well a prediction explains an observation, and whether a setting raises acceptance.
+"""How well a prediction explains what was observed, on as much as the engine tells.
 
-A prediction explains an observation as far as the engine tells. Three kinds of evidence, best first:
+Three kinds of evidence, best first:
 
 * **paired**: counts of each prompt. Speculation changes no token, so the right explanation predicts each prompt's
   counts almost exactly, and a wrong one misses prompt by prompt even where its τ is right. The distance d of a
@@ -9,9 +9,6 @@ A prediction explains an observation as far as the engine tells. Three kinds of 
 * **slots**: counts by slot of other prompts, or of all together. Given that slot k - 1 was accepted, slot k is or is
   not: a beta-binomial whose prior is what was predicted (with Jeffreys' 1/2), so both samples' errors count.
 * **length**: τ alone, normal with the errors of both sides.
-
-Two settings are compared on the same prompts, so each prompt is its own control: under the null hypothesis the sign of
-its difference in τ is a coin, which the sign-flip test takes literally.
 """
 
 from __future__ import annotations
@@ -19,9 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import Any
 
-import numpy as np
 from scipy import special, stats
 
 from dflash_serve.doctor.reference import Observation
@@ -31,12 +26,7 @@ ROUNDING = 0.005 / math.sqrt(3)
 """Standard error of a figure given with two decimals."""
 FEW = 5
 """Trials below which a slot says nothing."""
-FLIPS = 4096
-"""Sign patterns of the sign-flip test: all of them up to 12 prompts; beyond, so many random ones."""
-RESAMPLES = 1000
-"""Of the prompts, for an interval."""
 
-Counts = np.ndarray[Any, np.dtype[np.float64]]
 Trial = tuple[float, float, float, float]
 """Of one slot, given that the slot before was accepted: trials and successes as observed, then as predicted."""
 
@@ -84,13 +74,13 @@ def length_error(each: Sequence[AcceptanceStatistics]) -> float | None:
     whole, count = total(each), len(each)
     if count < 2 or any(one.verifications == whole.verifications for one in each):
         return None
-    verifications, accepted = known(whole)
-    without = [1 + (accepted - b) / (verifications - a) for a, b in map(known, each)]
+    verifications, accepted = known_counts(whole)
+    without = [1 + (accepted - b) / (verifications - a) for a, b in map(known_counts, each)]
     mean = sum(without) / count
     return math.sqrt((count - 1) / count * sum((length - mean) ** 2 for length in without))
 
 
-def known(counts: AcceptanceStatistics) -> tuple[float, float]:
+def known_counts(counts: AcceptanceStatistics) -> tuple[float, float]:
     """Verifications and accepted drafted tokens of counts that have them."""
     assert counts.verifications is not None
     assert counts.accepted is not None
@@ -99,7 +89,7 @@ def known(counts: AcceptanceStatistics) -> tuple[float, float]:
 
 def _distance(a: AcceptanceStatistics, b: AcceptanceStatistics) -> float:
     """Squared, in steps."""
-    (steps, accepted), (other_steps, other_accepted) = known(a), known(b)
+    (steps, accepted), (other_steps, other_accepted) = known_counts(a), known_counts(b)
     if a.accepted_by_slot is None or b.accepted_by_slot is None:
         return (steps - other_steps) ** 2 + (accepted - other_accepted) ** 2
     slots = zip_longest(a.accepted_by_slot, b.accepted_by_slot, fillvalue=0)
@@ -117,7 +107,7 @@ def _trials(observed: AcceptanceStatistics, predicted: AcceptanceStatistics) -> 
     """One for each slot, from slot 1 on."""
     assert observed.accepted_by_slot is not None
     assert predicted.accepted_by_slot is not None
-    tries, guesses = known(observed)[0], known(predicted)[0]
+    tries, guesses = known_counts(observed)[0], known_counts(predicted)[0]
     for successes, guessed in zip_longest(observed.accepted_by_slot, predicted.accepted_by_slot, fillvalue=0):
         yield tries, successes, guesses, guessed
         tries, guesses = successes, guessed
@@ -137,47 +127,3 @@ def _square(tries: float, successes: float, guesses: float, guessed: float) -> f
     share = (successes + guessed) / (tries + guesses)
     variance = share * (1 - share) * (1 / tries + 1 / guesses)
     return (successes / tries - guessed / guesses) ** 2 / variance if variance else None
-
-
-def gain_p_value(before: Sequence[AcceptanceStatistics], after: Sequence[AcceptanceStatistics]) -> float:
-    """P(a gain in τ as large as this) where the settings are as good as each other: one-sided, by sign flips.
-
-    Args:
-        before, after: of the same prompts, two at least; all with verifications.
-    """
-    differences = [_length(b) - _length(a) for a, b in zip(before, after, strict=True)]
-    test = stats.permutation_test(
-        (differences,),
-        np.sum,
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=FLIPS,
-        alternative="greater",
-        rng=np.random.default_rng(0),
-    )
-    return float(test.pvalue)
-
-
-def gain_interval(before: Sequence[AcceptanceStatistics], after: Sequence[AcceptanceStatistics]) -> tuple[float, float]:
-    """95 % interval of the gain in τ, by the bootstrap over prompts; `before` and `after` as in `gain_p_value`."""
-
-    def gain(steps: Counts, accepted: Counts, new_steps: Counts, new_accepted: Counts, axis: int) -> Counts:
-        gained: Counts = new_accepted.sum(axis) / new_steps.sum(axis) - accepted.sum(axis) / steps.sum(axis)
-        return gained
-
-    counts = [column for side in (before, after) for column in zip(*map(known, side), strict=True)]
-    interval = stats.bootstrap(
-        counts,
-        gain,
-        paired=True,
-        vectorized=True,
-        n_resamples=RESAMPLES,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return float(interval.low), float(interval.high)
-
-
-def _length(counts: AcceptanceStatistics) -> float:
-    verifications, accepted = known(counts)
-    return 1 + accepted / verifications

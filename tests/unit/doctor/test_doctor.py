@@ -12,7 +12,9 @@ import pytest
 
 from dflash_serve.cli.main import run
 from dflash_serve.client.endpoint import Endpoint
-from dflash_serve.doctor.reference import Prediction
+from dflash_serve.common.journal import Journal
+from dflash_serve.doctor.examination import Examination
+from dflash_serve.doctor.reference import Fault, Observation, Prediction
 from dflash_serve.doctor.suspect import constant_width, interview
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
@@ -139,6 +141,26 @@ def test_what_cannot_be_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "--observed" in capsys.readouterr().err
     assert call(monkeypatch, "--url", "http://127.0.0.1:9", "--drafter", "smollm2") == 2
     assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+class Silent:
+    """Answers that end at once: nothing is ever drafted."""
+
+    def faults(self) -> list[Fault]:
+        return []
+
+    settings = faults
+
+    def predict(self, fault: str | None) -> Prediction:
+        return Prediction((AcceptanceStatistics(),) * 3, ("",) * 3)
+
+
+def test_prompts_for_which_nothing_is_drafted_are_one_line() -> None:
+    examination = Examination(Silent(), Journal(None, {}))
+    with pytest.raises(UserError, match="nothing is drafted"):
+        examination.examine_suspect(Observation.of_length(2.0))
+    with pytest.raises(UserError, match="nothing is drafted"):
+        examination.examine_pair(lambda: None)
 
 
 def test_a_backend_that_cannot_be_given_faults_is_one_line(

@@ -9,13 +9,11 @@ from statistics import fmean
 import pytest
 from scipy import stats
 
-from dflash_serve.doctor.corrections import Alternative, corrections, fewest_prompts
+from dflash_serve.doctor.corrections import Alternative, corrections, fewest_prompts, gain_interval, gain_p_value
 from dflash_serve.doctor.diagnosis import HEALTHY, Hypothesis, Verdict, diagnose
 from dflash_serve.doctor.reference import Observation
 from dflash_serve.doctor.statistics import (
     _beta_binomial,
-    gain_interval,
-    gain_p_value,
     length_error,
     log_likelihood,
     p_value,
@@ -204,7 +202,7 @@ def test_a_better_setting_is_proposed_and_a_like_one_never() -> None:
         alarms += bool(corrections(sound, equals))
     assert alarms <= 4
     (found,) = corrections(sample(BROKEN, 1), [Alternative("mask", "mask 3", "mask_token_id = 3", sample(SOUND, 1))])
-    assert found.interval[0] < found.after - found.before < found.interval[1]
+    assert found.gain_95[0] < found.after - found.before < found.gain_95[1]
     assert found.p_value <= 1e-3
     assert "with mask_token_id = 3 τ rises from" in str(found)
 
