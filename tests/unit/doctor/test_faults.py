@@ -11,12 +11,11 @@ import torch
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.evaluation import Evaluation
 from dflash_torch.faults.catalogue import catalogue
 from dflash_torch.faults.fault import Fault, twin
-from dflash_torch.faults.replay import Replay, record
+from dflash_torch.faults.reference import EmbeddedReference
 from dflash_torch.faults.tensors import first_difference
-from tests.support.embedded import tiny_engine
+from tests.support.embedded import answers, tiny_engine
 from tests.support.tiny_target import write_tiny_pair
 
 PROMPT = "the quick brown fox jumps over the lazy dog"
@@ -108,17 +107,22 @@ def test_a_twin_shares_its_weights(folders: tuple[Path, Path]) -> None:
     assert drafter.fc is not copied.fc
 
 
-def test_a_replay_counts_what_the_real_loop_counts(engine: EmbeddedEngine, faults: dict[str, Fault]) -> None:
-    evaluation = Evaluation(engine, 4)
+def test_a_replay_counts_what_the_real_loop_counts(engine: EmbeddedEngine, folders: tuple[Path, Path]) -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
     prompts = [PROMPT, "over", '{"name": [1']
-    found = dict(evaluation.outputs(prompts, params))
-    outputs = [found[index] for index in range(3)]
+    reference = EmbeddedReference(engine, load_drafter(folders[1]), prompts, params, 4)
+    sound = answers(engine.fixed(4), prompts, params)
+    assert reference.predict(None) == reference.loop()
+    assert reference.predict(None).counts == tuple(output.statistics for output in sound)
+    for fault in catalogue(reference.speculator):
+        found = answers(engine.fixed(4, fault=fault.name), prompts, params)
+        assert reference.predict(fault.name).counts == tuple(output.statistics for output in found), fault.name
+        assert [output.token_ids for output in found] == [output.token_ids for output in sound]
+
+
+def test_a_disturbed_speculator_shares_the_sound_ones_cache(engine: EmbeddedEngine, faults: dict[str, Fault]) -> None:
     speculator = engine.scheduler.speculator
     assert speculator is not None
-    replay = Replay(speculator, record(evaluation, outputs, 12, range(4)), 4)
-    assert [s.tally for s in replay.run()] == [output.statistics.tally for output in outputs]
-    for fault in faults.values():
-        under = dict(evaluation.outputs(prompts, params, fault))
-        assert [s.tally for s in replay.run(fault)] == [under[n].statistics.tally for n in range(3)], fault.name
-        assert [under[n].token_ids for n in range(3)] == [output.token_ids for output in outputs]
+    made = faults["features zeroed"].change(speculator)
+    assert made.drafter is speculator.drafter
+    assert made.cache is speculator.cache

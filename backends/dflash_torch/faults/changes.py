@@ -1,4 +1,8 @@
-"""What can go wrong with a drafter's weights and their arithmetic: changes of a drafter or its head."""
+"""What can go wrong in front of and inside a drafter: disturbances of its feature rows, changes of its weights.
+
+A row of features that never arrives is a row of zeros: without biases its keys and values are zero, as in memory that
+was never written.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,67 @@ from torch import Tensor, nn
 
 from dflash_serve.models.drafter import Drafter
 
+from ..request import Request
 from ..speculator import Speculator
+from .fault import Disturbance, twin
 
 FP8 = torch.float8_e4m3fn
+
+
+def zeroed(rows: Tensor, request: Request) -> Tensor:
+    """No row arrives."""
+    return torch.zeros_like(rows)
+
+
+def without_prompt(share: float = 1.0) -> Disturbance:
+    """The first `share` of the prompt never arrives."""
+
+    def disturb(rows: Tensor, request: Request) -> Tensor:
+        missing = round(share * request.prompt_length)
+        return rows * (_positions(rows, request) >= missing)[:, None]
+
+    return disturb
+
+
+def without_answer(rows: Tensor, request: Request) -> Tensor:
+    """Only the prompt arrives."""
+    return rows * (_positions(rows, request) < request.prompt_length)[:, None]
+
+
+def anchors_only(rows: Tensor, request: Request) -> Tensor:
+    """Of a verified block only the anchor's row arrives, not those of the accepted slots."""
+    positions = _positions(rows, request)
+    return rows * ((positions < request.prompt_length) | (positions == request.injected))[:, None]
+
+
+class Shuffled:
+    """The right rows at the wrong positions, made anew for every draft: acceptance must collapse."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Tensor] = {}
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, rows: Tensor, request: Request) -> Tensor:
+        before = [self.kept[request.id]] if request.id in self.kept else []
+        self.kept[request.id] = whole = torch.cat([*before, rows])
+        request.injected = 0
+        return whole[torch.randperm(len(whole), generator=self.generator).to(whole.device)]
+
+
+class DelayedByOne:
+    """Each row lands one position late, as EAGLE's drafters want them: the first is there twice, the newest missing."""
+
+    def __init__(self) -> None:
+        self.last: dict[int, Tensor] = {}
+
+    def __call__(self, rows: Tensor, request: Request) -> Tensor:
+        before = self.last.get(request.id, rows[:1])
+        self.last[request.id] = rows[-1:].clone()
+        return torch.cat([before, rows[:-1]])
+
+
+def _positions(rows: Tensor, request: Request) -> Tensor:
+    return request.injected + torch.arange(len(rows), device=rows.device)
 
 
 def skip_layer(drafter: Drafter, index: int) -> None:
@@ -76,8 +138,7 @@ def in_fp8(drafter: Drafter) -> None:
 
 def fp8_head(speculator: Speculator) -> Speculator:
     """The head it drafts with rounded to FP8; the target verifies with its own."""
-    made, target = copy.copy(speculator), copy.copy(speculator.target)
-    target._modules = dict(target._modules)
+    made, target = copy.copy(speculator), twin(speculator.target)
     weight = _plain(target.head)
     head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(rounded_to_fp8(weight), requires_grad=False)

@@ -6,20 +6,21 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
-from dflash_serve.client.acceptance_reading import AcceptanceReading
 
 from dflash_serve.cli.main import run
 from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.common.journal import Journal
+from dflash_serve.doctor.examination import Examination
+from dflash_serve.doctor.reference import Fault, Observation, Prediction
+from dflash_serve.doctor.suspect import constant_width, interview
 from dflash_serve.errors import UserError
-from dflash_serve.proving.doctor.counts import Counts, total
-from dflash_serve.proving.doctor.suspect import _width, interview
 from dflash_serve.speculation.params import SamplingParams
-from dflash_torch.evaluation import Evaluation
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_torch.faults.reference import EmbeddedReference
-from tests.support.embedded import tiny_engine
+from tests.support.embedded import answers, tiny_engine
 from tests.support.serving import Running, running
 from tests.support.tiny_target import write_tiny_pair
 
@@ -54,11 +55,13 @@ def given(pair: tuple[Path, Path], tmp_path: Path) -> tuple[object, ...]:
 
 def test_a_server_is_read_prompt_by_prompt(served: Running, pair: tuple[Path, Path]) -> None:
     told = interview(Endpoint(served.url), PROMPTS, PARAMS, 4)
-    found = dict(Evaluation(tiny_engine(pair, width=4), 4).outputs(PROMPTS, PARAMS))
-    expected = tuple(Counts.of(found[index].statistics, 4) for index in range(3))
-    assert told.observation.each == expected
-    assert told.observation.whole == total(expected)
-    assert told.observation.answers == tuple(found[index].text for index in range(3))
+    outputs = answers(tiny_engine(pair, width=4).fixed(4), PROMPTS, PARAMS)
+    expected = [output.statistics for output in outputs]
+    assert told.observation.each is not None
+    assert [one.acceptance_lengths for one in told.observation.each] == [one.acceptance_lengths for one in expected]
+    assert told.observation.whole.acceptance_lengths == total(expected).acceptance_lengths
+    assert told.observation.whole.survival(4) == total(expected).survival(4)
+    assert told.observation.answers == tuple(output.text for output in outputs)
     assert (told.width, told.engine, told.notes) == (4, "dflash-serve", ())
 
 
@@ -67,17 +70,26 @@ def test_a_server_that_does_not_speculate_says_nothing(pair: tuple[Path, Path]) 
         interview(Endpoint(server.url), PROMPTS, PARAMS, 4)
 
 
+def counted(steps: float, drafted: float) -> AcceptanceStatistics:
+    return AcceptanceStatistics(steps, drafted, None, None, None, None)
+
+
+def chosen(**steps: float) -> AcceptanceStatistics:
+    """Steps by width, given as w8=90."""
+    widths = {int(name[1:]): count for name, count in steps.items()}
+    return AcceptanceStatistics(None, None, None, None, None, widths)
+
+
 def test_a_width_that_changes_is_refused_and_a_constant_one_is_found() -> None:
-    assert _width(AcceptanceReading(widths={1: 40, 8: 90, 3: 5}), 4, 8, "x") == 8
-    assert _width(AcceptanceReading(steps=100, drafted=700), 4, 8, "x") == 8
-    assert _width(AcceptanceReading(steps=100, drafted=680), 4, 8, "x") == 8
-    assert _width(AcceptanceReading(steps=100, drafted=300), 4, 8, "x") == 4
-    assert _width(AcceptanceReading(acceptance_length=2.0), 4, 8, "x") == 8
-    assert _width(AcceptanceReading(widths={8: 30, 5: 14, 2: 14}), 4, 8, "x") == 8  # the ends of short answers
-    varying = AcceptanceReading(widths={2: 50, 8: 50}), AcceptanceReading(widths={8: 60, 4: 30})
-    for changing in (*varying, AcceptanceReading(steps=100, drafted=350)):
+    assert constant_width(chosen(w1=40, w8=90, w3=5), 4, 8, "x") == 8
+    assert constant_width(counted(100, 700), 4, 8, "x") == 8
+    assert constant_width(counted(100, 680), 4, 8, "x") == 8
+    assert constant_width(counted(100, 300), 4, 8, "x") == 4
+    assert constant_width(AcceptanceStatistics.unknown(reported_length=2.0), 4, 8, "x") == 8
+    assert constant_width(chosen(w8=30, w5=14, w2=14), 4, 8, "x") == 8  # the ends of short answers
+    for changing in (chosen(w2=50, w8=50), chosen(w8=60, w4=30), counted(100, 350)):
         with pytest.raises(UserError, match="width changes"):
-            _width(changing, 4, 8, "x")
+            constant_width(changing, 4, 8, "x")
 
 
 def test_a_server_of_the_pair_is_examined(
@@ -97,8 +109,8 @@ def test_an_interrupted_examination_goes_on_where_it_stopped(
     asked: list[str] = []
     predict = EmbeddedReference.predict
 
-    def interrupted(self: EmbeddedReference, fault: Any) -> Any:
-        asked.append(fault.name if fault else "as it is")
+    def interrupted(self: EmbeddedReference, fault: str | None) -> Prediction:
+        asked.append(fault or "as it is")
         if len(asked) == 6:
             raise KeyboardInterrupt
         return predict(self, fault)
@@ -129,3 +141,31 @@ def test_what_cannot_be_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "--observed" in capsys.readouterr().err
     assert call(monkeypatch, "--url", "http://127.0.0.1:9", "--drafter", "smollm2") == 2
     assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+class Silent:
+    """Answers that end at once: nothing is ever drafted."""
+
+    def faults(self) -> list[Fault]:
+        return []
+
+    settings = faults
+
+    def predict(self, fault: str | None) -> Prediction:
+        return Prediction((AcceptanceStatistics(),) * 3, ("",) * 3)
+
+
+def test_prompts_for_which_nothing_is_drafted_are_one_line() -> None:
+    examination = Examination(Silent(), Journal(None, {}))
+    with pytest.raises(UserError, match="nothing is drafted"):
+        examination.examine_suspect(Observation.of_length(2.0))
+    with pytest.raises(UserError, match="nothing is drafted"):
+        examination.examine_pair(lambda: None)
+
+
+def test_a_backend_that_cannot_be_given_faults_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dflash_serve.cli.doctor.embedded_backend", lambda: SimpleNamespace(name="torch"))
+    assert call(monkeypatch, *given(pair, tmp_path)) == 2
+    assert "backend torch: it cannot be given faults on purpose" in capsys.readouterr().err
