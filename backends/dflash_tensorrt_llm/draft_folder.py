@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +14,7 @@ from dflash_serve.checkpoint.quantization import QUANT_CONFIG, SCALES
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import drafter_source, local_folder
 from dflash_serve.checkpoint.tensor_names import expected_tensors
+from dflash_serve.common.files import whole_folder
 from dflash_serve.deployment import Model
 from dflash_serve.errors import Problem, UserError, raise_problems
 
@@ -38,21 +37,14 @@ def write_draft_folder(model: Model, config: DrafterConfig, folder: Path) -> Non
     raise_problems(problems, hint="`dflash-serve inspect` shows all")
     if folder.exists() and not (folder / NEUTRAL).is_file():
         raise UserError("is there already, and not written by us", where=str(folder), do="give another folder")
-    scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
-    scratch.mkdir(parents=True)
-    try:
-        fields = _config_json(config, source, sorted({header.dtype for header in headers.values()}))
+    fields = _config_json(config, source, sorted({header.dtype for header in headers.values()}))
+    with whole_folder(folder) as scratch:
         (scratch / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         (scratch / NEUTRAL).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         if _has_plain_names(headers, config):
             _link_weights(source, headers, scratch)
         else:
             _write_tensors(scratch / SINGLE, load_tensors(open_checkpoint(source)))
-        if folder.exists():
-            shutil.rmtree(folder)
-        scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _config_json(config: DrafterConfig, source: Path, dtypes: list[str]) -> dict[str, object]:

@@ -18,16 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.quantization import assemble, read_drafter, read_quantization
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.rope import rotate
 
 from ..draft_folder import NEUTRAL
-from .attention import PooledAttention, mask_arguments
-from .layout import Layout
-from .linear import Product, Reduce
-from .loading import Loaded, load
+from .operators import ArenaAttention, Product, Reduce, mask_arguments
+from .weights import Layout, Loaded, load
 
 
 class Borrowed(nn.Module):
@@ -62,7 +61,7 @@ class PlugInDrafter(nn.Module):
         self,
         config: DrafterConfig,
         *,
-        format: Any = None,
+        format: Format | None = None,
         layout: Layout | None = None,
         reduce: Reduce | None = None,
         attention: Callable[..., Tensor],
@@ -188,7 +187,7 @@ class PlugInDrafter(nn.Module):
         noise = noise_embedding.to(self.dtype)
         if drafter.mask_embedding is not None:
             noise = torch.cat([noise[:, :1], drafter.mask_embedding.to(noise).expand_as(noise[:, 1:])], dim=1)
-        attend = PooledAttention(
+        attend = ArenaAttention(
             self.attention, self.config.layers, ctx_k_cache, ctx_v_cache, num_ctx_per_req, ctx_cache_batch_idx
         )
         rows = noise.reshape(-1, noise.shape[-1]) * self.config.embedding_scale

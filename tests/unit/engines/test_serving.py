@@ -16,7 +16,7 @@ from dflash_engines.sources import Source
 from dflash_serve.checkpoint.formats import Format, quantize
 from dflash_serve.deployment import load_deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.release import Release
+from dflash_tensorrt_llm.upstream import Release
 from tests.support.tiny import edit_json, random_tensors, tiny_drafter_config, write_tiny_drafter
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.errors import UserError
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.release import Release
+from dflash_tensorrt_llm.upstream import Release
 from tests.support.tiny import SLIDING, random_tensors, tiny_drafter_config
 from tests.unit.tensorrt_llm.conftest import tiny_deployment
 
