@@ -10,7 +10,7 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.deployment import Deployment
 
 from .onnx_export import GRAPHS
-from .step import Measured, Work
+from .pipeline import Measured, Work
 
 LABEL = "not built here: TensorRT for SM100 and SM103 needs one of these GPUs and NVIDIA's own package index"
 

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from dflash_serve.checkpoint.formats import QuantizedTensor, relative_error
 from dflash_serve.checkpoint.quantization import load_weights
+from dflash_serve.common.extras import import_extra
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter
 
-from .environment import need
-from .graph import Block, Context
-from .modelopt import quietly
+from .graph import Block, Context, Sample, block_inputs, by_core, context_inputs
+from .pipeline import Measured, Work
+from .quantize import quietly
 from .recipe import OnnxPrecision
-from .sample import Sample, block_inputs, by_core, context_inputs
-from .step import Measured, Work
 
 OPSET = 23
 """The first with FP4."""
@@ -61,7 +60,7 @@ def export_quantized(work: Work, precision: OnnxPrecision) -> Measured:
 
 
 def _export(module: nn.Module, inputs: dict[str, Tensor], path: Path) -> None:
-    need("onnxscript")
+    import_extra("engines", "onnxscript")
     dynamic, names = _dynamic(module)
     torch.onnx.export(
         module.eval(), tuple(inputs.values()), str(path), dynamo=True, external_data=False, opset_version=OPSET,
@@ -112,7 +111,7 @@ def execute(path: Path, inputs: dict[str, Tensor], precision: OnnxPrecision) -> 
     It has no FP4: those weights are decoded by onnx's own evaluator first. That evaluator cannot run the whole graph:
     it squares in fp16 where the operator says fp32, and overflows.
     """
-    runtime = need("onnxruntime")
+    runtime = import_extra("engines", "onnxruntime")
     model = _without_fp4(path) if precision == "nvfp4" else path.read_bytes()
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
@@ -123,7 +122,7 @@ def execute(path: Path, inputs: dict[str, Tensor], precision: OnnxPrecision) -> 
 
 def _without_fp4(path: Path) -> bytes:
     """The graph with every FP4 weight as the FP16 one that ONNX defines it to be."""
-    onnx = need("onnx")
+    onnx = import_extra("engines", "onnx")
     model = onnx.load(str(path))
     decode = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
     rest = [node for node in model.graph.node if node.op_type != "DequantizeLinear"]
@@ -137,7 +136,7 @@ def _without_fp4(path: Path) -> bytes:
         opset_imports=model.opset_import,
         ir_version=model.ir_version,
     )
-    decoded = need("onnx.reference").ReferenceEvaluator(small).run(None, {})
+    decoded = import_extra("engines", "onnx.reference").ReferenceEvaluator(small).run(None, {})
     kept = [tensor for tensor in model.graph.initializer if tensor.name not in read]
     del model.graph.node[:], model.graph.initializer[:]
     model.graph.node.extend(rest)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.formats import GROUP, QuantizedTensor
+from dflash_serve.common.extras import import_extra
 from dflash_serve.errors import UserError
-
-from .environment import need
 
 
 def insert(source: Path, target: Path, plain: Mapping[str, Tensor], packed: Mapping[str, QuantizedTensor]) -> int:
@@ -32,7 +31,7 @@ def insert(source: Path, target: Path, plain: Mapping[str, Tensor], packed: Mapp
     Raises:
         UserError: a product of the layers was not found in the graph.
     """
-    onnx = need("onnx")
+    onnx = import_extra("engines", "onnx")
     model = onnx.load(str(source))
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}
     names = {weight.t().contiguous().numpy().tobytes(): name for name, weight in plain.items()}

@@ -1,6 +1,5 @@
 """The examples run as they are printed."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import yaml
 from dflash_serve.deployment import load_deployment
 from dflash_serve.training.recipe import load_recipe
 from tests.house import ROOT
-from tests.support.serving import serving_tiny_pair
 
 EXAMPLES = ROOT / "examples"
 

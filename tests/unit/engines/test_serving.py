@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash_engines.recipe import Recipe
-from dflash_engines.serving import write_deployments
+from dflash_engines.recipe import Recipe, write_deployments
 from dflash_engines.sources import Source
 from dflash_serve.checkpoint.formats import Format, quantize
 from dflash_serve.deployment import load_deployment

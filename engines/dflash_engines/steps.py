@@ -1,4 +1,4 @@
-"""A recipe to the steps that make it, and the sources they start from."""
+"""The steps that a recipe asks for, in order, and the sources they start from."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from dflash_serve.errors import UserError
 
+from .pipeline import Measured, Step, Work
 from .recipe import Recipe
-from .sources import Source, drafter_source, prompts_source, target_source
-from .step import Measured, Step, Work
+from .sources import Source, find_drafter, find_prompts, find_target
 
 MODELOPT = ("nvidia-modelopt", "torch", "transformers")
 ONNX = ("onnx", "onnxruntime", "onnxscript", "torch")
@@ -28,10 +28,10 @@ def find_sources(recipe: Recipe) -> dict[str, Source]:
     acceptance = recipe.build.acceptance
     wanted = {name for step in make_steps(recipe) for name in step.needs}
     found = {
-        "target": target_source(deployment.target) if "target" in wanted else None,
-        "drafter": drafter_source(deployment.drafter),
-        CALIBRATION: prompts_source(recipe.build.calibration.prompts),
-        ACCEPTANCE: prompts_source(acceptance.prompts if acceptance else None),
+        "target": find_target(deployment.target) if "target" in wanted else None,
+        "drafter": find_drafter(deployment.drafter),
+        CALIBRATION: find_prompts(recipe.build.calibration.prompts),
+        ACCEPTANCE: find_prompts(acceptance.prompts if acceptance else None),
     }
     return {name: source for name, source in found.items() if source is not None}
 
@@ -68,7 +68,7 @@ def _calibration(recipe: Recipe) -> Iterator[Step]:
 
         needs = ("drafter",) if free else ("target", "drafter", "answers")
         about = "no data: activations may reach 448" if free else "how large the drafter's activations get on them"
-        yield Step("drafter-ranges", ranges, needs, {"free": free}, ("torch", "transformers"), about=about)
+        yield Step("drafter-ranges", ranges, needs, {"free": free}, ("torch",), 2, about)
 
 
 def _targets(recipe: Recipe) -> Iterator[Step]:
@@ -76,7 +76,7 @@ def _targets(recipe: Recipe) -> Iterator[Step]:
     for format in build.target:
 
         def target(work: Work, format: str = format) -> Measured:
-            from .quantize_target import quantize_target
+            from .quantize import quantize_target
 
             return quantize_target(work, format)  # type: ignore[arg-type]
 
@@ -99,7 +99,7 @@ def _drafters(recipe: Recipe) -> Iterator[Step]:
     for format in recipe.build.drafter:
 
         def drafter(work: Work, format: str = format) -> Measured:
-            from .quantize_drafter import quantize_drafter
+            from .quantize import quantize_drafter
 
             return quantize_drafter(work, format)  # type: ignore[arg-type]
 
