@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.footprint import context_bytes
+from dflash_serve.checkpoint.tensors import context_bytes
 from dflash_serve.errors import Problem
 from dflash_serve.gpus import GIB, Gpu
 

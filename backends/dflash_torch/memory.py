@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.footprint import BF16, context_bytes, weight_bytes
+from dflash_serve.checkpoint.tensors import BF16, context_bytes, weight_bytes
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import Problem
 from dflash_serve.models.target_config import TargetConfig

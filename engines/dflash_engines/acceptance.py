@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from dflash_serve.backend import embedded_backend
-from dflash_serve.checkpoint.quantization import dequantized, load_weights
+from dflash_serve.checkpoint.formats import dequantized
+from dflash_serve.checkpoint.reader import load_weights
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError

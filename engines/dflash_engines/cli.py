@@ -26,7 +26,7 @@ def build(
         Path,
         typer.Argument(metavar="RECIPE", help="YAML file of what to serve and what to build, as in engines/recipes."),
     ],
-    output: Annotated[Path | None, typer.Option(help="Folder to build in; builds/<recipe> where none is named.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to build in; builds/<recipe> unless named.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the steps and what each needs, and build nothing.")
     ] = False,

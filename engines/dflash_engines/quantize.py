@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import DIALECTS, Target
-from dflash_serve.checkpoint.formats import FP4_MAX, FP8_MAX, GROUP, Format, quantize
-from dflash_serve.checkpoint.quantization import QUANT_CONFIG, dequantized, load_weights
-from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
+from dflash_serve.checkpoint.formats import FP4_MAX, FP8_MAX, GROUP, Format, dequantized, quantize
+from dflash_serve.checkpoint.quantization import QUANT_CONFIG
+from dflash_serve.checkpoint.reader import load_tensors, load_weights, open_checkpoint
 from dflash_serve.common.extras import import_extra
 
 from .calibration import read_answers, read_ranges

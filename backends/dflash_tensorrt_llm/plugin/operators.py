@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.checkpoint.formats import FP8_MAX, QuantizedTensor
-
-if TYPE_CHECKING:
-    from dflash_serve.checkpoint.quantization import Weight
+from dflash_serve.checkpoint.formats import FP8_MAX, QuantizedTensor, Weight
 
 Reduce = Callable[[Tensor], Tensor]
 EVERYTHING = (-1, -1)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.formats import QuantizedTensor
+from dflash_serve.checkpoint.formats import QuantizedTensor, Weight
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 
 from .operators import Product, Reduce, RowParallel
-
-if TYPE_CHECKING:
-    from dflash_serve.checkpoint.quantization import Weight
 
 PROJECTIONS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 COLUMN_PARALLEL = ("gate_proj", "up_proj")

@@ -1,16 +1,29 @@
-"""Which tensors a drafter has, and what they are called in the checkpoints that were met."""
+"""Which tensors a drafter has: names, shapes and bytes, and what they are called in the checkpoints that were met."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.config import DrafterConfig
 
+if TYPE_CHECKING:
+    from dflash_serve.checkpoint.formats import Format
+
 ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 """Names that SGLang's and vLLM's mappers know as well."""
+BF16 = 2
+"""Bytes of a number in bfloat16."""
 RECOMPUTED = "rotary_emb."
 """Rotary buffers of old checkpoints."""
+FLOATS: Collection[str] = {"F64", "F32", "F16", "BF16"}
+"""safetensors' dtypes of plain weights."""
+SCALES = ("weight_scale", "weight_scale_2", "input_scale")
+"""What ModelOpt puts beside a quantised weight."""
+BLOCK = 16
+"""Values along the input that share an NVFP4 scale."""
 VOCABULARY_MAPS = ("d2t", "t2d", "draft_id_to_target_id")
 PACKED = (
     "_packed",
@@ -64,6 +77,27 @@ def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def stored_tensors(
+    config: DrafterConfig, format: Format | None, quantised: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor as a checkpoint stores it: quantised modules with their scales.
+
+    FP8: weight [out, in], one scale. NVFP4: weight [out, in / 2], a scale for 16 values [out, in / 16], and one more.
+    Both may have an input_scale, of the activations. (ModelOpt 0.47.)
+    """
+    shapes = expected_tensors(config)
+    for module in quantised:
+        if format is None or f"{module}.weight" not in shapes:
+            continue
+        rows, *columns = shapes[f"{module}.weight"]
+        scales: dict[str, tuple[int, ...]] = {"weight_scale": (), "input_scale": ()}
+        if format == "nvfp4" and columns:
+            shapes[f"{module}.weight"] = (rows, columns[0] // 2)
+            scales |= {"weight_scale": (rows, columns[0] // BLOCK), "weight_scale_2": ()}
+        shapes |= {f"{module}.{name}": shape for name, shape in scales.items()}
+    return shapes
+
+
 def _projections(config: DrafterConfig) -> dict[str, int]:
     """Rows of q, k and v: their order in a fused qkv_proj."""
     kv = config.num_key_value_heads * config.head_dim
@@ -90,14 +124,17 @@ def parts_of(name: str, config: DrafterConfig) -> list[Part]:
     return [Part(name)]
 
 
-def fused_shape(parts: list[Part], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The shape a checkpoint's tensor must have for its parts to be ours; None where one of them is not ours."""
-    if any(part.name not in shapes for part in parts):
-        return None
-    pieces = [shapes[part.name] for part in parts]
-    return (sum(piece[0] for piece in pieces), *pieces[0][1:])
-
-
 def is_packed(name: str, dtype: str) -> bool:
     """Whether a tensor belongs to a quantised checkpoint, by its name or by its safetensors dtype."""
-    return name.endswith(PACKED) or dtype not in ("F64", "F32", "F16", "BF16")
+    return name.endswith(PACKED) or dtype not in FLOATS
+
+
+def weight_bytes(config: DrafterConfig) -> int:
+    """Bytes of all tensors of a drafter in bfloat16."""
+    return BF16 * sum(prod(shape) for shape in expected_tensors(config).values())
+
+
+def context_bytes(config: DrafterConfig, kv_heads: int | None = None) -> int:
+    """Bytes of one context token's K and V in all layers, in bfloat16; `kv_heads`: of one device, None = all."""
+    heads = config.num_key_value_heads if kv_heads is None else kv_heads
+    return 2 * config.num_layers * heads * config.head_dim * BF16
