@@ -29,7 +29,7 @@ PAGE = 32
 
 @dataclass(frozen=True)
 class Arena:
-    """The arena of one device."""
+    """The arena on one device, dense or in pages."""
 
     drafter: DrafterConfig
     block_size: int
@@ -38,7 +38,7 @@ class Arena:
     paged: bool
 
     def bytes(self, max_batch_size: int, max_model_len: int) -> int:
-        """Its size, bf16."""
+        """The arena's size, bf16."""
         capacity = min(max_model_len, self.drafter.max_position_embeddings) + self.block_size
         if self.paged:
             capacity = -(-capacity // PAGE) * PAGE

@@ -115,7 +115,7 @@ def drafter_configuration(model: Model) -> Path:
 
 
 def beyond_built_in(config: DrafterConfig, quantization: Quantization | None) -> list[str]:
-    """What `DFlashForCausalLM` (modeling_dflash.py @009d8fa) does not do, and does not complain about either."""
+    """What this drafter needs and `DFlashForCausalLM` (modeling_dflash.py @009d8fa) ignores without an error."""
     two_sided = any(kind.window is not None and not kind.causal for kind in config.layers)
     found = {
         "quantised weights (its fused K/V product ignores their scales)": quantization is not None,

@@ -32,10 +32,10 @@ class Release:
 
     @classmethod
     def parse(cls, text: str) -> Release:
-        """From a version such as 1.4, 1.3.0rc27 or 1.4.0rc1.post1.
+        """Reads a version such as 1.4, 1.3.0rc27 or 1.4.0rc1.post1.
 
         Raises:
-            UserError: it is no version.
+            UserError: the text is no version.
         """
         found = re.match(r"(\d+)\.(\d+)(?:\.\d+)?(?:rc(\d+))?", text)
         if found is None:
@@ -79,7 +79,7 @@ NEWEST = Release(1, 4)
 
 
 def installed_release() -> Release:
-    """That of the installed package; the newest we know where there is none (configuration for another machine)."""
+    """The installed package's release; where there is none, the newest we know (configuration for another machine)."""
     try:
         return Release.parse(version("tensorrt_llm"))
     except PackageNotFoundError:
@@ -147,7 +147,7 @@ class DFlashDecodingConfig(Strict):
 
 
 class KvCacheConfig(Strict):
-    """`kv_cache_config`."""
+    """`kv_cache_config`: the target's K/V pool."""
 
     enable_block_reuse: bool = True
     free_gpu_memory_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
@@ -171,7 +171,7 @@ class CudaGraphConfig(Strict):
 
 
 class MoeConfig(Strict):
-    """`moe_config`."""
+    """`moe_config`: which kernels run the experts."""
 
     backend: Literal["AUTO", "CUTLASS", "CUTEDSL", "TRTLLM", "DEEPGEMM", "VANILLA", "TRITON"] = "AUTO"
 

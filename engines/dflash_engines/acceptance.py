@@ -53,7 +53,7 @@ def measure(work: Work, deployment: Deployment, wanted: Acceptance, formats: Seq
 
 
 def _drafters(work: Work, formats: Sequence[Format]) -> Iterator[tuple[str, Path]]:
-    """Precision and folder of each drafter, bf16 first; quantised ones decoded, for as long as they are looked at."""
+    """Precision and folder of each drafter, bf16 first; a quantised one is decoded, and deleted once measured."""
     yield "bf16", work.inputs["drafter"]
     for format in formats:
         config, weights = load_weights(work.inputs[f"drafter-{format}"])
@@ -79,7 +79,7 @@ def measure_drafter(
 
 
 def standard_error(statistics: AcceptanceStatistics) -> float | None:
-    """Of the mean acceptance length, verifications taken as independent: a ratio is only as sure as this."""
+    """Standard error of the mean acceptance length, verifications taken as independent; None without any."""
     lengths, mean = statistics.acceptance_lengths, statistics.acceptance_length
     if not lengths or mean is None:
         return None

@@ -86,7 +86,7 @@ def greedy_answers(engine: Engine, prompts: Sequence[str], max_tokens: int) -> l
 
 
 def _target_alone(deployment: Deployment, target: Path) -> Deployment:
-    """The embedded backend on the target alone, small enough for calibration."""
+    """The deployment of the target alone, small enough for calibration."""
     return Deployment.model_validate({
         "target": {"model": str(target)},
         "limits": {"max_batch_size": 4, "max_model_len": deployment.limits.max_model_len},
@@ -94,7 +94,7 @@ def _target_alone(deployment: Deployment, target: Path) -> Deployment:
 
 
 def read_answers(folder: Path) -> Iterator[tuple[list[int], list[int]]]:
-    """Prompt and answer of each line."""
+    """The token ids of each prompt and its answer, as the step `answers` wrote them."""
     for line in (folder / ANSWERS).read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         yield entry["prompt"], entry["answer"]
@@ -162,5 +162,5 @@ def _features(target: TargetModel, ids: Tensor, target_layer_ids: Sequence[int])
 
 
 def read_ranges(folder: Path) -> Mapping[str, Tensor]:
-    """Module name -> largest absolute input."""
+    """Module name -> its largest absolute input, as the step `drafter-ranges` wrote it."""
     return load_file(folder / AMAX)

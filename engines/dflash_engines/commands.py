@@ -16,7 +16,7 @@ LABEL = "not built here: TensorRT for SM100 and SM103 needs one of these GPUs an
 
 
 def write_commands(work: Work, deployment: Deployment, kinds: Sequence[str], precisions: Sequence[str]) -> Measured:
-    """Step `commands`: commands.json and commands.sh."""
+    """Step `commands`: writes commands.json and commands.sh."""
     commands: dict[str, list[str]] = {}
     for precision in precisions if "tensorrt" in kinds else ():
         made = _trtexec(deployment, precision, _drafter(work, precision))

@@ -1,4 +1,4 @@
-"""Reads a written checkpoint back and says how far every tensor is from its source."""
+"""How far every tensor of a written checkpoint is from its source."""
 
 from __future__ import annotations
 

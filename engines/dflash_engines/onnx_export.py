@@ -29,7 +29,7 @@ GRAPHS = ("block", "context")
 
 
 def export_fp16(work: Work) -> Measured:
-    """Step `onnx-fp16`."""
+    """Step `onnx-fp16`: exports both graphs in FP16 and compares them with the core."""
     drafter = load_drafter(work.inputs["drafter"], dtype=torch.float16)
     sample = Sample.load(work.inputs["drafter-ranges"])
     wide = load_drafter(work.inputs["drafter"], dtype=torch.float32)
@@ -69,7 +69,7 @@ def _export(module: nn.Module, inputs: dict[str, Tensor], path: Path) -> None:
 
 
 def _dynamic(module: nn.Module) -> tuple[tuple[dict[int, Any], ...], list[str]]:
-    """Which axes vary, and the outputs' names."""
+    """The axes that vary in each input, and the outputs' names."""
     if isinstance(module, Context):
         rows = torch.export.Dim("tokens", min=1, max=1 << 17)
         return ({0: rows}, {0: rows}, {0: rows}), ["keys", "values"]
@@ -81,7 +81,7 @@ def _dynamic(module: nn.Module) -> tuple[tuple[dict[int, Any], ...], list[str]]:
 
 
 def _describe(folder: Path, drafter: Drafter, precision: str) -> None:
-    """drafter.json: what the runner and the builder must know of the graphs."""
+    """Writes drafter.json: what running and compiling must know of the graphs."""
     fields = {"precision": precision, "opset": OPSET, "drafter": drafter.config.model_dump(mode="json")}
     (folder / "drafter.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 

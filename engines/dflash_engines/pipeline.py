@@ -62,7 +62,7 @@ class Step:
         return {tool: _version(tool) for tool in self.tools}
 
     def key(self, inputs: Mapping[str, str]) -> str:
-        """Digest of all that determines the output; `inputs` are digests by name."""
+        """The digest of all that determines the output; `inputs` are digests by name."""
         parts = [self.name, self.revision, dict(self.parameters), self.tool_versions(), dict(inputs)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -166,7 +166,7 @@ def _write_summary(output: Path, finished: Sequence[Done], sources: Mapping[str,
 
 
 def verify_output(output: Path) -> list[Problem]:
-    """Every file of every step that is not what it was built as.
+    """A problem for every file of a finished build that is not what it was built as.
 
     Raises:
         UserError: this is no finished output of a build.

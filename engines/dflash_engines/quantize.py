@@ -49,7 +49,7 @@ BACKEND = "dflash_cpu_nvfp4"
 
 
 def quantize_drafter(work: Work, format: Format) -> Measured:
-    """Step `drafter-fp8` and `drafter-nvfp4`."""
+    """Steps `drafter-fp8` and `drafter-nvfp4`: the quantised drafter, and how far each tensor is from its source."""
     checkpoint = open_checkpoint(work.inputs["drafter"])
     tensors = load_tensors(checkpoint)
     config = checkpoint.config
@@ -133,7 +133,7 @@ def _config_files(config: DrafterConfig, format: Format) -> dict[str, dict[str, 
 
 
 def quantize_target(work: Work, format: Format) -> Measured:
-    """Step `target-fp8` and `target-nvfp4`."""
+    """Steps `target-fp8` and `target-nvfp4`: the quantised target, and how far each tensor is from its source."""
     with quietly():
         export = import_extra("engines", "modelopt.torch.export")
         model = quantized_model(work, format)
@@ -170,7 +170,7 @@ def quantized_model(work: Work, format: Format | None) -> Any:
 
 
 def _name_modules_as_engines_do(folder: Path) -> None:
-    """config.json says the same as hf_quant_config.json, under the names engines give the modules."""
+    """Makes config.json say what hf_quant_config.json says, under the names that engines give the modules."""
     path = folder / "config.json"
     fields = json.loads(path.read_text(encoding="utf-8"))
     facts = json.loads((folder / "hf_quant_config.json").read_text(encoding="utf-8"))["quantization"]
@@ -181,7 +181,7 @@ def _name_modules_as_engines_do(folder: Path) -> None:
 
 
 def modelopt_configuration(format: Format, *, kv_cache: bool = False) -> dict[str, Any]:
-    """ModelOpt's default for a format; FP8 may quantise K/V as well."""
+    """ModelOpt's default configuration of a format; `kv_cache` adds FP8 K/V."""
     mtq = import_extra("engines", "modelopt.torch.quantization")
     config: dict[str, Any] = copy.deepcopy(mtq.FP8_DEFAULT_CFG if format == "fp8" else mtq.NVFP4_DEFAULT_CFG)
     if format == "nvfp4":
@@ -202,14 +202,14 @@ def _register() -> None:
 
 
 def _fake_quantize(x: Tensor, quantizer: Any) -> Tensor:
-    """x to NVFP4 and back: what the calibration's later layers see."""
+    """Encodes x to NVFP4 and decodes it again: what the calibration's later layers see."""
     rows = x.reshape(-1, x.shape[-1])
     return quantize(rows, "nvfp4").dequantize(x.dtype).view(x.shape)
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """ModelOpt, transformers and the exporter speak a lot: inside, only errors come through."""
+    """Silences ModelOpt, transformers and the exporter inside, but for errors."""
     logs = import_extra("engines", "transformers").utils.logging
     logs.disable_progress_bar()
     logs.set_verbosity_error()

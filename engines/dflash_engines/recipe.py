@@ -42,7 +42,7 @@ class Calibration(Prompts):
 
 
 class Acceptance(Prompts):
-    """What to measure acceptance on."""
+    """Prompts that acceptance is measured on."""
 
     skip: NonNegativeInt = 0
     """Prompts passed over first: those that the drafters were calibrated on must not judge them."""
@@ -71,7 +71,7 @@ class Build(Frozen):
 
 
 class Recipe(Frozen):
-    """One YAML file of `engines/recipes`."""
+    """One YAML file, as in `engines/recipes`: what to serve and what to build for it."""
 
     tensorrt_llm: Annotated[str, Field(pattern=r"^\d+\.\d+")] = "1.4"
     """The release its configuration is written for."""

@@ -35,7 +35,7 @@ BINDINGS = "tensorrt_rtx_bindings"
 def compile_engines(
     work: Work, deployment: Deployment, precision: OnnxPrecision, compute: Sequence[Compute]
 ) -> Measured:
-    """Step `rtx-fp16`, `rtx-fp8`, `rtx-nvfp4`: <graph>.<compute>.engine for every graph and device kind."""
+    """Steps `rtx-fp16`, `rtx-fp8` and `rtx-nvfp4`: <graph>.<compute>.engine for every graph and device kind."""
     source = work.inputs[f"onnx-{precision}"]
     (work.folder / "drafter.json").write_bytes((source / "drafter.json").read_bytes())
     measured: Measured = {"compiler": import_extra("engines", BINDINGS).__version__}
@@ -58,7 +58,7 @@ def compile_engines(
 
 
 def compile_one(path: Path, kind: Compute, deployment: Deployment) -> tuple[bytes | None, str]:
-    """The engine, or None and the compiler's reason."""
+    """The engine of a graph for one kind of device, or None and the compiler's reason."""
     trt = import_extra("engines", BINDINGS)
     logger = _logger(trt)
     builder = trt.Builder(logger)
@@ -75,7 +75,7 @@ def compile_one(path: Path, kind: Compute, deployment: Deployment) -> tuple[byte
 
 
 def _logger(trt: Any) -> Any:
-    """Keeps the last error instead of printing everything."""
+    """A logger that keeps the compiler's last error instead of printing everything."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         last = "the compiler gave no reason"
@@ -158,7 +158,7 @@ def _require_gpu(kind: str) -> None:
 
 
 def run_engine(engine: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One execution: host to device, enqueue, device to host, all on one stream."""
+    """Executes an engine once, on one stream: inputs by name -> outputs by name, in fp32."""
     trt, cuda = import_extra("engines", BINDINGS), import_module("cuda.bindings.runtime")
     runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
     loaded = runtime.deserialize_cuda_engine(engine.read_bytes())
@@ -196,7 +196,7 @@ def run_engine(engine: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """cuda-python's (error, value): the value.
+    """The value of cuda-python's (error, value).
 
     Raises:
         RuntimeError: CUDA's error.

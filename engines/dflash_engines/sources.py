@@ -36,7 +36,7 @@ def find_target(model: Model) -> Source:
 
 
 def find_drafter(model: Model) -> Source:
-    """The drafter, in any dialect.
+    """The drafter, in any dialect, fetched first where need be.
 
     Raises:
         UserError: it cannot be found.

@@ -73,7 +73,7 @@ def build_command(folder: Path, deployment: Deployment, size: int, precision: st
 
 
 def _build(argv: list[str], folder: Path) -> str:
-    """Runs the command where it exists."""
+    """Runs trtllm-build where it is installed, and says what came of it."""
     if shutil.which(argv[0]) is None:
         return "not built here: there is no trtllm-build"
     done = subprocess.run(argv, cwd=folder.parent, capture_output=True, text=True, check=False)  # noqa: S603

@@ -88,7 +88,7 @@ class PlugInDrafter(nn.Module):
 
     @classmethod
     def of(cls, model_config: Any, draft_config: Any) -> PlugInDrafter:
-        """From TensorRT-LLM's configs of target and draft.
+        """Makes this rank's drafter from TensorRT-LLM's configs of target and draft.
 
         Raises:
             UserError: an attention backend that it does not run on, or a drafter it cannot read.
@@ -201,6 +201,6 @@ def _adjusts(config: DrafterConfig | None) -> bool:
 
 
 def _dtype(pretrained: Any) -> torch.dtype:
-    """The draft's dtype, which transformers keeps as a name or as the thing itself."""
+    """The draft's dtype, which transformers keeps as a name or as a torch.dtype."""
     stated = getattr(pretrained, "dtype", None) or getattr(pretrained, "torch_dtype", None) or torch.bfloat16
     return stated if isinstance(stated, torch.dtype) else getattr(torch, str(stated).removeprefix("torch."))

@@ -89,8 +89,7 @@ def mask_arguments(kind: AttentionKind) -> tuple[bool, tuple[int, int]]:
 
 
 class ArenaAttention:
-    """Appends the blocks' K/V behind each request's context and attends over both. Satisfies
-    `models.attention.Attend`.
+    """An `Attend` that appends the blocks' K/V behind each request's context and attends over both.
 
     Args:
         attention: `flash_attn_with_kvcache`.

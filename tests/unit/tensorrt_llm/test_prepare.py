@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ def test_a_prefixed_checkpoint_is_renamed(tmp_path: Path) -> None:
 def test_a_prefixed_quantised_checkpoint_is_renamed_with_its_scales(tmp_path: Path) -> None:
     config = tiny_drafter_config(intermediate_size=64)
     deployment = tiny_deployment(tmp_path, config)
+    shutil.rmtree(tmp_path / "drafter")
     path = write_quantized_drafter(tmp_path / "drafter", "fp8", config) / "model.safetensors"
     state = load_file(path)
     save_file({f"model.{name}": tensor for name, tensor in state.items()}, path)
