@@ -57,7 +57,7 @@ class EmbeddedReference:
         self.speculator = Speculator(
             drafter, engine.scheduler.target, block_size=block_size, max_batch_size=1, capacity=1
         )
-        self.prompts = [engine.tokenise(prompt) for prompt in prompts]
+        self.prompts = [engine.tokenize(prompt) for prompt in prompts]
 
     def loop(self) -> Prediction:
         """The real loop, as it is: the authority."""
