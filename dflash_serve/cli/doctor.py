@@ -11,7 +11,7 @@ import typer
 
 from dflash_serve.backend import EMBEDDED, Prompt, backend
 from dflash_serve.cli.extras import need
-from dflash_serve.cli.generate import BUNDLED
+from dflash_serve.cli.options import BUNDLED
 from dflash_serve.cli.resumable import resumable
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError

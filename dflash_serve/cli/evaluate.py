@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_serve.cli.comparison import speed_up
-from dflash_serve.cli.generate import BUNDLED
+from dflash_serve.cli.options import BUNDLED
 
 if TYPE_CHECKING:
     from dflash_serve.speculation.params import SamplingParams
