@@ -6,32 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
-from dflash_engines.recipe import Recipe
-from dflash_engines.serving import write_deployments
+from dflash_engines.recipe import Recipe, write_deployments
 from dflash_engines.sources import Source
-from dflash_serve.checkpoint.formats import Format, quantize
+from dflash_serve.checkpoint.formats import Format
 from dflash_serve.deployment import load_deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.release import Release
-from tests.support.tiny import edit_json, random_tensors, tiny_drafter_config, write_tiny_drafter
-
-
-def write_built(folder: Path, format: Format) -> None:
-    """A quantised drafter, as the step `drafter-<format>` leaves it."""
-    config = tiny_drafter_config(intermediate_size=64)
-    write_tiny_drafter(folder, config, dtype=torch.bfloat16)
-    state: dict[str, Tensor] = {}
-    for name, tensor in random_tensors(config, dtype=torch.bfloat16).items():
-        module = name.removesuffix(".weight")
-        packed = module.endswith("_proj")
-        state |= quantize(tensor, format, torch.tensor(0.1)).state(module) if packed else {name: tensor}
-    save_file(state, folder / "model.safetensors")
-    entry = {"quant_method": "modelopt", "quant_algo": format.upper(), "exclude_modules": ["fc"]}
-    edit_json(folder / "config.json", {"quantization_config": entry})
+from dflash_tensorrt_llm.upstream import Release
+from tests.support.tiny import write_quantized_drafter
 
 
 @pytest.mark.parametrize(
@@ -43,7 +25,7 @@ def test_a_built_drafter_is_served_by_our_plug_in(format: Format, gpu: str, fits
     sizes = {"hidden_size": 32, "num_hidden_layers": 8, "vocab_size": 96, "num_attention_heads": 4}
     raw = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **sizes}
     (target / "config.json").write_text(json.dumps(raw))
-    write_built(tmp_path / f"drafter-{format}", format)
+    write_quantized_drafter(tmp_path / f"drafter-{format}", format)
     recipe = Recipe.model_validate({
         "deployment": {
             "target": {"model": "bundled"}, "drafter": {"model": "bundled"}, "limits": {"max_model_len": 128},

@@ -1,4 +1,4 @@
-"""Plan: everything that follows from a Deployment, worked out once from two config.json files."""
+"""LaunchPlan: what a Deployment means for TensorRT-LLM, worked out from the config.json files of target and drafter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from dflash_serve.deployment import Deployment, Model
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.gpus import GPUS, Gpu
 
-from .memory import Arena, kv_heads_per_device
-from .release import Release
+from .upstream import Release
 
 Implementation = Literal["built-in", "plug-in"]
 ROWS = 8192
@@ -25,8 +24,8 @@ ROWS = 8192
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A Deployment with what it means for TensorRT-LLM."""
+class LaunchPlan:
+    """A Deployment with everything that its configuration, checks and command line follow from."""
 
     deployment: Deployment
     release: Release
@@ -41,7 +40,7 @@ class Plan:
 
     @property
     def implementation(self) -> Implementation:
-        """Whose drafter runs."""
+        """Which drafter runs: TensorRT-LLM's own, or ours."""
         return "plug-in" if self.needs_plug_in else "built-in"
 
     @property
@@ -83,21 +82,14 @@ class Plan:
         return asked or max(ROWS, self.deployment.limits.max_batch_size * block)
 
     @property
-    def arena(self) -> Arena:
-        """The drafter's context arena on one device."""
-        assert self.drafter is not None
-        heads = kv_heads_per_device(self.drafter.num_key_value_heads, self.drafter_devices)
-        return Arena(self.drafter, self.block_size, heads, self.attention_backend == "TRTLLM")
-
-    @property
     def weight_bytes(self) -> int:
         """Target and drafter on one device."""
         target = self.target.weight_bytes // self.deployment.parallel.tensor
         return target + (weight_bytes(self.drafter) // self.drafter_devices if self.drafter else 0)
 
 
-def make_plan(deployment: Deployment, release: Release) -> Plan:
-    """Reads the two config.json files; of hub models, only these are fetched.
+def make_launch_plan(deployment: Deployment, release: Release) -> LaunchPlan:
+    """The plan of a deployment; of hub models, only the configuration is fetched.
 
     Raises:
         UserError: target or drafter cannot be found or read.
@@ -106,7 +98,7 @@ def make_plan(deployment: Deployment, release: Release) -> Plan:
     config, quantization = None, None
     if deployment.drafter is not None and uses_drafter(deployment):
         config, quantization = read_drafter(drafter_configuration(deployment.drafter))
-    return Plan(
+    return LaunchPlan(
         deployment=deployment,
         release=release,
         gpu=GPUS.get(deployment.hardware.gpu or ""),
@@ -123,7 +115,7 @@ def drafter_configuration(model: Model) -> Path:
 
 
 def beyond_built_in(config: DrafterConfig, quantization: Quantization | None) -> list[str]:
-    """What `DFlashForCausalLM` (modeling_dflash.py @009d8fa) does not do, and does not complain about either."""
+    """What this drafter needs and `DFlashForCausalLM` (modeling_dflash.py @009d8fa) ignores without an error."""
     two_sided = any(kind.window is not None and not kind.causal for kind in config.layers)
     found = {
         "quantised weights (its fused K/V product ignores their scales)": quantization is not None,

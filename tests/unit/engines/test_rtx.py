@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_engines.runner import compare_engine
+from dflash_engines.rtx import compare_engine
 from dflash_serve.errors import UserError
 from tests.support.built import flip_last_byte, seal
 

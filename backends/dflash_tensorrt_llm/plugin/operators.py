@@ -1,20 +1,19 @@
-"""The drafter's products: plain or quantised weights, cut over ranks; one of them makes all context K/V."""
+"""What the drafter computes with: quantised products, cut over ranks, and attention over the worker's context arena."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_serve.checkpoint.formats import FP8_MAX, QuantizedTensor
-
-if TYPE_CHECKING:
-    from dflash_serve.checkpoint.formats import Weight
+from dflash_serve.checkpoint.config import AttentionKind
+from dflash_serve.checkpoint.formats import FP8_MAX, QuantizedTensor, Weight
 
 Reduce = Callable[[Tensor], Tensor]
+EVERYTHING = (-1, -1)
+"""flash-attn's window_size of a layer without a window."""
 
 
 class Product(nn.Module):
@@ -80,3 +79,51 @@ class RowParallel(nn.Module):
         if self.reduce is not None:
             y = self.reduce(y)
         return y if self.bias is None else y + self.bias
+
+
+def mask_arguments(kind: AttentionKind) -> tuple[bool, tuple[int, int]]:
+    """flash-attn's `causal` and `window_size`: W tokens are the query itself and W - 1 to its left (and right)."""
+    if kind.window is None:
+        return kind.causal, EVERYTHING
+    return kind.causal, (kind.window - 1, 0 if kind.causal else kind.window - 1)
+
+
+class ArenaAttention:
+    """An `Attend` that appends the blocks' K/V behind each request's context and attends over both.
+
+    Args:
+        attention: `flash_attn_with_kvcache`.
+        kinds: of the layers.
+        keys, values: the arena [entries, layers, capacity, kv_heads, head_dim].
+        lengths: context tokens of each request [requests].
+        entries: each request's entry of the arena [requests].
+    """
+
+    def __init__(
+        self,
+        attention: Callable[..., Tensor],
+        kinds: tuple[AttentionKind, ...],
+        keys: Tensor,
+        values: Tensor,
+        lengths: Tensor,
+        entries: Tensor,
+    ) -> None:
+        self.attention, self.kinds, self.keys, self.values = attention, kinds, keys, values
+        self.lengths, self.entries = lengths.to(torch.int32), entries.to(torch.int32)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        causal, window = mask_arguments(self.kinds[layer])
+        requests = len(self.entries)
+        dtype = self.keys.dtype
+        out = self.attention(
+            q=q.view(requests, -1, *q.shape[1:]).to(dtype),
+            k_cache=self.keys[:, layer],
+            v_cache=self.values[:, layer],
+            k=k.view(requests, -1, *k.shape[1:]).to(dtype),
+            v=v.view(requests, -1, *v.shape[1:]).to(dtype),
+            cache_seqlens=self.lengths[:requests],
+            cache_batch_idx=self.entries,
+            causal=causal,
+            window_size=window,
+        )
+        return out.reshape(q.shape).to(q.dtype)

@@ -1,4 +1,4 @@
-"""A recipe to the steps that make it, and the sources they start from."""
+"""The steps that a recipe asks for, in order, and the sources they start from."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from dflash_serve.errors import UserError
 
-from .recipe import Recipe
-from .sources import Source, drafter_source, prompts_source, target_source
-from .step import Measured, Step, Work
+from .pipeline import Measured, Step, Work
+from .recipe import Format, OnnxPrecision, Recipe
+from .sources import Source, find_drafter, find_prompts, find_target
 
 MODELOPT = ("nvidia-modelopt", "torch", "transformers")
 ONNX = ("onnx", "onnxruntime", "onnxscript", "torch")
@@ -17,7 +17,7 @@ CALIBRATION, ACCEPTANCE = "calibration prompts", "acceptance prompts"
 
 
 def find_sources(recipe: Recipe) -> dict[str, Source]:
-    """Those of target, drafter and prompts that a step needs, with digests of what they hold.
+    """Target, drafter and prompts, as far as a step needs them, with digests of what they hold.
 
     Raises:
         UserError: one cannot be found.
@@ -28,10 +28,10 @@ def find_sources(recipe: Recipe) -> dict[str, Source]:
     acceptance = recipe.build.acceptance
     wanted = {name for step in make_steps(recipe) for name in step.needs}
     found = {
-        "target": target_source(deployment.target) if "target" in wanted else None,
-        "drafter": drafter_source(deployment.drafter),
-        CALIBRATION: prompts_source(recipe.build.calibration.prompts),
-        ACCEPTANCE: prompts_source(acceptance.prompts if acceptance else None),
+        "target": find_target(deployment.target) if "target" in wanted else None,
+        "drafter": find_drafter(deployment.drafter),
+        CALIBRATION: find_prompts(recipe.build.calibration.prompts),
+        ACCEPTANCE: find_prompts(acceptance.prompts if acceptance else None),
     }
     return {name: source for name, source in found.items() if source is not None}
 
@@ -68,17 +68,17 @@ def _calibration(recipe: Recipe) -> Iterator[Step]:
 
         needs = ("drafter",) if free else ("target", "drafter", "answers")
         about = "no data: activations may reach 448" if free else "how large the drafter's activations get on them"
-        yield Step("drafter-ranges", ranges, needs, {"free": free}, ("torch", "transformers"), about=about)
+        yield Step("drafter-ranges", ranges, needs, {"free": free}, ("torch",), 2, about)
 
 
 def _targets(recipe: Recipe) -> Iterator[Step]:
     build, deployment = recipe.build, recipe.deployment
     for format in build.target:
 
-        def target(work: Work, format: str = format) -> Measured:
-            from .quantize_target import quantize_target
+        def target(work: Work, format: Format = format) -> Measured:
+            from .quantize import quantize_target
 
-            return quantize_target(work, format)  # type: ignore[arg-type]
+            return quantize_target(work, format)
 
         about = "weights, activations and K/V" if format == "fp8" else "weights and activations"
         yield Step(f"target-{format}", target, ("target", "answers"), {"format": format}, MODELOPT, about=about)
@@ -98,10 +98,10 @@ def _targets(recipe: Recipe) -> Iterator[Step]:
 def _drafters(recipe: Recipe) -> Iterator[Step]:
     for format in recipe.build.drafter:
 
-        def drafter(work: Work, format: str = format) -> Measured:
-            from .quantize_drafter import quantize_drafter
+        def drafter(work: Work, format: Format = format) -> Measured:
+            from .quantize import quantize_drafter
 
-            return quantize_drafter(work, format)  # type: ignore[arg-type]
+            return quantize_drafter(work, format)
 
         needs = ("drafter", "drafter-ranges")
         yield Step(f"drafter-{format}", drafter, needs, {"format": format}, MODELOPT, about="in ModelOpt's layout")
@@ -116,10 +116,10 @@ def _graphs(recipe: Recipe) -> Iterator[Step]:
         raise UserError("the quantised graphs are made from the FP16 one", where="build.onnx", do="add fp16")
     for precision in sorted(build.onnx, key=lambda p: p != "fp16"):
 
-        def onnx(work: Work, precision: str = precision) -> Measured:
+        def onnx(work: Work, precision: OnnxPrecision = precision) -> Measured:
             from .onnx_export import export_fp16, export_quantized
 
-            return export_fp16(work) if precision == "fp16" else export_quantized(work, precision)  # type: ignore[arg-type]
+            return export_fp16(work) if precision == "fp16" else export_quantized(work, precision)
 
         made = () if precision == "fp16" else ("onnx-fp16", f"drafter-{precision}")
         needs = ("drafter", "drafter-ranges", *made)
@@ -127,10 +127,10 @@ def _graphs(recipe: Recipe) -> Iterator[Step]:
         yield Step(f"onnx-{precision}", onnx, needs, {"precision": precision}, ONNX, 2, about)
     for precision in build.onnx if build.rtx else ():
 
-        def rtx(work: Work, precision: str = precision) -> Measured:
+        def rtx(work: Work, precision: OnnxPrecision = precision) -> Measured:
             from .rtx import compile_engines
 
-            return compile_engines(work, deployment, precision, build.rtx)  # type: ignore[arg-type]
+            return compile_engines(work, deployment, precision, build.rtx)
 
         parameters = {"compute": list(build.rtx), "limits": deployment.limits.model_dump(mode="json")}
         about = f"TensorRT-RTX engines for {', '.join(build.rtx).upper()}"
