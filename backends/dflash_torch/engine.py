@@ -14,7 +14,7 @@ from dflash_serve.outputs import Chunk, RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import FixedWidth
 
-from .answer import Answer
+from .detokenizer import Answer
 from .sampler import StepResult
 from .scheduler import Scheduler
 from .speculator import Speculator
@@ -222,7 +222,7 @@ class EmbeddedEngine:
         """Queues what one step brought one request; a stop string in its text ends it."""
         queue, answer = self._answers[result.request.id]
         chunk = answer.advance(result)
-        if answer.stream.stopped and result.request in self.scheduler.running:
+        if answer.detokenizer.stopped and result.request in self.scheduler.running:
             self.scheduler.leave(result.request)
         if chunk.finish_reason is not None:
             del self._answers[result.request.id]

@@ -68,11 +68,11 @@ class Speculator:
 
     def inject(self, requests: Sequence[Request]) -> None:
         """Writes the context K/V of tokens verified since the last time; nothing older is recomputed."""
-        requests = [s for s in requests if s.features]
+        requests = [request for request in requests if request.features]
         if not requests:
             return
-        spans = [Span(s.entry, s.injected, s.verified - s.injected) for s in requests]
-        context = self.drafter.project_context(torch.cat([rows for s in requests for rows in s.features]))
+        spans = [Span(request.entry, request.injected, request.verified - request.injected) for request in requests]
+        context = self.drafter.project_context(torch.cat([rows for request in requests for rows in request.features]))
         positions = span_positions(spans, context.device)
         self.cache.write_all(spans, *self.drafter.context_kv(context, positions))
         for request in requests:
@@ -81,5 +81,8 @@ class Speculator:
 
     def _fill_blocks(self, requests: Sequence[Request]) -> Tensor:
         """One pass over the blocks of all requests -> hidden [requests * B, H]."""
-        anchors, starts = [s.token_ids[-1] for s in requests], [(s.entry, s.verified) for s in requests]
+        anchors, starts = (
+            [request.token_ids[-1] for request in requests],
+            [(request.entry, request.verified) for request in requests],
+        )
         return self.drafter_runner(self.drafter, anchors, starts)

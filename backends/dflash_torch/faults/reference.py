@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dflash_serve.backend import Prompt
-from dflash_serve.checkpoint.layer_ids import uniform_target_layer_ids
+from dflash_serve.checkpoint.config import uniform_target_layer_ids
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.outputs import RequestOutput
 from dflash_serve.proving.doctor.counts import Counts
