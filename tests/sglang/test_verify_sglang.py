@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dflash_serve.client.answer import Answer
-from dflash_serve.proving.lossless.findings import Findings
-from dflash_serve.proving.lossless.launched import Launcher
-from dflash_serve.proving.lossless.plan import SAMPLED, Plan, Question
-from dflash_serve.proving.lossless.sides import Pair
-from dflash_serve.proving.lossless.verification import Verification
 
 from dflash_serve.backend import Command
+from dflash_serve.client.reply import Reply
 from dflash_serve.common.journal import Journal
 from dflash_serve.deployment import Deployment
 from dflash_serve.speculation.statistics import AcceptanceStatistics
+from dflash_serve.verify.findings import Findings
+from dflash_serve.verify.questions import SAMPLED, Question, VerifyPlan
+from dflash_serve.verify.subjects import SubjectPair, server_started_twice
+from dflash_serve.verify.verification import Verification
 from dflash_sglang import SGLangBackend
 from tests.sglang.test_smollm2_server import deployment
 from tests.support.prompts import word_problems
@@ -27,7 +26,7 @@ from tests.support.sglang_server import ENVIRONMENT, ON_CPU
 
 WIDTH, COUNT = 8, 8
 PROMPTS = word_problems(COUNT)
-PLAN = Plan(prompts=COUNT, prompts_sha256="", max_tokens=48, samples=4, dtype="float32")
+PLAN = VerifyPlan(prompts=COUNT, prompts_sha256="", max_tokens=48, samples=4, dtype="float32")
 pytestmark = [pytest.mark.model, pytest.mark.timeout(1500)]  # two starts of a server
 
 
@@ -40,11 +39,9 @@ class OnCpu(SGLangBackend):
 
 
 class Nobody:
-    """A side that must not be asked again."""
+    """A subject that must not be asked again."""
 
-    def answers(
-        self, questions: Sequence[Question], *, top_logprobs: int | None = None
-    ) -> Iterator[tuple[int, Answer]]:
+    def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
         raise AssertionError(f"asked again: {len(questions)} questions")
 
     def acceptance(self) -> AcceptanceStatistics:
@@ -55,13 +52,14 @@ class Nobody:
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Journal, Findings]:
     """One verification of all cases."""
     journal = Journal(None, {})
-    pair = Launcher(OnCpu(), tmp_path_factory.mktemp("servers"), patience=480, concurrency=8).pair(deployment(WIDTH))
+    folder = tmp_path_factory.mktemp("servers")
+    pair = server_started_twice(OnCpu(), deployment(WIDTH), folder, patience=480, concurrency=8)
     return journal, Verification(PLAN, PROMPTS, pair, journal).run()
 
 
 def again(journal: Journal, **changes: Any) -> Findings:
     """What the same answers say under other settings."""
-    nobody = Pair(lambda: nullcontext(Nobody()), lambda: nullcontext(Nobody()))
+    nobody = SubjectPair(lambda: nullcontext(Nobody()), lambda: nullcontext(Nobody()))
     return Verification(PLAN.model_copy(update=changes), PROMPTS, nobody, journal).run()
 
 
