@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.pairing import check_pairing
+from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.deployment_checks import block_problems, length_problems
 from dflash_serve.errors import Problem
 from dflash_serve.gpus import GIB
@@ -23,6 +24,7 @@ CAPTURING = (
 def problems(plan: LaunchPlan) -> list[Problem]:
     """All of them: the drafter's own first, because the others may follow from them."""
     found = list(plan.checkpoint.problems) if plan.checkpoint else []
+    found += plain_only(plan.checkpoint.quantization if plan.checkpoint else None, "SGLang", "drafter.model")
     found += release_problems(installed_version())
     if plan.drafter is not None:
         found += check_pairing(plan.drafter, plan.target.shape)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from dflash_serve.client.acceptance_reading import AcceptanceReading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_serve.client.acceptance_reading import AcceptanceReading
 from dflash_serve.proving.bench.pareto import Spot, frontier, reach, throughput_at
 from dflash_serve.proving.bench.results import Point
 from dflash_serve.proving.bench.sentence import at_every_spot, curves, headline

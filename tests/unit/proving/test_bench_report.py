@@ -10,8 +10,8 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-
 from dflash_serve.client.acceptance_reading import AcceptanceReading, counted
+
 from dflash_serve.common.provenance import Environment, environment
 from dflash_serve.proving.bench.html import page
 from dflash_serve.proving.bench.plan import Sweep, Workload

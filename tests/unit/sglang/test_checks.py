@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.deployment import Deployment
 from dflash_sglang import SGLangBackend
 from dflash_sglang.facts import parse_release
 from tests.support.paper_models import NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
-from tests.support.tiny import edit_json, tiny_drafter_config
+from tests.support.tiny import edit_json, tiny_drafter_config, write_quantized_drafter
 
 LARGE: dict[str, Any] = {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256,
@@ -108,6 +109,13 @@ def test_a_renamed_tensor_is_found_before_launch(target: Path, drafter: Path) ->
     found = whats(deploy(target, drafter))
     assert "tensor fc.weight [64, 192] is missing" in found
     assert "tensor fd.weight" in found
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_a_quantised_drafter_is_found(target: Path, tmp_path: Path, format: Format) -> None:
+    quantised = write_quantized_drafter(tmp_path / "quantised", format, tiny_drafter_config(**PAPER_DRAFTER))
+    (problem,) = SGLangBackend().check(deploy(target, quantised))
+    assert f"quantised to {format.upper()}, SGLang reads bf16 drafters only" in str(problem)
 
 
 @pytest.mark.parametrize(

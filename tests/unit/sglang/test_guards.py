@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.checkpoint.tensor_names import expected_tensors
+from dflash_serve.checkpoint.tensors import expected_tensors
 from dflash_sglang.plugin.guards import NEUTRAL, account, draft_problems, load_strictly, refusal
-from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
+from tests.support.tiny import tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
 
 TENSORS = list(expected_tensors(tiny_drafter_config()))
 WHOLE = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
@@ -59,6 +59,8 @@ def test_drafts_that_sglang_would_read_wrongly_are_found(tmp_path: Path) -> None
     assert "speculators' dialect, SGLang reads z-lab's" in str(draft_problems(server_args(speculators))[0])
     modelopt = write_tiny_drafter(tmp_path / "modelopt", sliding, dialect="modelopt")
     assert "written as ModelOpt does" in str(draft_problems(server_args(modelopt))[0])
+    quantised = write_quantized_drafter(tmp_path / "fp8", "fp8")
+    assert "quantised to FP8, SGLang reads bf16" in str(draft_problems(server_args(quantised))[0])
     assert "block size 16 is larger" in str(draft_problems(server_args(tmp_path / "zlab", 16))[0])
 
 
