@@ -1,30 +1,59 @@
-"""The real server with SmolLM2-135M-Instruct and the drafter we ship: no token changed, widths that follow the load."""
+"""The real server with SmolLM2-135M-Instruct and the drafter we ship: no token changed, which `verify` says too, and
+widths that follow the load.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from dflash_serve import LLM, SamplingParams
+from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_acceptance
+from dflash_serve.client.reply import Reply
+from dflash_serve.common.journal import Journal
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
+from dflash_serve.verify.findings import Findings
+from dflash_serve.verify.questions import SAMPLED, Question, VerifyPlan
+from dflash_serve.verify.subjects import SubjectPair, two_servers
+from dflash_serve.verify.verification import Verification
 from tests.support.prompts import word_problems
-from tests.support.sglang_server import CROWD, Server
+from tests.support.sglang_server import CROWD, Berth, OnCpu, Server, fleet, smollm2
 
 pytestmark = pytest.mark.model
 PROMPTS, TOKENS, STREAMS = 20, 64, 10
 SCHEMA = json.dumps({"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]})
 Tokens = list[list[int]]
-Servers = Mapping[str, Future[Server]]
+FLAT_THEN_STEEP = {"target": {1: 1.0, 8: 1.0, 256: 32.0}, "draft": {1: 0.05, 16: 0.05}}
+"""Costs of a machine on which 8 rows cost no more than one, and every further row costs in full."""
+VERIFIED = 8
+"""Prompts of the verification."""
+PLAN = VerifyPlan(prompts=VERIFIED, prompts_sha256="", max_tokens=48, samples=4, dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def prompts(smollm2_servers: Servers) -> Tokens:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Berth]]:
+    """Without speculation (`plain`), in whole blocks (`DFLASH`), and as wide as it pays (`automatic`)."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    table = folder / "cost.json"
+    table.write_text(json.dumps(FLAT_THEN_STEEP))
+    wanted = {
+        "plain": (smollm2("off"), OnCpu()),
+        "DFLASH": (smollm2(8), OnCpu()),
+        "automatic": (smollm2("auto"), OnCpu(env={"DFLASH_SERVE_COST_TABLE": str(table)})),
+    }
+    with fleet(folder, wanted) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prompts(servers: Mapping[str, Berth]) -> Tokens:
     tokenizer = load_tokenizer("smollm2")
     encoded = [
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
@@ -55,8 +84,8 @@ def assert_same_special_answers(server: Server, prompts: Tokens, plain: Answers)
 
 
 @pytest.fixture(scope="module")
-def plain(prompts: Tokens, smollm2_servers: Servers) -> Answers:
-    server = smollm2_servers["plain"].result()
+def plain(prompts: Tokens, servers: Mapping[str, Berth]) -> Answers:
+    server = servers["plain"].ready.result()
     return Answers(server.tokens(prompts, TOKENS, STREAMS), *special_answers(server, prompts))
 
 
@@ -67,9 +96,9 @@ def mean_width(statistics: AcceptanceStatistics) -> float:
 
 
 def test_dflash_changes_no_token_and_accepts_what_the_embedded_engine_does(
-    prompts: Tokens, plain: Answers, smollm2_servers: Servers
+    prompts: Tokens, plain: Answers, servers: Mapping[str, Berth]
 ) -> None:
-    server = smollm2_servers["DFLASH"].result()
+    server = servers["DFLASH"].ready.result()
     before = read_acceptance(server.url)
     assert server.tokens(prompts, TOKENS, STREAMS) == plain.tokens
     found = read_acceptance(server.url).since(before).acceptance_length
@@ -83,9 +112,9 @@ def test_dflash_changes_no_token_and_accepts_what_the_embedded_engine_does(
 
 
 def test_one_stream_is_served_wide_and_a_crowd_narrow_and_no_token_changes(
-    prompts: Tokens, plain: Answers, smollm2_servers: Servers
+    prompts: Tokens, plain: Answers, servers: Mapping[str, Berth]
 ) -> None:
-    server = smollm2_servers["automatic"].result()
+    server = servers["automatic"].ready.result()
     started = read_acceptance(server.url)
     assert server.tokens(prompts[:3], TOKENS) == plain.tokens[:3]
     assert_same_special_answers(server, prompts, plain)
@@ -94,3 +123,45 @@ def test_one_stream_is_served_wide_and_a_crowd_narrow_and_no_token_changes(
     crowd = read_acceptance(server.url)
     assert mean_width(alone.since(started)) > 6
     assert mean_width(crowd.since(alone)) < 3
+
+
+class Nobody:
+    """A subject that must not be asked again."""
+
+    def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
+        raise AssertionError(f"asked again: {len(questions)} questions")
+
+    def acceptance(self) -> AcceptanceStatistics:
+        return AcceptanceStatistics.unknown()
+
+
+@pytest.fixture(scope="module")
+def verified(servers: Mapping[str, Berth]) -> tuple[Journal, Findings]:
+    """One verification of all cases."""
+    journal = Journal(None, {})
+    urls = [servers[name].ready.result().url for name in ("DFLASH", "plain")]
+    pair = two_servers(*(Endpoint(url, concurrency=VERIFIED) for url in urls))
+    return journal, Verification(PLAN, word_problems(VERIFIED), pair, journal).run()
+
+
+def again(journal: Journal, **changes: Any) -> Findings:
+    """What the same answers say under other settings."""
+    nobody = SubjectPair(lambda: nullcontext(Nobody()), lambda: nullcontext(Nobody()))
+    return Verification(PLAN.model_copy(update=changes), word_problems(VERIFIED), nobody, journal).run()
+
+
+def test_greedy_decoding_is_lossless(verified: tuple[Journal, Findings]) -> None:
+    found = again(verified[0], samples=0, penalties=False)
+    assert (found.verdict, found.faults, found.unit) == ("lossless", (), "tokens")
+    assert found.greedy[0].identical == VERIFIED
+    assert found.acceptance_length is not None
+    assert found.acceptance_length > 1.1
+
+
+def test_what_is_refused_is_not_called_lossless(verified: tuple[Journal, Findings]) -> None:
+    found = verified[1]
+    assert found.verdict == "could not tell"
+    assert "does not count the tokens of DFlash steps" in str(found.greedy[1].refused)
+    assert any("`--no-penalties` verifies the rest" in reason for reason in found.reasons)
+    assert all("would answer greedily without saying so" in str(one.refused) for one in found.sampled[:-1])
+    assert sum("`--samples 0` verifies greedy decoding alone" in reason for reason in found.reasons) == len(SAMPLED)

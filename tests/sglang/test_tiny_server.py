@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import urllib.error
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from dflash_serve.deployment import Deployment
 from dflash_sglang.facts import ACCEPTED, DRAFT_SECONDS, FACTS, STEPS
 from tests.support.promql import exported, missing
-from tests.support.sglang_server import OnCpu, Server, fleet
+from tests.support.sglang_server import Berth, OnCpu, Server, fleet
 from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
 from tests.support.tiny_target import SPECIALS, write_tiny_target
 
@@ -64,7 +63,7 @@ def deployment(models: tuple[Path, Path], **speculation: Any) -> Deployment:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Server]]]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Berth]]:
     """One without speculation (`plain`), and one for each of the ways."""
     folder = tmp_path_factory.mktemp("tiny")
     models = pair(folder)
@@ -74,21 +73,24 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, F
 
 
 @pytest.fixture(scope="module")
-def truth(servers: Mapping[str, Future[Server]]) -> dict[str, Any]:
+def truth(servers: Mapping[str, Berth]) -> dict[str, Any]:
     """What the same server answers without speculation."""
-    server = servers["plain"].result()
+    server = servers["plain"].ready.result()
     logprobs = server.generate(PROMPTS[0], return_logprob=True)["meta_info"]["output_token_logprobs"]
-    return {
+    found = {
         "tokens": server.tokens(PROMPTS, streams=8),
         "long": server.generate(LONG)["output_ids"],
         "logprobs": [entry[0] for entry in logprobs],
         "schema": server.generate(PROMPTS[1], 40, json_schema=SCHEMA, ignore_eos=False)["text"],
     }
+    servers["plain"].left.set()
+    return found
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def server(request: pytest.FixtureRequest, servers: Mapping[str, Future[Server]]) -> Server:
-    return servers[request.param].result()
+def server(request: pytest.FixtureRequest, servers: Mapping[str, Berth]) -> Iterator[Server]:
+    yield servers[request.param].ready.result()
+    servers[request.param].left.set()
 
 
 def test_greedy_answers_are_those_without_speculation(server: Server, truth: dict[str, Any]) -> None:

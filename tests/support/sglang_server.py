@@ -7,9 +7,10 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -30,8 +31,8 @@ ON_CPU = (
 """On top of our command: the last flag of a name wins. In float32 losslessness is exact; gauges follow every step."""
 ENVIRONMENT = {"SGLANG_PLATFORM": "torch_cpu", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", **FACTS.environment}
 PATIENCE = 300.0
-AT_ONCE = 2
-"""Servers that start side by side: most of a start is one thread that imports."""
+AT_ONCE = 3
+"""Servers side by side, of 3 GB each: most of a start is one thread that imports."""
 CROWD = 16
 """Requests that a server of SmolLM2 takes at once."""
 OF_REQUEST = ("return_logprob", "rid")
@@ -132,19 +133,34 @@ def smollm2(width: int | str) -> Deployment:
     return Deployment.model_validate({**fields, "limits": limits, "speculation": {"width": width}})
 
 
+@dataclass(frozen=True)
+class Berth:
+    """A server's place among several."""
+
+    ready: Future[Server] = field(default_factory=Future)
+    left: Event = field(default_factory=Event)
+    """Set it when the server is no longer needed: it is stopped, and another one may start."""
+
+
 @contextmanager
-def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]]) -> Iterator[Mapping[str, Future[Server]]]:
-    """Servers by name, each in a folder of its own, started in this order as `verify` and `bench` start them.
+def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]]) -> Iterator[Mapping[str, Berth]]:
+    """Servers by name, each in a folder of its own, started in this order as `verify` and `bench` start them."""
+    berths = {name: Berth() for name in wanted}
 
-    Their results are waited for when they are used; all of them run until the block ends.
-    """
-    with ExitStack() as running, ThreadPoolExecutor(AT_ONCE) as starters:
-
-        def start(number: int, deployment: Deployment, backend: OnCpu) -> Server:
-            own = folder / str(number)
-            return Server(running.enter_context(running_server(backend, deployment, own, patience=PATIENCE)), own)
-
+    def run(berth: Berth, own: Path, deployment: Deployment, backend: OnCpu) -> None:
         try:
-            yield {name: starters.submit(start, i, *how) for i, (name, how) in enumerate(wanted.items())}
+            with running_server(backend, deployment, own, patience=PATIENCE) as url:
+                berth.ready.set_result(Server(url, own))
+                berth.left.wait()
+        except UserError as error:
+            berth.ready.set_exception(error)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            for number, (name, how) in enumerate(wanted.items()):
+                pool.submit(run, berths[name], folder / str(number), *how)
+            yield berths
         finally:
-            starters.shutdown(cancel_futures=True)
+            for berth in berths.values():
+                berth.left.set()
+            pool.shutdown(cancel_futures=True)
