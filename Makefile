@@ -31,6 +31,12 @@ unit: .venv/test
 test-doctor: .venv/test
 	DFLASH_SERVE_TEST_DOCTOR=1 $(BIN)/python -m pytest -o timeout=1800 tests/integration/test_doctor.py
 
+# The documentation as a site, in build/docs; the command line's and the deployment's pages are written first.
+.PHONY: docs
+docs: .venv/test
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 bench: .venv/test
 	$(BIN)/python benchmarks/decoding.py
 

@@ -90,7 +90,7 @@ class Bench:
 
     def run(self, messages: Messages) -> dict[str, Any]:
         """Tokens per second of each way on one prompt, whether all agree, and what (d) accepted."""
-        ids = self.llm.engine.tokenise(messages)  # type: ignore[attr-defined]
+        ids = self.llm.engine.tokenize(messages)  # type: ignore[attr-defined]
         speeds, answers = {}, {}
         for name, way in self.ways.items():
             start = perf_counter()

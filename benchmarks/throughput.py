@@ -82,7 +82,7 @@ class Bench:
         self.dtype = str(embedding.dtype).removeprefix("torch.")
         reference = AutoModelForCausalLM.from_pretrained(target_folder(target), dtype=embedding.dtype)
         self.reference = reference.to(embedding.device).eval()
-        self.prompts = [self.full.tokenise(prompt) for prompt in word_problems(20)]
+        self.prompts = [self.full.tokenize(prompt) for prompt in word_problems(20)]
 
     def round(self, size: int) -> dict[str, dict[str, Any]]:
         """Each way once, on the same `size` prompts."""

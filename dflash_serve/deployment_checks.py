@@ -7,8 +7,8 @@ from pathlib import Path
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.manifest import verify
-from dflash_serve.checkpoint.pairing import TargetShape
 from dflash_serve.checkpoint.source import drafter_source
+from dflash_serve.checkpoint.target_shape import TargetShape
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import Problem
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dflash_serve.backend import EMBEDDED, Prompt, backend
+from dflash_serve.backend import Engine, Prompt, Stream, embedded_backend
 from dflash_serve.deployment import Deployment, load_deployment
-from dflash_serve.outputs import Chunk, RequestOutput
+from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class LLM:
                 "limits": {"max_model_len": max_model_len, "max_batch_size": max_batch_size},
             }
             self.deployment = load_deployment(flags=flags)
-        self.engine = backend(EMBEDDED).engine(self.deployment)
+        self.engine: Engine = embedded_backend().engine(self.deployment)
 
     @property
     def tokenizer(self) -> Any:
@@ -69,14 +69,18 @@ class LLM:
             prompts: text or token ids, one or several.
             params: one for all, or one each; the default samples at temperature 1, as vLLM's does.
         """
-        for _ in self.stream(prompts, params):
+        stream = self.stream(prompts, params)
+        for _ in stream:
             pass
-        return self.engine.outputs()
+        return stream.outputs()
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[Chunk]:
-        """As `generate`, but gives each step's text as it comes."""
+    ) -> Stream:
+        """As `generate`, but gives each step's text as it comes; the finished requests are in its `outputs()`.
+
+        Any number of streams may be open side by side. Closing one, or dropping it, ends its own requests.
+        """
         many = _as_list(prompts)
         each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
         return self.engine.stream(many, each)

@@ -1,4 +1,4 @@
-"""SGLang as a backend: checks, command line, and the plug-in and worker that SGLang loads."""
+"""SGLang as a backend: checks and command line here, and in `plugin` what SGLang's own process loads."""
 
 from .backend import SGLangBackend, backend
 

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from .kernels import kernels_of
-from .memory import memory_of
-from .plan import Plan
+from dflash_serve.errors import UserError
+from dflash_serve.gpus import Gpu
+
+from .launch_plan import LaunchPlan
 
 DRAFT = "draft"
 """Where `prepare` puts the drafter, below its folder."""
 KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4", "mxfp4": "mxfp4"}
+LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
+"""Variables by which Kubernetes' LeaderWorkerSet tells a process its place among several nodes."""
+DISTRIBUTED_PORT = 20000
+"""Where the leader's torch.distributed listens."""
 
 Flag = tuple[str, ...]
 """`--name` and its value, or `--name` alone."""
 
 
-def arguments(plan: Plan, folder: Path) -> list[str]:
-    """All but host, port and the place among several nodes."""
+@dataclass(frozen=True)
+class AttentionKernels:
+    """SGLang's names of the attention kernels that serve DFlash on a GPU."""
+
+    target: str
+    """Where the target's heads are plain (not DeepSeek's latent form)."""
+    drafter: str
+    """The drafter's block is not causal: trtllm_mha would be refused (`_resolve_dflash_draft_attention_backend`)."""
+
+
+def kernels_of(gpu: Gpu) -> AttentionKernels:
+    """Those of Blackwell (SGLang's sm100) or Hopper."""
+    return AttentionKernels("trtllm_mha", "fa4") if gpu.is_blackwell else AttentionKernels("fa3", "fa3")
+
+
+def arguments(plan: LaunchPlan, folder: Path) -> list[str]:
+    """All arguments but host, port and those of `node_arguments`."""
     parts = (
         _models(plan),
         _precision(plan),
@@ -31,7 +52,26 @@ def arguments(plan: Plan, folder: Path) -> list[str]:
     return [word for part in parts for flag in part for word in flag] + ["--enable-metrics"]
 
 
-def _models(plan: Plan) -> Iterator[Flag]:
+def node_arguments(nodes: int, environment: Mapping[str, str]) -> list[str]:
+    """--nnodes, --node-rank and --dist-init-addr; nothing on a single node.
+
+    Raises:
+        UserError: the environment does not say which node this is, or tells of another number of nodes.
+    """
+    if nodes == 1:
+        return []
+    missing = [name for name in (LEADER, SIZE, INDEX) if name not in environment]
+    if missing:
+        what = f"{nodes} nodes, but {', '.join(missing)} is not set"
+        raise UserError(what, where="parallel.nodes", do="start it in a LeaderWorkerSet, or set the variables")
+    if environment[SIZE] != str(nodes):
+        what = f"{nodes} nodes, but {SIZE} is {environment[SIZE]}"
+        raise UserError(what, where="parallel.nodes", do="make the two agree")
+    address = f"{environment[LEADER]}:{DISTRIBUTED_PORT}"
+    return ["--nnodes", str(nodes), "--node-rank", environment[INDEX], "--dist-init-addr", address]
+
+
+def _models(plan: LaunchPlan) -> Iterator[Flag]:
     target = plan.deployment.target
     yield "--model-path", target.model
     if target.revision is not None:
@@ -40,7 +80,7 @@ def _models(plan: Plan) -> Iterator[Flag]:
         yield "--disaggregation-mode", plan.deployment.role
 
 
-def _precision(plan: Plan) -> Iterator[Flag]:
+def _precision(plan: LaunchPlan) -> Iterator[Flag]:
     yield "--dtype", "bfloat16"
     asked = plan.deployment.target.quantization
     if asked != "none" and plan.target.native_quantization is None:
@@ -50,7 +90,7 @@ def _precision(plan: Plan) -> Iterator[Flag]:
         yield "--kv-cache-dtype", kv_dtype
 
 
-def _parallel(plan: Plan) -> Iterator[Flag]:
+def _parallel(plan: LaunchPlan) -> Iterator[Flag]:
     parallel = plan.deployment.parallel
     yield "--tp-size", str(parallel.tensor)
     if parallel.expert > 1:
@@ -62,7 +102,7 @@ def _parallel(plan: Plan) -> Iterator[Flag]:
         yield ("--enable-dp-lm-head",)  # DFlash under data-parallel attention asks for it
 
 
-def _limits(plan: Plan) -> Iterator[Flag]:
+def _limits(plan: LaunchPlan) -> Iterator[Flag]:
     limits, cache = plan.deployment.limits, plan.deployment.kv_cache
     yield "--max-running-requests", str(limits.max_batch_size)
     yield "--max-queued-requests", str(limits.max_queued_requests)
@@ -72,12 +112,11 @@ def _limits(plan: Plan) -> Iterator[Flag]:
         yield "--chunked-prefill-size", str(limits.max_num_tokens)
     if cache.block_reuse is False:
         yield ("--disable-radix-cache",)
-    if cache.memory_fraction is not None and plan.gpu is not None:
-        fraction = memory_of(plan, plan.gpu).static_fraction(cache.memory_fraction)
-        yield "--mem-fraction-static", str(fraction)
+    if cache.memory_fraction is not None and plan.memory is not None:
+        yield "--mem-fraction-static", str(plan.memory.static_fraction(cache.memory_fraction))
 
 
-def _speculation(plan: Plan, folder: Path) -> Iterator[Flag]:
+def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
     if plan.algorithm is None:
         return
     yield "--speculative-algorithm", plan.algorithm
@@ -87,13 +126,13 @@ def _speculation(plan: Plan, folder: Path) -> Iterator[Flag]:
     yield "--speculative-draft-model-quantization", "unquant"
     yield "--speculative-draft-kv-cache-dtype", "bfloat16"
     if plan.target.penalises:
-        # SGLang would penalise every request by the model's defaults, and wrongly so (`request_guard`).
+        # SGLang would penalise every request by the model's defaults, and wrongly so (`plugin.guards`).
         yield "--sampling-defaults", "openai"
     if plan.deployment.speculation.draft_window is not None:
         yield "--speculative-draft-window-size", str(plan.deployment.speculation.draft_window)
 
 
-def _kernels(plan: Plan) -> Iterator[Flag]:
+def _kernels(plan: LaunchPlan) -> Iterator[Flag]:
     """SGLang's own choice where the GPU is not named, and for latent attention."""
     if plan.gpu is None:
         return

@@ -7,17 +7,16 @@ import sys
 from pathlib import Path
 
 from dflash_serve.backend import Command
+from dflash_serve.checkpoint.reader import Checkpoint, load_tensors
+from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import changed_files
 from dflash_serve.errors import Problem, raise_problems
 
-from .arguments import DRAFT, arguments
+from .arguments import DRAFT, arguments, node_arguments
 from .checks import problems
-from .draft_folder import write_draft_folder
 from .facts import FACTS
-from .nodes import node_arguments
-from .plan import OURS, Plan, make_plan
-from .widths import WIDTH
+from .launch_plan import OURS, WIDTH_VARIABLE, LaunchPlan, read_launch_plan
 
 
 class SGLangBackend:
@@ -26,13 +25,16 @@ class SGLangBackend:
     name = "sglang"
     facts = FACTS
 
+    def __init__(self) -> None:
+        self._prepared: LaunchPlan | None = None
+
     def check(self, deployment: Deployment) -> list[Problem]:
         """Everything that would not work; reads config.json files and safetensors headers only.
 
         Raises:
             UserError: the target or drafter cannot be found or read at all.
         """
-        return problems(make_plan(deployment))
+        return problems(read_launch_plan(deployment))
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         """Writes draft/. A built target or drafter is held against its manifest first, byte for byte.
@@ -40,27 +42,40 @@ class SGLangBackend:
         Raises:
             UserError: the first problem of `check`, a built file that was changed, or a drafter that cannot be read.
         """
-        plan = self._sound_plan(deployment)
+        plan = read_launch_plan(deployment)
+        raise_problems(problems(plan), hint="`dflash-serve serve --dry-run` shows all")
         raise_problems(changed_files(deployment))
         if plan.checkpoint is not None:
-            write_draft_folder(plan.checkpoint, folder.resolve() / DRAFT)
+            _write_draft_folder(plan.checkpoint, folder.resolve() / DRAFT)
+        self._prepared = plan
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
         """The command line for a prepared folder; on several nodes, that of the node it is asked on.
 
+        What `prepare` has just read of the same deployment is not read again: the command goes with that folder.
+
         Raises:
             UserError: several nodes, and the environment does not say which this is.
         """
-        plan = make_plan(deployment)
+        prepared = self._prepared
+        plan = prepared if prepared and prepared.deployment == deployment else read_launch_plan(deployment)
         argv = [sys.executable, "-m", "sglang.launch_server", *arguments(plan, folder.resolve())]
         argv += node_arguments(deployment.parallel.nodes, os.environ)
-        env = {WIDTH: str(deployment.speculation.width)} if plan.algorithm == OURS else {}
+        env = {WIDTH_VARIABLE: str(deployment.speculation.width)} if plan.algorithm == OURS else {}
         return Command((*argv, "--host", host, "--port", str(port)), env)
 
-    def _sound_plan(self, deployment: Deployment) -> Plan:
-        plan = make_plan(deployment)
-        raise_problems(problems(plan), hint="`dflash-serve serve --dry-run` shows all")
-        return plan
+
+def _write_draft_folder(checkpoint: Checkpoint, folder: Path) -> None:
+    """Writes the drafter as SGLang reads it (z-lab's dialect, bfloat16, one file, plain names), whole or not at all.
+
+    Raises:
+        UserError: the checkpoint has problems, or something that is no drafter stands there.
+    """
+    import torch
+
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_tensors(checkpoint).items()}
+    assert checkpoint.config is not None
+    write_drafter(folder, checkpoint.config, tensors, dialect="zlab", overwrite=True)
 
 
 backend = SGLangBackend()

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.pairing import check_pairing
+from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.deployment_checks import block_problems, length_problems
 from dflash_serve.errors import Problem
+from dflash_serve.gpus import GIB
 
-from .memory import memory_problems
-from .parallel_checks import parallel_problems
-from .plan import Plan
-from .precision_checks import precision_problems
-from .release import installed, release_problems
+from .facts import DATA_PARALLEL_ATTENTION, installed_version, parse_release, release_problems
+from .launch_plan import GRAPH_BYTES, OURS, RUNTIME_BYTES, LaunchPlan
 
 CAPTURING = (
     *("beam", "deepseek", "gemma4", "glm4_moe_lite", "glm5", "gpt_oss", "inkling", "kimi", "laguna", "lfm2", "llama"),
@@ -22,21 +21,24 @@ CAPTURING = (
 """Families (model_type's beginning) whose SGLang model hands out hidden states (`set_dflash_layers_to_capture`)."""
 
 
-def problems(plan: Plan) -> list[Problem]:
+def problems(plan: LaunchPlan) -> list[Problem]:
     """All of them: the drafter's own first, because the others may follow from them."""
     found = list(plan.checkpoint.problems) if plan.checkpoint else []
+<<<<<<< HEAD
+    found += plain_only(plan.checkpoint.quantization if plan.checkpoint else None, "SGLang", "drafter.model")
     found += release_problems(installed())
+=======
+    found += release_problems(installed_version())
+>>>>>>> room/sglang
     if plan.drafter is not None:
         found += check_pairing(plan.drafter, plan.target.shape)
         found += _drafter_problems(plan, plan.drafter)
-    found += parallel_problems(plan)
-    found += precision_problems(plan)
-    found += _limits(plan)
-    found += memory_problems(plan)
+    for problems_of in (_devices, _experts, _unsupported, _heads, _precision, _lengths, _memory):
+        found += problems_of(plan)
     return found
 
 
-def _drafter_problems(plan: Plan, drafter: DrafterConfig) -> Iterator[Problem]:
+def _drafter_problems(plan: LaunchPlan, drafter: DrafterConfig) -> Iterator[Problem]:
     yield from block_problems(plan.deployment, drafter)
     family = plan.target.shape.model_type
     if not family.startswith(CAPTURING):
@@ -51,8 +53,8 @@ def _drafter_problems(plan: Plan, drafter: DrafterConfig) -> Iterator[Problem]:
     yield from _attention(plan, drafter)
 
 
-def _attention(plan: Plan, drafter: DrafterConfig) -> Iterator[Problem]:
-    """Windows and positions: one window for all, told to SGLang by layer_types and is_causal."""
+def _attention(plan: LaunchPlan, drafter: DrafterConfig) -> Iterator[Problem]:
+    """Windows and positions: SGLang knows one window for all layers, told by layer_types and is_causal."""
     windows = {kind.window for kind in drafter.layers} - {None}
     if len(windows) > 1:
         what = f"its layers have different windows ({', '.join(map(str, sorted(filter(None, windows))))})"
@@ -73,8 +75,126 @@ def _attention(plan: Plan, drafter: DrafterConfig) -> Iterator[Problem]:
         yield Problem(what, "drafter.model", do)
 
 
-def _limits(plan: Plan) -> Iterator[Problem]:
+def _devices(plan: LaunchPlan) -> Iterator[Problem]:
+    parallel, hardware = plan.deployment.parallel, plan.deployment.hardware
+    if parallel.tensor != hardware.count:
+        what = f"tensor parallelism over {parallel.tensor} devices, but hardware.count is {hardware.count}"
+        do = f"set parallel.tensor to {hardware.count}, or hardware.count to {parallel.tensor}"
+        yield Problem(what, "parallel.tensor", do)
+    if parallel.tensor % parallel.nodes:
+        what = f"{parallel.tensor} devices cannot be shared evenly by {parallel.nodes} nodes"
+        yield Problem(what, "parallel.nodes", "use a number of nodes that divides parallel.tensor")
+    if hardware.gpu == "none":
+        what = "SGLang's DFlash runs on GPUs (CUDA) only"
+        yield Problem(what, "hardware.gpu", "use the torch backend on a CPU")
+
+
+def _experts(plan: LaunchPlan) -> Iterator[Problem]:
+    parallel, experts = plan.deployment.parallel, plan.target.experts
+    if parallel.expert == 1:
+        return
+    if not experts:
+        yield Problem("the target has no experts", "parallel.expert", "set it to 1")
+    elif parallel.expert != parallel.tensor:
+        what = f"expert parallelism {parallel.expert} is not tensor parallelism {parallel.tensor}"
+        do = f"SGLang shares experts among all tensor-parallel devices: use {parallel.tensor} or 1"
+        yield Problem(what, "parallel.expert", do)
+    elif experts % parallel.expert:
+        what = f"{experts} experts cannot be shared evenly by {parallel.expert} devices"
+        yield Problem(what, "parallel.expert", "use a divisor")
+
+
+def _unsupported(plan: LaunchPlan) -> Iterator[Problem]:
+    parallel, speculates = plan.deployment.parallel, plan.checkpoint is not None
+    if parallel.pipeline > 1 and speculates:
+        what = "SGLang's DFlash does not run with pipeline parallelism"
+        yield Problem(what, "parallel.pipeline", "set it to 1 and raise parallel.tensor")
+    if parallel.context > 1:
+        what = "context parallelism is not covered by this backend"
+        yield Problem(what, "parallel.context", "set it to 1, or use the tensorrt-llm backend")
+    release = parse_release(installed_version() or "")
+    if parallel.attention_data and speculates and release is not None and release < DATA_PARALLEL_ATTENTION:
+        first = ".".join(map(str, DATA_PARALLEL_ATTENTION))
+        what = f"data-parallel attention with DFlash needs SGLang {first}"
+        yield Problem(what, "parallel.attention_data", f"pip install sglang=={first}")
+    if parallel.attention_data and plan.algorithm == OURS:
+        what = "with data-parallel attention every device must take the same width, which only a fixed one does"
+        yield Problem(what, "speculation.width", f"set it to {plan.block_size}")
+
+
+def _heads(plan: LaunchPlan) -> Iterator[Problem]:
+    """Heads are split; K/V heads are split, or repeated where there are more devices than heads."""
+    if plan.deployment.parallel.attention_data:
+        return
+    tensor = plan.deployment.parallel.tensor
+    shapes = [("target.model", plan.target.attention_heads, 1 if plan.target.latent else plan.target.kv_heads)]
+    if plan.drafter is not None:
+        shapes.append(("drafter.model", plan.drafter.num_attention_heads, plan.drafter.num_key_value_heads))
+    for where, heads, kv_heads in shapes:
+        if heads % tensor:
+            what = f"{heads} attention heads cannot be split over {tensor} devices"
+            yield Problem(what, where, "use a number of devices that divides them")
+        elif max(kv_heads, tensor) % min(kv_heads, tensor):
+            what = f"{kv_heads} K/V heads can be neither split over {tensor} devices nor repeated evenly"
+            yield Problem(what, where, "use a divisor or a multiple of them")
+
+
+def _precision(plan: LaunchPlan) -> Iterator[Problem]:
+    """Number formats: what a GPU has not, and the traps between a quantised target and its drafter."""
+    yield from _target_precision(plan)
+    drafter = plan.deployment.drafter
+    if drafter is not None and plan.checkpoint is not None and drafter.quantization != "none":
+        what = "SGLang's DFlash drafts are not quantised: fc stays dense and the fused K/V path refuses quantised q/k/v"
+        yield Problem(what, "drafter.quantization", "set it to none; the drafter is small beside its target")
+    if plan.deployment.kv_cache.dtype == "nvfp4":
+        if plan.gpu is not None and not plan.gpu.is_blackwell:
+            yield Problem(f"{plan.gpu.name} has no FP4 arithmetic", "kv_cache.dtype", "use fp8 or bfloat16")
+        elif plan.checkpoint is not None:
+            what = "SGLang refuses DFlash on NVFP4 keys and values (arg_groups/kv_cache_hook.py)"
+            yield Problem(what, "kv_cache.dtype", "use fp8 or bfloat16")
+    if plan.deployment.hardware.dtype == "float32":
+        what = "SGLang runs DFlash drafts in bfloat16 only" if plan.checkpoint else "SGLang serves in bfloat16"
+        yield Problem(what, "hardware.dtype", "use auto or bfloat16")
+
+
+def _target_precision(plan: LaunchPlan) -> Iterator[Problem]:
+    asked, native = plan.deployment.target.quantization, plan.target.native_quantization
+    where, gpu = "target.quantization", plan.gpu
+    if asked != "none" and native is not None and native != asked:
+        yield Problem(f"{asked} is asked for, but the checkpoint is {native}", where, f"set it to {native}")
+    elif asked in ("nvfp4", "mxfp4") and native is None:
+        what = f"{asked} is asked for, but the checkpoint is not quantised"
+        yield Problem(what, where, f"give a checkpoint in {asked}; `dflash-serve build` makes one")
+    if (asked == "nvfp4" or native == "nvfp4") and gpu is not None and not gpu.is_blackwell:
+        yield Problem(f"{gpu.name} has no FP4 arithmetic", where, "use fp8, or a b200 or b300")
+    if plan.checkpoint is not None and plan.target.head_is_quantized:
+        what = "the target's lm_head is quantised to NVFP4; the drafter drafts through it (sglang#35534)"
+        yield Problem(what, "target.model", "use a checkpoint that leaves lm_head out")
+
+
+def _lengths(plan: LaunchPlan) -> Iterator[Problem]:
     yield from length_problems(plan.deployment, plan.target.shape)
-    window = plan.deployment.speculation.draft_window
-    if window is not None and plan.checkpoint is None:
+    if plan.deployment.speculation.draft_window is not None and plan.checkpoint is None:
         yield Problem("there is no drafter", "speculation.draft_window", "name one, or remove the window")
+
+
+def _memory(plan: LaunchPlan) -> Iterator[Problem]:
+    """Whether weights and one longest request fit on a device; nothing where the deployment does not name its GPU."""
+    memory = plan.memory
+    if memory is None or plan.gpu is None:
+        return
+    if memory.pool <= 0:
+        what = (
+            f"one device needs {_gib(memory.target)} for the target, {_gib(memory.drafter)} for the drafter and "
+            f"{_gib(RUNTIME_BYTES + GRAPH_BYTES)} to run, but a {plan.gpu.name} has {_gib(memory.total)}"
+        )
+        yield Problem(what, "hardware", "use more devices (parallel.tensor), or a quantised target")
+        return
+    longest = plan.deployment.limits.max_model_len or plan.target.shape.max_position_embeddings
+    if longest is not None and memory.tokens < longest:
+        what = f"{longest} tokens, but after the weights there is room for the K/V of about {memory.tokens}"
+        yield Problem(what, "limits.max_model_len", "shorten it, use kv_cache.dtype fp8, or more devices")
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder
 from dflash_serve.errors import Problem, UserError
@@ -36,6 +37,7 @@ def draft_problems(server_args: Any) -> list[Problem]:
         return []
     checkpoint = open_checkpoint(folder)
     found = [problem for problem in checkpoint.problems if not problem.where.endswith(READ_BY_SGLANG)]
+    found += plain_only(checkpoint.quantization, "SGLang", str(folder))
     return [*_dialect(checkpoint), *found, *_block_size(checkpoint, server_args)]
 
 

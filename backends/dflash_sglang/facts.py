@@ -1,23 +1,65 @@
-"""What SGLang's server (0.5.23) and our plug-in in it call their probes and metrics, and how to read them."""
+"""What SGLang calls its own things: the releases that were read and run, its probes, its metrics and our plug-in's."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 
 from dflash_serve.backend import EngineFacts, MetricNames, Probes, SpeculationLines
 from dflash_serve.common.prometheus import Samples, Scrape
 from dflash_serve.common.promql import rate
+from dflash_serve.errors import Problem
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
+Release = tuple[int, int, int]
+OLDEST, NEWEST = (0, 5, 22), (0, 5, 23)
+TESTED = f"{'.'.join(map(str, OLDEST))}-{'.'.join(map(str, NEWEST))}"
+"""The supported releases, as messages name them."""
+DATA_PARALLEL_ATTENTION = (0, 5, 23)
+"""The first release whose DFlash worker runs under data-parallel attention."""
+
 PREFIX = "dflash_serve:"
-"""Of our plug-in's own metrics, on the same page."""
-OFFERED, ACCEPTED, STEPS, DRAFT_SECONDS = (
-    PREFIX + name for name in ("slots_offered", "slots_accepted", "steps", "draft_seconds")
-)
-"""Counters (without `_total`) by slot, by slot, by width; a histogram."""
+"""Of our plug-in's own metrics, on the same page as SGLang's."""
+OFFERED, ACCEPTED = f"{PREFIX}slots_offered", f"{PREFIX}slots_accepted"
+"""Counters by slot of the block; like STEPS without the `_total` that they are exported with."""
+STEPS = f"{PREFIX}steps"
+"""Counter of verifications by width."""
+DRAFT_SECONDS = f"{PREFIX}draft_seconds"
+"""Histogram of the drafter's passes."""
 SPECULATING = ', width!="1"'
+"""Selects the steps that verified at least one drafted token."""
+
+
+def installed_version() -> str | None:
+    """SGLang's version in this environment; None where there is none (the deployment is for another machine)."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return None
+
+
+def parse_release(text: str) -> Release | None:
+    """The three numbers of a version; None where it is no version."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+
+
+def is_supported(text: str) -> bool:
+    """Whether a version is one of the tested releases."""
+    release = parse_release(text)
+    return release is not None and OLDEST <= release <= NEWEST
+
+
+def release_problems(text: str | None) -> Iterator[Problem]:
+    """What is wrong with a version; nothing where none is installed."""
+    if text is not None and not is_supported(text):
+        what = f"SGLang {text} is not supported, tested {TESTED}"
+        yield Problem(what, "sglang", f"pip install sglang=={'.'.join(map(str, NEWEST))}")
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
-    """By our plug-in's counters where it is loaded, else by SGLang's own."""
+    """Acceptance by our plug-in's counters where it is loaded, else by SGLang's own; None = not SGLang's metrics."""
     samples = scrape.samples()
     return _of_plug_in(samples) or _of_sglang(samples)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dflash_serve.checkpoint.footprint import context_bytes, weight_bytes
+from dflash_serve.checkpoint.tensors import context_bytes, weight_bytes
 from dflash_serve.errors import Problem
 from dflash_serve.gpus import GIB, Gpu
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.checkpoint.dialects import DIALECTS, Target
 from dflash_serve.checkpoint.headers import INDEX, SINGLE, Header, read_headers
-from dflash_serve.checkpoint.quantization import QUANT_CONFIG, SCALES
+from dflash_serve.checkpoint.quantization import QUANT_CONFIG
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import drafter_source, local_folder
-from dflash_serve.checkpoint.tensor_names import expected_tensors
+from dflash_serve.checkpoint.tensors import SCALES, expected_tensors
 from dflash_serve.deployment import Model
 from dflash_serve.errors import Problem, UserError, raise_problems
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.footprint import context_bytes
+from dflash_serve.checkpoint.tensors import context_bytes
 from dflash_serve.gpus import GIB, Gpu
 
 OVERHEAD = 4 * GIB

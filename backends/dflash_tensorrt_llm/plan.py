@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.footprint import weight_bytes
-from dflash_serve.checkpoint.quantization import Quantization, read_drafter
+from dflash_serve.checkpoint.quantization import Quantization
+from dflash_serve.checkpoint.reader import read_drafter
 from dflash_serve.checkpoint.source import drafter_source, local_folder
 from dflash_serve.checkpoint.target_layout import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.checkpoint.tensors import weight_bytes
 from dflash_serve.deployment import Deployment, Model
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.gpus import GPUS, Gpu

@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_serve.backend import Command
-from dflash_serve.checkpoint.pairing import check_pairing, read_target_shape
-from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.backend import Command, InProcessBackend, ServerBackend
+from dflash_serve.checkpoint.pairing import check_pairing
+from dflash_serve.checkpoint.quantization import plain_only
+from dflash_serve.checkpoint.reader import read_config, read_drafter
 from dflash_serve.checkpoint.source import local_folder, target_folder, target_source
+from dflash_serve.checkpoint.target_layout import read_target_layout
+from dflash_serve.checkpoint.target_shape import read_target_shape
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import block_problems, length_problems, uses_drafter
 from dflash_serve.errors import Problem, raise_problems
@@ -32,7 +35,7 @@ HONOURED = {
 """Fields of a Deployment that this backend acts on; any other must be left at its default."""
 
 
-class EmbeddedBackend:
+class EmbeddedBackend(ServerBackend, InProcessBackend):
     """PyTorch in this process: one device, Llama- and Qwen-family targets, unquantised."""
 
     name = "torch"
@@ -51,7 +54,8 @@ class EmbeddedBackend:
         problems = [*_unsupported(deployment), *length_problems(deployment, shape)]
         if drafter is None:
             return problems
-        config, _ = read_config(drafter.model, drafter.revision)
+        config, quantization = read_drafter(drafter.model, drafter.revision)
+        problems += plain_only(quantization, "the embedded backend", "drafter.model")
         return [*problems, *check_pairing(config, shape), *block_problems(deployment, config)]
 
     def engine(self, deployment: Deployment) -> EmbeddedEngine:
@@ -85,9 +89,10 @@ class EmbeddedBackend:
 def _memory(deployment: Deployment) -> list[Problem]:
     """A server reserves for its whole K/V cache; what it cannot back would end it under load."""
     model, drafter = deployment.target, None
+    target = read_target_layout(Path(target_folder(model.model, model.revision)), model)
     if uses_drafter(deployment) and deployment.drafter is not None:
         drafter, _ = read_config(deployment.drafter.model, deployment.drafter.revision)
-    return memory_problems(deployment, read_target_config(target_folder(model.model, model.revision)), drafter)
+    return memory_problems(deployment, target, drafter)
 
 
 def _unsupported(deployment: Deployment) -> list[Problem]:

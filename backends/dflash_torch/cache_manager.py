@@ -21,8 +21,8 @@ class KVCacheManager:
         self.reuse = reuse
         self.holds: dict[int, Request] = {}
 
-    def take(self, prompt: Sequence[int], salt: str) -> Allocation:
-        """A free entry for a prompt; only requests of the same salt lend their prefix. There must be a free entry."""
+    def allocate(self, prompt: Sequence[int], salt: str) -> Allocation:
+        """Takes a free entry for a prompt; only requests of the same salt lend their prefix. One must be free."""
         donor, reused = self._best_donor(prompt, salt)
         others = [entry for entry in self.free if donor is None or entry != donor.entry]
         entry = others[0] if others else self.free[0]
@@ -33,8 +33,8 @@ class KVCacheManager:
         self.holds.pop(entry, None)
         return Allocation(entry, donor, reused)
 
-    def give(self, request: Request) -> None:
-        """From now on the request's entry is its own, and what it holds can be lent."""
+    def assign(self, request: Request) -> None:
+        """Notes that the request has its entry, so that what it holds can be lent."""
         if self.reuse:
             self.holds[request.entry] = request
 
@@ -45,7 +45,10 @@ class KVCacheManager:
             self.holds.pop(request.entry, None)
 
     def _best_donor(self, prompt: Sequence[int], salt: str) -> tuple[Request | None, int]:
-        """Who shares the longest prefix. The prompt's last token is always computed: its row gives the first token."""
+        """The request that shares the longest prefix, and the prefix's length.
+
+        The prompt's last token is always computed: its row gives the first token of the answer.
+        """
         wanted, best, longest = list(prompt[:-1]), None, 0
         for request in self.holds.values():
             if request.salt == salt:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from .engine import CONTROLS
 from .faults.catalogue import catalogue
 from .faults.fault import Fault
 from .speculator import Speculator
 
-CONTROLS = ("features shuffled", "features zeroed", "layer ids +1", "layer ids -1")
+__all__ = ["CONTROLS", "controls"]
 
 
 def controls(speculator: Speculator) -> dict[str, Fault]:

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from dflash_serve.outputs import Chunk, RequestOutput, TokenLogprob
+
+from .request import Request
+from .sampler import StepResult
+
 
 class Detokenizer:
     """The text of one answer as its tokens arrive.
@@ -53,3 +58,49 @@ class Detokenizer:
             if any(stop.startswith(self.held[-length:]) for stop in self.stop):
                 return length
         return 0
+
+
+class Answer:
+    """One request's answer as it grows: its step results in, chunks of text out.
+
+    Args:
+        index: the caller's number for it; its chunks carry it.
+    """
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer) -> None:
+        self.index, self.request = index, request
+        self.detokenizer = Detokenizer(tokenizer, request.params.stop)
+        self.text = ""
+        self.logprobs: list[TokenLogprob] | None = None if request.params.logprobs is None else []
+
+    def advance(self, result: StepResult) -> Chunk:
+        """The chunk of one step; a stop string ends the answer at the token that completes it."""
+        request = self.request
+        before, stop = self.detokenizer.fed, request.stop_token is not None
+        text = self.detokenizer.feed(result.token_ids[:-1] if stop else result.token_ids)
+        if self.detokenizer.stopped:
+            result = self._cut(result, self.detokenizer.fed - before)
+        elif request.finish_reason is not None:
+            text += self.detokenizer.flush()
+        self.text += text
+        if self.logprobs is not None:
+            self.logprobs += result.logprobs or []
+        return Chunk(self.index, text, result.token_ids, request.finish_reason, result.logprobs)
+
+    def _cut(self, result: StepResult, count: int) -> StepResult:
+        self.request.cut(len(result.token_ids) - count)
+        self.request.finish_reason, self.request.stop_token = "stop", None
+        return result.first(count)
+
+    def output(self) -> RequestOutput:
+        """The finished request."""
+        request = self.request
+        assert request.finish_reason is not None
+        return RequestOutput(
+            prompt_token_ids=request.token_ids[: request.prompt_length],
+            token_ids=request.output_ids,
+            text=self.text,
+            finish_reason=request.finish_reason,
+            statistics=request.statistics,
+            logprobs=self.logprobs,
+        )

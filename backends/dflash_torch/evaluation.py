@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator, Sequence
 
 from dflash_serve.backend import Prompt
@@ -47,7 +48,9 @@ class Evaluation:
             capacity=full.capacity,
             reuse_prefixes=False,
         )
-        engine = EmbeddedEngine(scheduler, self.engine.tokenizer)
-        for chunk in engine.stream(prompts, [params] * len(prompts)):
+        stream = EmbeddedEngine(scheduler, self.engine.tokenizer).stream(prompts, [params] * len(prompts))
+        finished: list[int] = []
+        for chunk in stream:
             if chunk.finish_reason is not None:
-                yield chunk.index, engine.outputs_by_index[chunk.index]
+                insort(finished, chunk.index)
+                yield chunk.index, stream.outputs()[finished.index(chunk.index)]

@@ -1,26 +1,31 @@
 """Whether a deployment fits into this machine's memory, by arithmetic, before anything is loaded. Needs no torch.
 
 A K/V cache is reserved at once and backed by the system as it fills: too large a one would start and be killed later.
+GPUs are read through cuda-python's NVML: no torch, no CUDA context, nothing allocated. That part
+was not run on a GPU yet; a test holds the names used against the installed cuda-bindings (written for 13.5).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.footprint import BF16, context_bytes, weight_bytes
+from dflash_serve.checkpoint.target_layout import TargetLayout
+from dflash_serve.checkpoint.tensors import BF16, context_bytes, weight_bytes
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import Problem
-from dflash_serve.models.target_config import TargetConfig
-
-from .local_gpus import local_gpus
 
 GIB = 2**30
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 """Where it is, a GPU's own memory decides, which only the extra `[cuda]` can read."""
+NVLINKS = 18
+"""Links asked for: what Hopper and Blackwell GPUs have at most."""
 
 
-def memory_problems(deployment: Deployment, target: TargetConfig, drafter: DrafterConfig | None) -> list[Problem]:
+def memory_problems(deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None) -> list[Problem]:
     """One where weights and K/V caches together are more than what is free; none where that is not known."""
     gpus = [] if deployment.hardware.gpu == "none" else local_gpus()
     free = gpus[0].free if gpus else None if gpus is None and NVIDIA_DRIVER.exists() else free_bytes()
@@ -33,27 +38,16 @@ def memory_problems(deployment: Deployment, target: TargetConfig, drafter: Draft
 
 
 def needed_bytes(
-    deployment: Deployment, target: TargetConfig, drafter: DrafterConfig | None, *, on_gpu: bool = False
+    deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None, *, on_gpu: bool = False
 ) -> int:
     """Weights, and the K/V caches of all requests at their full length."""
-    dtype = deployment.hardware.dtype
+    dtype, limits = deployment.hardware.dtype, deployment.limits
     size = 2 if dtype == "bfloat16" or (dtype == "auto" and on_gpu) else 4
-    rows = deployment.limits.max_batch_size * (deployment.limits.max_model_len or target.max_position_embeddings)
-    numbers = _weights(target) + target.vocab_size * target.hidden_size * (1 if target.tie_word_embeddings else 2)
-    numbers += rows * _kv_row(target)
+    rows = limits.max_batch_size * (limits.max_model_len or target.shape.max_position_embeddings or 0)
+    in_bf16 = target.weight_bytes + rows * target.kv_bytes(BF16)
     if drafter is not None:
-        numbers += weight_bytes(drafter) // BF16 + rows * context_bytes(drafter) // BF16
-    return numbers * size
-
-
-def _weights(config: TargetConfig) -> int:
-    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads  # q and o, k and v
-    layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
-    return layer * config.num_layers
-
-
-def _kv_row(config: TargetConfig) -> int:
-    return 2 * config.num_layers * config.num_key_value_heads * config.head_dim
+        in_bf16 += weight_bytes(drafter) + rows * context_bytes(drafter)
+    return in_bf16 * size // BF16
 
 
 def free_bytes() -> int | None:
@@ -63,3 +57,48 @@ def free_bytes() -> int | None:
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
+
+
+@dataclass(frozen=True)
+class LocalGpu:
+    """An NVIDIA GPU of this machine; memory in bytes."""
+
+    name: str
+    compute: int
+    """90 = SM90."""
+    memory: int
+    free: int
+    nvlinks: int
+    """Active NVLinks."""
+
+
+def local_gpus() -> list[LocalGpu] | None:
+    """The GPUs, in NVML's order; [] where no driver answers, None = not known (the extra `[cuda]` is not installed)."""
+    try:
+        nvml = import_module("cuda.bindings.nvml")
+    except ImportError:
+        return None
+    try:
+        nvml.init_v2()
+    except Exception:  # no library, no driver, no device: cuda-python has a class of its own for each
+        return []
+    try:
+        handles = [nvml.device_get_handle_by_index_v2(index) for index in range(nvml.device_get_count_v2())]
+        return [_read(nvml, handle) for handle in handles]
+    finally:
+        nvml.shutdown()
+
+
+def _read(nvml: Any, handle: int) -> LocalGpu:
+    major, minor = nvml.device_get_cuda_compute_capability(handle)
+    memory = nvml.device_get_memory_info_v2(handle)
+    links = sum(_active(nvml, handle, link) for link in range(NVLINKS))
+    return LocalGpu(nvml.device_get_name(handle), 10 * major + minor, memory.total, memory.free, links)
+
+
+def _active(nvml: Any, handle: int, link: int) -> bool:
+    """False also where the device has no such link."""
+    try:
+        return bool(nvml.device_get_nvlink_state(handle, link) == nvml.EnableState.FEATURE_ENABLED)
+    except (nvml.InvalidArgumentError, nvml.NotSupportedError):
+        return False

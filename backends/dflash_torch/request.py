@@ -59,7 +59,7 @@ class Request:
     """Why it could not go on, where that is its own fault; it has left then."""
 
     @classmethod
-    def seated(
+    def allocated(
         cls,
         number: int,
         allocation: Allocation,
@@ -70,7 +70,7 @@ class Request:
         grammar: Grammar | None,
         salt: str,
     ) -> Request:
-        """A new one in its entry, with the prefix that was copied there."""
+        """A new request in its cache entry, with the prefix that was copied there."""
         return cls(
             id=number,
             entry=allocation.entry,
@@ -104,8 +104,30 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens it may still result."""
+        """Tokens it may still gain."""
         return self.limit - len(self.token_ids)
+
+    def find_end(self, tokens: Sequence[int], eos_token_ids: Sequence[int]) -> int:
+        """How many of a step's tokens belong to the answer, the stop token counted; notes why it ends, if it does.
+
+        The grammar advances with them. `ignore_eos` lets an answer go on behind an end-of-sequence token, except under
+        a grammar, where nothing could follow.
+        """
+        stops = set(self.params.stop_token_ids)
+        if self.grammar is not None or not self.params.ignore_eos:
+            stops.update(eos_token_ids)
+        for count, token in enumerate(tokens, start=1):
+            if self.grammar is not None:
+                self.grammar.advance(token)
+                self.failure = self.grammar.failure
+            if self.failure is not None:
+                return 0
+            if token in stops:
+                self.stop_token = token
+            if token in stops or (self.grammar is not None and self.grammar.finished):
+                self.finish_reason = "stop"
+                return count
+        return len(tokens)
 
     def cut(self, tokens: int) -> None:
         """Forgets the last tokens of the answer."""

@@ -1,4 +1,4 @@
-"""From the target's logits of a ragged batch to the tokens each request results."""
+"""From the target's logits of a ragged batch to the tokens each request gains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StepResult:
 
 
 def sample(requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor) -> list[StepResult]:
-    """What each request results: its accepted drafted tokens and the bonus token.
+    """What each request gains: its accepted drafted tokens and the bonus token.
 
     Args:
         drafts: the drafted tokens of each, `width - 1` of them.
@@ -41,22 +41,22 @@ def sample(requests: Sequence[Request], drafts: Sequence[list[int]], logits: Ten
     """
     device = logits.device
     widths = [1 + len(draft) for draft in drafts]
-    batch = SamplingBatch.of([s.params for s in requests], logits.shape[-1], device)
+    batch = SamplingBatch.of([request.params for request in requests], logits.shape[-1], device)
     padded_draft = _pad([torch.tensor(draft, dtype=torch.int64) for draft in drafts], value=-1).to(device)
     raw = logits[None] if len(widths) == 1 else _pad(list(logits.split(widths)))
     padded = _grammatical(requests, drafts, raw)
     counts = _counts(requests, batch, logits.shape[-1], device)
     width_tensor = torch.tensor(widths, device=device)
-    verdict: Acceptance
+    acceptance: Acceptance
     if batch.all_greedy:
-        verdict = accept_matching(padded_draft, greedy_tokens(padded, batch, counts, padded_draft), width_tensor)
+        acceptance = accept_matching(padded_draft, greedy_tokens(padded, batch, counts, padded_draft), width_tensor)
     else:
-        seeds = torch.tensor([s.seed for s in requests], device=device)
-        first = torch.tensor([len(s.output_ids) for s in requests], device=device)
+        seeds = torch.tensor([request.seed for request in requests], device=device)
+        first = torch.tensor([len(request.output_ids) for request in requests], device=device)
         noise = BlockNoise.of(seeds, first, padded.shape[1])
         p = probabilities(padded, batch, counts, padded_draft)
-        verdict = accept_sampled(padded_draft, p, width_tensor, noise)
-    gained = [[token for token in tokens if token >= 0] for tokens in verdict.committed(padded_draft).tolist()]
+        acceptance = accept_sampled(padded_draft, p, width_tensor, noise)
+    gained = [[token for token in tokens if token >= 0] for tokens in acceptance.committed(padded_draft).tolist()]
     return [
         StepResult(request, tokens, _logprobs(rows, tokens, request.params.logprobs))
         for request, tokens, rows in zip(requests, gained, raw, strict=True)
@@ -76,7 +76,7 @@ def _logprobs(rows: Tensor, tokens: list[int], top: int | None) -> list[TokenLog
 
 def _grammatical(requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor) -> Tensor:
     """[N, W, V]: -inf where a request's grammar forbids; `logits` itself where nobody has one."""
-    if all(s.grammar is None for s in requests):
+    if all(request.grammar is None for request in requests):
         return logits
     logits = logits.clone()
     for rows, request, draft in zip(logits, requests, drafts, strict=True):
@@ -93,8 +93,8 @@ def _pad(rows: list[Tensor], value: float = 0.0) -> Tensor:
 def _counts(requests: Sequence[Request], batch: SamplingBatch, vocab: int, device: torch.device) -> TokenCounts | None:
     if not batch.penalised:
         return None
-    prompts = [s.token_ids[: s.prompt_length] for s in requests]
-    return TokenCounts.of(prompts, [s.output_ids for s in requests], vocab, device)
+    prompts = [request.token_ids[: request.prompt_length] for request in requests]
+    return TokenCounts.of(prompts, [request.output_ids for request in requests], vocab, device)
 
 
 def last_rows(pending: list[list[int]], drafts: list[list[int]], heads: list[int]) -> list[int] | None:

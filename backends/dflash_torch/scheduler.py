@@ -12,15 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dflash_serve.errors import UserError
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.speculation.width import WidthPolicy
 
-from .admission import check_request
 from .cache_manager import KVCacheManager
-from .ending import answer_length
 from .grammar import Grammar
 from .model_runner import TargetRunner
 from .request import Allocation, Request
@@ -58,7 +57,7 @@ class Scheduler:
         self.capacity, self.prefill_rows = capacity, prefill_rows
         widest = speculator.block_size if speculator else 1
         self.cache = target.new_cache(max_batch_size, capacity + widest)
-        self.verify = TargetRunner(target, self.cache, widest)
+        self.target_runner = TargetRunner(target, self.cache, widest)
         self.cache_manager = KVCacheManager(max_batch_size, reuse=reuse_prefixes)
         self.running: list[Request] = []
         self.joined = 0
@@ -67,7 +66,7 @@ class Scheduler:
 
     @property
     def free_entries(self) -> list[int]:
-        """KVCacheManager without a running request."""
+        """Cache entries without a running request."""
         return self.cache_manager.free
 
     @torch.inference_mode()
@@ -84,12 +83,12 @@ class Scheduler:
             UserError: as `check`.
         """
         self.check(token_ids, params)
-        allocation = self.cache_manager.take(list(token_ids), salt)
+        allocation = self.cache_manager.allocate(list(token_ids), salt)
         self._copy_prefix(allocation)
         limit = min(self.capacity, len(token_ids) + (params.max_tokens or self.capacity))
-        request = Request.seated(self.joined, allocation, token_ids, params, limit=limit, grammar=grammar, salt=salt)
+        request = Request.allocated(self.joined, allocation, token_ids, params, limit=limit, grammar=grammar, salt=salt)
         self.joined += 1
-        self.cache_manager.give(request)
+        self.cache_manager.assign(request)
         self.running.append(request)
         return request
 
@@ -97,9 +96,18 @@ class Scheduler:
         """Refuses what could not run.
 
         Raises:
-            UserError: as `admission.check_request`.
+            UserError: an empty prompt, one that leaves no room for an answer, or token ids outside the vocabulary.
         """
-        check_request(token_ids, params, capacity=self.capacity, vocab_size=self.target.config.vocab_size)
+        vocab_size = self.target.config.vocab_size
+        if not token_ids:
+            raise UserError("it has no tokens", where="prompt", do="send at least one")
+        if len(token_ids) >= self.capacity:
+            do = "shorten it, or raise limits.max_model_len if the target allows"
+            raise UserError(f"{len(token_ids)} tokens, but the model holds {self.capacity}", where="prompt", do=do)
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            raise UserError(f"a token id is outside the vocabulary of {vocab_size}", where="prompt")
+        if max(params.logit_bias, default=0) >= vocab_size:
+            raise UserError(f"a token id is outside the vocabulary of {vocab_size}", where="logit_bias")
 
     def leave(self, request: Request, *, sound: bool = True) -> None:
         """Lets a request go, finished or not; its cache entry is free from the next step on.
@@ -116,14 +124,14 @@ class Scheduler:
         """One step of every running request; finished ones leave."""
         requests = list(self.running)
         drafts = self._draft(requests)
-        pending = [s.pending[: self.prefill_rows] for s in requests]
+        pending = [request.pending[: self.prefill_rows] for request in requests]
         hidden, features = self._verify(requests, pending, drafts)
-        judged = self._judge(requests, pending, drafts, hidden)
+        accepted = self._accept(requests, pending, drafts, hidden)
         results = []
         for index, request in enumerate(requests):
-            result = judged.get(index) or StepResult(request, [])
+            result = accepted.get(index) or StepResult(request, [])
             self._commit(result, len(pending[index]), drafts[index], features[index])
-            results.append(self._end(result))
+            results.append(self._finish(result))
         return results
 
     def _copy_prefix(self, allocation: Allocation) -> None:
@@ -139,7 +147,7 @@ class Scheduler:
     def _draft(self, requests: Sequence[Request]) -> list[list[int]]:
         """Drafted tokens of each request; [] where it is still in its prompt or its width is 1."""
         drafts: list[list[int]] = [[] for _ in requests]
-        decoding = [i for i, s in enumerate(requests) if s.is_decoding]
+        decoding = [i for i, request in enumerate(requests) if request.is_decoding]
         if self.speculator is None or not decoding:
             return drafts
         chosen = self.policy.widths([requests[i].id for i in decoding])
@@ -156,17 +164,19 @@ class Scheduler:
     ) -> tuple[Tensor, list[Tensor | None]]:
         """One target pass over all rows -> hidden [rows, H] and each request's features [its rows, F*H]."""
         blocks = [p + d for p, d in zip(pending, drafts, strict=True)]
-        spans = [Span(s.entry, s.verified, len(block)) for s, block in zip(requests, blocks, strict=True)]
-        output = self.verify(blocks, spans, self.speculator.target_layer_ids if self.speculator else ())
+        spans = [
+            Span(request.entry, request.verified, len(block)) for request, block in zip(requests, blocks, strict=True)
+        ]
+        output = self.target_runner(blocks, spans, self.speculator.target_layer_ids if self.speculator else ())
         if output.features is None:
             return output.hidden, [None] * len(blocks)
-        return output.hidden, list(output.features.split([len(block) for block in blocks]))
+        return output.hidden, list(output.features.split(lengths))
 
-    def _judge(
+    def _accept(
         self, requests: Sequence[Request], pending: list[list[int]], drafts: list[list[int]], hidden: Tensor
     ) -> dict[int, StepResult]:
-        """What each request results whose prompt is through; the others' rows need no logits."""
-        heads = [i for i, s in enumerate(requests) if len(pending[i]) == len(s.pending)]
+        """What each request gains whose prompt is through, by index; the others' rows need no logits."""
+        heads = [i for i, request in enumerate(requests) if len(pending[i]) == len(request.pending)]
         if not heads:
             return {}
         rows = last_rows(pending, drafts, heads)
@@ -193,10 +203,10 @@ class Scheduler:
         request.steps.append((width, accepted))
         self.policy.observe(request.id, width, accepted)
 
-    def _end(self, result: StepResult) -> StepResult:
+    def _finish(self, result: StepResult) -> StepResult:
         """The result up to what ends the answer; sets the finish_reason and lets a finished request go."""
         request = result.request
-        count = answer_length(request, result.token_ids, self.target.config.eos_token_ids)
+        count = request.find_end(result.token_ids, self.target.config.eos_token_ids)
         request.cut(len(result.token_ids) - count)
         if request.finish_reason is None and request.failure is None and request.remaining <= 0:
             request.finish_reason = "length"

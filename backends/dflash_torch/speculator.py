@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -32,7 +34,14 @@ class Speculator:
             dtype=target.embedding.dtype,
             device=target.device,
         )
-        self.fill = DrafterRunner(target.embedding, self.cache, block_size)
+        self.drafter_runner = DrafterRunner(target.embedding, self.cache, block_size)
+
+    def twin(self) -> Self:
+        """The same drafter with a K/V cache of its own, so that both can run in turns."""
+        made, runner = copy.copy(self), self.drafter_runner
+        made.cache = self.cache.empty_twin()
+        made.drafter_runner = DrafterRunner(runner.embedding, made.cache, self.block_size, static=runner.static)
+        return made
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
@@ -59,11 +68,11 @@ class Speculator:
 
     def inject(self, requests: Sequence[Request]) -> None:
         """Writes the context K/V of tokens verified since the last time; nothing older is recomputed."""
-        requests = [s for s in requests if s.features]
+        requests = [request for request in requests if request.features]
         if not requests:
             return
-        spans = [Span(s.entry, s.injected, s.verified - s.injected) for s in requests]
-        context = self.drafter.project_context(torch.cat([rows for s in requests for rows in s.features]))
+        spans = [Span(request.entry, request.injected, request.verified - request.injected) for request in requests]
+        context = self.drafter.project_context(torch.cat([rows for request in requests for rows in request.features]))
         positions = span_positions(spans, context.device)
         self.cache.write_all(spans, *self.drafter.context_kv(context, positions))
         for request in requests:
@@ -72,5 +81,8 @@ class Speculator:
 
     def _fill_blocks(self, requests: Sequence[Request]) -> Tensor:
         """One pass over the blocks of all requests -> hidden [requests * B, H]."""
-        anchors, starts = [s.token_ids[-1] for s in requests], [(s.entry, s.verified) for s in requests]
-        return self.fill(self.drafter, anchors, starts)
+        anchors, starts = (
+            [request.token_ids[-1] for request in requests],
+            [(request.entry, request.verified) for request in requests],
+        )
+        return self.drafter_runner(self.drafter, anchors, starts)

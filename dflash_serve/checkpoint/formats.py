@@ -8,6 +8,7 @@ two to a byte with the lower index in the low nibble, g = max|w| / (6 * 448). (M
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,6 +76,18 @@ class QuantizedTensor:
         found = {"weight": self.values, "weight_scale": self.scale, "weight_scale_2": self.scale_2}
         found["input_scale"] = self.input_scale
         return {f"{name}.{key}": tensor for key, tensor in found.items() if tensor is not None}
+
+
+Weight = Tensor | QuantizedTensor
+"""A tensor of a checkpoint as it is stored."""
+
+
+def dequantized(weights: Mapping[str, Weight], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights that an engine multiplies with, as plain tensors."""
+    return {
+        name: weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.to(dtype)
+        for name, weight in weights.items()
+    }
 
 
 def quantize(weight: Tensor, format: Format, input_scale: Tensor | None = None) -> QuantizedTensor:

@@ -1,12 +1,12 @@
-"""Reads any drafter checkpoint, strictly: what is missing, extra, misshapen or not finite is an error before launch.
+"""Reads any drafter checkpoint, quantised or not, strictly: what is missing, extra, misshapen or not finite is an error
+before launch.
 
 Engines are lenient here (SGLang 0.5.23 ignores unknown names and never looks for missing ones) and then accept nothing.
-Only `load_*` need torch; `read_config` and the checks by `problems(weights=False)` read JSON and safetensors headers.
+Only `load_*` and `assemble` need torch; the rest reads JSON and safetensors headers.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import Dialect, parse
 from dflash_serve.checkpoint.headers import Header, read_headers
+from dflash_serve.checkpoint.json_file import read_object
+from dflash_serve.checkpoint.matching import Piece, match_tensors
+from dflash_serve.checkpoint.quantization import IN_CONFIG, Quantization, find_quantization, plain_only
 from dflash_serve.checkpoint.source import drafter_source, local_folder
-from dflash_serve.checkpoint.tensor_check import Piece, match_tensors
-from dflash_serve.checkpoint.tensor_names import proper_name
+from dflash_serve.checkpoint.tensors import SCALES, proper_name
 from dflash_serve.errors import Problem, raise_problems
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from dflash_serve.checkpoint.formats import Format, Weight
 
 MASK_EMBEDDING = "mask_embedding"
 HINT = "`dflash-serve inspect` shows all"
@@ -35,9 +39,11 @@ class Checkpoint:
     problems: list[Problem] = field(default_factory=list)
     config: DrafterConfig | None = None
     dialect: Dialect | None = None
+    quantization: Quantization | None = None
+    """None = not quantised."""
     headers: dict[str, Header] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)
-    """Our tensor names -> where they are."""
+    """Our tensor names, scales included -> where they are."""
 
 
 def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Checkpoint:
@@ -46,60 +52,67 @@ def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Ch
     Raises:
         UserError: neither a folder nor an id that can be fetched.
     """
-    checkpoint = Checkpoint(local_folder(drafter_source(folder_or_id), revision))
     weight_problems: list[Problem] = []
-    checkpoint.headers = read_headers(checkpoint.folder, weight_problems)
-    _read_config(checkpoint)
+    checkpoint = _describe(local_folder(drafter_source(folder_or_id), revision), weight_problems)
     checkpoint.problems += weight_problems
     if checkpoint.config is not None and checkpoint.dialect is not None and not weight_problems:
         checkpoint.pieces = match_tensors(
-            checkpoint.headers, checkpoint.config, checkpoint.dialect.copies_of_target, checkpoint.problems
+            checkpoint.headers,
+            checkpoint.config,
+            checkpoint.problems,
+            where=str(checkpoint.folder),
+            copies=checkpoint.dialect.copies_of_target,
+            format=checkpoint.quantization.format if checkpoint.quantization else None,
         )
     return checkpoint
 
 
-def _read_config(checkpoint: Checkpoint) -> None:
-    raw = _read_json(checkpoint.folder / "config.json", checkpoint.problems)
+def _describe(folder: Path, weight_problems: list[Problem]) -> Checkpoint:
+    """What the configuration says; where its quantisation is not read, config is None: the weights have no meaning."""
+    checkpoint = Checkpoint(folder, headers=read_headers(folder, weight_problems))
+    raw = read_object(folder / "config.json", checkpoint.problems)
     if raw is None:
-        return
-    pickled = checkpoint.folder / f"{MASK_EMBEDDING}.pt"
+        return checkpoint
+    pickled = folder / f"{MASK_EMBEDDING}.pt"
     if pickled.exists():
         checkpoint.problems.append(
             Problem("a pickled mask embedding is never loaded", str(pickled), "store it as tensor mask_embedding")
         )
+    before = len(checkpoint.problems)
+    checkpoint.quantization = find_quantization(raw, folder, checkpoint.problems)
+    understood = len(checkpoint.problems) == before
+    plain = {key: value for key, value in raw.items() if key != IN_CONFIG}  # the dialects differ in all but this key
     has_mask_embedding = any(proper_name(name) == MASK_EMBEDDING for name in checkpoint.headers)
-    checkpoint.config, checkpoint.dialect = parse(
-        raw, checkpoint.folder / "config.json", checkpoint.problems, has_mask_embedding=has_mask_embedding
+    config, checkpoint.dialect = parse(
+        plain, folder / "config.json", checkpoint.problems, has_mask_embedding=has_mask_embedding
     )
-
-
-def _read_json(path: Path, problems: list[Problem]) -> Mapping[str, object] | None:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        problems.append(Problem("no config.json", str(path.parent), "give a drafter's folder"))
-    except (ValueError, OSError) as error:
-        problems.append(Problem(f"not valid JSON ({error})", str(path), "download the drafter again"))
-    else:
-        if isinstance(raw, dict):
-            return raw
-        problems.append(Problem("not a JSON object", str(path), "download the drafter again"))
-    return None
+    checkpoint.config = config if understood else None
+    return checkpoint
 
 
 def read_config(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, str]:
-    """The neutral description of a drafter and the name of its dialect; needs config.json only.
+    """The neutral description of a drafter, quantised or not, and the name of its dialect; needs no weights.
 
     Raises:
         UserError: config.json is absent, broken, of no dialect we know, or describes a drafter we cannot run.
     """
-    checkpoint = Checkpoint(local_folder(drafter_source(folder_or_id), revision))
-    checkpoint.headers = read_headers(checkpoint.folder, [])
-    _read_config(checkpoint)
+    checkpoint = _describe(local_folder(drafter_source(folder_or_id), revision), [])
     raise_problems(checkpoint.problems, hint=HINT)
     assert checkpoint.config is not None
     assert checkpoint.dialect is not None
     return checkpoint.config, checkpoint.dialect.name
+
+
+def read_drafter(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, Quantization | None]:
+    """The neutral description of a drafter and how it is quantised (None = not at all); needs no weights.
+
+    Raises:
+        UserError: as `read_config`.
+    """
+    checkpoint = _describe(local_folder(drafter_source(folder_or_id), revision), [])
+    raise_problems(checkpoint.problems, hint=HINT)
+    assert checkpoint.config is not None
+    return checkpoint.config, checkpoint.quantization
 
 
 def problems(folder_or_id: str | Path, revision: str | None = None, *, weights: bool = True) -> list[Problem]:
@@ -129,28 +142,99 @@ def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tu
             with safe_open(file, framework="pt") as opened:
                 for name, piece in checkpoint.pieces.items():
                     if piece.file == file:
-                        tensor = opened.get_tensor(piece.stored_name)[piece.rows]
+                        tensor = _cut(opened.get_tensor(piece.stored_name), piece)
                         _check_finite(name, tensor, file, problems)
                         yield name, tensor
         except SafetensorError as error:
             problems.append(Problem(f"not a safetensors file ({error})", str(file), "download the drafter again"))
 
 
+def _cut(tensor: Tensor, piece: Piece) -> Tensor:
+    return tensor if piece.rows is None else tensor[piece.rows]
+
+
 def _check_finite(name: str, tensor: Tensor, file: Path, problems: list[Problem]) -> None:
-    bad = tensor.numel() - int(tensor.isfinite().sum())
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # PyTorch cannot ask FP8 itself
+    bad = tensor.numel() - int(values.isfinite().sum())
     if bad:
         what = f"tensor {name} has {bad} values that are NaN or infinite, of {tensor.numel()}"
         problems.append(Problem(what, str(file), "download the drafter again, or train it again"))
 
 
 def load_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Every tensor by our name, in the dtype it is stored in.
+    """Every tensor of an unquantised drafter by our name, in the dtype it is stored in.
+
+    Raises:
+        UserError: the checkpoint has problems, or is quantised.
+    """
+    raise_problems(checkpoint.problems, hint=HINT)
+    raise_problems(plain_only(checkpoint.quantization, "this command", str(checkpoint.folder)))
+    return _read_all(checkpoint)
+
+
+def load_weights(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, dict[str, Weight]]:
+    """A drafter, and every weight by our name: a tensor, or a QuantizedTensor with its scales.
 
     Raises:
         UserError: the checkpoint has problems.
     """
+    checkpoint = open_checkpoint(folder_or_id, revision)
     raise_problems(checkpoint.problems, hint=HINT)
+    assert checkpoint.config is not None
+    format = checkpoint.quantization.format if checkpoint.quantization else None
+    return checkpoint.config, _with_scales(_read_all(checkpoint), format)
+
+
+def _read_all(checkpoint: Checkpoint) -> dict[str, Tensor]:
     found: list[Problem] = []
     tensors = dict(read_tensors(checkpoint, found))
     raise_problems(found, hint=HINT)
     return tensors
+
+
+def assemble(stored: Mapping[str, Tensor], config: DrafterConfig, format: Format | None) -> dict[str, Weight]:
+    """What `load_weights` gives, of tensors that somebody else has read, by their names in the checkpoint.
+
+    Raises:
+        UserError: a tensor is missing, extra, doubled or misshapen.
+    """
+    where = "drafter weights"
+    headers = {
+        name: Header(Path(where), _dtype_name(tensor), tuple(tensor.shape), tensor.nbytes)
+        for name, tensor in stored.items()
+    }
+    problems: list[Problem] = []
+    pieces = match_tensors(headers, config, problems, where=where, format=format)
+    raise_problems(problems)
+    return _with_scales({name: _cut(stored[piece.stored_name], piece) for name, piece in pieces.items()}, format)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    """A tensor's dtype as safetensors calls it."""
+    import torch
+
+    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    names |= {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
+    return names.get(tensor.dtype, str(tensor.dtype))
+
+
+def _with_scales(tensors: Mapping[str, Tensor], format: Format | None) -> dict[str, Weight]:
+    """Weights and scales of a checkpoint, matched already -> one weight each."""
+    from dflash_serve.checkpoint.formats import QuantizedTensor
+
+    weights: dict[str, Weight] = {}
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        scale, scale_2, input_scale = (tensors.get(f"{module}.{key}") for key in SCALES)
+        if leaf in SCALES:
+            continue
+        if leaf != "weight" or scale is None or format is None:
+            weights[name] = tensor
+            continue
+        scale = scale.reshape(()) if format == "fp8" else scale
+        weights[name] = QuantizedTensor(format, tensor, scale, _number(scale_2), _number(input_scale))
+    return weights
+
+
+def _number(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.reshape(())

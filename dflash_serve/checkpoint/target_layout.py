@@ -5,13 +5,14 @@ Of a hub model only its configuration is fetched; nothing is loaded.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_serve.checkpoint.pairing import TargetShape, language_model, read_target_shape
+from dflash_serve.checkpoint.json_file import load_object
+from dflash_serve.checkpoint.quantization import QUANT_CONFIG
 from dflash_serve.checkpoint.source import local_folder
+from dflash_serve.checkpoint.target_shape import TargetShape, language_model, read_target_json, size, target_shape
 from dflash_serve.deployment import Model, Quantization
 
 BITS: Mapping[str, float] = {"none": 16, "fp8": 8, "nvfp4": 4.5, "mxfp4": 4.25}
@@ -23,7 +24,7 @@ FORMATS = {"nvfp4": ("nvfp4", "fp4_pack"), "mxfp4": ("mxfp4",), "fp8": ("fp8", "
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 LATENT_WIDTH = 576
 """Values of a token's latent vector in a layer: DeepSeek's kv_lora_rank 512 and a rotary part of 64."""
-QUANT_CONFIG, GENERATION_CONFIG = "hf_quant_config.json", "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """And the values at which they do nothing."""
 
@@ -72,15 +73,14 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
     Raises:
         UserError: no config.json, or one without a language model's sizes.
     """
-    shape = replace(read_target_shape(folder), name=model.model)
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    inner = language_model(raw)
+    raw = read_target_json(folder)
+    shape, inner = target_shape(raw, folder, model.model), language_model(raw)
     recipe = _recipe(raw, inner, folder)
     heads = size(inner, "num_attention_heads", 1)
     native = _native(recipe)
     return TargetLayout(
         shape=shape,
-        architecture=str((raw.get("architectures") or ["unknown"])[0]),
+        architecture=_architecture(raw),
         attention_heads=heads,
         kv_heads=size(inner, "num_key_value_heads", heads),
         head_dim=_head_dim(inner),
@@ -93,10 +93,9 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
     )
 
 
-def size(fields: Mapping[str, object], key: str, default: int = 0) -> int:
-    """A positive whole number of config.json; anything else counts as not given."""
-    value = fields.get(key)
-    return value if type(value) is int and value > 0 else default
+def _architecture(raw: Mapping[str, object]) -> str:
+    named = raw.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else "unknown"
 
 
 def _recipe(raw: Mapping[str, object], inner: Mapping[str, object], folder: Path) -> Mapping[str, object]:
@@ -106,13 +105,13 @@ def _recipe(raw: Mapping[str, object], inner: Mapping[str, object], folder: Path
         if isinstance(inside, dict):
             return inside
     beside = folder / QUANT_CONFIG
-    recipe = json.loads(beside.read_text(encoding="utf-8")).get("quantization") if beside.is_file() else None
+    recipe = load_object(beside, kind="target").get("quantization") if beside.is_file() else None
     return recipe if isinstance(recipe, dict) else {}
 
 
 def _penalises(folder: Path) -> bool:
     path = folder / GENERATION_CONFIG
-    defaults = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    defaults = load_object(path, kind="target") if path.is_file() else {}
     return any(defaults.get(name, neutral) not in (neutral, None) for name, neutral in PENALTIES.items())
 
 

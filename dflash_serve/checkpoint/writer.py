@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import DIALECTS, Target
 from dflash_serve.checkpoint.headers import SINGLE
-from dflash_serve.checkpoint.tensor_names import expected_tensors
+from dflash_serve.checkpoint.tensors import expected_tensors
 from dflash_serve.common.files import whole_folder
 from dflash_serve.errors import UserError
 

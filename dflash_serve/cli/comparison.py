@@ -35,7 +35,8 @@ def timed(engine: Engine, prompt: Prompt, params: SamplingParams, show: Callable
     """Runs one prompt, handing each piece of text to `show` as it comes."""
     first = end = 0.0
     tokens = -1
-    for chunk in engine.stream([prompt], [params]):
+    stream = engine.stream([prompt], [params])
+    for chunk in stream:
         end = perf_counter()
         if tokens < 0:
             first, tokens = end, 0
@@ -43,7 +44,7 @@ def timed(engine: Engine, prompt: Prompt, params: SamplingParams, show: Callable
             tokens += len(chunk.token_ids)
         if show:
             show(chunk.text)
-    return Run(engine.outputs()[0], end - first, max(tokens, 0))
+    return Run(stream.outputs()[0], end - first, max(tokens, 0))
 
 
 def compare_with_plain(engine: Engine, prompt: Prompt, params: SamplingParams, first: Run) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.config import DrafterConfig
-    from dflash_serve.checkpoint.pairing import TargetShape
+    from dflash_serve.checkpoint.target_shape import TargetShape
 
 
 class To(StrEnum):
@@ -36,9 +36,9 @@ def convert(
 ) -> None:
     """Write a drafter in another dialect. Weights keep their values and dtypes; nothing half-written is left behind."""
     from dflash_serve.checkpoint.dialects import Target
-    from dflash_serve.checkpoint.pairing import read_target_shape
     from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
     from dflash_serve.checkpoint.source import target_source
+    from dflash_serve.checkpoint.target_shape import read_target_shape
     from dflash_serve.checkpoint.writer import write_drafter
 
     checkpoint = open_checkpoint(source, revision)

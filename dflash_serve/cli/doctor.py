@@ -146,7 +146,7 @@ def _belongs_to(
     """All that a probe's counts depend on."""
     from dflash_serve.checkpoint.manifest import file_entries
     from dflash_serve.checkpoint.source import drafter_source, local_folder
-    from dflash_serve.proving.lossless.plan import prompts_digest
+    from dflash_serve.prompts.prompt_set import prompts_digest
 
     speculator = reference.speculator
     return {

@@ -79,10 +79,10 @@ def _params(**given: Any) -> SamplingParams:
 
 
 def _start(deployment: Deployment, console: Console) -> Engine:
-    from dflash_serve.backend import EMBEDDED, backend
+    from dflash_serve.backend import embedded_backend
 
     with console.status(f"loading {deployment.target.model} (the first time it is converted and measured)"):
-        return backend(EMBEDDED).engine(deployment)
+        return embedded_backend().engine(deployment)
 
 
 def _run(
@@ -104,7 +104,7 @@ def _run(
         "tokens_per_second": run.tokens_per_second,
         "acceptance_length": output.statistics.acceptance_length,
         "tokens_per_step": output.statistics.tokens_per_step,
-        "survival": output.statistics.survival(max(output.statistics.widths, default=1)),
+        "survival": output.statistics.survival(max(output.statistics.widths or (), default=1)),
         "widths": output.statistics.widths,
     }
     if compare:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.config import DrafterConfig
+    from dflash_serve.checkpoint.quantization import Quantization
     from dflash_serve.checkpoint.reader import Checkpoint
     from dflash_serve.errors import Problem
 
@@ -20,9 +22,10 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Describe a drafter and list everything wrong with it. Exit code 2 where there is anything."""
-    from dflash_serve.checkpoint.pairing import check_pairing, read_target_shape
+    from dflash_serve.checkpoint.pairing import check_pairing
     from dflash_serve.checkpoint.reader import open_checkpoint, weight_problems
     from dflash_serve.checkpoint.source import target_source
+    from dflash_serve.checkpoint.target_shape import read_target_shape
 
     checkpoint = open_checkpoint(drafter, revision)
     problems = checkpoint.problems + weight_problems(checkpoint)
@@ -42,11 +45,14 @@ def _dialect(checkpoint: Checkpoint) -> str | None:
 
 
 def _sizes(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Parameters and bytes of everything stored."""
+    """Parameters and bytes of everything stored; scales are no parameters, and a byte of NVFP4 holds two."""
     from math import prod
 
-    headers = checkpoint.headers.values()
-    return sum(prod(header.shape) for header in headers), sum(header.bytes for header in headers)
+    from dflash_serve.checkpoint.tensors import SCALES
+
+    weights = [header for name, header in checkpoint.headers.items() if not name.endswith(SCALES)]
+    parameters = sum(prod(header.shape) * (2 if header.dtype == "U8" else 1) for header in weights)
+    return parameters, sum(header.bytes for header in checkpoint.headers.values())
 
 
 def _as_json(checkpoint: Checkpoint, problems: list[Problem]) -> dict[str, object]:
@@ -55,6 +61,7 @@ def _as_json(checkpoint: Checkpoint, problems: list[Problem]) -> dict[str, objec
     return {
         "path": str(checkpoint.folder),
         "dialect": _dialect(checkpoint),
+        "quantization": None if checkpoint.quantization is None else asdict(checkpoint.quantization),
         "config": None if config is None else config.model_dump(mode="json"),
         "parameters": parameters,
         "bytes": size,
@@ -81,8 +88,15 @@ def _print(checkpoint: Checkpoint, problems: list[Problem]) -> None:
 def _rows(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     parameters, size = _sizes(checkpoint)
     rows = [("drafter", str(checkpoint.folder)), ("dialect", _dialect(checkpoint) or "unknown")]
+    rows += [] if checkpoint.quantization is None else [("quantisation", _quantization(checkpoint.quantization))]
     rows += [] if checkpoint.config is None else _config_rows(checkpoint.config)
     return [*rows, ("parameters", f"{parameters:,}"), ("size", f"{size / 2**20:,.1f} MiB")]
+
+
+def _quantization(found: Quantization) -> str:
+    left_out = f"; {', '.join(found.excluded)} in bf16" if found.excluded else ""
+    cache = f"; K/V cache {found.kv_cache}" if found.kv_cache else ""
+    return found.format.upper() + left_out + cache
 
 
 def _config_rows(config: DrafterConfig) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_serve.backend import EMBEDDED, Prompt
+from dflash_serve.backend import EMBEDDED, Prompt, server_backend
 from dflash_serve.cli.extras import need
 from dflash_serve.cli.generate import BUNDLED
 from dflash_serve.cli.resumable import resumable
@@ -17,103 +17,107 @@ from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from dflash_serve.proving.lossless.pairs import Dtype
-    from dflash_serve.proving.lossless.plan import Plan
-    from dflash_serve.proving.lossless.sides import Pair
+    from dflash_serve.verify.questions import Dtype, VerifyPlan
+    from dflash_serve.verify.subjects import SubjectPair
 
 BUNDLED_LIMITS = {"max_batch_size": 16, "max_model_len": 1024}
+EMBEDDED_SAMPLES, SERVER_SAMPLES = 256, 1024
+"""Four times as many show deviations half as large; where an engine keeps seeds, those show more than either."""
+
+File = Annotated[Path | None, typer.Argument(help="YAML file of the deployment to run with and without its drafter.")]
+WithUrl = Annotated[str | None, typer.Option("--with", help="Address of a running server that speculates.")]
+WithoutUrl = Annotated[str | None, typer.Option("--without", help="Address of the same server without speculation.")]
+Target = Annotated[str | None, typer.Option(help="Target: Hub id, folder, or the bundled smollm2.")]
+Drafter = Annotated[str | None, typer.Option(help="Drafter: Hub id, folder, or the bundled smollm2.")]
+Engine = Annotated[str, typer.Option("--backend", help="Which engine runs the deployment.")]
+BlockSize = Annotated[int | None, typer.Option(help="Block size B, the anchor counted. [default: the drafter's]")]
+Width = Annotated[str | None, typer.Option(help="Slots verified a step: a number or auto.")]
+DtypeName = Annotated[
+    str | None, typer.Option(help="What the engine computes in: float32 or bfloat16. [default: bfloat16]")
+]
+Model = Annotated[str | None, typer.Option(help="Model that the servers serve. [default: the first that each lists]")]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option(help="File with the servers' API key. [default: DFLASH_SERVE_API_KEY]")
+]
+Concurrency = Annotated[int, typer.Option(help="Requests in flight to a server.", min=1)]
+Prompts = Annotated[Path | None, typer.Option(help="JSONL file of {'prompt': ...} lines. [default: bundled prompts]")]
+Raw = Annotated[bool, typer.Option("--raw", help="Send texts as they are, without a chat template.")]
+Greedy = Annotated[int | None, typer.Option(help="Prompts to compare greedily. [default: all]", min=1)]
+MaxTokens = Annotated[int, typer.Option(help="Longest greedy answer, in tokens.", min=1)]
+Samples = Annotated[
+    int | None,
+    typer.Option(
+        help="Sampled answers a side and case; 0 verifies greedy decoding alone."
+        f" [default: {SERVER_SAMPLES}; embedded: {EMBEDDED_SAMPLES}]",
+        min=0,
+    ),
+]
+FalseAlarm = Annotated[
+    float,
+    typer.Option(help="Probability of calling a sound engine faulty, over all sampled cases.", min=1e-6, max=0.5),
+]
+Penalties = Annotated[bool, typer.Option(help="Verify requests with penalties, too.")]
+SameSeeds = Annotated[
+    bool | None,
+    typer.Option(help="Demand the same sampled tokens for the same seed. [default: embedded in float32]"),
+]
+Output = Annotated[Path, typer.Option(help="Where the report is written.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted verification.")]
 
 
 def verify(
-    deployment: Annotated[Path | None, typer.Argument(help="YAML file to run with and without its drafter.")] = None,
-    with_url: Annotated[str | None, typer.Option("--with", help="A server that speculates.")] = None,
-    without_url: Annotated[str | None, typer.Option("--without", help="The same without speculation.")] = None,
-    target: Annotated[str | None, typer.Option(help="Hub id, folder, or the bundled smollm2.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Likewise.")] = None,
-    backend_name: Annotated[str, typer.Option("--backend", help="Which engine runs the deployment.")] = EMBEDDED,
-    block_size: Annotated[int | None, typer.Option(help="B, the anchor counted. [default: the drafter's]")] = None,
-    width: Annotated[str | None, typer.Option(help="Slots verified a step: a number or auto.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16; of servers: what they compute in. [default: bfloat16]")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Of the servers. [default: the first that each lists]")] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="With the servers' key. [else DFLASH_SERVE_API_KEY]")
-    ] = None,
-    concurrency: Annotated[int, typer.Option(help="Requests in flight to a server.", min=1)] = 16,
-    prompts: Annotated[Path | None, typer.Option(help="JSONL of {'prompt': ...}. [default: bundled ones]")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Send texts as they are, without a chat template.")] = False,
-    greedy: Annotated[int | None, typer.Option(help="Prompts to compare greedily. [default: all]", min=1)] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest greedy answer, in tokens.", min=1)] = 128,
-    samples: Annotated[
-        int | None,
-        typer.Option(help="Sampled answers a side and case; 0: greedy only. [default: 1024; embedded: 256]", min=0),
-    ] = None,
-    false_alarm: Annotated[float, typer.Option(help="Of the sampled cases, all together.", min=1e-6, max=0.5)] = 1e-3,
-    penalties: Annotated[bool, typer.Option(help="Verify requests with penalties, too.")] = True,
-    same_seeds: Annotated[
-        bool | None, typer.Option(help="Seeded answers must agree. [default: embedded in float32]")
-    ] = None,
-    output: Annotated[Path, typer.Option(help="The report.")] = Path("verify-report.json"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted verification.")] = False,
+    deployment: File = None,
+    with_url: WithUrl = None,
+    without_url: WithoutUrl = None,
+    target: Target = None,
+    drafter: Drafter = None,
+    backend_name: Engine = EMBEDDED,
+    block_size: BlockSize = None,
+    width: Width = None,
+    dtype: DtypeName = None,
+    model: Model = None,
+    api_key_file: ApiKeyFile = None,
+    concurrency: Concurrency = 16,
+    prompts: Prompts = None,
+    raw: Raw = False,
+    greedy: Greedy = None,
+    max_tokens: MaxTokens = 128,
+    samples: Samples = None,
+    false_alarm: FalseAlarm = 1e-3,
+    penalties: Penalties = True,
+    same_seeds: SameSeeds = None,
+    output: Output = Path("verify-report.json"),
+    resume: Resume = False,
 ) -> None:
     """Prove that speculation changed nothing, on any engine; or show what it changed."""
-    need("prove", "httpx", "numpy", "prometheus_client")
-    from rich.console import Console
-
+    need("prove", "httpx", "numpy", "prometheus_client", "scipy")
     from dflash_serve.prompts.prompt_set import read_prompt_set
-    from dflash_serve.proving.lossless import pairs
-    from dflash_serve.proving.lossless.plan import Plan, prompts_digest
 
-    asked: list[Prompt] = read_prompt_set(prompts, raw=raw)
-    flags: dict[str, Any] = {
-        "target": {"model": target},
-        "drafter": {"model": drafter},
-        "speculation": {"block_size": block_size, "width": width},
-        "hardware": {"dtype": dtype},
-    }
-    embedded = not (with_url or without_url) and backend_name == EMBEDDED
-    settings: dict[str, Any] = {
-        "prompts": min(greedy or len(asked), len(asked)),
-        "prompts_sha256": prompts_digest(asked),
-        "max_tokens": max_tokens,
-        "samples": samples if samples is not None else _samples(embedded),
-        "false_alarm": false_alarm,
-        "penalties": penalties,
-    }
-    console = Console(highlight=False)
+    asked = read_prompt_set(prompts, raw=raw)
+    speculation = {"block_size": block_size, "width": width}
     if with_url or without_url:
         _refuse({"deployment.yaml": deployment, "--target": target, "--drafter": drafter, "--width": width})
-        pair = pairs.servers(with_url, without_url, model, api_key_file, concurrency)
-        plan = Plan(**settings, dtype=_dtype(dtype), same_seeds=bool(same_seeds))
+        pair = _servers(with_url, without_url, model, api_key_file, concurrency)
     else:
-        described = _described(deployment, flags)
-        if backend_name == EMBEDDED:
-            pair, found = pairs.embedded(described)
-            agree = found == "float32" if same_seeds is None else same_seeds
-            plan = Plan(**settings, dtype=found, same_seeds=agree)
-        else:
-            pair = pairs.launched(backend_name, described, concurrency)
-            plan = Plan(**settings, dtype=_dtype(described.hardware.dtype), same_seeds=bool(same_seeds))
-    raise typer.Exit(_run(plan, asked, pair, output, resume, console))
+        pair = _deployed(_described(deployment, target, drafter, speculation, dtype), backend_name, concurrency)
+    settings = {"max_tokens": max_tokens, "false_alarm": false_alarm, "penalties": penalties}
+    plan = _plan(asked, pair, dtype, greedy, samples, same_seeds, settings)
+    raise typer.Exit(_run(plan, asked, pair, output, resume))
 
 
-def _samples(embedded: bool) -> int:
-    """Four times as many show deviations half as large; seeds show more than both, where an engine keeps them."""
-    return 256 if embedded else 1024
+def _servers(
+    with_url: str | None, without_url: str | None, model: str | None, api_key_file: Path | None, concurrency: int
+) -> SubjectPair:
+    """Two servers that run already."""
+    from dflash_serve.client.endpoint import Endpoint
+    from dflash_serve.common.http import read_api_key
+    from dflash_serve.verify.subjects import two_servers
 
-
-def _described(path: Path | None, flags: dict[str, Any]) -> Deployment:
-    """The deployment; the bundled pair where nothing is named."""
-    if path is None and flags["target"]["model"] in (None, BUNDLED):
-        drafter = flags["drafter"]["model"] or BUNDLED
-        flags = {**flags, "target": {"model": BUNDLED}, "drafter": {"model": drafter}, "limits": BUNDLED_LIMITS}
-    found = load_deployment(path, flags)
-    if found.drafter is None or found.speculation.width in ("off", 1):
-        raise UserError("it does not speculate", where=str(path or "verify"), do="name a drafter, and no width of off")
-    return found
+    if with_url is None or without_url is None:
+        missing = "--without" if with_url else "--with"
+        raise UserError("two servers are compared", where="verify", do=f"give {missing}, too")
+    key = read_api_key(api_key_file)
+    return two_servers(*(Endpoint(url, model, key, concurrency=concurrency) for url in (with_url, without_url)))
 
 
 def _refuse(given: dict[str, object]) -> None:
@@ -123,26 +127,75 @@ def _refuse(given: dict[str, object]) -> None:
             raise UserError("running servers have their own", where=name, do="leave it out, or --with and --without")
 
 
+def _described(
+    path: Path | None, target: str | None, drafter: str | None, speculation: dict[str, Any], dtype: str | None
+) -> Deployment:
+    """The deployment; the bundled pair where nothing is named."""
+    flags: dict[str, Any] = {"speculation": speculation, "hardware": {"dtype": dtype}}
+    if path is None and target in (None, BUNDLED):
+        target, drafter = BUNDLED, drafter or BUNDLED
+        flags["limits"] = BUNDLED_LIMITS
+    found = load_deployment(path, {**flags, "target": {"model": target}, "drafter": {"model": drafter}})
+    if found.drafter is None or found.speculation.width in ("off", 1):
+        raise UserError("it does not speculate", where=str(path or "verify"), do="name a drafter, and no width of off")
+    return found
+
+
+def _deployed(deployment: Deployment, backend_name: str, concurrency: int) -> SubjectPair:
+    """A deployment, in this process or as a server that is started twice."""
+    from dflash_serve.verify.subjects import engine_in_process, server_started_twice
+
+    if backend_name == EMBEDDED:
+        return engine_in_process(deployment)
+    return server_started_twice(server_backend(backend_name), deployment, concurrency=concurrency)
+
+
+def _plan(
+    asked: Sequence[Prompt],
+    pair: SubjectPair,
+    dtype: str | None,
+    greedy: int | None,
+    samples: int | None,
+    same_seeds: bool | None,
+    settings: dict[str, Any],
+) -> VerifyPlan:
+    """The plan, with the defaults that depend on what answers."""
+    from dflash_serve.prompts.prompt_set import prompts_digest
+    from dflash_serve.verify.questions import VerifyPlan
+
+    computed_in = pair.dtype or _dtype(dtype)
+    return VerifyPlan(
+        prompts=min(greedy or len(asked), len(asked)),
+        prompts_sha256=prompts_digest(asked),
+        samples=samples if samples is not None else EMBEDDED_SAMPLES if pair.embedded else SERVER_SAMPLES,
+        dtype=computed_in,
+        same_seeds=pair.embedded and computed_in == "float32" if same_seeds is None else same_seeds,
+        **settings,
+    )
+
+
 def _dtype(given: str | None) -> Dtype:
     """Servers compute in bfloat16 unless somebody says otherwise."""
-    if given not in (None, "auto", "float32", "bfloat16"):
+    if given not in (None, "float32", "bfloat16"):
         raise UserError(f"{given!r} is not float32 or bfloat16", where="--dtype")
     return "float32" if given == "float32" else "bfloat16"
 
 
-def _run(plan: Plan, prompts: Sequence[Prompt], pair: Pair, output: Path, resume: bool, console: Console) -> int:
+def _run(plan: VerifyPlan, prompts: Sequence[Prompt], pair: SubjectPair, output: Path, resume: bool) -> int:
     """Verifies, writes the report and shows it; the exit code."""
-    from dflash_serve.proving.lossless.display import show
-    from dflash_serve.proving.lossless.findings import EXIT_CODES
-    from dflash_serve.proving.lossless.report import report_of, write_report
-    from dflash_serve.proving.lossless.verification import Verification
+    from rich.console import Console
 
-    belongs_to = {"plan": plan.model_dump(mode="json"), "sides": pair.facts}
+    from dflash_serve.verify.findings import EXIT_CODES
+    from dflash_serve.verify.report import report_of, show, write_report
+    from dflash_serve.verify.verification import Verification
+
+    belongs_to = {"plan": plan.model_dump(mode="json"), "subjects": pair.descriptions}
     with resumable(output, belongs_to, "finished answers", resume=resume) as journal:
         with _progress() as progress:
             findings = Verification(plan, prompts, pair, journal, progress).run()
-        report = report_of(plan, pair.facts, findings)
+        report = report_of(plan, pair.descriptions, findings)
         write_report(report, output)
+    console = Console(highlight=False)
     show(report, console)
     console.print(f"report: {output}", soft_wrap=True)
     return EXIT_CODES[findings.verdict]

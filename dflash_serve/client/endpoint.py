@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any
 
 from dflash_serve.backend import Prompt
-from dflash_serve.client.answer import Answer, read_answer
+from dflash_serve.client.reply import Reply, read_reply
 from dflash_serve.common.http import Connection, RefusedError
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
@@ -79,7 +79,7 @@ class Endpoint:
         except (KeyError, IndexError, TypeError):
             raise UserError("it lists no model", where=f"{self.base}/v1/models", do="name the model") from None
 
-    def complete(self, prompt: Prompt, params: SamplingParams, *, top_logprobs: int | None = None) -> Answer:
+    def complete(self, prompt: Prompt, params: SamplingParams, *, top_logprobs: int | None = None) -> Reply:
         """One answer.
 
         Args:
@@ -101,7 +101,7 @@ class Endpoint:
 
     def complete_all(
         self, asked: Sequence[tuple[Prompt, SamplingParams]], *, top_logprobs: int | None = None
-    ) -> Iterator[Answer]:
+    ) -> Iterator[Reply]:
         """The answers in the order of what is asked, `concurrency` requests at a time.
 
         Raises:
@@ -114,29 +114,29 @@ class Endpoint:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _find(self, path: str, body: Mapping[str, Any]) -> Answer:
+    def _find(self, path: str, body: Mapping[str, Any]) -> Reply:
         """Asks in every way until one brings tokens, and keeps it. A request refused in all ways is refused."""
         if path in self._ways:
             return self._ask(path, {**self._ways[path], **body})
         refused: RefusedError | None = None
         for way in WAYS[path]:
             try:
-                answer = self._ask(path, {**way, **body})
+                reply = self._ask(path, {**way, **body})
             except RefusedError as error:
                 refused = error
                 continue
-            found = answer.token_ids is not None or ("logprobs" in way and answer.tokens is not None)
-            if found or (not way and answer.text):
+            found = reply.token_ids is not None or ("logprobs" in way and reply.tokens is not None)
+            if found or (not way and reply.text):
                 self._ways[path] = way
             if found or not way:
-                return answer
+                return reply
         assert refused is not None
         raise refused
 
-    def _ask(self, path: str, body: Mapping[str, Any]) -> Answer:
-        answer = self._connection.json("POST", path, body)
+    def _ask(self, path: str, body: Mapping[str, Any]) -> Reply:
+        completion = self._connection.json("POST", path, body)
         try:
-            return read_answer(answer)
+            return read_reply(completion)
         except (KeyError, IndexError, TypeError, ValueError):
             do = "give the address of an OpenAI-compatible server"
             raise UserError("its answer is no completion", where=self.base + path, do=do) from None

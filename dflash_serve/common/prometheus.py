@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 
 from dflash_serve.errors import UserError
@@ -82,5 +83,15 @@ class Scrape:
         """
         if path not in self._samples:
             text = self.text(path)
-            self._samples[path] = Samples("" if text.lstrip().startswith("[") else text, self._base + path)
+            self._samples[path] = Samples("" if _is_json(text) else text, self._base + path)
         return self._samples[path]
+
+
+def _is_json(text: str) -> bool:
+    if not text.lstrip().startswith(("[", "{")):
+        return False
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from dflash_serve.checkpoint.footprint import weight_bytes
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target_layout import read_target_layout, target_configuration
+from dflash_serve.checkpoint.tensors import weight_bytes
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.errors import UserError
 

@@ -47,6 +47,19 @@ class KVCache:
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.entries, self.capacity = entries, capacity
 
+    def empty_twin(self) -> KVCache:
+        """Another cache of the same shape; what is in it is undefined."""
+        layers, entries, kv_heads, capacity, head_dim = self.keys.shape
+        return KVCache(
+            layers=layers,
+            entries=entries,
+            kv_heads=kv_heads,
+            capacity=capacity,
+            head_dim=head_dim,
+            dtype=self.keys.dtype,
+            device=self.keys.device,
+        )
+
     def write(self, layer: int, spans: Sequence[Span], k: Tensor, v: Tensor) -> None:
         """Stores k, v [rows, kv_heads, head_dim] of a flat batch at their spans."""
         row = 0

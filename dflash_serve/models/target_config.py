@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
 from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
+from dflash_serve.checkpoint.target_shape import read_target_json, required_size
 from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.errors import UserError
 
@@ -40,7 +40,7 @@ class TargetConfig(Frozen):
 
     @property
     def num_layers(self) -> int:
-        """Scheduler layers."""
+        """Decoder layers."""
         return len(self.layers)
 
 
@@ -50,13 +50,7 @@ def read_target_config(folder: Path) -> TargetConfig:
     Raises:
         UserError: no config.json, a family we do not run, or an impossible value.
     """
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError("no config.json", where=str(folder), do="give a Hugging Face model folder") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"not valid JSON ({error})", where=str(path), do="download the model again") from None
+    path, raw = folder / "config.json", dict(read_target_json(folder))
     if raw.get("model_type") not in SUPPORTED:
         raise UserError(
             f"model_type {raw.get('model_type')!r} is not one the embedded backend runs",
@@ -64,25 +58,25 @@ def read_target_config(folder: Path) -> TargetConfig:
             do=f"use one of {', '.join(SUPPORTED)}, or another backend",
         )
     try:
-        return _from_dict(raw)
+        return _from_dict(raw, folder)
     except (KeyError, TypeError, ValidationError) as error:
         raise UserError(f"incomplete or impossible: {_one_line(error)}", where=str(path)) from None
 
 
-def _from_dict(raw: dict[str, Any]) -> TargetConfig:
+def _from_dict(raw: dict[str, Any], folder: Path) -> TargetConfig:
     family = raw["model_type"]
     attention_bias = bool(raw.get("attention_bias", False))
     eos = raw.get("eos_token_id")
     return TargetConfig(
         model_type=family,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_attention_heads=raw["num_attention_heads"],
+        vocab_size=required_size(raw, "vocab_size", folder),
+        hidden_size=required_size(raw, "hidden_size", folder),
+        intermediate_size=required_size(raw, "intermediate_size", folder),
+        num_attention_heads=required_size(raw, "num_attention_heads", folder),
         num_key_value_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
         head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        layers=_layers(raw),
-        max_position_embeddings=raw["max_position_embeddings"],
+        layers=_layers(raw, required_size(raw, "num_hidden_layers", folder)),
+        max_position_embeddings=required_size(raw, "max_position_embeddings", folder),
         rms_norm_eps=raw["rms_norm_eps"],
         rope=_rope(raw),
         qkv_bias=attention_bias or family in QKV_BIAS,
@@ -94,9 +88,8 @@ def _from_dict(raw: dict[str, Any]) -> TargetConfig:
     )
 
 
-def _layers(raw: dict[str, Any]) -> tuple[AttentionKind, ...]:
-    count, window = raw["num_hidden_layers"], raw.get("sliding_window")
-    kinds = raw.get("layer_types")
+def _layers(raw: dict[str, Any], count: int) -> tuple[AttentionKind, ...]:
+    window, kinds = raw.get("sliding_window"), raw.get("layer_types")
     if kinds is None:  # Mistral slides everywhere, Qwen2 behind a switch and from `max_window_layers` on
         first = raw.get("max_window_layers", 0) if raw["model_type"].startswith("qwen") else 0
         slides = bool(window) and raw.get("use_sliding_window", raw["model_type"] == "mistral")

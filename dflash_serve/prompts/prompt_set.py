@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -33,6 +35,11 @@ def read_prompt_set(path: Path | None = None, *, raw: bool = False) -> list[Prom
     if not prompts:
         raise UserError("it has no prompts", where=where, do=f"give one JSON object a line: {FORMS}")
     return prompts
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """sha256 over all prompts, in order."""
+    return hashlib.sha256(repr([p if isinstance(p, str) else list(p) for p in prompts]).encode()).hexdigest()
 
 
 def _prompt(line: str, where: str, raw: bool) -> Prompt:

@@ -7,7 +7,7 @@ anywhere is a quotient of its counts. What a source does not tell is None, never
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -73,24 +73,44 @@ class AcceptanceStatistics:
         )
 
     def since(self, earlier: AcceptanceStatistics) -> AcceptanceStatistics:
-        """What happened between two readings; all unknown where a counter went backwards (a restart)."""
-        if self.drained or self.verifications is None:
-            return self  # the engine's own word on its last window
-        counters = (
-            (self.verifications, earlier.verifications),
-            (self.drafted, earlier.drafted),
-            (self.accepted, earlier.accepted),
-        )
-        if any(then is not None and (now is None or now < then) for now, then in counters):
+        """What happened between two readings; all unknown where a counter went backwards (a restart).
+
+        A reading that knew of no verifications is the beginning: what it did not know was 0.
+        """
+        if self.drained:
+            return self
+        if self.verifications is None:  # its length is the engine's own word on its last window
+            drafted, accepted = _minus(self.drafted, earlier.drafted or 0), _minus(self.accepted, earlier.accepted or 0)
+            return replace(self, drafted=drafted, accepted=accepted)
+        then = earlier if earlier.verifications else earlier._with_zeros()
+        counters = [
+            (self.verifications, then.verifications),
+            (self.drafted, then.drafted),
+            (self.accepted, then.accepted),
+            *_pairs(self.offered_by_slot, then.offered_by_slot),
+            *_pairs(self.accepted_by_slot, then.accepted_by_slot),
+        ]
+        if any(before and (now is None or now < before) for now, before in counters):
             return AcceptanceStatistics.unknown(self.engine)
         return AcceptanceStatistics(
-            self.verifications - (earlier.verifications or 0),
-            _minus(self.drafted, earlier.drafted),
-            _minus(self.accepted, earlier.accepted),
-            _minus_each(self.offered_by_slot, earlier.offered_by_slot),
-            _minus_each(self.accepted_by_slot, earlier.accepted_by_slot),
-            _minus_widths(self.widths, earlier.widths),
+            _minus(self.verifications, then.verifications),
+            _minus(self.drafted, then.drafted),
+            _minus(self.accepted, then.accepted),
+            _minus_each(self.offered_by_slot, then.offered_by_slot),
+            _minus_each(self.accepted_by_slot, then.accepted_by_slot),
+            _minus_widths(self.widths, then.widths),
             self.engine,
+        )
+
+    def _with_zeros(self) -> AcceptanceStatistics:
+        """The same counts, 0 where they are unknown."""
+        return AcceptanceStatistics(
+            self.verifications or 0,
+            self.drafted or 0,
+            self.accepted or 0,
+            self.offered_by_slot or [],
+            self.accepted_by_slot or [],
+            self.widths or {},
         )
 
     @property
@@ -135,7 +155,7 @@ class AcceptanceStatistics:
         if offered is None or accepted is None:
             offered, accepted = [], []
         known = [_ratio(ok, n) for ok, n in zip(accepted, offered, strict=False)]
-        wanted = len(known) if block_size is None else block_size - 1
+        wanted = sum(share is not None for share in known) if block_size is None else block_size - 1
         return (known + [None] * wanted)[:wanted]
 
     def to_dict(self) -> dict[str, Any]:
@@ -186,16 +206,20 @@ def _plus_widths(a: Mapping[int, float] | None, b: Mapping[int, float] | None) -
     return None if a is None or b is None else {width: a.get(width, 0) + b.get(width, 0) for width in sorted({*a, *b})}
 
 
+def _pairs(now: Sequence[float] | None, then: Sequence[float] | None) -> list[tuple[float | None, float | None]]:
+    return [] if now is None or then is None else list(zip_longest(now, then))
+
+
 def _minus(now: float | None, then: float | None) -> float | None:
-    return None if now is None else now - (then or 0)
+    return None if now is None or then is None else now - then
 
 
 def _minus_each(now: Sequence[float] | None, then: Sequence[float] | None) -> list[float] | None:
-    return None if now is None else [x - y for x, y in zip_longest(now, then or (), fillvalue=0)]
+    return None if now is None or then is None else [x - y for x, y in zip_longest(now, then, fillvalue=0)]
 
 
 def _minus_widths(now: Mapping[int, float] | None, then: Mapping[int, float] | None) -> dict[int, float] | None:
-    if now is None:
+    if now is None or then is None:
         return None
-    spent = {width: count - (then or {}).get(width, 0) for width, count in now.items()}
+    spent = {width: count - then.get(width, 0) for width, count in now.items()}
     return {width: count for width, count in spent.items() if count}

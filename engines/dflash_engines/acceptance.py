@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from dflash_serve.backend import backend
-from dflash_serve.checkpoint.quantization import dequantized, load_weights
-from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.formats import dequantized
+from dflash_serve.checkpoint.reader import load_weights, read_config
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dflash_serve.backend import backend
 from dflash_serve.checkpoint.formats import FP8_MAX
 from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.checkpoint.tensor_names import expected_tensors
+from dflash_serve.checkpoint.tensors import expected_tensors
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.formats import QuantizedTensor, relative_error
-from dflash_serve.checkpoint.quantization import load_weights
+from dflash_serve.checkpoint.reader import load_weights
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter

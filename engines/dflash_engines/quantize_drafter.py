@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import DIALECTS, Target
-from dflash_serve.checkpoint.formats import FP4_MAX, FP8_MAX, GROUP, Format
-from dflash_serve.checkpoint.quantization import QUANT_CONFIG, dequantized, load_weights
-from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
+from dflash_serve.checkpoint.formats import FP4_MAX, FP8_MAX, GROUP, Format, dequantized
+from dflash_serve.checkpoint.quantization import QUANT_CONFIG
+from dflash_serve.checkpoint.reader import load_tensors, load_weights, open_checkpoint
 
 from .calibration import read_ranges
 from .compare import BOUNDS, compare

@@ -14,8 +14,8 @@ from dflash_serve.models.attention.ragged import RaggedAttention
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.training.blocks import lay_out
 from dflash_serve.training.forward import BlockForward
-from dflash_torch.local_gpus import local_gpus
-from tests.support.embedded import PROMPTS, tiny_engine, with_passes
+from dflash_torch.memory import local_gpus
+from tests.support.embedded import PROMPTS, answers, tiny_engine, with_passes
 from tests.support.tiny_target import write_tiny_pair
 from tests.unit.training.test_attention import ANCHORS, inputs, random_drafter
 
@@ -31,12 +31,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_graphs_change_no_token(folders: tuple[Path, Path], temperature: float) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=3)
     captured = tiny_engine(folders, device="cuda")
-    answers = []
+    found = []
     for engine in (tiny_engine(folders), with_passes(tiny_engine(folders, device="cuda"), static=False), captured):
-        list(engine.stream(PROMPTS, [params] * len(PROMPTS)))
-        answers.append([output.token_ids for output in engine.outputs()])
-    assert answers[0] == answers[1] == answers[2]
-    assert any(work.graph is not None for work in captured.scheduler.verify.captured.values())
+        found.append([output.token_ids for output in answers(engine, PROMPTS, params)])
+    assert found[0] == found[1] == found[2]
+    assert any(work.graph is not None for work in captured.scheduler.target_runner.captured.values())
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -33,7 +33,7 @@ from dflash_engines.step import Measured, Work
 from dflash_engines.trtllm_checkpoint import write_checkpoints
 from dflash_serve.checkpoint.formats import Format, QuantizedTensor, quantize
 from dflash_serve.checkpoint.manifest import read_manifest
-from dflash_serve.checkpoint.quantization import load_weights, read_drafter
+from dflash_serve.checkpoint.reader import load_weights, read_drafter
 from dflash_serve.deployment import Deployment
 from tests.support.tiny import random_tensors, tiny_drafter_config, write_tiny_drafter
 

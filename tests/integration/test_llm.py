@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import pytest
 import torch
 
@@ -36,8 +38,9 @@ def test_many_prompts_come_back_in_order_and_unchanged_by_speculation(llm: LLM, 
 
 
 def test_the_stream_adds_up_to_the_answer(llm: LLM) -> None:
-    pieces = list(llm.stream("the lazy dog", GREEDY))
-    output = llm.engine.outputs()[0]
+    stream = llm.stream("the lazy dog", GREEDY)
+    pieces = list(stream)
+    output = stream.outputs()[0]
     assert "".join(piece.text for piece in pieces) == output.text
     assert [token for piece in pieces for token in piece.token_ids] == output.token_ids
     assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
@@ -47,8 +50,18 @@ def test_the_stream_adds_up_to_the_answer(llm: LLM) -> None:
 def test_a_listener_who_leaves_frees_the_slots(llm: LLM) -> None:
     stream = llm.stream(["fox"] * 6, GREEDY)
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert len(llm.generate(["fox"] * 6, GREEDY)) == 6
+
+
+def test_two_streams_of_one_llm_go_side_by_side(llm: LLM) -> None:
+    prompts = ["the lazy dog", "fox over"]
+    alone = [llm.generate(prompt, GREEDY)[0].text for prompt in prompts]
+    one, two = (llm.stream(prompt, GREEDY) for prompt in prompts)
+    texts = ["", ""]
+    for pair in zip_longest(one, two):
+        texts = [text + (chunk.text if chunk else "") for text, chunk in zip(texts, pair, strict=True)]
+    assert texts == alone == [one.outputs()[0].text, two.outputs()[0].text]
 
 
 def test_chat_goes_through_the_targets_template(llm: LLM) -> None:

@@ -10,6 +10,7 @@ from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.speculation.width import FixedWidth
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.scheduler import Scheduler
+from tests.support.embedded import answers
 from tests.support.prompts import human_eval, word_problems
 
 pytestmark = pytest.mark.model
@@ -32,14 +33,12 @@ def scheduler(llm: LLM) -> Scheduler:
 
 @pytest.fixture(scope="module")
 def prompts(llm: LLM) -> Answers:
-    return [llm.engine.tokenise(prompt) for prompt in word_problems(20) + human_eval(20)]  # type: ignore[attr-defined]
+    return [llm.engine.tokenize(prompt) for prompt in word_problems(20) + human_eval(20)]
 
 
 @pytest.fixture(scope="module")
 def plain(llm: LLM, prompts: Answers) -> Answers:
-    engine = llm.engine.plain()
-    list(engine.stream(prompts, [GREEDY] * len(prompts)))
-    return [output.token_ids for output in engine.outputs()]
+    return [output.token_ids for output in answers(llm.engine.plain(), prompts, GREEDY)]
 
 
 def test_plain_decoding_is_what_transformers_generates(prompts: Answers, plain: Answers) -> None:
@@ -67,8 +66,7 @@ def test_a_seeded_sample_is_the_same_with_any_width_and_neighbours(
     llm: LLM, scheduler: Scheduler, prompts: Answers
 ) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.95, frequency_penalty=0.4, seed=11, max_tokens=32)
-    alone = llm.engine.plain()
-    list(alone.stream(prompts[:3], [params] * 3))
+    alone = answers(llm.engine.plain(), prompts[:3], params)
     scheduler.policy = FixedWidth(8)
     together = llm.generate(prompts[:6], params)
-    assert [output.token_ids for output in alone.outputs()] == [output.token_ids for output in together[:3]]
+    assert [output.token_ids for output in alone] == [output.token_ids for output in together[:3]]

@@ -20,7 +20,7 @@ from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.request import Request
 from dflash_torch.scheduler import Scheduler
 from dflash_torch.speculator import Speculator
-from tests.support.embedded import tiny_engine
+from tests.support.embedded import answers, tiny_engine
 from tests.support.tiny_target import write_tiny_pair
 
 ALARM = 1e-4
@@ -56,8 +56,7 @@ def sample(engine: EmbeddedEngine, first_seed: int, settings: dict[str, Any]) ->
     params = [
         SamplingParams(seed=first_seed + n, max_tokens=TOKENS, ignore_eos=True, **settings) for n in range(SAMPLES)
     ]
-    list(engine.stream(["the quick brown fox"] * SAMPLES, params))
-    outputs = engine.outputs()
+    outputs = answers(engine, ["the quick brown fox"] * SAMPLES, params)
     tally = sum((output.statistics.tally for output in outputs), start=Counter[tuple[int, int]]())
     offered = sum((width - 1) * steps for (width, _), steps in tally.items())
     accepted = sum(accepted * steps for (_, accepted), steps in tally.items())

@@ -12,7 +12,7 @@ import httpx
 
 from dflash_serve import SamplingParams
 from dflash_torch.engine import EmbeddedEngine
-from tests.support.embedded import tiny_engine
+from tests.support.embedded import answers, tiny_engine
 from tests.support.serving import MODEL, Running, running, until
 
 CLIENTS, REQUESTS = 64, 20
@@ -33,8 +33,7 @@ def solo(engine: EmbeddedEngine) -> list[str]:
     for body in bodies():
         fields = {name: body[name] for name in ("max_tokens", "ignore_eos", "temperature", "seed")}
         prompt: list[int] = body["prompt"]  # type: ignore[assignment]
-        list(engine.stream([prompt], [SamplingParams.model_validate(fields)]))
-        texts.append(engine.outputs()[0].text)
+        texts.append(answers(engine, [prompt], SamplingParams.model_validate(fields))[0].text)
     return texts
 
 

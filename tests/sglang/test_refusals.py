@@ -76,7 +76,6 @@ def test_the_server_ends_with_our_message_before_it_loads_anything(tmp_path: Pat
 def test_weights_that_lack_a_tensor_are_refused_by_the_loader_itself(tmp_path: Path) -> None:
     """A draft class that we do not know to the last tensor is still loaded strictly."""
     import torch
-
     from dflash_sglang.strict_load import load_strictly
 
     class Loader(torch.nn.Module):

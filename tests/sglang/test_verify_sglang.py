@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from dflash_serve.backend import Command
-from dflash_serve.client.acceptance_reading import AcceptanceReading
 from dflash_serve.client.answer import Answer
-from dflash_serve.common.journal import Journal
-from dflash_serve.deployment import Deployment
 from dflash_serve.proving.lossless.findings import Findings
 from dflash_serve.proving.lossless.launched import Launcher
 from dflash_serve.proving.lossless.plan import SAMPLED, Plan, Question
 from dflash_serve.proving.lossless.sides import Pair
 from dflash_serve.proving.lossless.verification import Verification
+
+from dflash_serve.backend import Command
+from dflash_serve.common.journal import Journal
+from dflash_serve.deployment import Deployment
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_sglang import SGLangBackend
 from tests.sglang.test_smollm2_server import deployment
 from tests.support.prompts import word_problems
@@ -47,8 +47,8 @@ class Nobody:
     ) -> Iterator[tuple[int, Answer]]:
         raise AssertionError(f"asked again: {len(questions)} questions")
 
-    def acceptance(self) -> AcceptanceReading:
-        return AcceptanceReading()
+    def acceptance(self) -> AcceptanceStatistics:
+        return AcceptanceStatistics.unknown()
 
 
 @pytest.fixture(scope="module")

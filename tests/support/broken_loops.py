@@ -24,7 +24,7 @@ from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.request import Request
 from dflash_torch.scheduler import Scheduler
 from dflash_torch.speculator import Speculator
-from tests.support.embedded import tiny_engine
+from tests.support.embedded import answers, tiny_engine
 from tests.support.tiny_target import write_tiny_pair
 
 WIDTH, SLOTS = 4, 32
@@ -62,8 +62,7 @@ def likely_tokens(folders: tuple[Path, Path], asked: Sequence[tuple[Prompt, Samp
     """What plain decoding says most often after the same tokens, over the answers to `asked`."""
     plain = tiny_engine(folders, width=1, max_batch_size=SLOTS)
     following: dict[Prefix, Counter[int]] = defaultdict(Counter)
-    list(plain.stream([prompt for prompt, _ in asked], [params for _, params in asked]))
-    for output in plain.outputs():
+    for output in answers(plain, [prompt for prompt, _ in asked], [params for _, params in asked]):
         tokens = tuple(output.prompt_token_ids + output.token_ids)
         for end in range(len(output.prompt_token_ids), len(tokens)):
             following[tokens[:end]][tokens[end]] += 1

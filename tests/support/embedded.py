@@ -7,7 +7,10 @@ from pathlib import Path
 
 import torch
 
+from dflash_serve.backend import Engine, Prompt
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
+from dflash_serve.outputs import RequestOutput
+from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import FixedWidth, WidthPolicy
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.model_runner import DrafterRunner, TargetRunner
@@ -35,13 +38,23 @@ class OracleSpeculator(Speculator):
         return drafts
 
 
+def answers(
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+) -> list[RequestOutput]:
+    """The finished requests of one stream; `params` for all of them or one each."""
+    stream = engine.stream(prompts, [params] * len(prompts) if isinstance(params, SamplingParams) else params)
+    for _ in stream:
+        pass
+    return stream.outputs()
+
+
 def with_passes(engine: EmbeddedEngine, *, static: bool) -> EmbeddedEngine:
     """The same engine with padded or ragged passes, whatever its device would choose."""
     scheduler, speculator = engine.scheduler, engine.scheduler.speculator
     assert speculator is not None
     block = speculator.block_size
-    scheduler.verify = TargetRunner(scheduler.target, scheduler.cache, block, static=static)
-    speculator.fill = DrafterRunner(scheduler.target.embedding, speculator.cache, block, static=static)
+    scheduler.target_runner = TargetRunner(scheduler.target, scheduler.cache, block, static=static)
+    speculator.drafter_runner = DrafterRunner(scheduler.target.embedding, speculator.cache, block, static=static)
     return engine
 
 

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
-from dflash_serve.checkpoint.tensor_names import expected_tensors
+from dflash_serve.checkpoint.formats import Format, quantize
+from dflash_serve.checkpoint.tensors import expected_tensors
 from dflash_serve.checkpoint.writer import write_drafter
 
 SLIDING = AttentionKind(window=6, causal=True)
@@ -60,6 +62,25 @@ def write_tiny_drafter(
     config = config or tiny_drafter_config()
     write_drafter(folder, config, random_tensors(config, seed=seed, dtype=dtype), dialect=dialect)
     return folder
+
+
+def write_quantized_drafter(folder: Path, format: Format, config: DrafterConfig | None = None) -> Path:
+    """Writes a random drafter in FP8 or NVFP4 as `build` does: scales, quantization_config and hf_quant_config.json."""
+    config = config or tiny_drafter_config(intermediate_size=64)
+    write_tiny_drafter(folder, config)
+    state: dict[str, Tensor] = {}
+    for name, tensor in random_tensors(config).items():
+        module = name.removesuffix(".weight")
+        state |= quantize(tensor, format, torch.tensor(0.01)).state(module) if _is_product(name) else {name: tensor}
+    save_file(state, folder / "model.safetensors")
+    facts = {"quant_algo": format.upper(), "kv_cache_quant_algo": None, "exclude_modules": ["fc"]}
+    edit_json(folder / "config.json", {"quantization_config": {"quant_method": "modelopt", **facts, "ignore": ["fc"]}})
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": facts}))
+    return folder
+
+
+def _is_product(name: str) -> bool:
+    return name.endswith("_proj.weight")
 
 
 def edit_json(path: Path, change: Mapping[str, object], *, remove: tuple[str, ...] = ()) -> None:

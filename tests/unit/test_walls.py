@@ -1,55 +1,88 @@
-"""Who may import whom (the design's walls), read from the source: cli -> backends, engines -> the core."""
+"""Who may import whom (docs/architecture.md), read from the source by `tests/house.py`: no exemption, no circle."""
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.house import ROOT, House
+
+HOUSE = House()
 BACKENDS = {path.name for path in (ROOT / "backends").iterdir() if (path / "__init__.py").exists()}
-ENGINES = {"dflash_engines"}
-CORE = ROOT / "dflash_serve"
+SPECULATION = "dflash_serve.speculation"
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Absolute names of the modules a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.module
+def top(name: str) -> str:
+    return name.partition(".")[0]
 
 
-def violations(folder: Path, forbidden: set[str], *, below: str = "") -> list[str]:
+def violations(inside: Callable[[str], bool], allowed: Callable[[str], bool]) -> list[str]:
+    """Imports of ours, from modules inside, of what is not allowed."""
+    ours = {"dflash_serve", "dflash_engines", *BACKENDS}
     return [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in folder.rglob("*.py")
-        if not below or below not in path.parts
-        for name in imports(path)
-        if any(name == wall or name.startswith(wall + ".") for wall in forbidden)
+        f"{module.name} imports {name}"
+        for module in HOUSE.modules.values()
+        if inside(module.name)
+        for name in module.imports
+        if top(name) in ours and not allowed(name)
     ]
 
 
-def test_the_core_never_looks_up() -> None:
-    assert violations(CORE, BACKENDS | ENGINES, below="cli") == []
-    assert [v for v in violations(CORE, {"dflash_serve.cli"}) if "dflash_serve/cli/" not in v] == []
+def test_the_core_never_looks_up_and_its_rooms_know_no_verb() -> None:
+    """Verbs included: backends and the build's verb are found by their entry points."""
+    assert violations(lambda name: top(name) == "dflash_serve", lambda name: top(name) == "dflash_serve") == []
+
+    def room(name: str) -> bool:
+        return top(name) == "dflash_serve" and not name.startswith("dflash_serve.cli")
+
+    assert violations(room, room) == []
 
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_a_backend_never_looks_sideways(backend: str) -> None:
-    assert violations(ROOT / "backends" / backend, (BACKENDS - {backend}) | ENGINES | {"dflash_serve.cli"}) == []
+    def allowed(name: str) -> bool:
+        return top(name) in (backend, "dflash_serve") and not name.startswith("dflash_serve.cli")
+
+    assert violations(lambda name: top(name) == backend, allowed) == []
 
 
 def test_engines_look_only_to_the_core() -> None:
-    assert violations(ROOT / "engines", BACKENDS | {"dflash_serve.cli"}) == []
+    def allowed(name: str) -> bool:
+        return top(name) in ("dflash_engines", "dflash_serve") and not name.startswith("dflash_serve.cli")
+
+    assert violations(lambda name: top(name) == "dflash_engines", allowed) == []
+
+
+def test_nobody_reaches_a_package_of_ours_by_a_constructed_name() -> None:
+    """Lazy exports and optional packages of others are imported by name; ours are not."""
+    found = [
+        f"{module.name}: {line.strip()}"
+        for module in HOUSE.modules.values()
+        for line in module.text.splitlines()
+        if "import_module(f" in line and module.name not in ("dflash_serve", "dflash_tensorrt_llm.plugin")
+    ]
+    assert found == []
 
 
 def test_speculation_imports_nothing_of_ours_but_itself() -> None:
-    ours = {f"dflash_serve.{path.stem}" for path in CORE.iterdir()} - {"dflash_serve.speculation"}
-    assert violations(CORE / "speculation", ours | BACKENDS | ENGINES) == []
+    assert violations(lambda name: name.startswith(SPECULATION), lambda name: name.startswith(SPECULATION)) == []
+
+
+def test_there_is_no_circle_type_hints_counted() -> None:
+    assert HOUSE.circles == []
+
+
+def test_no_two_public_classes_of_one_package_have_one_name() -> None:
+    """But for a Protocol and what implements it."""
+    allowed = {"dflash_torch: Fault"}
+    assert {name: places for name, places in HOUSE.homonyms.items() if name not in allowed} == {}
+
+
+def test_a_file_is_one_idea() -> None:
+    assert {m.name: m.lines for m in HOUSE.modules.values() if m.lines > 300} == {}
+    long = {f"{m.name}.{name}": n for m in HOUSE.modules.values() for name, n in m.functions if n > 40}
+    assert long == {}
 
 
 @pytest.mark.parametrize("module", ["dflash_serve", "dflash_serve.cli.main", "dflash_serve.deployment", "dflash_torch"])
@@ -59,7 +92,7 @@ def test_importing_costs_no_torch(module: str) -> None:
 
 
 def test_nothing_unpickles_or_trusts_remote_code() -> None:
-    sources = [path for folder in ("dflash_serve", "backends", "engines") for path in (ROOT / folder).rglob("*.py")]
-    found = [f"{path.name} imports {name}" for path in sources for name in imports(path) if name in ("pickle", "dill")]
-    found += [path.name for path in sources if "trust_remote_code=True" in path.read_text()]
+    forbidden = ("pickle", "dill")
+    found = [f"{m.name} imports {name}" for m in HOUSE.modules.values() for name in m.imports if top(name) in forbidden]
+    found += [m.name for m in HOUSE.modules.values() if "trust_remote_code=True" in m.text]
     assert found == []

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.quantization import assemble, read_drafter, read_quantization
+from dflash_serve.checkpoint.quantization import read_quantization
+from dflash_serve.checkpoint.reader import assemble, read_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.rope import rotate

@@ -12,7 +12,7 @@ from dflash_serve.checkpoint.formats import QuantizedTensor
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
-    from dflash_serve.checkpoint.quantization import Weight
+    from dflash_serve.checkpoint.formats import Weight
 
 COLUMN_PARALLEL = ("gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")

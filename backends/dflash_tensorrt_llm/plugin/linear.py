@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dflash_serve.checkpoint.formats import FP8_MAX, QuantizedTensor
 
 if TYPE_CHECKING:
-    from dflash_serve.checkpoint.quantization import Weight
+    from dflash_serve.checkpoint.formats import Weight
 
 Reduce = Callable[[Tensor], Tensor]
 

@@ -17,7 +17,7 @@ from .layout import ROW_PARALLEL, Layout, in_captured_order
 from .linear import Product, Reduce, RowParallel
 
 if TYPE_CHECKING:
-    from dflash_serve.checkpoint.quantization import Weight
+    from dflash_serve.checkpoint.formats import Weight
 
 PROJECTIONS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 

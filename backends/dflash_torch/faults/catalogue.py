@@ -11,8 +11,7 @@ from functools import partial
 
 import torch
 
-from dflash_serve.checkpoint.config import DrafterConfig, RopeConfig
-from dflash_serve.checkpoint.layer_ids import uniform_target_layer_ids
+from dflash_serve.checkpoint.config import DrafterConfig, RopeConfig, uniform_target_layer_ids
 
 from ..speculator import Speculator
 from . import context, weights

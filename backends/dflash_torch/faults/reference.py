@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dflash_serve.backend import Prompt
-from dflash_serve.checkpoint.layer_ids import uniform_target_layer_ids
+from dflash_serve.checkpoint.config import uniform_target_layer_ids
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.outputs import RequestOutput
 from dflash_serve.proving.doctor.counts import Counts
@@ -57,7 +57,7 @@ class EmbeddedReference:
         self.speculator = Speculator(
             drafter, engine.scheduler.target, block_size=block_size, max_batch_size=1, capacity=1
         )
-        self.prompts = [engine.tokenise(prompt) for prompt in prompts]
+        self.prompts = [engine.tokenize(prompt) for prompt in prompts]
 
     def loop(self) -> Prediction:
         """The real loop, as it is: the authority."""

@@ -86,12 +86,12 @@ def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Pro
         full.target, speculator, policy, max_batch_size=1, capacity=full.capacity, reuse_prefixes=False
     )
     params = SamplingParams(temperature=0, max_tokens=(STEPS + 2) * width, ignore_eos=True)
-    request = scheduler.join(engine.tokenise(prompt), params)
+    request = scheduler.join(engine.tokenize(prompt), params)
     for _ in range(STEPS):
         scheduler.step()
     pending = torch.cat(request.features)
     flow |= _features(layer_ids, pending.chunk(len(layer_ids), dim=-1))
-    speculator.fill.static = False  # hooks do not run inside a captured graph
+    speculator.drafter_runner.static = False  # hooks do not run inside a captured graph
     with _watched(speculator.drafter, flow, request.verified):
         (draft,) = speculator.draft([request], [width])
     flow["drafts"] = torch.tensor(draft)[:, None]

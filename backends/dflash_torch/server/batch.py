@@ -9,7 +9,7 @@ from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-from ..answer import Answer
+from ..detokenizer import Answer
 from ..engine import EmbeddedEngine
 from ..request import Request
 from ..sampler import StepResult

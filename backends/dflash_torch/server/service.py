@@ -147,7 +147,7 @@ def _tokenise(engine: EmbeddedEngine, prompt: Prompt, params: SamplingParams) ->
     if (characters := _characters(prompt)) > engine.scheduler.capacity * _longest_token(engine.tokenizer):
         what = f"{characters} characters, more than {engine.scheduler.capacity} tokens can hold"
         raise ApiError(400, what, param="messages" if chat else "prompt", code="context_length_exceeded")
-    tokens = engine.tokenise(prompt)
+    tokens = engine.tokenize(prompt)
     try:
         engine.scheduler.check(tokens, params)
     except UserError as error:

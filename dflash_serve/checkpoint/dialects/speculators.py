@@ -10,9 +10,14 @@ from __future__ import annotations
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressible, one_value
 from dflash_serve.checkpoint.dialects.heads import refuse_other_slots
-from dflash_serve.checkpoint.dialects.rope_keys import rope_parameters
 from dflash_serve.checkpoint.dialects.section import Section
-from dflash_serve.checkpoint.dialects.transformer_keys import kinds, read_transformer, read_windows, write_transformer
+from dflash_serve.checkpoint.dialects.transformer_keys import (
+    kinds,
+    read_transformer,
+    read_windows,
+    rope_parameters,
+    write_transformer,
+)
 from dflash_serve.checkpoint.dialects.zlab import check_architecture
 
 NAME = "speculators"

@@ -12,13 +12,17 @@ Windows follow August's rule: a `sliding_attention` layer is causal inside the b
 
 from __future__ import annotations
 
-from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressible, one_value
 from dflash_serve.checkpoint.dialects.heads import refuse_other_slots
-from dflash_serve.checkpoint.dialects.rope_keys import rope_theta_and_scaling
 from dflash_serve.checkpoint.dialects.section import Section
-from dflash_serve.checkpoint.dialects.transformer_keys import kinds, read_transformer, read_windows, write_transformer
-from dflash_serve.checkpoint.layer_ids import uniform_target_layer_ids
+from dflash_serve.checkpoint.dialects.transformer_keys import (
+    kinds,
+    read_transformer,
+    read_windows,
+    rope_theta_and_scaling,
+    write_transformer,
+)
 
 NAME = "zlab"
 KEYS = {

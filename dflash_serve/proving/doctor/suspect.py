@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_serve.backend import Prompt
-from dflash_serve.client.answer import Answer
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.engine_metrics import AcceptanceReading, read_acceptance
+from dflash_serve.client.reply import Reply
 from dflash_serve.errors import UserError
 from dflash_serve.proving.doctor.counts import Counts
 from dflash_serve.proving.doctor.fit import Observation
@@ -47,7 +47,7 @@ def interview(
         UserError: no such server, one without acceptance figures, or one whose width changes from step to step.
     """
     first = before = read_acceptance(endpoint.base, api_key=endpoint.api_key)
-    readings, answers = list[AcceptanceReading](), list[Answer]()
+    readings, answers = list[AcceptanceReading](), list[Reply]()
     for prompt in prompts:
         answers.append(endpoint.complete(prompt, params))
         now = read_acceptance(endpoint.base, api_key=endpoint.api_key)
@@ -88,7 +88,7 @@ def _width(reading: AcceptanceReading, answers: int, block_size: int, where: str
     return width
 
 
-def _strangers(counts: Sequence[Counts], answers: Sequence[Answer]) -> list[str]:
+def _strangers(counts: Sequence[Counts], answers: Sequence[Reply]) -> list[str]:
     """A note where more was generated than we asked for."""
     if len(counts) != len(answers) or any(answer.completion_tokens is None for answer in answers):
         return []

@@ -217,7 +217,11 @@ def test_another_models_config_is_of_no_dialect(folder: Path) -> None:
             "dflash_config.swa_window_size is 9 but sliding_window is 8",
         ),
         ("zlab", {"dflash_config.attention_sink_bias": True}, "attention sinks"),
-        ("zlab", {"quantization_config": {"quant_method": "fp8"}}, "the drafter is quantised (quantization_config)"),
+        (
+            "zlab",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantised with 'fp8' (config.json's quantization_config)",
+        ),
         ("zlab", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
         ("zlab", {"rope_scaling": {"type": "yarn"}}, "rope type 'yarn' without rope_scaling.factor"),
         ("zlab", {"rope_theta": None}, "no rope_theta"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_serve.checkpoint.layer_ids import uniform_target_layer_ids
+from dflash_serve.checkpoint.config import uniform_target_layer_ids
 
 
 @pytest.mark.parametrize(

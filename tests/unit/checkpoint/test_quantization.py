@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,31 +11,30 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_serve.checkpoint.formats import Format, quantize
-from dflash_serve.checkpoint.quantization import dequantized, load_weights, read_drafter, read_quantization
+from dflash_serve.checkpoint.formats import Format, dequantized, quantize
+from dflash_serve.checkpoint.quantization import Quantization, read_quantization
+from dflash_serve.checkpoint.reader import (
+    load_weights,
+    open_checkpoint,
+    problems,
+    read_config,
+    read_drafter,
+    weight_problems,
+)
 from dflash_serve.errors import UserError
-from tests.support.tiny import edit_json, random_tensors, tiny_drafter_config, write_tiny_drafter
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def write_quantized(folder: Path, format: Format) -> Path:
-    config = tiny_drafter_config(intermediate_size=64)
-    write_tiny_drafter(folder, config)
-    state: dict[str, Tensor] = {}
-    for name, tensor in random_tensors(config).items():
-        module = name.removesuffix(".weight")
-        packed = module.rsplit(".", 1)[-1] in PROJECTIONS
-        state |= quantize(tensor, format, torch.tensor(0.01)).state(module) if packed else {name: tensor}
-    save_file(state, folder / "model.safetensors")
-    entry = {"quant_method": "modelopt", "quant_algo": format.upper(), "exclude_modules": ["fc"]}
-    edit_json(folder / "config.json", {"quantization_config": entry})
-    return folder
+from dflash_serve.models.loader import load_drafter
+from tests.support.tiny import (
+    edit_json,
+    random_tensors,
+    tiny_drafter_config,
+    write_quantized_drafter,
+    write_tiny_drafter,
+)
 
 
 @pytest.mark.parametrize("format", ["fp8", "nvfp4"])
 def test_a_quantised_drafter_reads_back(format: Format, tmp_path: Path) -> None:
-    folder = write_quantized(tmp_path / "d", format)
+    folder = write_quantized_drafter(tmp_path / "d", format)
     config, weights = load_weights(folder)
     plain, original = dequantized(weights, torch.float32), random_tensors(config)
     assert plain.keys() == original.keys()
@@ -50,7 +50,7 @@ def test_an_unquantised_drafter_says_so(tmp_path: Path) -> None:
 
 
 def test_modelopts_own_nesting_is_understood(tmp_path: Path) -> None:
-    folder = write_quantized(tmp_path / "d", "nvfp4")
+    folder = write_quantized_drafter(tmp_path / "d", "nvfp4")
     inner = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["fc"]}
     edit_json(folder / "config.json", {"quantization_config": {"quantization": inner}})
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": inner}))
@@ -60,9 +60,9 @@ def test_modelopts_own_nesting_is_understood(tmp_path: Path) -> None:
 
 
 def test_two_files_that_disagree_are_refused(tmp_path: Path) -> None:
-    folder = write_quantized(tmp_path / "d", "nvfp4")
+    folder = write_quantized_drafter(tmp_path / "d", "nvfp4")
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
-    with pytest.raises(UserError, match=r"config\.json says nvfp4, hf_quant_config\.json says fp8"):
+    with pytest.raises(UserError, match=r"quantization_config says nvfp4, hf_quant_config\.json says fp8"):
         read_quantization(folder)
 
 
@@ -76,23 +76,89 @@ def test_another_algorithm_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("drop", "message"),
     [
-        ("layers.0.self_attn.q_proj.weight_scale", "without a weight_scale|not those of"),
-        ("layers.0.self_attn.q_proj.weight", "q_proj.weight is missing"),
-        ("layers.1.mlp.up_proj.weight_scale_2", "which are not those of nvfp4"),
+        ("layers.0.self_attn.q_proj.weight_scale", r"q_proj\.weight_scale \[64, 2\] is missing"),
+        ("layers.0.self_attn.q_proj.weight", r"q_proj\.weight \[64, 32\] is missing"),
+        ("layers.1.mlp.up_proj.weight_scale_2", r"up_proj\.weight_scale_2 \[\] is missing"),
     ],
 )
 def test_a_lost_tensor_is_named(drop: str, message: str, tmp_path: Path) -> None:
-    folder = write_quantized(tmp_path / "d", "nvfp4")
+    folder = write_quantized_drafter(tmp_path / "d", "nvfp4")
     state = load_file(folder / "model.safetensors")
     del state[drop]
     save_file(state, folder / "model.safetensors")
-    with pytest.raises(UserError, match=message):
+    assert any(re.search(message, str(problem)) for problem in problems(folder))
+    with pytest.raises(UserError, match=r"q_proj|up_proj"):
         load_weights(folder)
 
 
 def test_a_tensor_too_many_is_named(tmp_path: Path) -> None:
-    folder = write_quantized(tmp_path / "d", "fp8")
+    folder = write_quantized_drafter(tmp_path / "d", "fp8")
     state = load_file(folder / "model.safetensors")
     save_file(state | {"layers.7.mlp.up_proj.weight": torch.zeros(2, 2)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"layers\.7\.mlp\.up_proj\.weight is not part of this drafter"):
+    with pytest.raises(UserError, match=r"layers\.7\.mlp\.up_proj.weight \[2, 2\] is not part of a DFlash drafter"):
         load_weights(folder)
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_one_reader_takes_plain_and_quantised_drafters(format: Format, tmp_path: Path) -> None:
+    folder = write_quantized_drafter(tmp_path / "d", format)
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.problems == []
+    assert checkpoint.quantization == Quantization(format, ("fc",))
+    assert weight_problems(checkpoint) == []
+    assert read_config(folder) == (checkpoint.config, "zlab")
+
+
+def test_a_reader_of_plain_weights_refuses_a_quantised_drafter_by_name(tmp_path: Path) -> None:
+    folder = write_quantized_drafter(tmp_path / "d", "fp8")
+    with pytest.raises(UserError, match="quantised to FP8, this command reads bf16 drafters only"):
+        load_drafter(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("layers.0.mlp.up_proj.weight_scale", torch.ones(64), r"up_proj\.weight_scale has shape \[64\], .* \[\]"),
+        ("layers.0.mlp.up_proj.weight", torch.zeros(64, 32, dtype=torch.uint8), "weight is U8"),
+        ("layers.0.mlp.up_proj.weight", torch.zeros(64, 2).to(torch.float8_e4m3fn), r"\[64, 2\], .* \[64, 32\]"),
+        ("fc.weight_scale", torch.tensor(1.0), r"fc\.weight_scale \[\] belongs to no quantised weight"),
+        ("norm.weight", torch.ones(32).to(torch.float8_e4m3fn), r"norm\.weight_scale \[\] is missing"),
+        ("layers.0.mlp.up_proj.weight_scale", torch.tensor(float("nan")), "1 values that are NaN"),
+        ("layers.0.mlp.up_proj.weight", torch.full((64, 32), float("nan")).to(torch.float8_e4m3fn), "2048 values"),
+    ],
+)
+def test_an_fp8_tensor_that_is_not_its_own_is_named(name: str, tensor: Tensor, message: str, tmp_path: Path) -> None:
+    folder = write_quantized_drafter(tmp_path / "d", "fp8")
+    save_file(load_file(folder / "model.safetensors") | {name: tensor}, folder / "model.safetensors")
+    assert any(re.search(message, str(problem)) for problem in problems(folder))
+    with pytest.raises(UserError):
+        load_weights(folder)
+
+
+def test_packed_weights_that_no_file_explains_are_refused(tmp_path: Path) -> None:
+    folder = write_quantized_drafter(tmp_path / "d", "nvfp4")
+    (folder / "hf_quant_config.json").unlink()
+    edit_json(folder / "config.json", {"quantization_config": None})
+    with pytest.raises(UserError, match=r"the weights are quantised .* but no file of it says how"):
+        load_weights(folder)
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_a_fused_projection_is_cut_with_its_scales(format: Format, tmp_path: Path) -> None:
+    folder = write_quantized_drafter(tmp_path / "d", format)
+    state, whole = load_file(folder / "model.safetensors"), torch.randn(128, 32)
+    for name in [name for name in state if name.startswith(("layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"))]:
+        del state[name]
+    fused = quantize(whole, format)
+    save_file(state | fused.state("model.layers.0.mlp.gate_up_proj"), folder / "model.safetensors")
+    assert problems(folder) == []
+    plain = dequantized(load_weights(folder)[1], torch.float32)
+    assert torch.equal(plain["layers.0.mlp.gate_proj.weight"], fused.dequantize()[:64])
+    assert torch.equal(plain["layers.0.mlp.up_proj.weight"], fused.dequantize()[64:])
+
+
+def test_a_quantization_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_drafter(tmp_path / "d")
+    edit_json(folder / "config.json", {"quantization_config": "fp8"})
+    with pytest.raises(UserError, match="quantization_config is 'fp8', not an object"):
+        read_config(folder)

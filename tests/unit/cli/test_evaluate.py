@@ -15,7 +15,7 @@ from dflash_serve.speculation.width import FixedWidth
 from dflash_torch.controls import CONTROLS, controls
 from dflash_torch.evaluation import Evaluation
 from dflash_torch.scheduler import Scheduler
-from tests.support.embedded import tiny_engine
+from tests.support.embedded import answers, tiny_engine
 from tests.support.tiny_target import write_tiny_pair
 
 
@@ -53,8 +53,7 @@ def test_each_task_is_shown_with_all_controls(
 def test_controls_change_the_context_and_not_the_answer(pair: tuple[Path, Path]) -> None:
     engine = tiny_engine(pair, width=4)
     params = SamplingParams(temperature=0, max_tokens=10)
-    list(engine.stream(["the quick brown fox"], [params]))
-    expected = engine.outputs()[0].token_ids
+    expected = answers(engine, ["the quick brown fox"], params)[0].token_ids
     full = engine.scheduler
     assert full.speculator is not None
     contexts = []
@@ -63,7 +62,7 @@ def test_controls_change_the_context_and_not_the_answer(pair: tuple[Path, Path])
         scheduler = Scheduler(
             full.target, speculator, FixedWidth(4), max_batch_size=1, capacity=full.capacity, reuse_prefixes=False
         )
-        sequence = scheduler.join(engine.tokenise("the quick brown fox"), params)
+        sequence = scheduler.join(engine.tokenize("the quick brown fox"), params)
         while scheduler.running:
             scheduler.step()
         assert sequence.output_ids == expected

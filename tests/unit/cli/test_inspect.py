@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,17 @@ import typer
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from dflash_serve.checkpoint.formats import Format
 from dflash_serve.cli.inspect import inspect
 from dflash_serve.errors import UserError
-from tests.support.tiny import FULL, SLIDING, edit_json, tiny_drafter_config, write_tiny_drafter
+from tests.support.tiny import (
+    FULL,
+    SLIDING,
+    edit_json,
+    tiny_drafter_config,
+    write_quantized_drafter,
+    write_tiny_drafter,
+)
 
 app = typer.Typer()
 app.command()(inspect)
@@ -59,6 +68,19 @@ def test_json_has_the_config_the_sizes_and_the_problems(tmp_path: Path) -> None:
     assert report["config"] == config.model_dump(mode="json")
     assert report["bytes"] == 2 * report["parameters"]
     assert report["problems"] == []
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_a_sound_quantised_drafter_has_no_problems_and_says_how_it_is_quantised(format: Format, tmp_path: Path) -> None:
+    folder = write_quantized_drafter(tmp_path / "drafter", format)
+    result = runner.invoke(app, [str(folder)])
+    assert result.exit_code == 0
+    assert "no problems found" in result.output
+    assert re.search(rf"quantisation +{format.upper()}; fc in bf16", result.output)
+    report = json.loads(runner.invoke(app, [str(folder), "--json"]).output)
+    assert report["quantization"] == {"format": format, "excluded": ["fc"], "kv_cache": None}
+    plain = write_tiny_drafter(tmp_path / "plain", tiny_drafter_config(intermediate_size=64))
+    assert report["parameters"] == json.loads(runner.invoke(app, [str(plain), "--json"]).output)["parameters"]
 
 
 def test_it_finds_every_problem_and_exits_with_2(tmp_path: Path) -> None:

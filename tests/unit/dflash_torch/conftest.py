@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve import SamplingParams
-from tests.support.embedded import PROMPTS, tiny_engine
+from tests.support.embedded import PROMPTS, answers, tiny_engine
 from tests.support.tiny_target import write_tiny_pair
 
 Truth = dict[tuple[int, ...], list[int]]
@@ -20,8 +20,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def truth(folders: tuple[Path, Path]) -> Truth:
     """The greedy answers without speculation, one prompt at a time."""
     engine = tiny_engine(folders, width=1, reuse_prefixes=False)
-    answers = {}
-    for prompt in PROMPTS:
-        list(engine.stream([prompt], [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)]))
-        answers[tuple(engine.tokenise(prompt))] = engine.outputs()[0].token_ids
-    return answers
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    outputs = [answers(engine, [prompt], params)[0] for prompt in PROMPTS]
+    return {tuple(output.prompt_token_ids): output.token_ids for output in outputs}

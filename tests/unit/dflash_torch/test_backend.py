@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_torch import backend
+from tests.support.tiny import write_quantized_drafter
 from tests.support.tiny_target import write_tiny_pair
 
 
@@ -50,6 +52,13 @@ def test_a_setting_it_would_ignore_is_a_problem(pair: tuple[Path, Path], field: 
 def test_a_quantised_model_is_a_problem(pair: tuple[Path, Path]) -> None:
     quantised = {"model": str(pair[0]), "quantization": "fp8"}
     assert [p.where for p in backend.check(deployment(pair, target=quantised))] == ["target.quantization"]
+
+
+def test_a_quantised_drafter_is_a_problem(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    config, _ = read_config(pair[1])
+    drafter = write_quantized_drafter(tmp_path / "fp8", "fp8", config)
+    (problem,) = backend.check(deployment(pair, drafter={"model": str(drafter)}))
+    assert "quantised to FP8, the embedded backend reads bf16 drafters only" in str(problem)
 
 
 def test_a_gpu_that_is_not_there_is_refused(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ import pytest
 from dflash_serve import SamplingParams
 from dflash_serve.errors import UserError
 from dflash_serve.outputs import Chunk
-from dflash_torch.answer import Answer
+from dflash_torch.detokenizer import Answer
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.grammar import Grammar, Grammars
 from dflash_torch.scheduler import Scheduler
-from tests.support.embedded import tiny_engine
+from tests.support.embedded import answers, tiny_engine
 from tests.support.tiny_target import EOS
 
 Folders = tuple[Path, Path]
@@ -77,14 +77,12 @@ def test_drafts_are_masked_so_a_forced_part_is_accepted_whole(engine: EmbeddedEn
 
 def test_neighbours_of_a_grammar_are_left_alone(engine: EmbeddedEngine, grammars: Grammars, folders: Folders) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    list(tiny_engine(folders).stream([[9, 8]], [greedy]))
-    alone = tiny_engine(folders)
-    list(alone.stream([[9, 8]], [greedy]))
+    alone = answers(tiny_engine(folders), [[9, 8]], greedy)
     free = engine.scheduler.join([9, 8], greedy)
     engine.scheduler.join([5], greedy, grammar=grammars.regex("[a-z]{8}"))
     while engine.scheduler.running:
         engine.scheduler.step()
-    assert free.output_ids == alone.outputs()[0].token_ids
+    assert free.output_ids == alone[0].token_ids
 
 
 @pytest.mark.parametrize(
@@ -124,5 +122,5 @@ def test_a_grammar_that_fails_on_the_way_fails_its_own_request_only(
 def test_a_tokens_bytes_are_known_even_where_it_is_part_of_a_character(
     engine: EmbeddedEngine, grammars: Grammars
 ) -> None:
-    tokens = engine.tokenise("é!")
+    tokens = engine.tokenize("é!")
     assert b"".join(grammars.token_bytes(token) for token in tokens) == "é!".encode()

@@ -14,9 +14,9 @@ from dflash_serve.models.attention.flashinfer import FlashInferAttention, window
 from dflash_serve.models.attention.padded import PaddedAttention
 from dflash_serve.models.attention.ragged import RaggedAttention
 from dflash_serve.models.kv_cache import KVCache, Span
-from dflash_torch.shapes import LONGEST, Shape, padded_table, real_rows, shape_of
+from dflash_torch.model_runner import LONGEST, Shape, padded_table, real_rows, shape_of
 from tests.support import fake_flashinfer
-from tests.support.embedded import tiny_engine, with_passes
+from tests.support.embedded import answers, tiny_engine, with_passes
 
 PROMPTS = [[10 + n, 20, 30 + n, 40, *range(n)] for n in range(5)]
 KINDS = [AttentionKind(causal=causal, window=window) for causal in (True, False) for window in (None, 10, 2)]
@@ -56,15 +56,15 @@ def test_flashinfer_is_asked_for_attention_sequence_by_sequence(
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_padding_changes_no_token(folders: tuple[Path, Path], temperature: float) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=3)
-    answers = []
+    found = []
     for engine in (
         tiny_engine(folders, max_batch_size=3),
         with_passes(tiny_engine(folders, max_batch_size=3), static=True),
     ):
-        list(engine.stream(PROMPTS, [params] * len(PROMPTS)))
-        answers.append([(output.token_ids, output.statistics.acceptance_length) for output in engine.outputs()])
-    assert answers[0] == answers[1]
-    assert engine.scheduler.verify.captured  # the last one: it did take the padded way
+        outputs = answers(engine, PROMPTS, params)
+        found.append([(output.token_ids, output.statistics.acceptance_length) for output in outputs])
+    assert found[0] == found[1]
+    assert engine.scheduler.target_runner.captured  # the last one: it did take the padded way
 
 
 def test_shapes_are_few() -> None:

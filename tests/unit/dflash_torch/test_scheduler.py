@@ -7,20 +7,13 @@ import torch
 
 from dflash_serve import SamplingParams
 from dflash_serve.errors import UserError
-from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.cost import CostModel
 from dflash_serve.speculation.width import AutoWidth
-from dflash_torch.engine import EmbeddedEngine
-from tests.support.embedded import PROMPTS, tiny_engine
+from tests.support.embedded import PROMPTS, answers, tiny_engine
 
 Folders = tuple[Path, Path]
 Truth = dict[tuple[int, ...], list[int]]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-
-
-def answers(engine: EmbeddedEngine, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
-    list(engine.stream(prompts, [params] * len(prompts)))
-    return engine.outputs()
 
 
 def auto() -> AutoWidth:

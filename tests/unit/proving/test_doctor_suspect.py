@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dflash_serve.client.acceptance_reading import AcceptanceReading
 
 from dflash_serve.cli.main import run
-from dflash_serve.client.acceptance_reading import AcceptanceReading
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.errors import UserError
 from dflash_serve.proving.doctor.counts import Counts, total

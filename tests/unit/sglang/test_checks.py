@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.deployment import Deployment
-from dflash_sglang import SGLangBackend, release
+from dflash_sglang import SGLangBackend
+from dflash_sglang.facts import parse_release
 from tests.support.paper_models import NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
-from tests.support.tiny import edit_json, tiny_drafter_config
+from tests.support.tiny import edit_json, tiny_drafter_config, write_quantized_drafter
 
 LARGE: dict[str, Any] = {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256,
@@ -109,6 +111,13 @@ def test_a_renamed_tensor_is_found_before_launch(target: Path, drafter: Path) ->
     assert "tensor fd.weight" in found
 
 
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_a_quantised_drafter_is_found(target: Path, tmp_path: Path, format: Format) -> None:
+    quantised = write_quantized_drafter(tmp_path / "quantised", format, tiny_drafter_config(**PAPER_DRAFTER))
+    (problem,) = SGLangBackend().check(deploy(target, quantised))
+    assert f"quantised to {format.upper()}, SGLang reads bf16 drafters only" in str(problem)
+
+
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
@@ -124,7 +133,7 @@ def test_attention_that_sglang_cannot_be_told_of_is_found(
     drafter = tmp_path / "windowed"
     config = tiny_drafter_config(**{**PAPER_DRAFTER, "layers": layers})
     with pytest.MonkeyPatch.context() as patch:  # no dialect has words for it: the plan is made as if one had
-        patch.setattr("dflash_sglang.plan.open_checkpoint", lambda *_: Checkpoint(drafter, config=config))
+        patch.setattr("dflash_sglang.launch_plan.open_checkpoint", lambda *_: Checkpoint(drafter, config=config))
         assert message in whats(deploy(target, drafter))
         assert bool(whats(deploy(target, drafter))) == bool(message)
 
@@ -165,7 +174,7 @@ def test_a_context_that_leaves_no_room_is_found(tmp_path: Path, drafter: Path) -
 def test_only_tested_versions_pass(
     target: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch, version: str, fits: bool
 ) -> None:
-    monkeypatch.setattr("dflash_sglang.checks.installed", lambda: version)
+    monkeypatch.setattr("dflash_sglang.checks.installed_version", lambda: version)
     found = whats(deploy(target, drafter))
     assert (f"SGLang {version} is not supported, tested 0.5.22-0.5.23" in found) is not fits
 
@@ -173,11 +182,11 @@ def test_only_tested_versions_pass(
 def test_data_parallel_attention_needs_the_newer_version(
     target: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_sglang.parallel_checks.installed", lambda: "0.5.22")
+    monkeypatch.setattr("dflash_sglang.checks.installed_version", lambda: "0.5.22")
     data = {"parallel__attention_data": True, "parallel__tensor": 8, "hardware__count": 8, "speculation__width": 8}
     assert "needs SGLang 0.5.23" in whats(deploy(target, drafter, **data))
 
 
 def test_a_version_is_three_numbers() -> None:
-    assert release.parse("0.5.23rc1") == (0, 5, 23)
-    assert release.parse("main") is None
+    assert parse_release("0.5.23rc1") == (0, 5, 23)
+    assert parse_release("main") is None

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dflash_serve.backend import InProcessBackend, backend, server_backend
 from dflash_serve.checkpoint.reader import open_checkpoint, read_config
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
 from tests.support.paper_models import write_paper_drafter, write_paper_target
+from tests.support.tiny import edit_json
 
 
 @pytest.fixture
@@ -122,13 +121,14 @@ def test_nothing_is_prepared_of_a_bad_deployment(fields: dict[str, Any], tmp_pat
     assert not (tmp_path / "prepared").exists()
 
 
-def test_it_runs_as_a_server_only(fields: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="runs as a server only"):
-        SGLangBackend().engine(Deployment.model_validate(fields))
+def test_the_command_goes_with_the_folder_that_was_prepared(fields: dict[str, Any], tmp_path: Path) -> None:
+    deployment, sglang = Deployment.model_validate(fields), SGLangBackend()
+    sglang.prepare(deployment, tmp_path / "prepared")
+    edit_json(tmp_path / "drafter" / "config.json", {"block_size": 4})
+    assert "8" in sglang.command(deployment, tmp_path / "prepared").argv
+    assert sglang.check(deployment) == []
 
 
-def test_importing_it_needs_neither_torch_nor_sglang() -> None:
-    code = "import sys, dflash_sglang; sys.exit(bool({'torch', 'sglang', 'transformers'} & set(sys.modules)))"
-    root = Path(__file__).parents[3]
-    path = os.pathsep.join([str(root), str(root / "backends")])
-    assert subprocess.run([sys.executable, "-c", code], check=False, env={"PYTHONPATH": path}).returncode == 0
+def test_the_registry_knows_it_as_a_server_that_has_no_engine_in_this_process() -> None:
+    assert server_backend("sglang").name == "sglang"
+    assert not isinstance(backend("sglang"), InProcessBackend)

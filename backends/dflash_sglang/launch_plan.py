@@ -1,0 +1,124 @@
+"""LaunchPlan: a Deployment, its target and its drafter, as their files describe them; what follows for SGLang."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dflash_serve.checkpoint.footprint import context_bytes, weight_bytes
+
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
+from dflash_serve.checkpoint.source import drafter_source
+from dflash_serve.checkpoint.target_layout import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.deployment import ENV_PREFIX, Deployment
+from dflash_serve.deployment_checks import uses_drafter
+from dflash_serve.gpus import GIB, GPUS, Gpu
+
+NATIVE, OURS = "DFLASH", "DFLASH_SERVE"
+"""SGLang's own algorithm, and the one our plug-in registers, whose width follows the policy."""
+WIDTH_VARIABLE = f"{ENV_PREFIX}SPECULATION__WIDTH"
+"""The Deployment's own variable, by which the plug-in is told the width: `auto`, or a number."""
+RUNTIME_BYTES = 3 * GIB
+"""CUDA context, NCCL, workspaces."""
+GRAPH_BYTES = 3 * GIB
+"""CUDA graphs of target and drafter, and activations of a prefill."""
+KV_BYTES = {"auto": 2.0, "bfloat16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+"""Of one number in the K/V cache, by `kv_cache.dtype`."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device, on the safe side.
+
+    SGLang's drafter has a K/V entry for every entry of the target (one index space): its pool grows with the target's,
+    which surprised users (sglang#40665), so both are counted per token.
+    """
+
+    total: int
+    target: int
+    drafter: int
+    token: int
+    """K/V of one token, target's and drafter's."""
+
+    @property
+    def pool(self) -> int:
+        """What is left for K/V; may be negative."""
+        return self.total - self.target - self.drafter - RUNTIME_BYTES - GRAPH_BYTES
+
+    @property
+    def tokens(self) -> int:
+        """How many the pools hold."""
+        return max(0, self.pool // self.token)
+
+    def static_fraction(self, share: float) -> float:
+        """`--mem-fraction-static`: of all memory, for weights and K/V, where K/V gets `share` of what weights leave."""
+        weights = self.target + self.drafter
+        return round((weights + share * (self.total - weights)) / self.total, 3)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What is served, as far as files tell."""
+
+    deployment: Deployment
+    target: TargetLayout
+    checkpoint: Checkpoint | None
+    """None = no speculation."""
+
+    @property
+    def drafter(self) -> DrafterConfig | None:
+        """None where there is none, or where it cannot be understood (its checkpoint's problems say why)."""
+        return self.checkpoint.config if self.checkpoint else None
+
+    @property
+    def block_size(self) -> int | None:
+        """B; None without speculation."""
+        if self.drafter is None:
+            return None
+        return self.deployment.speculation.block_size or self.drafter.block_size
+
+    @property
+    def algorithm(self) -> str | None:
+        """SGLang's own where the width never changes, which needs nothing of ours; None without speculation."""
+        if self.drafter is None:
+            return None
+        return NATIVE if self.deployment.speculation.width == self.block_size or self.is_half else OURS
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it is one half of a disaggregated pair."""
+        return self.deployment.role != "whole"
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """None where the deployment does not name one."""
+        return GPUS.get(self.deployment.hardware.gpu or "none")
+
+    @property
+    def memory(self) -> MemoryEstimate | None:
+        """The estimate for one device; None where the deployment does not name its GPU."""
+        if self.gpu is None:
+            return None
+        parallel = self.deployment.parallel
+        split = 1 if parallel.attention_data else parallel.tensor
+        token = self.target.kv_bytes(KV_BYTES[self.deployment.kv_cache.dtype])
+        token //= 1 if self.target.latent else min(split, self.target.kv_heads)
+        drafter = 0
+        if self.drafter is not None:
+            drafter = weight_bytes(self.drafter) // split
+            token += context_bytes(self.drafter) // min(split, self.drafter.num_key_value_heads)
+        return MemoryEstimate(self.gpu.memory, self.target.weight_bytes // parallel.tensor, drafter, token)
+
+
+def read_launch_plan(deployment: Deployment) -> LaunchPlan:
+    """Reads config.json files and safetensors headers.
+
+    Raises:
+        UserError: the target or drafter cannot be found or read at all.
+    """
+    checkpoint = None
+    if uses_drafter(deployment):
+        assert deployment.drafter is not None
+        checkpoint = open_checkpoint(drafter_source(deployment.drafter.model), deployment.drafter.revision)
+    target = read_target_layout(target_configuration(deployment.target), deployment.target)
+    return LaunchPlan(deployment, target, checkpoint)

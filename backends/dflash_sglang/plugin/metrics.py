@@ -1,0 +1,144 @@
+"""What is counted and timed of a running server: the result of every verification, and the drafter's passes.
+
+Metrics stand beside SGLang's own on the same page. What is derived from them is a quotient of rates, taken where it is
+read: survival of slot k = slots_accepted{slot="k"} / slots_offered{slot="k"}; acceptance length = 1 + sum of
+slots_accepted / steps over widths > 1.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from time import perf_counter
+from typing import Any, Protocol
+
+from dflash_sglang.facts import ACCEPTED, DRAFT_SECONDS, OFFERED, STEPS
+
+SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0)
+"""Bounds of the histogram's buckets."""
+PENDING = 64
+"""Most GPU events that wait to be read; older ones are forgotten."""
+
+
+class StepListener(Protocol):
+    """Something that learns the result of every step."""
+
+    def verified(self, width: int, accepted: Sequence[tuple[str, int]]) -> None:
+        """Takes a step of `width` slots: request ids, and how many drafted tokens of each were accepted."""
+        ...
+
+
+_LISTENERS: list[StepListener] = []
+
+
+def listen(listener: StepListener) -> None:
+    """Tells the listener of every step from now on."""
+    _LISTENERS.append(listener)
+
+
+def on_result(settle: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
+    """Around SGLang's own settling of a step: tells the listeners of the requests that SGLang counts.
+
+    Those are neither retracted nor finished: with overlapped scheduling a request may be verified once more after it
+    has finished.
+    """
+    live = [i for i, request in enumerate(batch.reqs) if not (request.is_retracted or request.finished())]
+    settled = settle(processor, result, batch)
+    accepted = [(str(batch.reqs[i].rid), result.num_correct_drafts_per_req_cpu[i]) for i in live]
+    for listener in _LISTENERS:
+        listener.verified(int(result.speculative_num_draft_tokens), accepted)
+    return settled
+
+
+class SpeculationMetrics:
+    """Prometheus metrics of acceptance by slot, of widths, and of the drafter's time."""
+
+    def __init__(self, model_name: str) -> None:
+        from prometheus_client import Counter, Histogram
+
+        def counter(name: str, what: str, label: str) -> Counter:
+            return Counter(name, what, ["model_name", label])
+
+        self._model = model_name
+        self._offered = counter(OFFERED, "Drafted tokens put to the test, by slot of the block.", "slot")
+        self._accepted = counter(ACCEPTED, "Drafted tokens that were accepted, by slot of the block.", "slot")
+        self._steps = counter(STEPS, "Verifications of one request, by width (the anchor counted).", "width")
+        what = "Time of one drafter pass over a batch."
+        self._drafting = Histogram(DRAFT_SECONDS, what, ["model_name"], buckets=SECONDS)
+
+    def verified(self, width: int, accepted: Sequence[tuple[str, int]]) -> None:
+        """Counts a step."""
+        if not accepted:
+            return
+        self._steps.labels(self._model, str(width)).inc(len(accepted))
+        for slot in range(1, width):
+            self._offered.labels(self._model, str(slot)).inc(len(accepted))
+            self._accepted.labels(self._model, str(slot)).inc(sum(count >= slot for _, count in accepted))
+
+    def drafted(self, seconds: float) -> None:
+        """Counts a drafter pass."""
+        self._drafting.labels(self._model).observe(seconds)
+
+
+def on_worker_built(build: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:
+    """Around the worker's constructor: on the first rank, with metrics on, counts and measures."""
+    build(worker, *args, **kwargs)
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.runtime_context import get_parallel
+
+    settings = resolving_view(worker.server_args)
+    if not settings.enable_metrics or get_parallel().tp_rank != 0:
+        return
+    metrics = SpeculationMetrics(settings.served_model_name)
+    listen(metrics)
+    runner = worker.draft_model_runner
+    runner.forward = timed(runner.forward, str(worker.device), metrics.drafted)
+
+
+@contextmanager
+def unwatched(runner: Any) -> Iterator[None]:
+    """Leaves the drafter's passes untimed while they are run for their own sake."""
+    watched = runner.forward
+    runner.forward = getattr(watched, "__wrapped__", watched)
+    try:
+        yield
+    finally:
+        runner.forward = watched
+
+
+def timed(forward: Callable[..., Any], device: str, report: Callable[[float], None]) -> Callable[..., Any]:
+    """The same function, reporting the seconds of each call."""
+    return _timed_on_gpu(forward, report) if device.startswith("cuda") else _timed_on_host(forward, report)
+
+
+def _timed_on_host(forward: Callable[..., Any], report: Callable[[float], None]) -> Callable[..., Any]:
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = perf_counter()
+        output = forward(*args, **kwargs)
+        report(perf_counter() - start)
+        return output
+
+    return call
+
+
+def _timed_on_gpu(forward: Callable[..., Any], report: Callable[[float], None]) -> Callable[..., Any]:
+    import torch
+
+    waiting: deque[tuple[Any, Any]] = deque(maxlen=PENDING)
+
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        while waiting and waiting[0][1].query():
+            start, end = waiting.popleft()
+            report(start.elapsed_time(end) / 1000)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        output = forward(*args, **kwargs)
+        end.record()
+        waiting.append((start, end))
+        return output
+
+    return call

@@ -1,0 +1,137 @@
+"""What a verification asks, and how it splits its false-alarm rate: fixed before the first answer comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dflash_serve.backend import Prompt
+from dflash_serve.common.frozen import Frozen
+from dflash_serve.speculation.params import SamplingParams
+
+Dtype = Literal["float32", "bfloat16"]
+WITH, WITHOUT = "with", "without"
+"""The two sides of a verification: with speculation, and without."""
+LOOKS = (1 / 8, 1 / 4, 1 / 2, 1.0)
+"""When the sampled answers are looked at, as shares of all; each look may spend its part of the false-alarm rate."""
+NOISE: dict[Dtype, float] = {"float32": 3e-4, "bfloat16": 0.75}
+"""Largest gap of two log-probabilities that rounding may turn round, in nats; `tokens` says where it is from."""
+FIRST_SEED = {WITHOUT: 0, WITH: 2**40}
+"""Sides draw from seeds of their own: with the same ones an engine that honours them would leave nothing to test."""
+SEEDS_A_CASE = 2**20
+SEEDED_TOKENS = 32
+"""Length of an answer whose seed both sides share."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of choosing tokens."""
+
+    name: str
+    params: SamplingParams
+
+    @property
+    def penalised(self) -> bool:
+        return self.params.penalised
+
+
+@dataclass(frozen=True)
+class Question:
+    """One request."""
+
+    prompt: Prompt
+    params: SamplingParams
+
+
+GREEDY = (
+    Case("greedy", SamplingParams(temperature=0)),
+    # No repetition penalty: it scales logits, and log-probabilities do not tell what it made of a near-tie.
+    Case("greedy, penalties", SamplingParams(temperature=0, presence_penalty=0.5, frequency_penalty=0.5)),
+)
+SAMPLED = (
+    Case("temperature 0.7", SamplingParams(temperature=0.7)),
+    Case("temperature 1", SamplingParams(temperature=1)),
+    Case("temperature 1.3, top-p 0.9", SamplingParams(temperature=1.3, top_p=0.9)),
+    Case(
+        "temperature 0.8, penalties",
+        SamplingParams(temperature=0.8, presence_penalty=0.8, frequency_penalty=0.8, repetition_penalty=1.2),
+    ),
+)
+SEEDED = Case("same seeds", SamplingParams(temperature=0.8, top_p=0.95))
+PENALISED = {case.name for case in (*GREEDY, *SAMPLED) if case.penalised}
+
+
+class VerifyPlan(Frozen):
+    """The settings of a verification."""
+
+    prompts: int
+    """Prompts compared greedily."""
+    prompts_sha256: str
+    max_tokens: int
+    """Longest greedy answer."""
+    samples: int
+    """Answers on either side for each sampled case; 0 = sampling is not verified."""
+    sample_tokens: int = 8
+    """Longest sampled answer."""
+    false_alarm: float = 1e-3
+    """Probability that an engine which samples rightly is called faulty, over all cases and looks together."""
+    power: float = 0.9
+    """Probability with which the smallest visible deviation is seen."""
+    dtype: Dtype = "bfloat16"
+    """What the engine computes in: what a near-tie is depends on it."""
+    penalties: bool = True
+    """Whether cases with penalties are verified, too."""
+    same_seeds: bool = False
+    """The engine promises the same sampled tokens for the same seed, with any width: compare those, too."""
+
+    @property
+    def noise(self) -> float:
+        return NOISE[self.dtype]
+
+    @property
+    def greedy_cases(self) -> tuple[Case, ...]:
+        return tuple(case for case in GREEDY if self.penalties or not case.penalised)
+
+    @property
+    def sampled_cases(self) -> tuple[Case, ...]:
+        return tuple(case for case in SAMPLED if self.samples and (self.penalties or not case.penalised))
+
+    @property
+    def token_cases(self) -> tuple[Case, ...]:
+        """Those whose answers must be the same token for token."""
+        return (*self.greedy_cases, SEEDED) if self.same_seeds else self.greedy_cases
+
+    @property
+    def looks(self) -> Iterator[tuple[int, float]]:
+        """Samples a side, and the false-alarm rate that one case may spend there: linear in the samples.
+
+        The union bound over looks and cases keeps the sum; nothing is assumed about how they depend on each other.
+        """
+        spent = 0.0
+        for share in LOOKS:
+            yield max(1, round(share * self.samples)), self.false_alarm / len(SAMPLED) * (share - spent)
+            spent = share
+
+
+def questions(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str) -> list[Question]:
+    """What a side is asked: greedy and seeded cases the plan's prompts, each sampled case one, again and again."""
+    chosen = prompts[: plan.prompts]
+    if case in GREEDY:
+        return [_question(case, prompt, plan.max_tokens) for prompt in chosen]
+    if case is SEEDED:
+        tokens = min(SEEDED_TOKENS, plan.max_tokens)
+        return [_question(case, prompt, tokens, seed) for seed, prompt in enumerate(chosen)]
+    prompt = prompts[prompt_index(case, len(prompts))]
+    first = FIRST_SEED[side] + SAMPLED.index(case) * SEEDS_A_CASE
+    # Engines without seeds ignore them.
+    return [_question(case, prompt, plan.sample_tokens, first + n) for n in range(plan.samples)]
+
+
+def prompt_index(case: Case, count: int) -> int:
+    """Which of `count` prompts a sampled case asks."""
+    return SAMPLED.index(case) % count
+
+
+def _question(case: Case, prompt: Prompt, tokens: int, seed: int | None = None) -> Question:
+    return Question(prompt, case.params.model_copy(update={"max_tokens": tokens, "seed": seed}))

@@ -1,0 +1,208 @@
+"""What answers: an engine in this process, or a server. A SubjectPair is the two that are compared."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from dflash_serve.backend import EMBEDDED, Engine, ServerBackend, embedded_backend
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.client.metrics import read_acceptance
+from dflash_serve.client.reply import Reply, ScoredToken
+from dflash_serve.common.processes import PATIENCE_SECONDS, running_server
+from dflash_serve.deployment import Deployment, Speculation
+from dflash_serve.errors import UserError, raise_problems
+from dflash_serve.outputs import TokenLogprob
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
+from dflash_serve.verify.questions import WITH, WITHOUT, Dtype, Question
+
+Description = Mapping[str, str | None]
+"""What a report says of a subject: no secrets."""
+
+
+class Subject(Protocol):
+    """Something that answers."""
+
+    def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
+        """Index and answer of every question, as they are finished.
+
+        Raises:
+            RefusedError: it does not take such requests.
+        """
+        ...
+
+    def acceptance(self) -> AcceptanceStatistics:
+        """How often drafted tokens were accepted until now; unknown where nobody counts."""
+        ...
+
+
+@dataclass(frozen=True)
+class SubjectPair:
+    """The same engine with and without speculation. Either may be opened several times, one at a time."""
+
+    speculating: Callable[[], AbstractContextManager[Subject]]
+    plain: Callable[[], AbstractContextManager[Subject]]
+    descriptions: Mapping[str, Description] = field(default_factory=dict)
+    """By side."""
+    dtype: Dtype | None = None
+    """What it computes in; None = it is not known."""
+    embedded: bool = False
+    """It runs in this process."""
+
+
+class EngineSubject:
+    """An engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.statistics = AcceptanceStatistics()
+
+    def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
+        """As they are finished; the engine batches them."""
+        params = [question.params.model_copy(update={"logprobs": top_logprobs}) for question in questions]
+        token_ids: list[list[int]] = [[] for _ in questions]
+        logprobs: list[list[TokenLogprob]] = [[] for _ in questions]
+        with closing(self.engine.stream([question.prompt for question in questions], params)) as stream:
+            for chunk in stream:
+                token_ids[chunk.index] += chunk.token_ids
+                logprobs[chunk.index] += chunk.logprobs or []
+                if chunk.finish_reason is not None:
+                    yield chunk.index, self._reply(token_ids[chunk.index], logprobs[chunk.index], chunk.finish_reason)
+            self.statistics += total(output.statistics for output in stream.outputs())
+
+    def acceptance(self) -> AcceptanceStatistics:
+        """By the engine's own count, over all that was asked here."""
+        return self.statistics
+
+    def _reply(self, token_ids: list[int], logprobs: list[TokenLogprob], finish_reason: str) -> Reply:
+        scored = tuple(
+            ScoredToken(self._name(one.token_id), one.logprob, tuple((self._name(t), value) for t, value in one.top))
+            for one in logprobs
+        )
+        return Reply(
+            text=str(self.engine.tokenizer.decode(token_ids)),
+            token_ids=tuple(token_ids),
+            logprobs=scored or None,
+            tokens=tuple(token.text for token in scored) or None,
+            finish_reason=finish_reason,
+        )
+
+    def _name(self, token_id: int) -> str:
+        """As the vocabulary spells it: no two tokens look alike."""
+        return str(self.engine.tokenizer.convert_ids_to_tokens(token_id))
+
+
+class ServerSubject:
+    """A server."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.before = self._reading()
+
+    def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
+        """In the order of the questions, several requests at a time."""
+        asked = [(question.prompt, question.params) for question in questions]
+        yield from enumerate(self.endpoint.complete_all(asked, top_logprobs=top_logprobs))
+
+    def acceptance(self) -> AcceptanceStatistics:
+        """By the server's own metrics, since this subject was opened."""
+        return self._reading().since(self.before)
+
+    def _reading(self) -> AcceptanceStatistics:
+        try:
+            return read_acceptance(self.endpoint.base, api_key=self.endpoint.api_key)
+        except UserError:  # losslessness does not depend on metrics
+            return AcceptanceStatistics.unknown()
+
+
+def two_servers(speculating: Endpoint, plain: Endpoint) -> SubjectPair:
+    """Two servers that run already.
+
+    Raises:
+        UserError: both are the same, or one cannot be reached.
+    """
+    if speculating.base == plain.base:
+        raise UserError("both are the same server", where=plain.base, do="start a second one without speculation")
+    descriptions: dict[str, Description] = {
+        side: {"url": endpoint.base, "model": endpoint.served_model}
+        for side, endpoint in ((WITH, speculating), (WITHOUT, plain))
+    }
+    return SubjectPair(
+        lambda: nullcontext(ServerSubject(speculating)), lambda: nullcontext(ServerSubject(plain)), descriptions
+    )
+
+
+def engine_in_process(deployment: Deployment) -> SubjectPair:
+    """One engine in this process, with its drafter and without.
+
+    Raises:
+        UserError: the deployment has problems.
+    """
+    engine = embedded_backend().engine(deployment)
+    speculating, plain = EngineSubject(engine), EngineSubject(engine.plain())
+    return SubjectPair(
+        lambda: nullcontext(speculating),
+        lambda: nullcontext(plain),
+        _descriptions(EMBEDDED, deployment, _without_drafter(deployment)),
+        "float32" if engine.dtype == "float32" else "bfloat16",
+        embedded=True,
+    )
+
+
+def server_started_twice(
+    backend: ServerBackend,
+    deployment: Deployment,
+    folder: Path | None = None,
+    *,
+    concurrency: int = 16,
+    patience: float = PATIENCE_SECONDS,
+) -> SubjectPair:
+    """A deployment's server, started with the drafter and without, one at a time.
+
+    Args:
+        folder: where each gets a folder of its own for its files and its log; None = a new temporary one, which stays.
+        concurrency: requests in flight.
+        patience: seconds until it must be ready.
+
+    Raises:
+        UserError: the deployment has a problem, with or without its drafter.
+    """
+    plain = _without_drafter(deployment)
+    for one in (deployment, plain):
+        raise_problems(backend.check(one))
+    logs = folder or Path(tempfile.mkdtemp(prefix="dflash-serve-verify-"))
+
+    @contextmanager
+    def started(one: Deployment, side: str) -> Iterator[Subject]:
+        with running_server(backend, one, logs / side, patience=patience) as url:
+            yield ServerSubject(Endpoint(url, concurrency=concurrency))
+
+    return SubjectPair(
+        lambda: started(deployment, WITH),
+        lambda: started(plain, WITHOUT),
+        _descriptions(backend.name, deployment, plain),
+        "float32" if deployment.hardware.dtype == "float32" else "bfloat16",
+    )
+
+
+def _without_drafter(deployment: Deployment) -> Deployment:
+    return deployment.model_copy(update={"drafter": None, "speculation": Speculation()})
+
+
+def _descriptions(backend: str, speculating: Deployment, plain: Deployment) -> dict[str, Description]:
+    return {WITH: _description(backend, speculating), WITHOUT: _description(backend, plain)}
+
+
+def _description(backend: str, deployment: Deployment) -> Description:
+    drafter = deployment.drafter
+    return {
+        "backend": backend,
+        "target": deployment.target.model,
+        "drafter": drafter.model if drafter else None,
+        "width": str(deployment.speculation.width) if drafter else "off",
+        "deployment": deployment.model_dump_json(exclude_defaults=True),
+    }

@@ -1,0 +1,226 @@
+"""The course of a verification: ask both sides, ask again where greedy answers part, and compare.
+
+The plain side answers first and in full, then the speculating one, so that an engine which needs the whole machine can
+run them one after the other; sampled answers are looked at while they come and stop at the first look that tells them
+apart. Every answer is put on record, so a verification that is run again asks only for what it has not got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from zlib import crc32
+
+from dflash_serve.backend import Prompt
+from dflash_serve.client.reply import Reply
+from dflash_serve.common.http import RefusedError
+from dflash_serve.common.journal import Journal
+from dflash_serve.errors import UserError
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
+from dflash_serve.verify.distributions import DistributionComparison, Look, p_value, repeats, smallest_deviation
+from dflash_serve.verify.findings import Findings, conclude
+from dflash_serve.verify.questions import SEEDED, WITH, WITHOUT, Case, Question, VerifyPlan, prompt_index, questions
+from dflash_serve.verify.subjects import Subject, SubjectPair
+from dflash_serve.verify.tokens import TOP, AnswerPair, Piece, ScoredAnswer, TokenComparison, again, compare_tokens
+
+UNIT, ACCEPTANCE = "unit", "acceptance"
+"""Names in the journal."""
+Progress = Callable[[str, int], None]
+"""Told what is being asked for (`with speculation, greedy`) and how many answers have come."""
+
+
+class AnswerRecord:
+    """What both sides answered, by side, case and index, in a journal; what they refused is kept until the end only."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.refused: dict[str, str] = {}
+        """Case -> what the server said."""
+
+    @property
+    def unit(self) -> str:
+        """What answers are made of: token ids, tokens, or characters."""
+        return str(self.journal.get(UNIT, "nothing"))
+
+    def missing(self, side: str, case: Case, count: int) -> list[int]:
+        """Which of the first `count` answers there are not."""
+        return [index for index in range(count) if _key(side, case, index) not in self.journal]
+
+    def keep(self, side: str, case: Case, index: int, reply: Reply) -> None:
+        """Keeps an answer.
+
+        Raises:
+            UserError: the sides name tokens in different ways, so everything would differ.
+        """
+        if reply.pieces:
+            if UNIT not in self.journal:
+                self.journal.put(UNIT, reply.unit)
+            if self.unit != reply.unit:
+                what = f"the side {side} speculation gives {reply.unit}, the other {self.unit}"
+                raise UserError(what, where="verify", do="compare two servers of the same engine and version")
+        self.journal.put(_key(side, case, index), list(reply.pieces))
+
+    def answers(self, side: str, case: Case, count: int) -> list[list[Piece]]:
+        """The first `count` of them."""
+        return [self.journal[_key(side, case, index)] for index in range(count)]
+
+    def pairs(self, case: Case, count: int) -> list[AnswerPair]:
+        """Both sides' first `count` answers, with what they said when asked again."""
+        return [
+            AnswerPair(
+                *(self.journal[_key(side, case, index)] for side in (WITHOUT, WITH)),
+                *(ScoredAnswer.read(self.journal.get(_again(side, case, index))) for side in (WITHOUT, WITH)),
+            )
+            for index in range(count)
+        ]
+
+    def is_scored(self, side: str, case: Case, index: int) -> bool:
+        """Whether it was asked again, with log-probabilities."""
+        return _again(side, case, index) in self.journal
+
+    def keep_score(self, side: str, case: Case, index: int, scored: ScoredAnswer | None) -> None:
+        """Keeps what came of asking again; None = the engine did not say."""
+        self.journal.put(_again(side, case, index), None if scored is None else vars(scored))
+
+    def keep_acceptance(self, now: AcceptanceStatistics) -> None:
+        """Adds a run's acceptance to that of the interrupted runs before it; unknown where one's is."""
+        kept = self.acceptance
+        self.journal.put(ACCEPTANCE, (now if kept is None else total([kept, now])).to_dict())
+
+    @property
+    def acceptance(self) -> AcceptanceStatistics | None:
+        """What was kept of it; None = nothing."""
+        return AcceptanceStatistics.from_dict(self.journal[ACCEPTANCE]) if ACCEPTANCE in self.journal else None
+
+
+class Verification:
+    """One run over a pair of subjects.
+
+    Args:
+        prompts: greedy cases take the first `plan.prompts` of them, each sampled case one.
+        journal: finished answers; what it has is not asked again.
+    """
+
+    def __init__(
+        self,
+        plan: VerifyPlan,
+        prompts: Sequence[Prompt],
+        pair: SubjectPair,
+        journal: Journal,
+        progress: Progress = lambda what, count: None,
+    ) -> None:
+        self.plan, self.prompts, self.pair, self.progress = plan, prompts, pair, progress
+        self.record = AnswerRecord(journal)
+        self.asked_with = 0
+        """Answers that the speculating side gave in this run."""
+
+    def run(self) -> Findings:
+        """Asks, compares and comes to a verdict.
+
+        Raises:
+            UserError: a server cannot be reached or started, or is none.
+        """
+        with self.pair.plain() as plain:
+            for case in (*self.plan.token_cases, *self.plan.sampled_cases):
+                self._ask(plain, WITHOUT, case)
+        with self.pair.speculating() as speculating:
+            for case in self.plan.token_cases:
+                self._ask(speculating, WITH, case)
+            sampled = [self._look(speculating, case) for case in self.plan.sampled_cases]
+            self._ask_again(speculating, WITH)
+            acceptance = self._acceptance(speculating)
+        if self._parted():
+            with self.pair.plain() as plain:
+                self._ask_again(plain, WITHOUT)
+        greedy = [self._tokens(case) for case in self.plan.greedy_cases]
+        seeded = self._tokens(SEEDED) if self.plan.same_seeds else None
+        return conclude(greedy, sampled, seeded, acceptance, self.record.unit)
+
+    def _ask(self, subject: Subject, side: str, case: Case, count: int | None = None) -> None:
+        """Puts the answers to the first `count` questions (None: to all) on record; a refusal ends the case."""
+        asked = questions(self.plan, self.prompts, case, side)[:count]
+        missing, what = self.record.missing(side, case, len(asked)), f"{side} speculation, {case.name}"
+        self.progress(what, len(asked) - len(missing))
+        if case.name in self.record.refused or not missing:
+            return
+        try:
+            for index, reply in subject.answers([asked[index] for index in missing]):
+                self.record.keep(side, case, missing[index], reply)
+                self.asked_with += side == WITH
+                self.progress(what, 1)
+        except RefusedError as error:
+            self.record.refused[case.name] = f"{side} speculation, {error.what}"
+
+    def _look(self, speculating: Subject, case: Case) -> DistributionComparison:
+        """Looks at growing numbers of answers until they differ or are all there."""
+        samples, looks = 0, list[Look]()
+        found = DistributionComparison(case=case.name, prompt=prompt_index(case, len(self.prompts)) + 1, samples=0)
+        for samples, rate in self.plan.looks:
+            self._ask(speculating, WITH, case, samples)
+            if case.name in self.record.refused:
+                return found.model_copy(update={"refused": self.record.refused[case.name]})
+            plain, other = (self.record.answers(side, case, samples) for side in (WITHOUT, WITH))
+            p = p_value(plain, other, rate, seed=crc32(case.name.encode()))
+            looks.append(Look(samples=samples, p_value=p, false_alarm=rate))
+            if p <= rate:
+                break
+        differs = looks[-1].p_value <= looks[-1].false_alarm
+        return DistributionComparison(
+            case=case.name,
+            prompt=found.prompt,
+            samples=samples,
+            looks=tuple(looks),
+            differs=differs,
+            smallest_deviation=None if differs else smallest_deviation(plain, samples, rate, self.plan.power),
+            repeats_without=repeats(plain),
+            repeats_with=repeats(other),
+        )
+
+    def _parted(self) -> list[tuple[Case, int, int]]:
+        """(greedy case, prompt, first differing position) of all answers that both sides have given."""
+        return [
+            (case, index, position)
+            for case in self.plan.greedy_cases
+            if case.name not in self.record.refused
+            for index, pair in enumerate(self.record.pairs(case, self.plan.prompts))
+            if (position := pair.position) is not None
+        ]
+
+    def _ask_again(self, subject: Subject, side: str) -> None:
+        """Asks for answers that differ again up to there, with log-probabilities."""
+        for case, index, position in self._parted():
+            if self.record.is_scored(side, case, index):
+                continue
+            question = Question(self.prompts[index], again(case.params, position))
+            try:
+                ((_, reply),) = subject.answers([question], top_logprobs=TOP)
+            except RefusedError:
+                self.record.keep_score(side, case, index, None)
+            else:
+                self.record.keep_score(side, case, index, ScoredAnswer.of(reply, position))
+
+    def _tokens(self, case: Case) -> TokenComparison:
+        """A case's answers, compared token for token.
+
+        No score tells how close a seeded draw was to the edge between two tokens: seeded differences stay unscored.
+        """
+        if case.name in self.record.refused:
+            why = self.record.refused[case.name]
+            return TokenComparison(
+                case=case.name, prompts=self.plan.prompts, identical=0, tokens=0, compared=0, refused=why
+            )
+        return compare_tokens(case, self.record.pairs(case, self.plan.prompts), self.plan.noise)
+
+    def _acceptance(self, speculating: Subject) -> AcceptanceStatistics:
+        """Over the runs that an interrupted verification took; unknown where none was counted to its end."""
+        now = speculating.acceptance()
+        if self.asked_with:
+            self.record.keep_acceptance(now)
+        return self.record.acceptance or AcceptanceStatistics.unknown(now.engine)
+
+
+def _key(side: str, case: Case, index: int) -> str:
+    return f"{side}/{case.name}/{index}"
+
+
+def _again(side: str, case: Case, index: int) -> str:
+    return f"{_key(side, case, index)}/again"

@@ -1,0 +1,31 @@
+"""The examples run as they are printed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dflash_serve.deployment import load_deployment
+from dflash_serve.training.recipe import load_recipe
+from tests.house import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.mark.model
+def test_the_python_api_streams_an_answer() -> None:
+    done = subprocess.run([sys.executable, str(EXAMPLES / "generate.py")], capture_output=True, text=True, check=True)
+    assert "acceptance length" in done.stdout
+
+
+@pytest.mark.parametrize("file", sorted((EXAMPLES / "deployments").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_deployment_is_one(file: Path) -> None:
+    assert load_deployment(file).drafter is not None
+    assert f"{file.name}" in file.read_text().splitlines()[0]
+    assert yaml.safe_load(file.read_text())["target"]
+
+
+def test_the_training_recipe_is_one() -> None:
+    assert load_recipe(EXAMPLES / "training.yaml").target.model == "smollm2"

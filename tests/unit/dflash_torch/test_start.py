@@ -1,0 +1,74 @@
+"""From a Deployment to an engine: what is measured, kept, and chosen by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.speculation.cost import CostModel
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.width import AutoWidth, FixedWidth
+from dflash_torch import start
+from dflash_torch.start import start_engine
+from tests.support.embedded import answers
+
+Folders = tuple[Path, Path]
+COST = CostModel(target={1: 1.0, 16: 1.2}, draft={1: 0.1, 2: 0.2})
+
+
+def deployment(folders: Folders, *, width: int | str = "auto", **limits: int) -> Deployment:
+    flags: dict[str, Any] = {
+        "target": {"model": str(folders[0])},
+        "drafter": {"model": str(folders[1])},
+        "speculation": {"width": width},
+        "limits": {"max_batch_size": 2, **limits},
+    }
+    return load_deployment(flags=flags)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[object, ...]]:
+    """What was measured; nothing is."""
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(start, "measure", lambda *given: calls.append(given) or COST)
+    return calls
+
+
+def test_costs_are_measured_once_and_kept(folders: Folders, measured: list[tuple[object, ...]]) -> None:
+    for _ in range(2):
+        policy = start_engine(deployment(folders)).scheduler.policy
+        assert isinstance(policy, AutoWidth)
+        assert policy.cost == COST
+    assert len(measured) == 1
+
+
+def test_a_cache_that_cannot_be_written_costs_a_measurement_and_no_more(
+    folders: Folders, measured: list[tuple[object, ...]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "dflash-serve").mkdir()
+    (tmp_path / "dflash-serve" / "cost").write_text("in the way")
+    start_engine(deployment(folders))
+    start_engine(deployment(folders))
+    assert len(measured) == 2
+    assert "measured again next time" in caplog.text
+
+
+@pytest.mark.parametrize(("width", "expected"), [(3, FixedWidth(3)), ("off", FixedWidth(1)), (1, FixedWidth(1))])
+def test_a_given_width_is_not_measured(
+    folders: Folders, measured: list[tuple[object, ...]], width: int | str, expected: FixedWidth
+) -> None:
+    assert start_engine(deployment(folders, width=width)).scheduler.policy == expected
+    assert measured == []
+
+
+def test_costs_are_measured_where_the_model_is_shorter_than_the_measurement(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = start_engine(deployment(folders, max_model_len=32))
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    assert len(answers(engine, [[5, 6, 7]], params)[0].token_ids) == 29

@@ -1,0 +1,79 @@
+"""What a stranger reads is true: generated pages are those of the code, links lead somewhere, one version number."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+import dflash_serve
+from dflash_serve.cli.main import app
+from tests.house import ROOT
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", ["cli.md", "deployment.md"])
+def test_the_generated_pages_are_those_of_the_code(page: str) -> None:
+    written = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert written == generator().PAGES[page](), "run: python docs/generate.py"
+
+
+def test_every_option_and_key_says_what_it_means() -> None:
+    for page in ("cli.md", "deployment.md"):
+        rows = [line for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("| `")]
+        assert [row for row in rows if row.replace(" ", "").endswith("||")] == []
+    said = (ROOT / "docs" / "cli.md").read_text()
+    assert "Likewise" not in said
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "architecture" / "index.html").is_file()
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/architecture.md", "examples/README.md"]
+)
+def test_links_lead_to_files(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
+    assert [link for link in targets if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_the_readme_is_short_and_names_only_verbs_that_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 110
+    verbs = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    assert set(re.findall(r"dflash-serve ([a-z]+) ", text)) <= verbs
+
+
+def test_messages_name_only_verbs_that_exist() -> None:
+    verbs = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    for folder in ("dflash_serve", "backends", "engines", "deploy"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for verb in re.findall(r"`dflash-serve ([a-z]+)", path.read_text(encoding="utf-8")):
+                assert verb in verbs, f"{path.relative_to(ROOT)}: dflash-serve {verb}"
+
+
+def test_there_is_one_version_number() -> None:
+    chart = yaml.safe_load((ROOT / "deploy/helm/dflash-serve/Chart.yaml").read_text())
+    assert chart["appVersion"] == dflash_serve.__version__
+    assert f"## {dflash_serve.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert "dynamic" in (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[0]

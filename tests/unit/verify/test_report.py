@@ -1,0 +1,92 @@
+"""The report says what was done, notices when it is changed, and holds no secret."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dflash_serve.errors import UserError
+from dflash_serve.prompts.prompt_set import read_prompt_set
+from dflash_serve.verify.distributions import DistributionComparison, Look
+from dflash_serve.verify.findings import FaultKind, Findings
+from dflash_serve.verify.questions import VerifyPlan
+from dflash_serve.verify.report import VerifyReport, read_report, report_of, show, write_report
+from dflash_serve.verify.tokens import Difference, TokenComparison
+
+SUBJECTS = {"with": {"url": "http://a"}, "without": {"url": "http://b"}}
+DIFFERENCE = Difference(
+    prompt=3, position=17, with_speculation="' [x]' (5)", without_speculation=None, gap=1.5, kind="fault"
+)
+
+
+def report() -> VerifyReport:
+    plan = VerifyPlan(prompts=4, prompts_sha256="0" * 64, max_tokens=8, samples=64)
+    greedy = TokenComparison(case="greedy", prompts=4, identical=3, tokens=32, compared=25, differences=(DIFFERENCE,))
+    look = Look(samples=64, p_value=0.4, false_alarm=1e-4)
+    drawn = DistributionComparison(case="temperature 1", prompt=1, samples=64, looks=(look,), smallest_deviation=0.2)
+    findings = Findings(
+        verdict="not lossless",
+        faults=(FaultKind.STALE_STATE,),
+        reasons=(),
+        unit="token ids",
+        greedy=(greedy,),
+        sampled=(drawn,),
+        seeded=None,
+        accepted=None,
+        acceptance_length=None,
+    )
+    return report_of(plan, SUBJECTS, findings)
+
+
+def test_a_report_comes_back_as_it_was_signed(tmp_path: Path) -> None:
+    written = report()
+    write_report(written, tmp_path / "r.json")
+    assert read_report(tmp_path / "r.json") == written
+    assert written.versions["dflash-serve"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "r.json"]
+
+
+def test_a_changed_report_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    write_report(report(), path)
+    changed = json.loads(path.read_text())
+    changed["findings"]["verdict"] = "lossless"
+    path.write_text(json.dumps(changed))
+    with pytest.raises(UserError, match="changed after it was signed"):
+        read_report(path)
+    path.write_text("{}")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_report(path)
+
+
+def test_a_reader_sees_the_first_differing_position_both_tokens_and_the_verdict() -> None:
+    out = io.StringIO()
+    show(report(), Console(file=out, width=160))
+    text = out.getvalue()
+    assert "prompt 3, position 17: ' [x]' (5) with, the end without speculation; gap 1.5: fault" in text
+    assert "0.200" in text
+    assert text.strip().endswith("not lossless: stale state")
+
+
+def test_the_bundled_prompts_are_read_and_so_are_a_users(tmp_path: Path) -> None:
+    assert len(read_prompt_set()) == 20
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        '{"prompt": "a\\u2028b"}\n\n{"messages": [{"role": "user", "content": "c"}]}\n{"token_ids": [1, 2]}\n'
+    )
+    user = [{"role": "user", "content": "c"}]
+    assert read_prompt_set(path) == [[{"role": "user", "content": "a\u2028b"}], user, [1, 2]]
+    assert read_prompt_set(path, raw=True)[0] == "a\u2028b"
+
+
+@pytest.mark.parametrize("line", ["", "nonsense", '{"text": "a"}', '{"prompt": ""}', '{"token_ids": ["a"]}', "[1]"])
+def test_what_is_no_prompt_is_one_clear_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / "p.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=r"prompts?; give one JSON object a line"):
+        read_prompt_set(tmp_path / "p.jsonl")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_prompt_set(tmp_path / "missing")

@@ -1,0 +1,76 @@
+"""A difference is a near-tie only where the plain side itself says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dflash_serve.client.reply import Reply, ScoredToken
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.verify.tokens import AnswerPair, Kind, Piece, ScoredAnswer, classify
+
+GREEDY = SamplingParams(temperature=0)
+PLAIN: list[Piece] = [1, 2, 3]
+OTHER: list[Piece] = [1, 2, 4]
+NAMES = {3: "three", 4: "four", 0: "<end>"}
+
+
+def scored(pieces: list[str | int], **logprobs: float) -> ScoredAnswer:
+    name = NAMES[int(pieces[2])]
+    return ScoredAnswer(pieces, name, logprobs.get(name, -0.7), logprobs)
+
+
+def kind(plain: ScoredAnswer | None, other: ScoredAnswer | None, params: SamplingParams = GREEDY) -> tuple[Kind, Any]:
+    return classify(AnswerPair(PLAIN, OTHER, plain, other), 2, params=params, noise=0.1)
+
+
+def test_tokens_closer_than_the_noise_are_a_near_tie_and_others_a_fault() -> None:
+    other = scored([1, 2, 4])
+    assert kind(scored([1, 2, 3], three=-0.7, four=-0.75), other) == ("near-tie", pytest.approx(0.05))
+    assert kind(scored([1, 2, 3], three=-0.7, four=-0.9), other) == ("fault", pytest.approx(0.2))
+
+
+def test_a_token_that_is_not_among_the_best_is_a_fault_if_they_are_far_enough() -> None:
+    other = scored([1, 2, 4])
+    assert kind(scored([1, 2, 3], three=-0.7, five=-0.8, six=-2.0), other) == ("fault", pytest.approx(1.3))
+    assert kind(scored([1, 2, 3], three=-0.7, five=-0.75), other)[0] == "unscored"
+
+
+def test_a_side_that_cannot_say_it_again_is_not_guessed_at() -> None:
+    plain = scored([1, 2, 3], three=-0.7, four=-0.71)
+    assert kind(None, scored([1, 2, 4]))[0] == "unscored"
+    assert kind(scored([1, 9, 3], three=-0.7), scored([1, 2, 4]))[0] == "unstable"
+    assert kind(plain, scored([1, 2, 3]))[0] == "unscored"  # the other token's name is unknown, the best are close
+    far = scored([1, 2, 3], three=-0.1, four=-3.0)
+    assert kind(far, None) == ("fault", pytest.approx(2.9))  # whatever it was, it was not the best
+
+
+def test_a_plain_side_that_flips_by_itself_still_gives_the_gap() -> None:
+    flipped = scored([1, 2, 4], three=-0.71, four=-0.7)
+    assert kind(flipped, scored([1, 2, 3]))[0] == "near-tie"
+
+
+def test_an_end_is_a_token_like_any_other() -> None:
+    plain, other = scored([1, 2, 3], three=-0.7, **{"<end>": -0.72}), scored([1, 2, 0])
+    found: tuple[Kind, Any] = classify(AnswerPair([1, 2, 3], [1, 2], plain, other), 2, params=GREEDY, noise=0.1)
+    assert found == ("near-tie", pytest.approx(0.02))
+    assert AnswerPair([1, 2, 3], [1, 2]).position == 2
+    assert AnswerPair([1], [1]).position is None
+
+
+def test_penalties_count_as_they_were_applied() -> None:
+    params = SamplingParams(temperature=0, presence_penalty=0.5, frequency_penalty=0.25)
+    plain = ScoredAnswer([4, 4, 3], "three", -1.7, {"four": -0.7})  # raw: four leads by 1, and is penalised by 1
+    pair = AnswerPair([4, 4, 3], [4, 4, 4], plain, ScoredAnswer([4, 4, 4], "four", -0.7, {}))
+    found: tuple[Kind, Any] = classify(pair, 2, params=params, noise=0.1)
+    assert found == ("near-tie", pytest.approx(0.0))
+
+
+def test_a_score_is_read_at_the_position_in_question_and_survives_the_journal() -> None:
+    answer = Reply("ab", ("a", "b"), (7, 8), (ScoredToken("a", -1.0), ScoredToken("b", -2.0, (("c", -3.0),))))
+    found = ScoredAnswer.of(answer, 1)
+    assert found == ScoredAnswer([7, 8], "b", -2.0, {"c": -3.0})
+    assert ScoredAnswer.read(vars(found)) == found
+    assert ScoredAnswer.of(answer, 2) is None
+    assert ScoredAnswer.of(Reply("ab"), 0) is None
