@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from dflash_serve.backend import EMBEDDED
 from dflash_serve.cli.extras import need
+from dflash_serve.cli.options import ApiKeyFile, Backend, Drafter, Target, Temperature
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from dflash_serve.bench.runner import Bench
 
 File = Annotated[Path | None, Argument(help="YAML file of what to serve as each of --variants.")]
-Target = Annotated[str | None, Option(help="Hub id, folder, or the bundled smollm2.")]
-Drafter = Annotated[str | None, Option(help="Hub id, folder, or the bundled smollm2.")]
-Backend = Annotated[str, Option(help="Which engine serves.")]
 Variants = Annotated[str, Option(help="Widths to serve with: off, fixed (the whole block), auto and numbers.")]
 Endpoint = Annotated[list[str] | None, Option(help="NAME=http://host:port of a running server; once for each.")]
 DATASETS = "FILE.jsonl of {'prompt': ...}, humaneval, hf:ORG/NAME, speed_bench_coding=FILE, spec_al_..."
@@ -31,11 +29,9 @@ RequestsPerUser = Annotated[int, Option(help="Requests of a run for each user.",
 MinRequests = Annotated[int, Option(help="Requests of a run at least.", min=1)]
 OutputTokens = Annotated[int, Option(help="Longest answer.", min=2)]
 IgnoreEos = Annotated[bool, Option(help="Make every answer that long.")]
-Temperature = Annotated[float, Option(help="0 is greedy.", min=0)]
 AT = "Tokens/s/user to compare at. [default: the most that both reach]"
 Interactivity = Annotated[float | None, Option(help=AT, min=0)]
 Baseline = Annotated[str | None, Option(help="Variant to compare with. [default: off, or the first]")]
-ApiKeyFile = Annotated[Path | None, Option(help="Their key. [default: the environment's DFLASH_SERVE_API_KEY]")]
 Tokenizer = Annotated[str | None, Option(help="Folder or hub id. [default: the target's]")]
 Hardware = Annotated[str | None, Option(help="What servers elsewhere run on, for the report.")]
 Devices = Annotated[int | None, Option(help="Divides throughput. [default: hardware.count]", min=1)]
