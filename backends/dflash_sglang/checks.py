@@ -24,12 +24,8 @@ CAPTURING = (
 def problems(plan: LaunchPlan) -> list[Problem]:
     """All of them: the drafter's own first, because the others may follow from them."""
     found = list(plan.checkpoint.problems) if plan.checkpoint else []
-<<<<<<< HEAD
     found += plain_only(plan.checkpoint.quantization if plan.checkpoint else None, "SGLang", "drafter.model")
-    found += release_problems(installed())
-=======
     found += release_problems(installed_version())
->>>>>>> room/sglang
     if plan.drafter is not None:
         found += check_pairing(plan.drafter, plan.target.shape)
         found += _drafter_problems(plan, plan.drafter)

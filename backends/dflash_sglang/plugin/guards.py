@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder
 from dflash_serve.checkpoint.target_layout import PENALTIES
@@ -90,6 +91,7 @@ def draft_problems(server_args: Any) -> list[Problem]:
         return []
     checkpoint = open_checkpoint(folder)
     found = [problem for problem in checkpoint.problems if not problem.where.endswith(READ_BY_SGLANG)]
+    found += plain_only(checkpoint.quantization, "SGLang", str(folder))
     return [*_dialect(checkpoint), *found, *_block_size(checkpoint, server_args)]
 
 

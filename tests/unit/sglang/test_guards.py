@@ -7,12 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dflash_serve.checkpoint.tensor_names import expected_tensors
-from dflash_sglang.request_guard import NEUTRAL, refusal
-from dflash_sglang.strict_load import account, load_strictly
 
 from dflash_serve.checkpoint.tensors import expected_tensors
-from dflash_sglang.draft_check import draft_problems
 from dflash_sglang.plugin.guards import NEUTRAL, account, draft_problems, load_strictly, refusal
 from tests.support.tiny import tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
 
