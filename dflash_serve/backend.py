@@ -219,8 +219,11 @@ class EngineFacts:
     """What its container must have set."""
     prefill_annotations: Mapping[str, str] = field(default_factory=dict)
     """Of the pods of a prefill server (`role: prefill`): what a router reads there."""
-    has_drain_flag: bool = False
-    """Its server takes `serve --drain-seconds`, and ends its answers itself."""
+    server_flags: Mapping[str, str] = field(default_factory=dict)
+    """Options of `serve` that only this engine's own server has -> environment variables that it reads them from.
+
+    One with `drain-seconds` among them ends its answers itself after SIGTERM.
+    """
 
 
 def installed() -> list[str]:

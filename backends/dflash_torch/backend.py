@@ -20,7 +20,7 @@ from dflash_serve.deployment_checks import block_problems, length_problems, uses
 from dflash_serve.errors import Problem, raise_problems
 from dflash_serve.models.target_config import read_target_config
 
-from .facts import FACTS
+from .facts import FACTS, SETTINGS_PREFIX
 from .memory import memory_problems
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class EmbeddedBackend(ServerBackend, InProcessBackend):
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
         """The HTTP server of this backend, for a folder that `prepare` has written."""
         argv = (sys.executable, "-m", "dflash_torch.server", str(folder.resolve() / DEPLOYMENT_FILE))
-        return Command(argv, {"DFLASH_SERVE_HTTP_HOST": host, "DFLASH_SERVE_HTTP_PORT": str(port)})
+        return Command(argv, {f"{SETTINGS_PREFIX}HOST": host, f"{SETTINGS_PREFIX}PORT": str(port)})
 
 
 def _memory(deployment: Deployment) -> list[Problem]:

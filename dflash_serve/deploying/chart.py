@@ -58,7 +58,7 @@ def _engine(facts: EngineFacts) -> Document:
         metrics_path=facts.metrics.path,
         queued=facts.metrics.queued,
         needs_gpu=facts.needs_gpu,
-        drain_flag=facts.has_drain_flag,
+        server_flags=list(facts.server_flags),
         environment=dict(facts.environment),
     )
     return engine.model_dump(by_alias=True)

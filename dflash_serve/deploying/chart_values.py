@@ -181,8 +181,8 @@ class Engine(Section):
     queued: str
     """Gauge of requests that wait, by which replicas are added."""
     needs_gpu: bool
-    drain_flag: bool = False
-    """Its server takes `serve --drain-seconds`."""
+    server_flags: list[str] = []
+    """Options of `serve` that its own server has, such as drain-seconds and api-key-file."""
     environment: dict[str, str] = {}
     """Variables of its container."""
 

@@ -104,7 +104,7 @@ class Workload:
     def command(self) -> tuple[str, ...]:
         """What the container runs; `serve` replaces itself by the engine."""
         listen = ("--host=0.0.0.0", f"--port={PORT}")
-        drain = (f"--drain-seconds={DRAIN_SECONDS}",) if self.facts.has_drain_flag else ()
+        drain = (f"--drain-seconds={DRAIN_SECONDS}",) if "drain-seconds" in self.facts.server_flags else ()
         return ("dflash-serve", "serve", CONFIG, f"--backend={self.backend}", *listen, f"--folder={PREPARED}", *drain)
 
     @property

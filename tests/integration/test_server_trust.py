@@ -17,7 +17,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from dflash_torch.server.app import create_app
-from dflash_torch.server.batch import Seat
+from dflash_torch.server.batch import RunningRequest
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running, until
 
@@ -64,9 +64,9 @@ def gate(served: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     until(served.idle)
 
 
-def seats(server: Running) -> list[Seat]:
+def running_requests(server: Running) -> list[RunningRequest]:
     assert server.worker.batch is not None
-    return list(server.worker.batch.seats.values())
+    return list(server.worker.batch.running.values())
 
 
 def raw_request(url: str, body: dict[str, Any]) -> socket.socket:
@@ -149,7 +149,7 @@ def test_a_client_that_leaves_while_running_frees_its_slot_within_a_step(
     connection = raw_request(served.url, LONG | {"stream": stream})
     until(lambda: not gate.open)
     connection.close()
-    until(lambda: served.idle() or any(seat.ticket.cancelled for seat in seats(served)))
+    until(lambda: served.idle() or any(request.stream.cancelled for request in running_requests(served)))
     gate.open = True
     until(served.idle)
     assert gate.steps <= 4
@@ -165,7 +165,7 @@ def test_a_client_that_leaves_while_queued_is_never_run(narrow: Running, narrow_
     until(lambda: server.worker.waiting == 1)
     joined = server.engine.scheduler.joined
     second.close()
-    until(lambda: all(ticket.cancelled for ticket, _ in server.worker._waiting))
+    until(lambda: all(queued.stream.cancelled for queued in server.worker._queue))
     first.close()
     narrow_gate.open = True
     until(server.idle)
@@ -186,7 +186,7 @@ def test_all_answers_of_n_are_cancelled_together(served: Running, gate: Gate) ->
     until(lambda: not gate.open)
     assert (served.worker.running, served.worker.waiting) == (4, 2)
     connection.close()
-    until(lambda: served.idle() or any(seat.ticket.cancelled for seat in seats(served)))
+    until(lambda: served.idle() or any(request.stream.cancelled for request in running_requests(served)))
     gate.open = True
     until(served.idle)
     assert gate.steps <= 4
@@ -262,7 +262,7 @@ def locked(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def test_every_route_but_the_probes_wants_a_key(locked: Running) -> None:
-    routes = [route for route in create_app(locked.service).routes if isinstance(route, APIRoute)]
+    routes = [route for route in create_app(locked.handler).routes if isinstance(route, APIRoute)]
     paths = {route.path.replace("{model:path}", MODEL): sorted(route.methods or ())[0] for route in routes}
     paths |= {"/openapi.json": "GET", "/no/such/route": "GET", "/docs": "GET"}
     assert len(paths) >= 10

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dflash_serve.speculation.params import SamplingParams
 
-from .settings import AcceptanceMetrics
+AcceptanceMetrics = Literal["none", "summary", "detailed"]
 
 MAX_BIASED_TOKENS = 1024
 MAX_STOP_CHARACTERS = 256

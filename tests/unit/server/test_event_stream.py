@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
+from dflash_torch.server.sse import DONE, EventStream, event, unless_gone
 from hypothesis import given
 from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
@@ -12,7 +13,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from dflash_torch.server.responses import Completion, CompletionChoice
-from dflash_torch.server.sse import DONE, EventStream, event, unless_gone
 
 
 def completion(text: str) -> Completion:
