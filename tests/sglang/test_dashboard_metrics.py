@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.deploying.endpoints import ENDPOINTS
+from dflash_sglang.facts import FACTS
 from tests.sglang.test_tiny_server import deployment, pair
 from tests.support.promql import exported, missing
 from tests.support.sglang_server import Server, serving
@@ -44,16 +44,15 @@ def get(server: Server, path: str) -> str:
 
 
 def test_it_exports_all_that_the_dashboard_asks_of_it(server: Server) -> None:
-    assert missing("sglang", exported(get(server, ENDPOINTS["sglang"].metrics))) == []
+    assert missing("sglang", exported(get(server, FACTS.metrics.path))) == []
 
 
 def test_it_exports_what_routers_are_told_to_look_for(server: Server) -> None:
-    endpoints = ENDPOINTS["sglang"]
-    names = {endpoints.queued, endpoints.running, endpoints.kv_cache_usage, endpoints.acceptance_length}
-    assert names <= set(exported(get(server, endpoints.metrics)))
+    metrics = FACTS.metrics
+    names = {metrics.queued, metrics.running, metrics.kv_cache_usage, metrics.acceptance_length}
+    assert names <= set(exported(get(server, metrics.path)))
 
 
 def test_its_probes_answer_where_we_say(server: Server, tmp_path: Path) -> None:
-    endpoints = ENDPOINTS["sglang"]
-    for path in (endpoints.started, endpoints.live, endpoints.ready):
+    for path in (FACTS.probes.started, FACTS.probes.live, FACTS.probes.ready):
         get(server, path)  # an HTTP error raises

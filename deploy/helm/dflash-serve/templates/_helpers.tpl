@@ -57,7 +57,8 @@ width: {{ dig "speculation" "width" "auto" $deployment | default "auto" | toStri
 
 {{- /* The engine's own names: of the values, else of those that this chart knows. Read with fromYaml. */ -}}
 {{- define "dflash-serve.engine" -}}
-{{- .Values.engine | default (get (.Files.Get "files/engines.yaml" | fromYaml) .Values.backend) | toYaml -}}
+{{- $none := dict "probes" dict "serverFlags" list "environment" dict -}}
+{{- .Values.engine | default (get (.Files.Get "files/engines.yaml" | fromYaml) .Values.backend) | default $none | toYaml -}}
 {{- end -}}
 
 {{- /* Whether this chart knows the backend: has checks of it, and a script that sees its drafter accept. */ -}}
