@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-
-from dflash_serve.checkpoint.source import target_folder
-from dflash_serve.cli.main import run
-from dflash_serve.common.journal import Journal
-from dflash_serve.deployment import Deployment
-from dflash_serve.errors import UserError
 from dflash_serve.proving.lossless.findings import Fault, Findings
 from dflash_serve.proving.lossless.launched import Launcher
 from dflash_serve.proving.lossless.plan import GREEDY, SAMPLED, Plan
 from dflash_serve.proving.lossless.report import Report, read_report
 from dflash_serve.proving.lossless.sides import EngineSide, Pair
 from dflash_serve.proving.lossless.verification import Verification
+
+from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.cli.main import run
+from dflash_serve.common.journal import Journal
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
 from dflash_torch.backend import EmbeddedBackend
 from dflash_torch.engine import EmbeddedEngine
 from tests.support import broken_loops
