@@ -14,10 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from dflash_serve.proving.lossless.findings import Findings
-from dflash_serve.proving.lossless.plan import GREEDY, SAMPLED
-from dflash_serve.proving.lossless.report import read_report
-from dflash_serve.proving.lossless.verification import Verification
 
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.cli.main import run

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from dflash_serve.bench.pareto import Comparison, Spot, frontier
+from dflash_serve.bench.results import Point
 from dflash_serve.errors import UserError
-from dflash_serve.proving.bench.pareto import Spot, frontier
-
-if TYPE_CHECKING:
-    from dflash_serve.proving.bench.report import Report
 
 INK, SOFT, GRID = "#1f2933", "#66727f", "#e4e7eb"
 KNOWN = {"off": "#7b8794", "auto": "#0b6bcb"}
@@ -32,20 +30,26 @@ STYLE: dict[str, Any] = {
 
 
 class Plot(NamedTuple):
-    """One picture, twice."""
+    """The same picture in two formats."""
 
     png: bytes
     svg: bytes
 
 
-def colours(ways: Sequence[str]) -> dict[str, str]:
-    """A colour for each way, the same in the plot and in the tables."""
-    spare = iter(OTHERS * (1 + len(ways) // len(OTHERS)))
-    return {way: KNOWN.get(way) or next(spare) for way in ways}
+def colours(variants: Sequence[str]) -> dict[str, str]:
+    """A colour for each variant, the same in the plot and in the tables."""
+    spare = iter(OTHERS * (1 + len(variants) // len(OTHERS)))
+    return {name: KNOWN.get(name) or next(spare) for name in variants}
 
 
-def pareto(report: Report) -> Plot:
-    """Tokens/s/device against tokens/s/user, a line for each way, a mark for each concurrency.
+def draw_pareto(
+    variants: Sequence[str], points: Sequence[Point], comparison: Comparison | None, device: str = "device"
+) -> Plot:
+    """Tokens/s/device against tokens/s/user, a line for each variant, a mark for each concurrency.
+
+    Args:
+        comparison: marked by a dashed line where both variants reach its interactivity.
+        device: what throughput is divided by, as a word.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -58,11 +62,12 @@ def pareto(report: Report) -> Plot:
     with rc_context(STYLE):  # type: ignore[arg-type, unused-ignore]
         figure = Figure(figsize=(8.6, 5.2), layout="constrained")
         axes = figure.add_subplot()
-        for way, colour in colours(report.ways).items():
-            _draw(axes, report, way, colour)
-        _mark_comparison(axes, report)
+        for name, colour in colours(variants).items():
+            _draw(axes, [point for point in points if point.variant == name], name, colour)
+        if comparison is not None:
+            _mark(axes, comparison)
         axes.set_xlabel("Interactivity: tokens/s that one user sees")
-        axes.set_ylabel(f"Throughput: tokens/s/{report.device}")
+        axes.set_ylabel(f"Throughput: tokens/s/{device}")
         axes.grid(color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.set_xlim(left=0)
@@ -73,13 +78,13 @@ def pareto(report: Report) -> Plot:
         return Plot(_saved(figure, "png"), _saved(figure, "svg"))
 
 
-def _draw(axes: Any, report: Report, way: str, colour: str) -> None:
-    shown = [(point, point.spot) for point in report.points if point.way == way and point.spot is not None]
+def _draw(axes: Any, points: Sequence[Point], name: str, colour: str) -> None:
+    shown = [(point, point.spot) for point in points if point.spot is not None]
     line = frontier([spot for _, spot in shown])
     axes.plot(*_columns(line), color=colour, linewidth=2.2, solid_capstyle="round", zorder=2)
     marks = {"marker": "o", "markersize": 6.5, "markeredgecolor": "white", "markeredgewidth": 1.2, "color": colour}
     axes.plot(*_columns([spot for _, spot in shown]), linestyle="none", zorder=3, **marks)
-    axes.plot([], [], linewidth=2.2, label=way, **marks)
+    axes.plot([], [], linewidth=2.2, label=name, **marks)
     for point, spot in shown:
         axes.annotate(
             str(point.concurrency), spot, xytext=(5, 5), textcoords="offset points", fontsize=8.5, color=colour
@@ -90,9 +95,8 @@ def _columns(spots: Sequence[Spot]) -> tuple[list[float], list[float]]:
     return [spot.interactivity for spot in spots], [spot.throughput for spot in spots]
 
 
-def _mark_comparison(axes: Any, report: Report) -> None:
-    found = report.comparison
-    if found is None or found.ratio is None or found.throughput is None or found.baseline_throughput is None:
+def _mark(axes: Any, found: Comparison) -> None:
+    if found.ratio is None or found.throughput is None or found.baseline_throughput is None:
         return
     at = found.interactivity
     axes.plot([at, at], [found.baseline_throughput, found.throughput], color=INK, linewidth=1.2, linestyle=(0, (3, 2)))

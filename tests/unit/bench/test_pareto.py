@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from dflash_serve.client.acceptance_reading import AcceptanceReading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_serve.proving.bench.pareto import Spot, frontier, reach, throughput_at
-from dflash_serve.proving.bench.results import Point
-from dflash_serve.proving.bench.sentence import at_every_spot, curves, headline
+from dflash_serve.bench.pareto import Spot, at_every_spot, frontier, headline, reach, throughput_at
 
 OFF = [Spot(40, 40), Spot(30, 110), Spot(20, 150)]
 AUTO = [Spot(80, 80), Spot(50, 190), Spot(25, 240)]
 
 figures = st.floats(min_value=0.1, max_value=1e6)
 spots = st.lists(st.builds(Spot, figures, figures), min_size=1, max_size=12)
-
-
-def point(way: str, spot: Spot | None, concurrency: int = 1) -> Point:
-    return Point(
-        way=way,
-        concurrency=concurrency,
-        rounds=1,
-        throughput_per_device=spot.throughput if spot else 1.0,
-        lowest=1.0,
-        highest=1.0,
-        interactivity=spot.interactivity if spot else None,
-        first_token_ms=None,
-        first_token_p99_ms=None,
-        inter_token_ms=None,
-        requests=1,
-        errors=0,
-        acceptance=AcceptanceReading(),
-    )
-
-
-def points(**ways: list[Spot]) -> list[Point]:
-    return [point(way, spot, users) for way, line in ways.items() for users, spot in enumerate(line, 1)]
 
 
 def test_a_spot_that_another_beats_in_both_is_not_on_the_frontier() -> None:
@@ -80,33 +55,33 @@ def test_beyond_the_fastest_spot_nothing_is_known() -> None:
 
 
 def test_the_sentence_is_the_ratio_at_the_most_that_both_reach() -> None:
-    comparison, words = headline(points(off=OFF, auto=AUTO), baseline="off", way=None, interactivity=None, device="GPU")
+    comparison = headline({"off": OFF, "auto": AUTO}, "off", None)
     assert comparison is not None
     assert comparison.interactivity == 40
     assert comparison.throughput == pytest.approx(190 + (240 - 190) * 10 / 25)  # between 25 and 50 tokens/s/user
     assert comparison.ratio == pytest.approx(210 / 40)
-    assert words == "At 40.0 tokens/s/user, “auto” serves 5.25 times the tokens/s/GPU of “off” (210.0 against 40.0)."
+    assert comparison.sentence("GPU") == (
+        "At 40.0 tokens/s/user, “auto” serves 5.25 times the tokens/s/GPU of “off” (210.0 against 40.0)."
+    )
 
 
 def test_a_chosen_interactivity_is_used() -> None:
-    found, _ = headline(points(off=OFF, auto=AUTO), baseline="off", way=None, interactivity=20, device="GPU")
+    found = headline({"off": OFF, "auto": AUTO}, "off", 20)
     assert found is not None
     assert found.ratio == pytest.approx(240 / 150)
 
 
-def test_auto_is_what_is_compared_even_where_another_way_is_better() -> None:
+def test_auto_is_what_is_compared_even_where_another_variant_is_better() -> None:
     better = [Spot(x * 2, y * 2) for x, y in AUTO]
-    found, _ = headline(
-        points(off=OFF, auto=AUTO, fixed=better), baseline="off", way=None, interactivity=None, device="GPU"
-    )
+    found = headline({"off": OFF, "auto": AUTO, "fixed": better}, "off", None)
     assert found is not None
-    assert found.way == "auto"
+    assert found.variant == "auto"
 
 
 def test_without_auto_it_is_the_best_of_the_others() -> None:
-    found, _ = headline(points(a=OFF, b=OFF, c=AUTO), baseline="a", way=None, interactivity=None, device="GPU")
+    found = headline({"a": OFF, "b": OFF, "c": AUTO}, "a", None)
     assert found is not None
-    assert found.way == "c"
+    assert found.variant == "c"
 
 
 @pytest.mark.parametrize(
@@ -117,24 +92,23 @@ def test_without_auto_it_is_the_best_of_the_others() -> None:
     ],
 )
 def test_what_is_out_of_reach_is_said_not_guessed(at: float, words: str) -> None:
-    found, said = headline(points(off=OFF, auto=AUTO), baseline="off", way=None, interactivity=at, device="GPU")
+    found = headline({"off": OFF, "auto": AUTO}, "off", at)
     assert found is not None
-    assert (found.ratio, said) == (None, words)
+    assert (found.ratio, found.sentence("GPU")) == (None, words)
 
 
-def test_one_way_has_nothing_to_be_compared_with() -> None:
-    assert headline(points(off=OFF), baseline="off", way=None, interactivity=None, device="GPU")[0] is None
+def test_one_variant_has_nothing_to_be_compared_with() -> None:
+    assert headline({"off": OFF}, "off", None) is None
 
 
-def test_a_way_without_known_interactivity_is_no_curve() -> None:
-    assert curves([point("off", None)]) == {"off": []}
-    assert headline([point("off", None), point("auto", OFF[0])], baseline="off", way=None, interactivity=None,
-                    device="GPU")[0] is None  # fmt: skip
+def test_a_variant_without_known_interactivity_is_no_curve() -> None:
+    assert headline({"off": [], "auto": OFF[:1]}, "off", None) is None
+    assert headline({"off": OFF, "auto": []}, "off", None) is None
 
 
 def test_every_spot_of_the_baselines_frontier_is_a_row() -> None:
-    rows = at_every_spot(curves(points(off=[*OFF, Spot(1, 1)], auto=AUTO)), "off")
-    assert [[(each.way, each.interactivity) for each in row] for row in rows] == [
+    rows = at_every_spot({"off": [*OFF, Spot(1, 1)], "auto": AUTO}, "off")
+    assert [[(each.variant, each.interactivity) for each in row] for row in rows] == [
         [("auto", 20)],
         [("auto", 30)],
         [("auto", 40)],

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dflash_serve.bench.aiperf import Aiperf, Job
 from dflash_serve.cli.main import app
 from dflash_serve.errors import UserError
-from dflash_serve.proving.bench.aiperf import Aiperf, Job
 from tests.support.bench_sites import counting_server, instant
 
 pytest.importorskip("matplotlib", reason="the report has a plot: pip install 'dflash-serve[bench]'")
@@ -33,7 +33,7 @@ def url() -> Iterator[str]:
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """Runs that were measured; aiperf answers at once."""
     seen: list[Job] = []
-    monkeypatch.setattr("dflash_serve.proving.bench.bench.find_aiperf", lambda: ["aiperf"])
+    monkeypatch.setattr("dflash_serve.bench.runner.find_aiperf", lambda: ["aiperf"])
     monkeypatch.setattr(Aiperf, "run", instant(lambda job: 100 / job.concurrency, seen))
     return seen
 
@@ -41,9 +41,9 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 def bench(url: str, tmp_path: Path, *more: str) -> Any:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "hello"}\n')
-    ways = ["--endpoint", f"off={url}", "--endpoint", f"fast={url}/v1"]
+    both = ["--endpoint", f"off={url}", "--endpoint", f"fast={url}/v1"]
     small = ["--dataset", str(prompts), "--concurrency", "1,2", "--rounds", "2", "--output", str(tmp_path / "out")]
-    return CliRunner().invoke(app, ["bench", *ways, *small, *more])
+    return CliRunner().invoke(app, ["bench", *both, *small, *more])
 
 
 def kept(tmp_path: Path) -> int:
@@ -61,10 +61,10 @@ def test_all_runs_and_a_report(url: str, tmp_path: Path, jobs: list[Job]) -> Non
         "pareto.png",
         "report.html",
     }
-    assert not list((tmp_path / "out").rglob("*.part"))
+    assert not list((tmp_path / "out").rglob(".*"))
     report = json.loads((tmp_path / "out" / "bench.json").read_text())
     point = report["points"][0]["acceptance"]
-    assert (point["steps"], point["acceptance_length"], point["survival"]) == (200, 1.9, [0.6, 0.3])
+    assert (point["verifications"], point["acceptance_length"], point["survival"]) == (200, 1.9, [0.6, 0.3])
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
@@ -113,11 +113,11 @@ def test_more_rounds_and_concurrencies_can_be_added(url: str, tmp_path: Path, jo
     assert len(jobs) == 2 * 3 * 3 - 8
 
 
-def test_runs_of_another_workload_are_never_mixed_in(url: str, tmp_path: Path, jobs: list[Job]) -> None:
+def test_runs_of_another_request_are_never_mixed_in(url: str, tmp_path: Path, jobs: list[Job]) -> None:
     bench(url, tmp_path)
     result = bench(url, tmp_path, "--output-tokens", "32")
     assert isinstance(result.exception, UserError)
-    assert "it holds runs of another workload (output_tokens 128, not 32)" in str(result.exception)
+    assert "it holds runs of another request (output_tokens 128, not 32)" in str(result.exception)
     other = CliRunner().invoke(
         app,
         [
@@ -160,7 +160,7 @@ def test_a_broken_run_file_is_named(url: str, tmp_path: Path, jobs: list[Job]) -
     ("more", "why"),
     [
         (["--concurrency", "1,x"], "no list of numbers of users"),
-        (["--baseline", "slow"], "there is no way 'slow'; use one of: off, fast"),
+        (["--baseline", "slow"], "there is no variant 'slow'; use one of: off, fast"),
         (["--endpoint", "off=http://b"], "given twice"),
         (["--dataset", "synthetic"], "made-up prompts mislead"),
     ],
@@ -180,8 +180,8 @@ def test_sigterm_stops_it_like_ctrl_c_and_takes_aiperf_along(
 ) -> None:
     note = tmp_path / "pid"
     program = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    for module in ("bench", "aiperf"):
-        monkeypatch.setattr(f"dflash_serve.proving.bench.{module}.find_aiperf", lambda: [sys.executable, "-c", program])
+    for module in ("runner", "aiperf"):
+        monkeypatch.setattr(f"dflash_serve.bench.{module}.find_aiperf", lambda: [sys.executable, "-c", program])
     threading.Thread(target=_kill_when, args=(note,), daemon=True).start()
     assert bench(url, tmp_path).exit_code == 130
     with pytest.raises(ProcessLookupError):

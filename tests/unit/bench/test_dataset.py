@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.bench.aiperf import load_dataset
 from dflash_serve.errors import UserError
-from dflash_serve.proving.bench.dataset import load_dataset
 
 
 def test_a_file_of_prompts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ways, the order of runs, and what aiperf is told and tells."""
+"""Variants, the order of runs, and what aiperf is told and tells."""
 
 from __future__ import annotations
 
@@ -11,79 +11,80 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.bench.aiperf import Aiperf, Job, RequestSettings, find_aiperf, read_figures
+from dflash_serve.bench.settings import Cell, deployed_variants, endpoint_variants, schedule
 from dflash_serve.deployment import Deployment, Model, Speculation
 from dflash_serve.errors import UserError
-from dflash_serve.proving.bench.aiperf import Aiperf, Job, figures, find_aiperf
-from dflash_serve.proving.bench.plan import Cell, Sweep, Workload, schedule
-from dflash_serve.proving.bench.ways import endpoint_ways, ways_of
+from tests.support.bench_sites import settings
 
 DEPLOYMENT = Deployment(target=Model(model="t"), drafter=Model(model="d"), speculation=Speculation(block_size=8))
-SWEEP = Sweep(concurrencies=(1, 4, 16), rounds=3, requests_per_user=2, min_requests=5)
-WORKLOAD = Workload(dataset="p", prompts_sha256=None, output_tokens=64, ignore_eos=False, temperature=0.0)
+SETTINGS = settings(concurrency=(1, 4, 16), rounds=3, requests_per_user=2, min_requests=5)
+IN_TURN = SETTINGS.model_copy(update={"in_turn": True})
+REQUEST = RequestSettings(dataset="p", prompts_sha256=None, output_tokens=64, ignore_eos=False, temperature=0.0)
 
 
-def test_ways_are_the_deployment_at_each_width() -> None:
-    ways = ways_of(DEPLOYMENT, ["off", "fixed", "auto", "3", "8"])
-    assert [way.name for way in ways] == ["off", "fixed 8", "auto", "fixed 3"]  # 8 is the whole block
-    assert [way.deployment.speculation.width for way in ways if way.deployment] == ["off", 8, "auto", 3]
-    assert all(way.deployment and way.deployment.target == DEPLOYMENT.target for way in ways)
+def test_variants_are_the_deployment_at_each_width() -> None:
+    variants = deployed_variants(DEPLOYMENT, ["off", "fixed", "auto", "3", "8"])
+    assert [variant.name for variant in variants] == ["off", "fixed 8", "auto", "fixed 3"]  # 8 is the whole block
+    assert [variant.deployment.speculation.width for variant in variants if variant.deployment] == ["off", 8, "auto", 3]
+    assert all(variant.deployment and variant.deployment.target == DEPLOYMENT.target for variant in variants)
 
 
-def test_a_word_that_is_no_way_and_speculation_without_a_drafter_are_refused() -> None:
-    with pytest.raises(UserError, match="'fast' is no way of serving"):
-        ways_of(DEPLOYMENT, ["fast"])
+def test_a_word_that_is_no_variant_and_speculation_without_a_drafter_are_refused() -> None:
+    with pytest.raises(UserError, match="'fast' is no variant of serving"):
+        deployed_variants(DEPLOYMENT, ["fast"])
     with pytest.raises(UserError, match="there is no drafter"):
-        ways_of(Deployment(target=Model(model="t")), ["off", "auto"])
+        deployed_variants(Deployment(target=Model(model="t")), ["off", "auto"])
 
 
 def test_endpoints() -> None:
-    ways = endpoint_ways(["ours=http://a:8000/v1", "sglang=https://b/"])
-    assert [(way.name, way.url, way.slug) for way in ways] == [
+    variants = endpoint_variants(["ours=http://a:8000/v1", "sglang=https://b/"])
+    assert [(variant.name, variant.url, variant.slug) for variant in variants] == [
         ("ours", "http://a:8000", "ours"),
         ("sglang", "https://b", "sglang"),
     ]
     for wrong in ("http://a:8000", "a=b", "=http://a"):
         with pytest.raises(UserError, match="not NAME=http"):
-            endpoint_ways([wrong])
+            endpoint_variants([wrong])
     with pytest.raises(UserError, match="given twice"):
-        endpoint_ways(["a=http://a", "a=http://b"])
+        endpoint_variants(["a=http://a", "a=http://b"])
 
 
-def test_side_by_side_all_ways_take_turns_at_every_concurrency() -> None:
-    cells = schedule(["off", "fixed", "auto"], SWEEP, in_turn=False)
+def test_side_by_side_all_variants_take_turns_at_every_concurrency() -> None:
+    cells = schedule(["off", "fixed", "auto"], SETTINGS)
     for start in range(0, len(cells), 3):
         together = cells[start : start + 3]
-        assert {cell.way for cell in together} == {"off", "fixed", "auto"}
+        assert {cell.variant for cell in together} == {"off", "fixed", "auto"}
         assert len({cell[1:] for cell in together}) == 1
-    first = Counter(cell.way for cell in cells[::3])
+    first = Counter(cell.variant for cell in cells[::3])
     assert max(first.values()) - min(first.values()) <= 1  # nobody is always first
 
 
 def test_in_turn_a_server_is_started_once_a_round() -> None:
-    cells = schedule(["off", "auto"], SWEEP, in_turn=True)
-    changes = sum(one.way != two.way for one, two in pairwise(cells))
-    assert changes <= 2 * SWEEP.rounds - 1
-    assert [cells[0].way, cells[6].way] == ["off", "auto"]  # another one is first in the second round
+    cells = schedule(["off", "auto"], IN_TURN)
+    changes = sum(one.variant != two.variant for one, two in pairwise(cells))
+    assert changes <= 2 * SETTINGS.rounds - 1
+    assert [cells[0].variant, cells[6].variant] == ["off", "auto"]  # another one is first in the second round
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_every_run_is_made_once(in_turn: bool) -> None:
-    cells = schedule(["off", "auto"], SWEEP, in_turn=in_turn)
+    cells = schedule(["off", "auto"], IN_TURN if in_turn else SETTINGS)
     assert len(cells) == len(set(cells)) == 2 * 3 * 3
     assert set(cells) == {Cell(w, c, r) for w in ("off", "auto") for c in (1, 4, 16) for r in range(3)}
 
 
 def test_requests_grow_with_users() -> None:
-    assert [SWEEP.requests(users) for users in SWEEP.concurrencies] == [5, 8, 32]
+    assert [SETTINGS.requests(users) for users in SETTINGS.concurrency] == [5, 8, 32]
 
 
 def argv(**more: Any) -> list[str]:
-    workload = WORKLOAD.model_copy(update=more)
-    return Aiperf(["--input-file", "p"], workload, "/tok").argv(Job("http://a", "m", 4, 8, Path("out")))
+    request = REQUEST.model_copy(update=more)
+    return Aiperf(["--input-file", "p"], request, "/tok").argv(Job("http://a", "m", 4, 8, Path("out")))
 
 
 def test_aiperf_is_told_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_serve.proving.bench.aiperf.find_aiperf", lambda: ["aiperf"])
+    monkeypatch.setattr("dflash_serve.bench.aiperf.find_aiperf", lambda: ["aiperf"])
     words = argv()
     told = dict(pairwise(words))
     assert (told["--concurrency"], told["--request-count"], told["--osl"]) == ("4", "8", "64")
@@ -96,20 +97,20 @@ def test_aiperf_is_told_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_key_is_never_on_the_command_line_nor_somebody_elses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("dflash_serve.proving.bench.aiperf.find_aiperf", lambda: ["aiperf"])
+    monkeypatch.setattr("dflash_serve.bench.aiperf.find_aiperf", lambda: ["aiperf"])
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-openai")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    ours = Aiperf([], WORKLOAD, str(tmp_path), api_key="sk-ours")
+    ours = Aiperf([], REQUEST, str(tmp_path), api_key="sk-ours")
     assert "sk-ours" not in " ".join(ours.argv(Job("http://a", "m", 1, 1, tmp_path)))
     assert ours.environment()["OPENAI_API_KEY"] == "sk-ours"
-    open_door = Aiperf([], WORKLOAD, "org/model").environment()
+    open_door = Aiperf([], REQUEST, "org/model").environment()
     assert "OPENAI_API_KEY" not in open_door
     assert open_door["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in ours.environment()  # a folder needs no hub, and aiperf would take it for an id
 
 
 def test_without_aiperf_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_serve.proving.bench.aiperf.find_spec", lambda _: None)
+    monkeypatch.setattr("dflash_serve.bench.aiperf.find_spec", lambda _: None)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match=r"aiperf: not installed; pip install 'dflash-serve\[bench\]'"):
         find_aiperf()
@@ -118,7 +119,7 @@ def test_without_aiperf_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatc
 def test_an_aiperf_on_path_will_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "aiperf").write_text("#!/bin/sh\n")
     (tmp_path / "aiperf").chmod(0o755)
-    monkeypatch.setattr("dflash_serve.proving.bench.aiperf.find_spec", lambda _: None)
+    monkeypatch.setattr("dflash_serve.bench.aiperf.find_spec", lambda _: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_aiperf() == [str(tmp_path / "aiperf")]
 
@@ -139,20 +140,20 @@ REFUSED = [{"error_details": {"code": 429, "type": "TooManyRequests", "message":
 
 
 def test_figures_are_aiperfs() -> None:
-    found = figures(REPORT, where="x")
+    found = read_figures(REPORT, where="x")
     assert (found.requests, found.errors, found.output_tokens, found.seconds) == (8, 0, 128, 0.54)
     assert (found.throughput, found.interactivity) == (235.7, 243.1)
     assert (found.first_token_ms, found.first_token_p99_ms, found.inter_token_ms) == (27.9, 34.5, 4.1)
 
 
 def test_a_figure_that_is_missing_is_unknown_and_failures_are_counted() -> None:
-    found = figures({**REPORT, "inter_token_latency": None, "error_summary": REFUSED}, where="x")
+    found = read_figures({**REPORT, "inter_token_latency": None, "error_summary": REFUSED}, where="x")
     assert (found.inter_token_ms, found.errors) == (None, 3)
 
 
 def test_a_run_without_answers_says_why() -> None:
     with pytest.raises(UserError, match=r"no request was answered, 3 failed \(queue is full\)"):
-        figures({"error_summary": REFUSED}, where="x")
+        read_figures({"error_summary": REFUSED}, where="x")
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,6 @@ def test_a_run_without_answers_says_why() -> None:
 def test_an_aiperf_that_fails_is_quoted(
     program: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("dflash_serve.proving.bench.aiperf.find_aiperf", lambda: [sys.executable, "-c", program])
+    monkeypatch.setattr("dflash_serve.bench.aiperf.find_aiperf", lambda: [sys.executable, "-c", program])
     with pytest.raises(UserError, match=why):
-        Aiperf([], WORKLOAD, None).run(Job("http://a", "m", 1, 1, tmp_path / "run"))
+        Aiperf([], REQUEST, None).run(Job("http://a", "m", 1, 1, tmp_path / "run"))
