@@ -10,8 +10,8 @@ import typer
 from typer import Argument, Option
 
 from dflash_serve.backend import EMBEDDED
-from dflash_serve.cli.extras import need
 from dflash_serve.cli.options import ApiKeyFile, Backend, Drafter, Target, Temperature
+from dflash_serve.common.extras import need
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import Annotated, cast, get_args
 import typer
 
 from dflash_serve.backend import EMBEDDED, server_backend
+from dflash_serve.cli.options import Backend
 from dflash_serve.cli.serve import prepared
 from dflash_serve.common.files import write_whole
 from dflash_serve.deploying.render import Form, render
@@ -17,16 +18,16 @@ from dflash_serve.errors import UserError, raise_problems
 
 
 def deploy(
-    deployment: Annotated[Path, typer.Argument(help="YAML file; the environment goes before it.")],
-    form: Annotated[str | None, typer.Option("--render", help=f"{', '.join(get_args(Form))}.")] = None,
-    backend_name: Annotated[str, typer.Option("--backend", help="Which engine serves.")] = EMBEDDED,
-    name: Annotated[str, typer.Option(help="Of the release, the service, the project.")] = "dflash-serve",
+    deployment: Annotated[Path, typer.Argument(help="YAML file of the deployment; the environment beats it.")],
+    form: Annotated[str | None, typer.Option("--render", help=f"Form to render: {', '.join(get_args(Form))}.")] = None,
+    backend_name: Backend = EMBEDDED,
+    name: Annotated[str, typer.Option(help="Name of the release, service or project.")] = "dflash-serve",
     image: Annotated[
-        str | None, typer.Option(help="REPOSITORY@sha256:... [default: as deploy/docker names it]")
+        str | None, typer.Option(help="Image, REPOSITORY@sha256:... [default: as deploy/docker names it]")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write there instead of to the terminal.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write. [default: the terminal]")] = None,
     prepare: Annotated[
-        Path | None, typer.Option(help="Instead of rendering, write what the engine reads there (for init containers).")
+        Path | None, typer.Option(help="Folder to write what the engine reads to, instead of rendering.")
     ] = None,
 ) -> None:
     """Render a deployment for Kubernetes, Dynamo, KServe or Docker Compose. Its problems are found first."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_serve.backend import Engine, Prompt, embedded_backend
-from dflash_serve.cli.extras import need
 from dflash_serve.cli.options import (
     BUNDLED,
     ApiKeyFile,
@@ -25,6 +24,7 @@ from dflash_serve.cli.options import (
     Target,
 )
 from dflash_serve.cli.resumable import resumable
+from dflash_serve.common.extras import need
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,3 +34,15 @@ PromptFile = Annotated[
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def deployment_flags(
+    target: str | None, drafter: str | None, block_size: int | None, width: str | None, dtype: str | None
+) -> dict[str, Any]:
+    """Options as keys of a Deployment, which beat its file; None counts as not given."""
+    return {
+        "target": {"model": target},
+        "drafter": {"model": drafter},
+        "speculation": {"block_size": block_size, "width": width},
+        "hardware": {"dtype": dtype},
+    }

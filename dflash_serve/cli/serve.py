@@ -8,73 +8,82 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from dflash_serve.backend import EMBEDDED, Command, ServerBackend, server_backend
+from dflash_serve.cli.options import (
+    Backend,
+    BlockSize,
+    DeploymentFile,
+    Drafter,
+    Dtype,
+    Target,
+    Width,
+    deployment_flags,
+)
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError, raise_problems
 
+SERVER_OPTIONS = ("served-model-name", "api-key-file", "drain-seconds", "acceptance-metrics")
+"""Options that only some engines' own servers have, as `EngineFacts.server_flags` calls them."""
+LIMITS = ("max_batch_size", "max_model_len", "max_queued_requests")
+
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)]
+MaxBatchSize = Annotated[int | None, typer.Option(help="Requests that run at once.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")]
+MaxQueued = Annotated[int | None, typer.Option(help="Requests that may wait; further ones are answered with 429.")]
+ServedName = Annotated[str | None, typer.Option(help="Name that clients use for the model. [default: the target]")]
+KeyFile = Annotated[Path | None, typer.Option(help="File of API keys, one a line; without it the server is open.")]
+DrainSeconds = Annotated[float | None, typer.Option(help="How long requests may go on after SIGTERM, in seconds.")]
+AcceptanceMetrics = Annotated[str | None, typer.Option(help="Acceptance in responses: none, summary or detailed.")]
+Folder = Annotated[Path | None, typer.Option(help="Folder for what the engine reads. [default: a new temporary one]")]
+DryRun = Annotated[bool, typer.Option(help="Check, print the engine's command and stop; nothing is written.")]
+
 
 def serve(
-    deployment: Annotated[Path | None, typer.Argument(help="YAML file; flags and environment go before it.")] = None,
-    target: Annotated[str | None, typer.Option(help="Hub id, folder, or the bundled smollm2.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Likewise; without one there is no speculation.")] = None,
-    backend_name: Annotated[str, typer.Option("--backend", help="Which engine serves.")] = EMBEDDED,
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Where to listen; 0 takes a free one.", min=0, max=65535)] = 8000,
-    block_size: Annotated[int | None, typer.Option(help="B, the anchor counted. [default: the drafter's]")] = None,
-    width: Annotated[str | None, typer.Option(help="Slots verified a step: a number, auto or off.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
-    max_batch_size: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")] = None,
-    max_queued_requests: Annotated[int | None, typer.Option(help="Requests that may wait; more get 429.")] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call it. [default: the target]")] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="One key a line; without, the server is open.")] = None,
-    drain_seconds: Annotated[float | None, typer.Option(help="How long SIGTERM lets requests go on.")] = None,
-    acceptance_metrics: Annotated[
-        str | None, typer.Option(help="Acceptance in responses: none, summary or detailed.")
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="Where what the engine reads is written. [default: a new temporary one]")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option(help="Check, print the command and stop; nothing is written.")] = False,
+    deployment: DeploymentFile = None,
+    target: Target = None,
+    drafter: Drafter = None,
+    backend_name: Backend = EMBEDDED,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    block_size: BlockSize = None,
+    width: Width = None,
+    dtype: Dtype = None,
+    max_batch_size: MaxBatchSize = None,
+    max_model_len: MaxModelLen = None,
+    max_queued_requests: MaxQueued = None,
+    served_model_name: ServedName = None,
+    api_key_file: KeyFile = None,
+    drain_seconds: DrainSeconds = None,
+    acceptance_metrics: AcceptanceMetrics = None,
+    folder: Folder = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Serve a target and its drafter behind an OpenAI-compatible API."""
-    flags: dict[str, Any] = {
-        "target": {"model": target},
-        "drafter": {"model": drafter},
-        "speculation": {"block_size": block_size, "width": width},
-        "hardware": {"dtype": dtype},
-        "limits": {
-            "max_batch_size": max_batch_size,
-            "max_model_len": max_model_len,
-            "max_queued_requests": max_queued_requests,
-        },
-    }
-    chosen = server_backend(backend_name)
-    environment = server_settings(
-        chosen,
-        {
-            "served-model-name": served_model_name,
-            "api-key-file": api_key_file and api_key_file.resolve(),
-            "drain-seconds": drain_seconds,
-            "acceptance-metrics": acceptance_metrics,
-        },
-    )
+    backend, key = server_backend(backend_name), api_key_file and api_key_file.resolve()
+    named = (served_model_name, key, drain_seconds, acceptance_metrics)
+    environment = server_settings(backend, dict(zip(SERVER_OPTIONS, named, strict=True)))
     if deployment is None and target is None:
         raise UserError("nothing to serve", where="serve", do="give a deployment.yaml, or --target and --drafter")
+    limits = dict(zip(LIMITS, (max_batch_size, max_model_len, max_queued_requests), strict=True))
+    flags = {**deployment_flags(target, drafter, block_size, width, dtype), "limits": limits}
     described = load_deployment(deployment, flags)
-    raise_problems(chosen.check(described))
-    if not dry_run:
-        folder = prepared(chosen, described, folder)
-    command = chosen.command(described, folder or Path(tempfile.gettempdir(), "dflash-serve"), host=host, port=port)
-    command = Command(command.argv, {**command.env, **environment})
+    raise_problems(backend.check(described))
+    place = (folder or Path(tempfile.gettempdir(), "dflash-serve")) if dry_run else prepared(backend, described, folder)
+    command = backend.command(described, place, host=host, port=port)
+    start(Command(command.argv, {**command.env, **environment}), backend.name, dry_run=dry_run)
+
+
+def start(command: Command, backend_name: str, *, dry_run: bool) -> None:
+    """Becomes the engine's server, or only prints its command line."""
     if dry_run:
         typer.echo(in_shell(command))
     else:
-        become(command, chosen.name)
+        become(command, backend_name)
 
 
 def server_settings(chosen: ServerBackend, options: Mapping[str, object]) -> dict[str, str]:
@@ -87,7 +96,7 @@ def server_settings(chosen: ServerBackend, options: Mapping[str, object]) -> dic
     flags = chosen.facts.server_flags
     unknown = ", ".join(f"--{name}" for name in given if name not in flags)
     if unknown:
-        do = "leave them out, or give them to the engine itself under engine_args"
+        do = "leave them out"
         raise UserError(f"this engine's server does not have: {unknown}", where=f"--backend {chosen.name}", do=do)
     return {flags[name]: value for name, value in given.items()}
 

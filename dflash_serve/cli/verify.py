@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_serve.backend import EMBEDDED, Prompt, server_backend
-from dflash_serve.cli.extras import need
 from dflash_serve.cli.options import (
     BUNDLED,
     ApiKeyFile,
@@ -27,6 +26,7 @@ from dflash_serve.cli.options import (
     Width,
 )
 from dflash_serve.cli.resumable import resumable
+from dflash_serve.common.extras import need
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
 

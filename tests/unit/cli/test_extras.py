@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_serve.cli.extras import need
+from dflash_serve.common.extras import need
 from dflash_serve.errors import UserError
 
 
