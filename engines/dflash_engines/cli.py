@@ -104,17 +104,17 @@ def _run_and_show(
 ) -> Sequence[Done]:
     status = console.status("")
 
-    def at(step: Step, line: str) -> None:
+    def show_progress(step: Step, line: str) -> None:
         status.update(f"{step.name}: {line}" if line else step.name)
 
-    def ends(done: Done) -> None:
+    def show_done(done: Done) -> None:
         size = sum(entry.size for entry in done.manifest.files.values()) / 2**20
         state = f"{done.manifest.seconds:.1f} s" if done.state == "built" else done.state
         said = "; ".join([f"{state}, {size:.1f} MiB", *_findings(done.manifest.measured)])
         console.print(f"{done.step.name:<20} {said}", markup=False, highlight=False)
 
     with status:
-        return run(steps, sources, folder, at=at, ends=ends)
+        return run(steps, sources, folder, on_progress=show_progress, on_done=show_done)
 
 
 def _require_tools(steps: Sequence[Step]) -> None:

@@ -56,9 +56,9 @@ def _shapes(graph: str, batch: int, tokens: int, drafter: DrafterConfig) -> str:
         shapes = {"features": (tokens, drafter.feature_size), "cos": (tokens, 1, dim), "sin": (tokens, 1, dim)}
         return _join(shapes)
     past = (drafter.num_layers, batch, drafter.num_key_value_heads, tokens, dim)
-    turn = (batch, 1, block, dim)
+    rotation = (batch, 1, block, dim)
     noise, mask = (batch, block, drafter.hidden_size), (batch, 1, block, tokens + block)
-    return _join({"noise": noise, "context_k": past, "context_v": past, "cos": turn, "sin": turn, "mask": mask})
+    return _join({"noise": noise, "context_k": past, "context_v": past, "cos": rotation, "sin": rotation, "mask": mask})
 
 
 def _join(shapes: Mapping[str, tuple[int, ...]]) -> str:

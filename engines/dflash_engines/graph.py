@@ -34,7 +34,7 @@ def norm(module: RMSNorm, x: Tensor) -> Tensor:
     return wide.to(x.dtype) * module.weight
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The core's `rotate` without roll: halves (a, b) -> (a, b) cos + (b, a) sin, sin signed."""
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat([b, a], dim=-1) * sin
@@ -85,10 +85,10 @@ class Block(nn.Module):
         q = norm(attention.q_norm, attention.q_proj(x).view(batch, block, -1, dim)).transpose(1, 2)
         k = norm(attention.k_norm, attention.k_proj(x).view(batch, block, -1, dim)).transpose(1, 2)
         v = attention.v_proj(x).view(batch, block, -1, dim).transpose(1, 2)
-        keys = torch.cat([past_k, turn(k, cos, sin)], dim=2).repeat_interleave(groups, dim=1)
+        keys = torch.cat([past_k, rotate_halves(k, cos, sin)], dim=2).repeat_interleave(groups, dim=1)
         values = torch.cat([past_v, v], dim=2).repeat_interleave(groups, dim=1)
         # Scaled before the product: fp16 overflows at 65504.
-        scores = (turn(q, cos, sin) * dim**-0.5) @ keys.transpose(-1, -2)
+        scores = (rotate_halves(q, cos, sin) * dim**-0.5) @ keys.transpose(-1, -2)
         weights = torch.softmax(scores.float() + mask.float(), dim=-1).to(x.dtype)
         return (weights @ values).transpose(1, 2).reshape(batch, block, -1)
 
@@ -107,7 +107,7 @@ class Context(nn.Module):
         for layer in self.drafter.layers:
             attention = layer.self_attn
             shape = (features.shape[0], -1, self.config.head_dim)
-            keys.append(turn(norm(attention.k_norm, attention.k_proj(context).view(shape)), cos, sin))
+            keys.append(rotate_halves(norm(attention.k_norm, attention.k_proj(context).view(shape)), cos, sin))
             values.append(attention.v_proj(context).view(shape))
         return torch.stack(keys, dim=1), torch.stack(values, dim=1)
 

@@ -32,13 +32,13 @@ def export_fp16(work: Work) -> Measured:
     """Step `onnx-fp16`: exports both graphs in FP16 and compares them with the core."""
     drafter = load_drafter(work.inputs["drafter"], dtype=torch.float16)
     sample = Sample.load(work.inputs["drafter-ranges"])
-    wide = load_drafter(work.inputs["drafter"], dtype=torch.float32)
-    _, k, v = by_core(wide, sample)
+    reference = load_drafter(work.inputs["drafter"], dtype=torch.float32)
+    _, k, v = by_core(reference, sample)
     with quietly():
-        _export(Block(drafter), block_inputs(wide, sample, k, v, torch.float16), work.folder / "block.onnx")
-        _export(Context(drafter), context_inputs(wide, sample, torch.float16), work.folder / "context.onnx")
+        _export(Block(drafter), block_inputs(reference, sample, k, v, torch.float16), work.folder / "block.onnx")
+        _export(Context(drafter), context_inputs(reference, sample, torch.float16), work.folder / "context.onnx")
     _describe(work.folder, drafter, "fp16")
-    return check(work.folder, wide, sample, "fp16")
+    return check(work.folder, reference, sample, "fp16")
 
 
 def export_quantized(work: Work, precision: OnnxPrecision) -> Measured:
@@ -53,9 +53,9 @@ def export_quantized(work: Work, precision: OnnxPrecision) -> Measured:
     for name in GRAPHS:
         target = work.folder / f"{name}.onnx"
         counts[name] = insert(work.inputs["onnx-fp16"] / f"{name}.onnx", target, by_name, packed)
-    wide = load_drafter(work.inputs["drafter"], dtype=torch.float32)
-    _describe(work.folder, wide, precision)
-    measured = check(work.folder, wide, Sample.load(work.inputs["drafter-ranges"]), precision)
+    reference = load_drafter(work.inputs["drafter"], dtype=torch.float32)
+    _describe(work.folder, reference, precision)
+    measured = check(work.folder, reference, Sample.load(work.inputs["drafter-ranges"]), precision)
     return {"quantised_products": counts, **measured}
 
 
@@ -86,15 +86,15 @@ def _describe(folder: Path, drafter: Drafter, precision: str) -> None:
     (folder / "drafter.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def check(folder: Path, wide: Drafter, sample: Sample, precision: OnnxPrecision) -> Measured:
+def check(folder: Path, reference: Drafter, sample: Sample, precision: OnnxPrecision) -> Measured:
     """Runs both graphs on the sample and compares them with the core in fp32.
 
     Raises:
         UserError: they are farther away than the precision explains.
     """
-    hidden, k, v = by_core(wide, sample)
-    found_k, found_v = execute(folder / "context.onnx", context_inputs(wide, sample, torch.float16), precision)
-    (found,) = execute(folder / "block.onnx", block_inputs(wide, sample, k, v, torch.float16), precision)
+    hidden, k, v = by_core(reference, sample)
+    found_k, found_v = execute(folder / "context.onnx", context_inputs(reference, sample, torch.float16), precision)
+    (found,) = execute(folder / "block.onnx", block_inputs(reference, sample, k, v, torch.float16), precision)
     errors = {"block": relative_error(hidden, found), "keys": relative_error(k, found_k)}
     errors["values"] = relative_error(v, found_v)
     worst = max(errors, key=lambda name: errors[name])

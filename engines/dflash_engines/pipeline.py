@@ -89,33 +89,33 @@ def run(
     sources: Mapping[str, Source],
     output: Path,
     *,
-    at: Callable[[Step, str], None] = lambda step, line: None,
-    ends: Callable[[Done], None] = lambda done: None,
+    on_progress: Callable[[Step, str], None] = lambda step, line: None,
+    on_done: Callable[[Done], None] = lambda done: None,
 ) -> list[Done]:
     """Runs every step whose output is not there yet, and writes OUTPUT/manifest.json.
 
     Args:
-        at: shows which step runs, and a line on what it is at ("" at its beginning).
-        ends: shows what a step has made.
+        on_progress: shows which step runs, and a line on what it is at ("" at its beginning).
+        on_done: shows what a step has made.
 
     Raises:
         UserError: a step cannot do its work; what was done before it stays.
     """
     store = output / "steps"
     store.mkdir(parents=True, exist_ok=True)
-    for unfinished in store.glob(".*"):
+    for unfinished in filter(Path.is_dir, store.glob(".*")):
         shutil.rmtree(unfinished)
     folders = {name: source.folder for name, source in sources.items()}
     digests = {name: source.digest for name, source in sources.items()}
     finished: list[Done] = []
     for step in steps:
-        at(step, "")
+        on_progress(step, "")
         inputs, keys = {name: folders[name] for name in step.needs}, {name: digests[name] for name in step.needs}
-        done = _run_step(step, inputs, keys, store, partial(at, step))
+        done = _run_step(step, inputs, keys, store, partial(on_progress, step))
         folders[step.name], digests[step.name] = done.folder, done.manifest.digest
         _point(output / step.name, done.folder)
         finished.append(done)
-        ends(done)
+        on_done(done)
     _write_summary(output, finished, sources)
     return finished
 

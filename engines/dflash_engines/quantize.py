@@ -102,15 +102,15 @@ def _skeleton(tensors: Mapping[str, Tensor]) -> nn.Module:
     root = nn.Module()
     for name in filter(_is_product, tensors):
         *path, leaf = name.removesuffix(".weight").split(".")
-        room = root
+        parent = root
         for part in path:
-            if not hasattr(room, part):
-                room.add_module(part, nn.Module())
-            room = room.get_submodule(part)
+            if not hasattr(parent, part):
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
         out, inner = tensors[name].shape
         linear = nn.Linear(inner, out, bias=False, dtype=torch.bfloat16)
         linear.weight.data = tensors[name].to(torch.bfloat16)
-        room.add_module(leaf, linear)
+        parent.add_module(leaf, linear)
     return root
 
 

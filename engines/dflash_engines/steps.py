@@ -161,4 +161,4 @@ def _last(recipe: Recipe) -> Iterator[Step]:
         measured_on: dict[str, object] = {**wanted.model_dump(exclude={"prompts"}), "length": length}
         needs = ("target", "drafter", ACCEPTANCE, *(f"drafter-{format}" for format in build.drafter))
         about = "of every drafter, against bf16"
-        yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 2, about)
+        yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 3, about)

@@ -58,4 +58,4 @@ def build_drafter(model_config: Any, draft_config: Any, lm_head: Any, model: Any
     """The builder TensorRT-LLM calls for SpeculativeDecodingMode.DFLASH (signature fixed by `get_draft_model`)."""
     from .drafter import PlugInDrafter
 
-    return PlugInDrafter.of(model_config, draft_config)
+    return PlugInDrafter.from_configs(model_config, draft_config)

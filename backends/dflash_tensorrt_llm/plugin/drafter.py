@@ -87,7 +87,7 @@ class PlugInDrafter(nn.Module):
         self._context: Product | None = None
 
     @classmethod
-    def of(cls, model_config: Any, draft_config: Any) -> PlugInDrafter:
+    def from_configs(cls, model_config: Any, draft_config: Any) -> PlugInDrafter:
         """Makes this rank's drafter from TensorRT-LLM's configs of target and draft.
 
         Raises:

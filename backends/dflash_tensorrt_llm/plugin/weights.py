@@ -101,11 +101,11 @@ def load(
     with torch.device("meta"):
         drafter = Drafter(config)
     for index, layer in enumerate(drafter.layers):
-        for room, names in PROJECTIONS.items():
+        for parent, names in PROJECTIONS.items():
             for name in names:
-                module = _product([f"layers.{index}.{room}.{name}"], mine, dtype)
+                module = _product([f"layers.{index}.{parent}.{name}"], mine, dtype)
                 parallel = RowParallel(module, reduce) if name in ROW_PARALLEL else module
-                setattr(getattr(layer, room), name, parallel)
+                setattr(getattr(layer, parent), name, parallel)
     fc = in_captured_order(_plain(mine["fc.weight"], dtype), config)
     state = {"fc.weight": fc}
     state |= {name: _plain(mine[name], dtype) for name in mine if "norm" in name or name == "mask_embedding"}
@@ -125,8 +125,8 @@ def _product(names: list[str], mine: Mapping[str, Weight], dtype: torch.dtype) -
 def _fill(drafter: Drafter, state: Mapping[str, Tensor]) -> None:
     """Every parameter that is left (norms, fc, mask embedding) gets its tensor."""
     for name in [name for name, _ in drafter.named_parameters()]:
-        room, _, leaf = name.rpartition(".")
-        owner = drafter.get_submodule(room)
+        parent, _, leaf = name.rpartition(".")
+        owner = drafter.get_submodule(parent)
         owner.register_parameter(leaf, nn.Parameter(state[name], requires_grad=False))
 
 

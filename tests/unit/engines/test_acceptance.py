@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash_engines import acceptance
-from dflash_engines.acceptance import measure, standard_error
+from dflash_engines.acceptance import measure, measure_drafter, standard_error
 from dflash_engines.pipeline import Work
 from dflash_engines.recipe import Acceptance
 from dflash_serve.checkpoint.reader import load_weights, read_config
@@ -22,6 +22,7 @@ from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from tests.support.tiny import tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
+from tests.support.tiny_target import write_tiny_pair
 
 CONFIG = tiny_drafter_config(intermediate_size=64)
 
@@ -88,6 +89,22 @@ def test_quantised_drafters_are_held_against_the_unquantised_one(work: Work, mon
     }  # fmt: skip
     assert list(work.folder.iterdir()) == []
     assert read_config(work.inputs["drafter-fp8"])[0] == CONFIG
+
+
+def test_the_embedded_backend_measures_the_whole_block(tmp_path: Path) -> None:
+    target, drafter = write_tiny_pair(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the quick brown fox"}\n' * 2)
+    inputs = {"target": target, "drafter": drafter, "acceptance prompts": prompts}
+    deployment = Deployment.model_validate({"target": {"model": "t"}, "limits": {"max_model_len": 128}})
+    statistics = measure_drafter(deployment, target, drafter, ["the quick brown fox"] * 2, 12)
+    assert statistics.widths is not None
+    assert max(statistics.widths) == 4
+    assert statistics.tokens is not None
+    found = measure(Work(tmp_path, inputs, lambda line: None), deployment, Acceptance(count=2, max_tokens=12), [])
+    assert isinstance(found["bf16"], dict)
+    assert found["bf16"]["steps"] == statistics.verifications
+    assert found["bf16"]["acceptance_length"] == round(statistics.acceptance_length or 0, 4)
 
 
 def test_answers_without_a_step_are_no_measurement(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:

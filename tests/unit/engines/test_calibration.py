@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_engines import calibration
 from dflash_engines.calibration import AMAX, ANSWERS, OPENERS, answer, drafter_ranges, free_ranges, read_answers
 from dflash_engines.graph import Sample
 from dflash_engines.pipeline import Work
 from dflash_engines.recipe import Prompts
+from dflash_serve.backend import embedded_backend
 from dflash_serve.deployment import Deployment
 from dflash_serve.models.loader import load_drafter
-from dflash_serve.outputs import RequestOutput
-from dflash_serve.speculation.statistics import AcceptanceStatistics
+from dflash_serve.speculation.params import SamplingParams
 from tests.support.tiny_target import write_tiny_pair
 
 
@@ -63,29 +61,14 @@ def test_every_product_has_the_range_of_its_inputs(work: Work) -> None:
     assert {float(largest) for largest in load_file(work.folder / AMAX).values()} == {448.0}
 
 
-def test_answers_are_kept_as_token_ids(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    class FakeStream:
-        def __init__(self, prompts: Any, params: Any) -> None:
-            asked.append((prompts, [(each.temperature, each.max_tokens) for each in params]))
-            self.finished = [RequestOutput([1, n], [7] * n, "", "stop", AcceptanceStatistics()) for n in (2, 3)]
-
-        def __iter__(self) -> Any:
-            return iter(())
-
-        def outputs(self) -> list[RequestOutput]:
-            return self.finished
-
-    class FakeBackend:
-        def engine(self, deployment: Deployment) -> Any:
-            assert deployment.drafter is None
-            assert deployment.target.model == str(work.inputs["target"])
-            return type("FakeEngine", (), {"stream": staticmethod(FakeStream)})
-
-    monkeypatch.setattr(calibration, "embedded_backend", FakeBackend)
-    deployment = Deployment.model_validate({"target": {"model": "t"}, "limits": {"max_model_len": 64}})
+def test_answers_are_the_targets_own_and_kept_as_token_ids(work: Work) -> None:
+    deployment = Deployment.model_validate({"target": {"model": "t"}, "limits": {"max_model_len": 256}})
     measured = answer(work, deployment, Prompts(count=2, max_tokens=9))
-    assert measured == {"prompts": 2, "answer_tokens": 5, "openers": True}
-    assert asked == [([[{"role": "user", "content": opener}] for opener in OPENERS[:2]], [(0, 9), (0, 9)])]
-    assert list(read_answers(work.folder)) == [([1, 2], [7, 7]), ([1, 3], [7, 7, 7])]
+    answers = list(read_answers(work.folder))
+    assert measured == {"prompts": 2, "answer_tokens": sum(len(reply) for _, reply in answers), "openers": True}
+    engine = embedded_backend().engine(Deployment.model_validate({"target": {"model": str(work.inputs["target"])}}))
+    for opener, (prompt, reply) in zip(OPENERS, answers, strict=False):
+        assert prompt == engine.tokenize([{"role": "user", "content": opener}])
+        stream = engine.stream([prompt], [SamplingParams(temperature=0, max_tokens=9)])
+        list(stream)
+        assert [output.token_ids for output in stream.outputs()] == [reply]

@@ -1,0 +1,26 @@
+"""What is not installed is named with the extra that brings it, before any work is done."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dflash_serve.common.extras import import_extra, need
+from dflash_serve.errors import UserError
+
+
+def test_what_is_there_is_no_matter() -> None:
+    need("prove", "json", "pathlib")
+    assert import_extra("prove", "json") is json
+
+
+def test_what_is_not_there_is_named_with_the_extra_that_brings_it() -> None:
+    with pytest.raises(UserError, match=r"not installed: nosuchmodule.*pip install 'dflash-serve\[prove\]'"):
+        need("prove", "json", "nosuchmodule")
+
+
+@pytest.mark.parametrize("module", ["nosuchmodule", "nosuchmodule.inner", "json.nosuchmodule"])
+def test_what_cannot_be_imported_is_named_with_the_extra_that_brings_it(module: str) -> None:
+    with pytest.raises(UserError, match=rf"{module} cannot be imported.*pip install 'dflash-serve\[engines\]'"):
+        import_extra("engines", module)
