@@ -164,9 +164,8 @@ class Scheduler:
     ) -> tuple[Tensor, list[Tensor | None]]:
         """One target pass over all rows -> hidden [rows, H] and each request's features [its rows, F*H]."""
         blocks = [p + d for p, d in zip(pending, drafts, strict=True)]
-        spans = [
-            Span(request.entry, request.verified, len(block)) for request, block in zip(requests, blocks, strict=True)
-        ]
+        lengths = [len(block) for block in blocks]
+        spans = [Span(request.entry, request.verified, n) for request, n in zip(requests, lengths, strict=True)]
         output = self.target_runner(blocks, spans, self.speculator.target_layer_ids if self.speculator else ())
         if output.features is None:
             return output.hidden, [None] * len(blocks)

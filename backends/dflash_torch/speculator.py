@@ -81,8 +81,6 @@ class Speculator:
 
     def _fill_blocks(self, requests: Sequence[Request]) -> Tensor:
         """One pass over the blocks of all requests -> hidden [requests * B, H]."""
-        anchors, starts = (
-            [request.token_ids[-1] for request in requests],
-            [(request.entry, request.verified) for request in requests],
-        )
+        anchors = [request.token_ids[-1] for request in requests]
+        starts = [(request.entry, request.verified) for request in requests]
         return self.drafter_runner(self.drafter, anchors, starts)

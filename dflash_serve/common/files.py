@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dflash_serve.errors import UserError
@@ -41,7 +41,8 @@ def write_whole(path: Path, content: str | bytes, *, do: str = "name another pla
         scratch.write_bytes(data)
         scratch.replace(path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):  # nothing was written where the folder itself could not be
+            scratch.unlink()
         raise UserError(f"cannot be written ({error.strerror})", where=str(path), do=do) from None
 
 

@@ -114,7 +114,7 @@ def test_a_drafter_that_needs_our_plug_in_is_not_given_to_dynamos_tensorrt_llm(
     write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """dynamo.trtllm has no --custom_module_dirs: it would draft with what upstream gets wrong in silence."""
-    monkeypatch.setattr("dflash_tensorrt_llm.plan.beyond_built_in", lambda *_: ["a mask embedding of its own"])
+    monkeypatch.setattr("dflash_tensorrt_llm.launch_plan.beyond_built_in", lambda *_: ["a mask embedding of its own"])
     line = refusal(write(hardware={"gpu": "b200"}), "--render", "dynamo", "--backend", "tensorrt-llm")
     assert "needs trtllm-serve's --custom_module_dirs, which dynamo.trtllm does not have" in line
 

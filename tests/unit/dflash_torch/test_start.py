@@ -34,7 +34,12 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[obje
     """What was measured; nothing is."""
     calls: list[tuple[object, ...]] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(start, "measure", lambda *given: calls.append(given) or COST)
+
+    def measure(*given: object) -> CostModel:
+        calls.append(given)
+        return COST
+
+    monkeypatch.setattr(start, "measure", measure)
     return calls
 
 
