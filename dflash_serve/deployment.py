@@ -57,7 +57,7 @@ class Parallel(Frozen):
 
     tensor: PositiveInt = 1
     expert: PositiveInt = 1
-    """Of the tensor-parallel devices, how many share out the experts instead of slicing them."""
+    """How many of the tensor-parallel devices share out the experts instead of slicing them."""
     pipeline: PositiveInt = 1
     context: PositiveInt = 1
     """Devices that share one sequence (context parallelism; TensorRT-LLM: Helix)."""

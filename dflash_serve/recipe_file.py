@@ -21,14 +21,14 @@ def read_recipe_file(path: Path) -> object:
     Raises:
         UserError: it cannot be read, is not YAML, or names a variable that is not set.
     """
-    return _filled(read_yaml(path), path)
+    return _fill(read_yaml(path), path)
 
 
-def _filled(value: object, path: Path) -> object:
+def _fill(value: object, path: Path) -> object:
     if isinstance(value, dict):
-        return {key: _filled(inner, path) for key, inner in value.items()}
+        return {key: _fill(inner, path) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_filled(inner, path) for inner in value]
+        return [_fill(inner, path) for inner in value]
     if isinstance(value, str) and VARIABLE.search(value):
         return VARIABLE.sub(lambda found: _variable(found, path), value) or None
     return value

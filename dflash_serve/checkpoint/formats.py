@@ -72,7 +72,7 @@ class QuantizedTensor:
         return QuantizedTensor("nvfp4", values, scale, self.scale_2, self.input_scale)
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """Its tensors under ModelOpt's names, `name` being the module's: weight, weight_scale, weight_scale_2, ..."""
+        """The stored tensors of the module `name` under ModelOpt's names: weight, weight_scale, weight_scale_2, ..."""
         found = {"weight": self.values, "weight_scale": self.scale, "weight_scale_2": self.scale_2}
         found["input_scale"] = self.input_scale
         return {f"{name}.{key}": tensor for key, tensor in found.items() if tensor is not None}

@@ -88,7 +88,7 @@ class _Match:
         self.unusable: set[str] = set()
 
     def run(self, headers: Mapping[str, Header], where: str) -> dict[str, Piece]:
-        """Every tensor that can be used."""
+        """Matches every header, notes what is missing, and returns the tensors that can be used."""
         for name, header in headers.items():
             self._take(name, header)
         for name, shape in self.shapes.items():

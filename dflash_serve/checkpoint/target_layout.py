@@ -18,7 +18,7 @@ from dflash_serve.deployment import Model, Quantization
 BITS: Mapping[str, float] = {"none": 16, "fp8": 8, "nvfp4": 4.5, "mxfp4": 4.25}
 """Bits a weight, scales included: NVFP4 has 8 per 16 values, MXFP4 8 per 32."""
 OTHER_BITS = 4.5
-"""Of a method that we do not know by name: INT4 with scales, as compressed-tensors, AWQ and GPTQ have it."""
+"""Bits a weight by any other method: INT4 with scales, as compressed-tensors, AWQ and GPTQ have it."""
 FORMATS = {"nvfp4": ("nvfp4", "fp4_pack"), "mxfp4": ("mxfp4",), "fp8": ("fp8", "float-quantized")}
 """Name -> the words by which a checkpoint's own recipe gives it away."""
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
@@ -26,7 +26,7 @@ LATENT_WIDTH = 576
 """Values of a token's latent vector in a layer: DeepSeek's kv_lora_rank 512 and a rotary part of 64."""
 GENERATION_CONFIG = "generation_config.json"
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""And the values at which they do nothing."""
+"""Penalties of generation_config.json, with the values at which they do nothing."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class TargetLayout:
     experts: int
     """0 = dense."""
     native_quantization: str | None
-    """Of its own weights: fp8, nvfp4, mxfp4, or the method's name; None = unquantised."""
+    """Format of the checkpoint's weights: fp8, nvfp4, mxfp4, or the method's name; None = unquantised."""
     head_is_quantized: bool
     """lm_head is NVFP4 too."""
     weight_bytes: int
-    """Of all devices together; an estimate from the sizes (a few per cent)."""
+    """Bytes on all devices together, estimated from the sizes to a few per cent."""
     penalises: bool
     """generation_config.json penalises repetitions in every request that does not say otherwise (Qwen3-Coder)."""
 

@@ -19,7 +19,7 @@ class TargetShape:
     """What a drafter must know of its target."""
 
     name: str
-    """As the user gave it; for messages."""
+    """The target as the user named it, for messages."""
     model_type: str
     vocab_size: int
     hidden_size: int

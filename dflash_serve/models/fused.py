@@ -1,4 +1,4 @@
-"""A drafter laid out for decoding on CPU: fewer, larger products over packed weights. The maths is the core's.
+"""A drafter laid out for decoding on CPU: fewer, larger products over packed weights. The maths is `drafter`'s.
 
 A block of 8 rows is so little work that starting a matrix product costs as much as doing it: q, k, v and gate, up
 become one product each, and so does the context K/V of all layers (as SGLang and TensorRT-LLM fuse it on GPUs).

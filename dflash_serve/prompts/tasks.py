@@ -30,7 +30,10 @@ TASKS = {
     "mbpp": HubTask("google-research-datasets/mbpp", "prompt", subset="sanitized"),
     "mt-bench": HubTask("HuggingFaceH4/mt_bench_prompts", "prompt", split="train"),
 }
-"""Of MT-Bench the first turns. LiveCodeBench's repository is a script, which is never run: export it to JSONL."""
+"""Tasks by name; of MT-Bench the first turns.
+
+LiveCodeBench's repository is a script, which is never run: export it to JSONL.
+"""
 
 
 def task_prompts(text: str) -> tuple[str, list[str]]:

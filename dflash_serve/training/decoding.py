@@ -19,7 +19,7 @@ from dflash_serve.models.kv_cache import Span, span_positions
 from dflash_serve.models.target import TargetModel
 
 LONGEST_PERIOD, REPEATS, SHORTEST_TAIL = 24, 4, 24
-"""Of a loop: see `repeated_tail`."""
+"""What counts as a loop: see `repeated_tail`."""
 LOOP_CHECK_EVERY = 16
 PREFILL_AT_ONCE = 16
 

@@ -44,9 +44,9 @@ class Provenance(Frozen):
     argv: tuple[str, ...]
     recipe_sha256: str
     data_sha256: str
-    """Of the data's manifest, which names every shard's checksum."""
+    """Checksum of the data's manifest, which names every shard's."""
     initial_sha256: dict[str, str] | None = None
-    """Of the drafter that was gone on from: by file."""
+    """Checksums of the drafter that training went on from, by file; None = fresh weights."""
     seed: int
     commit: str | None
     versions: dict[str, str]

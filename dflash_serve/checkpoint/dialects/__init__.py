@@ -11,7 +11,7 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import modelopt, speculators, zlab
 from dflash_serve.checkpoint.dialects.dialect import Dialect, Target
 from dflash_serve.checkpoint.dialects.heads import head_of_config, refuse_head
-from dflash_serve.checkpoint.dialects.section import Section
+from dflash_serve.checkpoint.dialects.section import ConfigSection
 from dflash_serve.errors import Problem
 
 __all__ = ["DIALECTS", "Dialect", "Target", "detect", "parse"]
@@ -22,7 +22,7 @@ DIALECTS: Mapping[str, Dialect] = {d.name: d for d in (speculators.DIALECT, mode
 
 def detect(raw: Mapping[str, object], path: Path) -> Dialect | None:
     """The dialect of a config.json, None where it is no DFlash drafter's."""
-    section = Section(raw, str(path), [])
+    section = ConfigSection(raw, str(path), [])
     return next((dialect for dialect in DIALECTS.values() if dialect.matches(section)), None)
 
 
@@ -30,7 +30,7 @@ def parse(
     raw: Mapping[str, object], path: Path, problems: list[Problem], *, has_mask_embedding: bool = False
 ) -> tuple[DrafterConfig | None, Dialect | None]:
     """Reads a config.json, adding everything wrong with it to `problems`; then the config is None."""
-    section = Section(raw, str(path), problems)
+    section = ConfigSection(raw, str(path), problems)
     dialect = detect(raw, path)
     inner = section.section("dflash_config", falls_back=True)
     head = head_of_config(inner)

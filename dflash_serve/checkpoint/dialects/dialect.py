@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects.section import Section
+from dflash_serve.checkpoint.dialects.section import ConfigSection
 from dflash_serve.errors import UserError
 
 
@@ -23,8 +23,8 @@ class Dialect:
     """Reads and writes one config.json dialect. Tensors have the same names in all of them."""
 
     name: str
-    matches: Callable[[Section], bool]
-    read: Callable[[Section, bool], dict[str, object]]
+    matches: Callable[[ConfigSection], bool]
+    read: Callable[[ConfigSection, bool], dict[str, object]]
     """(config.json, whether the weights bring a mask embedding) -> DrafterConfig's fields; problems are noted."""
     write: Callable[[DrafterConfig, Target], dict[str, object]]
     """UserError where the dialect has no words for the drafter."""

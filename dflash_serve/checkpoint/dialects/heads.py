@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflash_serve.checkpoint.dialects.section import Section
+from dflash_serve.checkpoint.dialects.section import ConfigSection
 
 HEADS_BY_TENSOR = {
     "DFlash2": ("candidate_selector.", ".attention_conv.", ".mlp_conv."),
@@ -21,7 +21,7 @@ def head_of_tensor(name: str) -> str | None:
     return next((head for head, parts in HEADS_BY_TENSOR.items() if any(part in name for part in parts)), None)
 
 
-def head_of_config(config: Section) -> str | None:
+def head_of_config(config: ConfigSection) -> str | None:
     """The head that the configuration asks for: by architecture, projector type, or the sizes only that head has."""
     named = " ".join(
         [
@@ -40,12 +40,12 @@ def head_of_config(config: Section) -> str | None:
     return None
 
 
-def refuse_head(head: str, where: Section) -> None:
+def refuse_head(head: str, where: ConfigSection) -> None:
     """Notes that the head is not supported."""
     where.note(f"the drafter has a {head} head, which is not supported yet", DO)
 
 
-def refuse_other_slots(config: Section) -> None:
+def refuse_other_slots(config: ConfigSection) -> None:
     """Notes conventions in which slot j does not predict the token at its own position, and attention we have not."""
     shifted = "its slots are shifted by one (slot 0 predicts too), which DFlash's are not; not supported yet"
     config.refuse("sample_from_anchor", (False,), shifted, DO)

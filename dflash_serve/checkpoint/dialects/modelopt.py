@@ -10,20 +10,20 @@ from __future__ import annotations
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import zlab
 from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressible, one_value
-from dflash_serve.checkpoint.dialects.section import Section
+from dflash_serve.checkpoint.dialects.section import ConfigSection
 from dflash_serve.checkpoint.dialects.transformer_keys import FULL, SLIDING, make_kinds, read_windows
 
 NAME = "modelopt"
 KEYS = {"causal", "use_swa", "swa_window_size"}
 
 
-def matches(config: Section) -> bool:
+def matches(config: ConfigSection) -> bool:
     """Whether a config.json speaks this dialect."""
     dflash = config.raw.get("dflash_config")
     return isinstance(dflash, dict) and bool(dflash.keys() & KEYS)
 
 
-def read(config: Section, has_mask_embedding: bool) -> dict[str, object]:
+def read(config: ConfigSection, has_mask_embedding: bool) -> dict[str, object]:
     """DrafterConfig's fields of a ModelOpt config.json."""
     dflash = config.section("dflash_config", falls_back=True)
     known = KEYS | zlab.KEYS | zlab.REFUSABLE | zlab.HARMLESS
@@ -35,7 +35,7 @@ def read(config: Section, has_mask_embedding: bool) -> dict[str, object]:
     return zlab.read_fields(config, dflash, layers, has_mask_embedding)
 
 
-def _windows(config: Section, dflash: Section) -> tuple[int | None, ...]:
+def _windows(config: ConfigSection, dflash: ConfigSection) -> tuple[int | None, ...]:
     """Every layer slides with use_swa, unless layer_types itself tells sliding layers from full ones."""
     window, outer = dflash.optional_integer("swa_window_size"), config.optional_integer("sliding_window")
     if window is not None and outer is not None and window != outer:

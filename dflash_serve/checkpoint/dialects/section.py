@@ -1,4 +1,4 @@
-"""Section: one JSON object of a config.json, read key by key. What is wrong is noted, and reading goes on."""
+"""ConfigSection: one JSON object of a config.json, read key by key. What is wrong is noted, and reading goes on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dflash_serve.errors import Problem
 ABSENT = object()
 
 
-class Section:
+class ConfigSection:
     """A JSON object whose lookups may fall back to an outer one, and which collects problems instead of raising.
 
     A getter returns a harmless stand-in for a value it had to complain about, so that one reading finds every problem;
@@ -23,7 +23,7 @@ class Section:
         problems: list[Problem],
         *,
         path: str = "",
-        fallback: Section | None = None,
+        fallback: ConfigSection | None = None,
     ) -> None:
         self.raw, self.where, self.problems = raw, where, problems
         self.path, self.fallback = path, fallback
@@ -133,14 +133,14 @@ class Section:
         self._complain(key, value, "a list of strings")
         return None
 
-    def section(self, key: str, *, falls_back: bool = False) -> Section:
+    def section(self, key: str, *, falls_back: bool = False) -> ConfigSection:
         """The object under `key` (empty where absent), optionally with lookups that fall back to this one."""
         value = self.get(key)
         if value is not ABSENT and not isinstance(value, dict):
             self._complain(key, value, "an object")
         raw = value if isinstance(value, dict) else {}
         fallback = self if falls_back else None
-        return Section(raw, self.where, self.problems, path=self.named(key), fallback=fallback)
+        return ConfigSection(raw, self.where, self.problems, path=self.named(key), fallback=fallback)
 
     def only(self, known: Collection[str], do: str) -> None:
         """Notes every key of this object that is not known."""

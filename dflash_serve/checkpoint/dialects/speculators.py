@@ -10,7 +10,7 @@ from __future__ import annotations
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressible, one_value
 from dflash_serve.checkpoint.dialects.heads import refuse_other_slots
-from dflash_serve.checkpoint.dialects.section import Section
+from dflash_serve.checkpoint.dialects.section import ConfigSection
 from dflash_serve.checkpoint.dialects.transformer_keys import (
     make_kinds,
     read_transformer,
@@ -71,12 +71,12 @@ COPIES = frozenset({"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.w
 DEPTH_KEY = "num_target_layers"
 
 
-def matches(config: Section) -> bool:
+def matches(config: ConfigSection) -> bool:
     """Whether a config.json speaks this dialect."""
     return config.has("speculators_model_type")
 
 
-def read(config: Section, has_mask_embedding: bool) -> dict[str, object]:
+def read(config: ConfigSection, has_mask_embedding: bool) -> dict[str, object]:
     """DrafterConfig's fields of a speculators config.json."""
     if config.raw["speculators_model_type"] != "dflash":
         config.refuse("speculators_model_type", ("dflash",), "only DFlash speculators are supported")
@@ -105,7 +105,7 @@ def read(config: Section, has_mask_embedding: bool) -> dict[str, object]:
     }
 
 
-def _layer_ids(config: Section) -> tuple[int, ...]:
+def _layer_ids(config: ConfigSection) -> tuple[int, ...]:
     """0 would be the embedding's own output, which no DFlash drafter reads."""
     shifted = config.integers("aux_hidden_state_layer_ids", minimum=1)
     if shifted is None and not config.has("aux_hidden_state_layer_ids"):
@@ -113,7 +113,7 @@ def _layer_ids(config: Section) -> tuple[int, ...]:
     return tuple(index - 1 for index in shifted or (1,))
 
 
-def _check_vocabulary(config: Section, vocab_size: int) -> None:
+def _check_vocabulary(config: ConfigSection, vocab_size: int) -> None:
     draft = config.optional_integer("draft_vocab_size")
     if draft is not None and draft != vocab_size:
         config.note(
@@ -123,7 +123,7 @@ def _check_vocabulary(config: Section, vocab_size: int) -> None:
         )
 
 
-def _check_proposal(config: Section, block_size: int) -> None:
+def _check_proposal(config: ConfigSection, block_size: int) -> None:
     """speculative_tokens counts what follows the anchor, so B - 1 at most; more means slot 0 predicts too (DSpark)."""
     methods = config.section("speculators_config").raw.get("proposal_methods")
     for method in methods if isinstance(methods, list) else ():

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, RopeConfig
-from dflash_serve.checkpoint.dialects.section import Section
+from dflash_serve.checkpoint.dialects.section import ConfigSection
 from dflash_serve.checkpoint.quantization import BUILD
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -65,11 +65,11 @@ class Transformer:
     rope: RopeConfig
 
     def fields(self) -> dict[str, object]:
-        """For DrafterConfig(**fields)."""
+        """The sizes as keyword arguments of DrafterConfig."""
         return {**asdict(self), "rope": self.rope}
 
 
-def read_transformer(config: Section) -> Transformer:
+def read_transformer(config: ConfigSection) -> Transformer:
     """Reads the sizes, and notes what a DFlash drafter's layers cannot be."""
     config.refuse("hidden_act", ("silu",), "DFlash drafters use silu")
     config.refuse("mlp_bias", (False,), "a bias in the MLP is not supported")
@@ -93,7 +93,7 @@ def read_transformer(config: Section) -> Transformer:
     )
 
 
-def read_windows(config: Section, window: int | None = None) -> tuple[int | None, ...]:
+def read_windows(config: ConfigSection, window: int | None = None) -> tuple[int | None, ...]:
     """The window of every layer, None = full attention, by transformers' rules.
 
     `layer_types` says which layers slide; without it, `use_sliding_window` makes all from `max_window_layers` on slide.
@@ -112,7 +112,7 @@ def read_windows(config: Section, window: int | None = None) -> tuple[int | None
     return tuple(window if slides else None for slides in sliding)
 
 
-def _sliding_layers(config: Section, count: int) -> tuple[bool, ...]:
+def _sliding_layers(config: ConfigSection, count: int) -> tuple[bool, ...]:
     if count > MOST_LAYERS:
         config.note(f"num_hidden_layers is {count}, more than any drafter has", "correct it")
         return ()
@@ -162,7 +162,7 @@ def make_kinds(windows: tuple[int | None, ...], causal: bool | None) -> tuple[At
     )
 
 
-def read_rope(config: Section) -> RopeConfig:
+def read_rope(config: ConfigSection) -> RopeConfig:
     """The rotary embedding of a transformer's section. No theta is a problem: engines' defaults differ 100-fold."""
     new, old = config.section("rope_parameters"), config.section("rope_scaling")
     if new.raw and old.raw and _rope_kind(new) != _rope_kind(old):
@@ -195,11 +195,11 @@ def read_rope(config: Section) -> RopeConfig:
     return _scaled_rope(theta, kind, section, config)
 
 
-def _rope_kind(section: Section) -> str:
+def _rope_kind(section: ConfigSection) -> str:
     return section.text("rope_type") or section.text("type") or "default"
 
 
-def _scaled_rope(theta: float, kind: str, section: Section, config: Section) -> RopeConfig:
+def _scaled_rope(theta: float, kind: str, section: ConfigSection, config: ConfigSection) -> RopeConfig:
     section.only(
         {*ROPE_NUMBERS, *ROPE_LISTS, *ROPE_HARMLESS, "original_max_position_embeddings", "truncate"}, "remove it"
     )

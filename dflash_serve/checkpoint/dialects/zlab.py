@@ -15,7 +15,7 @@ from __future__ import annotations
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressible, one_value
 from dflash_serve.checkpoint.dialects.heads import refuse_other_slots
-from dflash_serve.checkpoint.dialects.section import Section
+from dflash_serve.checkpoint.dialects.section import ConfigSection
 from dflash_serve.checkpoint.dialects.transformer_keys import (
     make_kinds,
     read_transformer,
@@ -41,17 +41,17 @@ HARMLESS = {"mask_token", "pure_draft_prefix_len", "dtype"}
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
 
 
-def matches(config: Section) -> bool:
+def matches(config: ConfigSection) -> bool:
     """Whether a config.json speaks this dialect."""
     return config.has("dflash_config") or config.has("target_layer_ids") or named_dflash(config)
 
 
-def named_dflash(config: Section) -> bool:
+def named_dflash(config: ConfigSection) -> bool:
     """Whether its architecture is a DFlash drafter's."""
     return any("dflash" in name.lower() for name in config.strings("architectures") or ())
 
 
-def read(config: Section, has_mask_embedding: bool) -> dict[str, object]:
+def read(config: ConfigSection, has_mask_embedding: bool) -> dict[str, object]:
     """DrafterConfig's fields of a z-lab config.json (dflash 0.1.0 `model.py`, SGLang 0.5.23 `dflash_utils.py`)."""
     dflash = config.section("dflash_config", falls_back=True)
     dflash.only(KEYS | REFUSABLE | HARMLESS, "it may change what the drafter computes; remove it if it does not")
@@ -59,7 +59,7 @@ def read(config: Section, has_mask_embedding: bool) -> dict[str, object]:
 
 
 def read_fields(
-    config: Section, dflash: Section, layers: tuple[AttentionKind, ...], has_mask_embedding: bool
+    config: ConfigSection, dflash: ConfigSection, layers: tuple[AttentionKind, ...], has_mask_embedding: bool
 ) -> dict[str, object]:
     """All but the windows, which ModelOpt writes elsewhere."""
     check_architecture(config)
@@ -81,14 +81,14 @@ def read_fields(
     }
 
 
-def check_architecture(config: Section) -> None:
+def check_architecture(config: ConfigSection) -> None:
     """Notes an architecture that is no plain DFlash drafter."""
     for name in config.strings("architectures") or ():
         if name not in ARCHITECTURES:
             config.note(f"architecture {name!r} is not supported", f"supported are: {', '.join(ARCHITECTURES)}")
 
 
-def _mask_token_id(dflash: Section, has_mask_embedding: bool) -> int | None:
+def _mask_token_id(dflash: ConfigSection, has_mask_embedding: bool) -> int | None:
     token = dflash.optional_integer("mask_token_id", minimum=0)
     if token is None and not has_mask_embedding:
         dflash.note(
@@ -98,7 +98,7 @@ def _mask_token_id(dflash: Section, has_mask_embedding: bool) -> int | None:
     return token
 
 
-def _target_layer_ids(dflash: Section, depth: int | None, count: int) -> tuple[int, ...]:
+def _target_layer_ids(dflash: ConfigSection, depth: int | None, count: int) -> tuple[int, ...]:
     given = dflash.integers("target_layer_ids")
     if given is not None or dflash.has("target_layer_ids"):
         return given or (0,)

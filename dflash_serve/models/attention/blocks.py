@@ -111,7 +111,7 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class FlexBlockAttention:
-    """The same through FlexAttention, which skips the hidden tiles: for CUDA, compiled once.
+    """`BlockAttention` through FlexAttention, which skips the hidden tiles: for CUDA, compiled once.
 
     Its values are tested against `BlockAttention` on CPU (forward only); it has not been run on a GPU yet.
     """

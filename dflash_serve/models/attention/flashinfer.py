@@ -46,9 +46,9 @@ class FlashInferAttention:
         entries, _, lengths = torch.tensor(spans).unbind(dim=1)
         self.row_entries = entries.repeat_interleave(lengths).to(device)
         self.row_positions = span_positions(spans).to(device)
-        self.wrappers = {kind: self._planned(spans, kind, heads) for kind in set(kinds)}
+        self.wrappers = {kind: self._plan(spans, kind, heads) for kind in set(kinds)}
 
-    def _planned(self, spans: Sequence[Span], kind: AttentionKind, heads: int) -> Any:
+    def _plan(self, spans: Sequence[Span], kind: AttentionKind, heads: int) -> Any:
         _, _, kv_heads, capacity, head_dim = self.cache.keys.shape
         entries, starts, lengths = torch.tensor(spans, dtype=torch.int32).unbind(dim=1)
         rows = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])

@@ -37,7 +37,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class PrefillAttention(PackedCausalAttention):
-    """The same for prompts whose K/V is kept, each in its entry of a cache."""
+    """Attention of whole prompts packed after one another, whose K/V is kept, each in its entry of a cache."""
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind]) -> None:
         super().__init__([span.length for span in spans], kinds, cache.keys.device)
