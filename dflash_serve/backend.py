@@ -217,8 +217,13 @@ class EngineFacts:
     needs_gpu: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
     """What its container must have set."""
-    has_drain_flag: bool = False
-    """Its server takes `serve --drain-seconds`, and ends its answers itself."""
+    prefill_annotations: Mapping[str, str] = field(default_factory=dict)
+    """Of the pods of a prefill server (`role: prefill`): what a router reads there."""
+    server_flags: Mapping[str, str] = field(default_factory=dict)
+    """Options of `serve` that only this engine's own server has -> environment variables that it reads them from.
+
+    One with `drain-seconds` among them ends its answers itself after SIGTERM.
+    """
 
 
 def installed() -> list[str]:

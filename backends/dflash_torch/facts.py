@@ -14,6 +14,15 @@ DRAFTS, DRAFTED, ACCEPTED = (
 """Counters, without `_total`; the names that vLLM made usual."""
 ACCEPTED_BY_SLOT, WIDTHS = f"{PREFIX}spec_decode_num_accepted_tokens_per_pos", f"{PREFIX}spec_decode_width"
 SURVIVAL, ACCEPTANCE_LENGTH = f"{PREFIX}spec_decode_survival", f"{PREFIX}spec_decode_acceptance_length"
+QUEUED, RUNNING = f"{PREFIX}num_requests_waiting", f"{PREFIX}num_requests_running"
+CACHE_USAGE = f"{PREFIX}kv_cache_usage_perc"
+PROMPT_TOKENS, CACHED_TOKENS = f"{PREFIX}prompt_tokens", f"{PREFIX}prompt_tokens_cached"
+REQUESTS_ENDED, REQUESTS_REFUSED = f"{PREFIX}request_success", f"{PREFIX}request_refused"
+
+SETTINGS_PREFIX = "DFLASH_SERVE_HTTP_"
+"""Environment variables that the embedded server reads its settings from (`server.settings`)."""
+SERVER_FLAGS = ("served-model-name", "api-key-file", "drain-seconds", "acceptance-metrics")
+"""Settings that `serve` has options for."""
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
@@ -42,9 +51,9 @@ FACTS = EngineFacts(
     probes=Probes(started="/ready", live="/health", ready="/ready"),
     metrics=MetricNames(
         path="/metrics",
-        queued=f"{PREFIX}num_requests_waiting",
-        running=f"{PREFIX}num_requests_running",
-        kv_cache_usage=f"{PREFIX}kv_cache_usage_perc",
+        queued=QUEUED,
+        running=RUNNING,
+        kv_cache_usage=CACHE_USAGE,
         acceptance_length=ACCEPTANCE_LENGTH,
         generated=f"{PREFIX}generation_tokens_total",
         time_to_first_token=f"{PREFIX}time_to_first_token_seconds",
@@ -62,5 +71,5 @@ FACTS = EngineFacts(
     ),
     read_acceptance=read_acceptance,
     needs_gpu=False,
-    has_drain_flag=True,
+    server_flags={flag: SETTINGS_PREFIX + flag.replace("-", "_").upper() for flag in SERVER_FLAGS},
 )

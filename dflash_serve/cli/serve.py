@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +15,6 @@ import typer
 from dflash_serve.backend import EMBEDDED, Command, ServerBackend, server_backend
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError, raise_problems
-
-HTTP_ENV = "DFLASH_SERVE_HTTP_"
-"""The embedded server reads its settings under this prefix; flags are handed on as such."""
 
 
 def serve(
@@ -55,17 +53,16 @@ def serve(
             "max_queued_requests": max_queued_requests,
         },
     }
-    http = {
-        "SERVED_MODEL_NAME": served_model_name,
-        "API_KEY_FILE": api_key_file and api_key_file.resolve(),
-        "DRAIN_SECONDS": drain_seconds,
-        "ACCEPTANCE_METRICS": acceptance_metrics,
-    }
     chosen = server_backend(backend_name)
-    environment = {HTTP_ENV + name: str(value) for name, value in http.items() if value is not None}
-    if environment and backend_name != EMBEDDED:
-        names = ", ".join("--" + name.removeprefix(HTTP_ENV).lower().replace("_", "-") for name in environment)
-        raise UserError(f"only the embedded backend's server has them: {names}", where=f"--backend {backend_name}")
+    environment = server_settings(
+        chosen,
+        {
+            "served-model-name": served_model_name,
+            "api-key-file": api_key_file and api_key_file.resolve(),
+            "drain-seconds": drain_seconds,
+            "acceptance-metrics": acceptance_metrics,
+        },
+    )
     if deployment is None and target is None:
         raise UserError("nothing to serve", where="serve", do="give a deployment.yaml, or --target and --drafter")
     described = load_deployment(deployment, flags)
@@ -78,6 +75,21 @@ def serve(
         typer.echo(in_shell(command))
     else:
         become(command, chosen.name)
+
+
+def server_settings(chosen: ServerBackend, options: Mapping[str, object]) -> dict[str, str]:
+    """Environment variables for the options that are given (not None), as the engine's own server reads them.
+
+    Raises:
+        UserError: its server has no such options.
+    """
+    given = {name: str(value) for name, value in options.items() if value is not None}
+    flags = chosen.facts.server_flags
+    unknown = ", ".join(f"--{name}" for name in given if name not in flags)
+    if unknown:
+        do = "leave them out, or give them to the engine itself under engine_args"
+        raise UserError(f"this engine's server does not have: {unknown}", where=f"--backend {chosen.name}", do=do)
+    return {flags[name]: value for name, value in given.items()}
 
 
 def prepared(chosen: ServerBackend, deployment: Deployment, folder: Path | None) -> Path:

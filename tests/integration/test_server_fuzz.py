@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from dflash_torch.server.errors import FAULTS
+from dflash_torch.server.app import ERRORS
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, running, until
 
@@ -49,7 +49,7 @@ def schema(tiny_folders: tuple[Path, Path]) -> Iterator[Any]:
 def test_no_request_makes_a_5xx_or_leaves_the_documented_shapes(schema: Any, path: str, mode: GenerationMode) -> None:
     """Positive = as the document says, negative = not quite."""
 
-    documented = {200, *(status for status in FAULTS if isinstance(status, int))}
+    documented = {200, *(status for status in ERRORS if isinstance(status, int))}
 
     @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(case=schema[path]["POST"].as_strategy(generation_mode=mode))

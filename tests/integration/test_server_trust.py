@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from dflash_torch.server.app import create_app
-from dflash_torch.server.batch import Seat
+from dflash_torch.server.batch import RunningRequest
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running, until
 
@@ -64,9 +65,9 @@ def gate(served: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     until(served.idle)
 
 
-def seats(server: Running) -> list[Seat]:
+def running_requests(server: Running) -> list[RunningRequest]:
     assert server.worker.batch is not None
-    return list(server.worker.batch.seats.values())
+    return list(server.worker.batch.running.values())
 
 
 def raw_request(url: str, body: dict[str, Any]) -> socket.socket:
@@ -101,7 +102,7 @@ def test_a_full_queue_is_429_at_the_door_and_those_inside_are_answered(narrow: R
 
 @pytest.fixture(scope="module")
 def narrow(tiny_folders: Folders) -> Iterator[Running]:
-    with running(tiny_engine(tiny_folders, max_batch_size=1), queue=2) as server:
+    with running(tiny_engine(tiny_folders, max_batch_size=1), queue=2, ping_seconds=0.05) as server:
         yield server
 
 
@@ -149,7 +150,7 @@ def test_a_client_that_leaves_while_running_frees_its_slot_within_a_step(
     connection = raw_request(served.url, LONG | {"stream": stream})
     until(lambda: not gate.open)
     connection.close()
-    until(lambda: served.idle() or any(seat.ticket.cancelled for seat in seats(served)))
+    until(lambda: served.idle() or any(request.stream.cancelled for request in running_requests(served)))
     gate.open = True
     until(served.idle)
     assert gate.steps <= 4
@@ -165,7 +166,7 @@ def test_a_client_that_leaves_while_queued_is_never_run(narrow: Running, narrow_
     until(lambda: server.worker.waiting == 1)
     joined = server.engine.scheduler.joined
     second.close()
-    until(lambda: all(ticket.cancelled for ticket, _ in server.worker._waiting))
+    until(lambda: all(queued.stream.cancelled for queued in server.worker._queue))
     first.close()
     narrow_gate.open = True
     until(server.idle)
@@ -186,10 +187,43 @@ def test_all_answers_of_n_are_cancelled_together(served: Running, gate: Gate) ->
     until(lambda: not gate.open)
     assert (served.worker.running, served.worker.waiting) == (4, 2)
     connection.close()
-    until(lambda: served.idle() or any(seat.ticket.cancelled for seat in seats(served)))
+    until(lambda: served.idle() or any(request.stream.cancelled for request in running_requests(served)))
     gate.open = True
     until(served.idle)
     assert gate.steps <= 4
+
+
+# --- slow streams
+
+
+def test_a_reader_that_stops_for_a_while_gets_all_of_its_stream_and_holds_nobody_up(served: Running) -> None:
+    slow = raw_request(served.url, LONG | {"stream": True})
+    until(lambda: served.worker.running == 1)
+    assert post(served.url).status_code == 200
+    until(served.idle)  # its answer is done, and nobody has read it
+    slow.settimeout(20)
+    received = b""
+    while b"data: [DONE]" not in received:
+        received += slow.recv(512)
+    slow.close()
+    events = [json.loads(found) for found in re.findall(rb"^data: ({.*})", received, re.MULTILINE)]
+    assert (
+        "".join(event["choices"][0]["text"] for event in events) == post(served.url, LONG).json()["choices"][0]["text"]
+    )
+
+
+def test_a_stream_without_news_is_kept_alive_by_comments(narrow: Running, narrow_gate: Gate) -> None:
+    narrow_gate.closes_after = 4
+    with httpx.stream("POST", f"{narrow.url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as response:
+        lines = []
+        for line in response.iter_lines():
+            lines.append(line)
+            if lines.count(": ping") == 3:
+                narrow_gate.open = True
+    assert lines.count(": ping") >= 3
+    assert {line.partition(" ")[0] for line in lines} == {"", ":", "data:"}
+    assert [line for line in lines if line][-1] == "data: [DONE]"
+    until(narrow.idle)
 
 
 # --- failures
@@ -262,7 +296,7 @@ def locked(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def test_every_route_but_the_probes_wants_a_key(locked: Running) -> None:
-    routes = [route for route in create_app(locked.service).routes if isinstance(route, APIRoute)]
+    routes = [route for route in create_app(locked.handler).routes if isinstance(route, APIRoute)]
     paths = {route.path.replace("{model:path}", MODEL): sorted(route.methods or ())[0] for route in routes}
     paths |= {"/openapi.json": "GET", "/no/such/route": "GET", "/docs": "GET"}
     assert len(paths) >= 10

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.server.keys import ApiKeys
-from dflash_torch.server.listen import bind
-from dflash_torch.server.metrics import Metrics
-from dflash_torch.server.run import Server, server_of
-from dflash_torch.server.service import Service
-from dflash_torch.server.settings import ServerSettings
-from dflash_torch.server.worker import Worker
+from dflash_torch.server.__main__ import DrainingServer, bind, server_of
+from dflash_torch.server.handler import RequestHandler
+from dflash_torch.server.metrics import ServerMetrics
+from dflash_torch.server.settings import ApiKeys, ServerSettings
+from dflash_torch.server.worker import EngineWorker
 
 MODEL = "tiny"
 
@@ -26,19 +24,19 @@ class Running:
     """A server that answers."""
 
     url: str
-    service: Service
-    server: Server
+    handler: RequestHandler
+    server: DrainingServer
     engine: EmbeddedEngine
 
     @property
-    def worker(self) -> Worker:
-        return self.service.worker
+    def worker(self) -> EngineWorker:
+        return self.handler.worker
 
     def idle(self) -> bool:
-        """Nothing admitted, nothing seated, every slot free."""
+        """Nothing admitted, nothing queued or running, every cache entry free."""
         scheduler = self.engine.scheduler
-        slots_back = len(scheduler.free_entries) == scheduler.cache.entries and not scheduler.running
-        return self.worker.admitted == 0 and self.worker.running == 0 and self.worker.waiting == 0 and slots_back
+        entries_back = len(scheduler.free_entries) == scheduler.cache.entries and not scheduler.running
+        return self.worker.admitted == 0 and self.worker.running == 0 and self.worker.waiting == 0 and entries_back
 
 
 @contextmanager
@@ -46,11 +44,11 @@ def running(
     engine: EmbeddedEngine, *, start: Callable[[], EmbeddedEngine] | None = None, queue: int = 32, **settings: Any
 ) -> Iterator[Running]:
     """Serves an engine until the block ends; `start` replaces how it is loaded."""
-    metrics = Metrics(MODEL)
-    worker = Worker(start or (lambda: engine), metrics, max_queued=queue)
-    metrics.watch(worker)
+    metrics = ServerMetrics(MODEL)
+    worker = EngineWorker(start or (lambda: engine), metrics, max_queued=queue)
+    metrics.watch(worker.snapshot)
     chosen = ServerSettings(port=0, **settings)
-    server = server_of(Service(chosen, ApiKeys.read(chosen.api_key_file), worker, metrics, MODEL))
+    server = server_of(RequestHandler(chosen, ApiKeys.read(chosen.api_key_file), worker, metrics, MODEL))
     listener = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -58,9 +56,9 @@ def running(
     try:
         if start is None:
             until(lambda: worker.state == "ready")
-        yield Running(url, server.service, server, engine)
+        yield Running(url, server.handler, server, engine)
     finally:
-        server.service.draining = True
+        server.handler.draining = True
         thread.join(20)
         assert not thread.is_alive()
 

@@ -1,42 +1,71 @@
-"""The routes: all there are. Everything else is 404."""
+"""The routes, all there are; and how an answer is sent: whole, or as server-sent events while it is generated."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from time import time
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from dflash_serve.outputs import Chunk
 
 from . import responses as r
-from .errors import ApiError, AsciiJSON
-from .protocol import ChatRequest, CompletionRequest
-from .service import Service
-from .sse import DONE, EventStream, event, unless_gone
-from .ticket import Failure, News, Ticket
-from .writer import Event, Whole, Writer
+from .batch import ResponseStream
+from .formatting import Formatter
+from .handler import RequestHandler
+from .protocol import ChatRequest, CompletionRequest, Generation
+from .responses import ApiError, AsciiJSON, ascii_json
 
-GENERATED = {"content": {"text/event-stream": {}}, "description": "whole, or as events where `stream` is true"}
+T = TypeVar("T")
+DONE = "[DONE]"
+EVENTS = {"content": {"text/event-stream": {}}, "description": "whole, or as events where `stream` is true"}
 
 
-def add_routes(app: FastAPI, service: Service) -> None:
-    """Puts them all on the app."""
-    started = int(time())
+class EventStream(EventSourceResponse):
+    """Events as they come, a comment where none has come for a while, and an end to generating when it is over.
 
-    @app.post("/v1/chat/completions", responses={200: {"model": r.ChatCompletion, **GENERATED}})
+    Args:
+        events: the data of each event, on one line.
+        stream: cancelled when the last event was sent, or the client or the server has gone.
+        ping_seconds: between two comments; 0 = none are sent.
+    """
+
+    def __init__(self, events: AsyncIterator[str], stream: ResponseStream, *, ping_seconds: float) -> None:
+        super().__init__(events, sep="\n", ping=ping_seconds, ping_message_factory=_ping)
+        self.stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.stream.cancel()
+
+
+def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
+    """Adds the routes that generate."""
+
+    @app.post("/v1/chat/completions", responses={200: {"model": r.ChatCompletion, **EVENTS}})
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        ticket, writer = await unless_gone(request.receive, service.chat(body, request.state.owner))
-        return await respond(request, ticket, writer, body.stream, body.stream_options.include_usage)
+        queued = await unless_gone(request.receive, handler.chat(body, request.state.owner))
+        return await respond(request, body, *queued, ping_seconds=handler.settings.ping_seconds)
 
-    @app.post("/v1/completions", responses={200: {"model": r.Completion, **GENERATED}})
+    @app.post("/v1/completions", responses={200: {"model": r.Completion, **EVENTS}})
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        ticket, writer = await unless_gone(request.receive, service.completion(body, request.state.owner))
-        return await respond(request, ticket, writer, body.stream, body.stream_options.include_usage)
+        queued = await unless_gone(request.receive, handler.completion(body, request.state.owner))
+        return await respond(request, body, *queued, ping_seconds=handler.settings.ping_seconds)
+
+
+def add_status_routes(app: FastAPI, handler: RequestHandler) -> None:
+    """Adds the routes that say what is served, and how it is."""
+    started = int(time())
 
     @app.get("/v1/models", response_model=r.ModelList)
     async def models() -> Response:
@@ -44,96 +73,114 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{model:path}", response_model=r.ModelCard)
     async def model(model: str) -> Response:
-        if model != service.model:
+        if model != handler.model:
             raise ApiError(404, f"the model {model!r} is not served here", param="model", code="model_not_found")
         return _json(card())
 
     @app.get("/health", response_model=r.Status)
     async def health() -> Response:
         """Liveness: only a new process would help."""
-        broken = service.worker.state == "broken"
+        broken = handler.worker.state == "broken"
         return _json(r.Status(status="broken" if broken else "ok"), 503 if broken else 200)
 
     @app.get("/ready", response_model=r.Status)
     async def ready() -> Response:
         """Readiness: new requests are taken."""
-        return _json(r.Status(status=service.status), 200 if service.status == "ready" else 503)
+        return _json(r.Status(status=handler.status), 200 if handler.status == "ready" else 503)
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
-        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(handler.metrics.render(), media_type="text/plain; version=0.0.4")
 
     def card() -> r.ModelCard:
-        engine = service.worker.engine
-        return r.ModelCard(
-            id=service.model, created=started, max_model_len=engine.scheduler.capacity if engine else None
-        )
+        engine = handler.worker.engine
+        longest = engine.scheduler.capacity if engine else None
+        return r.ModelCard(id=handler.model, created=started, max_model_len=longest)
 
 
 async def respond(
-    request: Request, ticket: Ticket, writer: Writer[Event, Whole], stream: bool, include_usage: bool
+    request: Request, body: Generation, stream: ResponseStream, formatter: Formatter, *, ping_seconds: float
 ) -> Response:
-    """Waits for the first news before a byte is sent, so that the status is the truth."""
+    """Waits for the first chunk before a byte is sent, so that the status is the truth."""
+    chunks = aiter(stream)
     try:
-        first = await unless_gone(request.receive, ticket.events.get())
-        if isinstance(first, Failure):
-            raise ApiError(first.status, first.message)
-        if stream:
-            return EventStream(_events(first, ticket, writer, include_usage), over=ticket.cancel)
-        answers = await unless_gone(request.receive, _whole(first, ticket, writer))
-        return _json(writer.whole(answers))
+        first = await unless_gone(request.receive, anext(chunks))
+        if body.stream:
+            events = event_data(_joined(first, chunks), formatter, stream)
+            return EventStream(events, stream, ping_seconds=ping_seconds)
+        answers = await unless_gone(request.receive, _whole(_joined(first, chunks)))
+        return _json(formatter.whole(answers, stream.finished))
     except BaseException as error:
-        ticket.cancel()
+        stream.cancel()
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)
         raise
 
 
-async def _news(first: News, ticket: Ticket, writer: Writer[Event, Whole]) -> AsyncIterator[News]:
-    """All news of a ticket, until its last part has ended.
-
-    Raises:
-        ApiError: a part failed.
-    """
-    news: News | Failure = first
-    while True:
-        if isinstance(news, Failure):
-            raise ApiError(news.status, news.message)
-        if news.ended is not None:
-            writer.finished[news.chunk.index] = news.ended
-        yield news
-        if len(writer.finished) == len(ticket.parts):
-            return
-        news = await ticket.events.get()
-
-
-async def _events(
-    first: News, ticket: Ticket, writer: Writer[Event, Whole], include_usage: bool
-) -> AsyncIterator[bytes]:
+async def event_data(chunks: AsyncIterator[Chunk], formatter: Formatter, stream: ResponseStream) -> AsyncIterator[str]:
+    """The data of a stream's events, `[DONE]` the last. An error comes too late for a status: an event says it."""
     try:
-        async for news in _news(first, ticket, writer):
-            chunk = news.chunk
+        async for chunk in chunks:
             # A step may bring half a character only.
-            if chunk.text or chunk.logprobs or chunk.finish_reason or writer.token_ids:
-                yield event(writer.event(chunk))
-        if include_usage:
-            yield event(writer.closing())
-    except ApiError as error:  # too late for a status: the last event says it
-        yield event(error.body)
+            if chunk.text or chunk.logprobs or chunk.finish_reason or formatter.body.return_token_ids:
+                yield one_line(formatter.event(chunk))
+        if formatter.body.stream_options.include_usage:
+            yield one_line(formatter.totals(stream.finished))
+    except ApiError as error:
+        yield one_line(error.body)
     yield DONE
 
 
-async def _whole(first: News, ticket: Ticket, writer: Writer[Event, Whole]) -> list[Chunk]:
-    """Each part's chunks joined into one."""
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`, unless the client goes first: then the work is cancelled.
+
+    Raises:
+        ClientDisconnect: the client is gone.
+    """
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def one_line(body: BaseModel) -> str:
+    """The data of one event."""
+    return ascii_json(body.model_dump(by_alias=True))
+
+
+async def _whole(chunks: AsyncIterator[Chunk]) -> list[Chunk]:
+    """Each answer's chunks joined into one, in the order of the answers."""
     whole: dict[int, Chunk] = {}
-    async for news in _news(first, ticket, writer):
-        chunk, before = news.chunk, whole.get(news.chunk.index)
+    async for chunk in chunks:
+        before = whole.get(chunk.index)
         if before is not None:
             logprobs = None if chunk.logprobs is None else [*(before.logprobs or []), *chunk.logprobs]
             token_ids = before.token_ids + chunk.token_ids
             chunk = replace(chunk, text=before.text + chunk.text, token_ids=token_ids, logprobs=logprobs)
         whole[chunk.index] = chunk
     return [whole[index] for index in sorted(whole)]
+
+
+async def _joined(first: Chunk, rest: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+    yield first
+    async for chunk in rest:
+        yield chunk
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _ping() -> ServerSentEvent:
+    """A comment, which clients skip: proxies close a connection that is silent for too long."""
+    return ServerSentEvent(comment="ping", sep="\n")
 
 
 def _json(body: BaseModel, status: int = 200) -> Response:

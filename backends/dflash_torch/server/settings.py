@@ -1,22 +1,24 @@
-"""What the HTTP server takes on, beside the Deployment: environment `DFLASH_SERVE_HTTP_*`, or flags of `serve`."""
+"""The HTTP server's own settings, beside the Deployment: environment `DFLASH_SERVE_HTTP_*`; and its API keys."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-AcceptanceMetrics = Literal["none", "summary", "detailed"]
+from dflash_serve.errors import UserError
 
-ENV_PREFIX = "DFLASH_SERVE_HTTP_"
+from ..facts import SETTINGS_PREFIX
+from .protocol import AcceptanceMetrics
 
 
 class ServerSettings(BaseSettings):
     """Frozen; every cap answers with a 4xx that names it."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix=SETTINGS_PREFIX, frozen=True, extra="ignore")
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, lt=65536)
@@ -30,6 +32,8 @@ class ServerSettings(BaseSettings):
     """`metrics.speculative_decoding` in responses whose request does not say."""
     drain_seconds: NonNegativeFloat = 30
     """How long running requests may go on after SIGTERM."""
+    ping_seconds: NonNegativeFloat = 15
+    """Between two comments that keep a stream's connection open while no chunk comes; 0 = none are sent."""
     max_body_bytes: PositiveInt = 4 * 1024 * 1024
     max_header_bytes: PositiveInt = 16 * 1024
     body_seconds: PositiveFloat = 30
@@ -37,3 +41,39 @@ class ServerSettings(BaseSettings):
     max_messages: PositiveInt = 1024
     max_prompts: PositiveInt = 16
     max_n: PositiveInt = 16
+
+
+class ApiKeys:
+    """The keys that open the server, compared in constant time; without any, it is open to all."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    @classmethod
+    def read(cls, path: Path | None) -> ApiKeys:
+        """One key a line; empty lines and lines that begin with # are skipped.
+
+        Raises:
+            UserError: the file cannot be read or has no key.
+        """
+        if path is None:
+            return cls([])
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"cannot be read ({error})", where=str(path), do="give a file with one key a line"
+            ) from None
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise UserError("has no key", where=str(path), do="write one key a line, or leave --api-key-file out")
+        return cls(keys)
+
+    def owner(self, authorization: str) -> str | None:
+        """Whose key an Authorization header carries; None = nobody's. All keys are compared."""
+        if not self._digests:
+            return ""
+        scheme, _, key = authorization.partition(" ")
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
+        return f"key {found.index(True)}" if scheme.lower() == "bearer" and any(found) else None

@@ -1,4 +1,4 @@
-"""The thread that owns the engine: takes tickets in between steps, and sends their news to the event loop."""
+"""The thread that owns the engine: it takes requests from the queue between steps, and fills their streams."""
 
 from __future__ import annotations
 
@@ -6,62 +6,71 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
+from dflash_serve.outputs import Chunk
+
 from ..engine import EmbeddedEngine
-from .batch import Batch, Entry
-from .metrics import Metrics
-from .ticket import Failure, News, Part, Ticket
+from .batch import Batch, Delivery, EngineRequest
+from .metrics import EngineSnapshot, ServerMetrics
+from .responses import ApiError
 
 State = Literal["loading", "ready", "broken", "stopped"]
 SHUTTING_DOWN = "the server is shutting down"
 
 
-class Worker:
+class EngineWorker:
     """Continuous batching over one engine. Only its own thread touches the scheduler.
 
     Args:
         start: loads the engine; runs in the thread, so that the server answers while it loads.
-        max_queued: parts that may wait for a slot.
+        max_queued: requests that may wait for a cache entry.
     """
 
-    def __init__(self, start: Callable[[], EmbeddedEngine], metrics: Metrics, *, max_queued: int) -> None:
+    def __init__(self, start: Callable[[], EmbeddedEngine], metrics: ServerMetrics, *, max_queued: int) -> None:
         self._start, self.metrics, self.max_queued = start, metrics, max_queued
         self.engine: EmbeddedEngine | None = None
         self.batch: Batch | None = None
         self.state: State = "loading"
         self.fatal: BaseException | None = None
+        """Why the engine could not be loaded."""
         self.admitted = 0
-        """Parts taken in and not yet over. Belongs to the event loop."""
+        """Requests taken in and not yet over. Belongs to the event loop."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[Ticket, Part]] = deque()
+        self._queue: deque[EngineRequest] = deque()
+        self._snapshot = EngineSnapshot()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- called in the event loop
 
     def launch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts the thread; its news goes to this loop."""
+        """Starts the thread; streams are filled in this loop."""
         self._loop = loop
         self._thread.start()
 
-    def room_for(self, parts: int) -> bool:
-        """Whether so many more fit into slots and queue."""
-        return self.admitted + parts <= self.most_admitted
+    def has_room(self, requests: int) -> bool:
+        """Whether so many more fit into cache and queue."""
+        return self.admitted + requests <= self.most_admitted
 
     @property
     def most_admitted(self) -> int:
-        """KVCacheManager and queue together."""
+        """Cache entries and queue together."""
         assert self.engine is not None
         return self.engine.scheduler.cache.entries + self.max_queued
 
-    def submit(self, ticket: Ticket) -> None:
-        """Queues all parts of a ticket; there must be room."""
-        ticket.wake = self._wake
-        self.admitted += len(ticket.parts)
+    def submit(self, requests: Sequence[EngineRequest]) -> None:
+        """Queues requests; there must be room."""
+        self.admitted += len(requests)
         with self._changed:
-            self._waiting.extend((ticket, part) for part in ticket.parts)
+            self._queue.extend(requests)
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Lets the thread see that a stream was cancelled."""
+        with self._changed:
             self._changed.notify()
 
     def stop(self, timeout: float = 5.0) -> bool:
@@ -75,74 +84,77 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Parts without a slot."""
-        return len(self._waiting)
+        """Requests in the queue."""
+        return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Parts with one."""
-        return len(self.batch.seats) if self.batch else 0
+        """Requests in the batch."""
+        return len(self.batch.running) if self.batch else 0
+
+    def snapshot(self) -> EngineSnapshot:
+        """Queue and batch as they stand, the rest as it was after the last step."""
+        return replace(self._snapshot, waiting=self.waiting, running=self.running)
 
     # --- the thread
 
     def _run(self) -> None:
         try:
             self.engine = self._start()
-            self.batch = Batch(self.engine, self.metrics)
-            self.batch.warm_up()
+            batch = self.batch = Batch(self.engine, self.metrics)
+            batch.warm_up()
         except BaseException as error:  # whoever waits for readiness must hear of it
             self.fatal, self.state = error, "broken"
             return
-        self.state = "ready"
-        while self._wait_for_work(self.batch):
-            self._post([*self._drop_waiting(), *self.batch.drop_cancelled()])
-            self._seat_waiting(self.batch)
-            if self.batch.seats:
-                self._post(self.batch.step())
-            if self.batch.broken:
+        self._snapshot, self.state = batch.snapshot(), "ready"
+        while self._wait_for_work(batch):
+            self._post([*self._drop_queued(), *batch.drop_cancelled()])
+            self._join_queued(batch)
+            if batch.running:
+                self._post(batch.step())
+            self._snapshot = batch.snapshot()
+            if batch.broken:
                 self.state = "broken"
         if self.state == "ready":
             self.state = "stopped"
-        left = [(ticket, Failure(SHUTTING_DOWN, 503)) for ticket, _ in self._waiting]
-        self._waiting.clear()
-        self._post([*self.batch.fail(SHUTTING_DOWN, 503), *left])
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify()
+        left = [(queued.stream, ApiError(503, SHUTTING_DOWN)) for queued in self._queue]
+        self._queue.clear()
+        self._post([*batch.fail(503, SHUTTING_DOWN), *left])
 
     def _wait_for_work(self, batch: Batch) -> bool:
         with self._changed:
-            while not (self._stopping or self._waiting or batch.seats):
+            while not (self._stopping or self._queue or batch.running):
                 self._changed.wait()
             return not self._stopping
 
-    def _drop_waiting(self) -> list[Entry]:
+    def _drop_queued(self) -> list[Delivery]:
+        """Takes cancelled requests out of the queue."""
         with self._changed:
-            gone = [entry for entry in self._waiting if entry[0].cancelled]
-            for entry in gone:
-                self._waiting.remove(entry)
-        return [(ticket, None) for ticket, _ in gone]
+            gone = [queued for queued in self._queue if queued.stream.cancelled]
+            for queued in gone:
+                self._queue.remove(queued)
+        return [(queued.stream, None) for queued in gone]
 
-    def _seat_waiting(self, batch: Batch) -> None:
+    def _join_queued(self, batch: Batch) -> None:
+        """Moves requests from the queue into the batch while there are free cache entries."""
         while batch.scheduler.free_entries:
             with self._changed:
-                if not self._waiting or batch.soon_reusable(*self._waiting[0]):
+                if not self._queue or batch.soon_reusable(self._queue[0]):
                     return
-                ticket, part = self._waiting.popleft()
-            self._post(batch.join(ticket, part))
+                queued = self._queue.popleft()
+            self._post(batch.join(queued))
 
-    def _post(self, news: Sequence[Entry]) -> None:
-        """Hands news to the event loop, one call for a whole step."""
+    def _post(self, deliveries: Sequence[Delivery]) -> None:
+        """Hands a whole step's chunks to the event loop in one call."""
         assert self._loop is not None
-        if news and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deliver, news)
+        if deliveries and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver, deliveries)
 
     # --- in the event loop again
 
-    def _deliver(self, news: Sequence[Entry]) -> None:
-        for ticket, item in news:
-            if not isinstance(item, News) or item.ended is not None:
+    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
+        for stream, item in deliveries:
+            if not isinstance(item, Chunk) or item.finish_reason is not None:
                 self.admitted -= 1
             if item is not None:
-                ticket.events.put_nowait(item)
+                stream.items.put_nowait(item)

@@ -1,0 +1,195 @@
+"""From a validated body to requests in the engine's queue: readiness, caps, prompt, grammar, room; in this order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+from starlette.concurrency import run_in_threadpool
+
+from dflash_serve.backend import Prompt
+from dflash_serve.errors import UserError
+from dflash_serve.speculation.params import SamplingParams
+
+from ..engine import EmbeddedEngine
+from ..grammar import Grammar, Grammars
+from .batch import EngineRequest, ResponseStream
+from .formatting import ChatFormatter, CompletionFormatter, TokenNames
+from .metrics import ServerMetrics
+from .protocol import AcceptanceMetrics, ChatRequest, CompletionRequest, Generation, JsonObject, JsonSchema, Regex
+from .responses import ApiError
+from .settings import ApiKeys, ServerSettings
+from .worker import EngineWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RequestHandler:
+    """Takes requests for one model: checks them and queues them at the worker."""
+
+    def __init__(
+        self, settings: ServerSettings, keys: ApiKeys, worker: EngineWorker, metrics: ServerMetrics, model: str
+    ) -> None:
+        self.settings, self.keys, self.worker, self.metrics, self.model = settings, keys, worker, metrics, model
+        self.draining = False
+        """New requests are refused, those that run go on."""
+        self._tokenizing = asyncio.Lock()
+        self._grammars: Grammars | None = None
+
+    @property
+    def status(self) -> str:
+        """`ready`, or why not."""
+        return "draining" if self.draining else self.worker.state
+
+    async def chat(self, body: ChatRequest, owner: str) -> tuple[ResponseStream, ChatFormatter]:
+        """Queues a conversation.
+
+        Args:
+            owner: whose key the request carries; owners do not share prefixes.
+
+        Raises:
+            ApiError, UserError: what stands in the way.
+        """
+        engine = self._ready_engine(body)
+        most = self.settings.max_messages
+        if len(body.messages) > most:
+            raise ApiError(400, f"{len(body.messages)} messages, at most {most} are taken", param="messages")
+        names = TokenNames(engine.tokenizer, await self._load_grammars(engine))
+        formatter = ChatFormatter(body, names, acceptance=self._acceptance(body), block_size=engine.block_size)
+        return await self._queue(engine, body, [[message.plain() for message in body.messages]], owner), formatter
+
+    async def completion(self, body: CompletionRequest, owner: str) -> tuple[ResponseStream, CompletionFormatter]:
+        """Queues one prompt or several.
+
+        Args:
+            owner: whose key the request carries; owners do not share prefixes.
+
+        Raises:
+            ApiError, UserError: what stands in the way.
+        """
+        engine = self._ready_engine(body)
+        if not 0 < len(body.prompts) <= self.settings.max_prompts:
+            what = f"{len(body.prompts)} prompts, 1 to {self.settings.max_prompts} are taken"
+            raise ApiError(400, what, param="prompt")
+        names = TokenNames(engine.tokenizer, await self._load_grammars(engine))
+        formatter = CompletionFormatter(body, names, acceptance=self._acceptance(body), block_size=engine.block_size)
+        return await self._queue(engine, body, body.prompts, owner), formatter
+
+    def _ready_engine(self, body: Generation) -> EmbeddedEngine:
+        """The engine, after what can be checked before any work is spent on the request."""
+        if self.status != "ready" or self.worker.engine is None:
+            raise self._not_ready()
+        if body.model != self.model:
+            what = f"the model {body.model!r} is not served here; {self.model!r} is"
+            raise ApiError(404, what, param="model", code="model_not_found")
+        if body.n > self.settings.max_n:
+            raise ApiError(400, f"n is {body.n}, at most {self.settings.max_n} are taken", param="n")
+        return self.worker.engine
+
+    async def _queue(
+        self, engine: EmbeddedEngine, body: Generation, prompts: Sequence[Prompt], owner: str
+    ) -> ResponseStream:
+        """Nothing is awaited once the requests are queued: a client that goes cannot leave them behind."""
+        params = body.sampling_params()
+        count = len(prompts) * body.n
+        if count > self.worker.most_admitted:
+            what = f"{count} answers, but batch and queue hold {self.worker.most_admitted}"
+            raise ApiError(400, what, param="n")
+        self._check_room(count)  # before the work below, and again after it
+        async with self._tokenizing:  # the tokenizer is not made for several threads
+            tokens = [await run_in_threadpool(_tokenize, engine, prompt, params) for prompt in prompts]
+        grammar = await self._grammar(engine, body)
+        if self.status != "ready":
+            raise self._not_ready()
+        self._check_room(count)
+        stream = ResponseStream(count, self.worker.wake)
+        salt = f"{owner}/{body.cache_salt}"
+        self.worker.submit(
+            [
+                EngineRequest(
+                    stream,
+                    index,
+                    tokens[index // body.n],
+                    _params_of_answer(params, index % body.n),
+                    salt,
+                    grammar and grammar.copy(),
+                )
+                for index in range(count)
+            ]
+        )
+        return stream
+
+    async def _grammar(self, engine: EmbeddedEngine, body: Generation) -> Grammar | None:
+        wanted, grammars = body.response_format, await self._load_grammars(engine)
+        if isinstance(wanted, JsonObject):
+            return await run_in_threadpool(grammars.json_schema, {"type": "object"})
+        if isinstance(wanted, JsonSchema):
+            return await run_in_threadpool(grammars.json_schema, wanted.json_schema.schema_)
+        if isinstance(wanted, Regex):
+            return await run_in_threadpool(grammars.regex, wanted.pattern)
+        return None
+
+    async def _load_grammars(self, engine: EmbeddedEngine) -> Grammars:
+        """Made once, with the first request."""
+        async with self._tokenizing:
+            if self._grammars is None:
+                config = engine.scheduler.target.config
+                self._grammars = await run_in_threadpool(
+                    Grammars, engine.tokenizer, config.vocab_size, config.eos_token_ids
+                )
+        return self._grammars
+
+    def _acceptance(self, body: Generation) -> AcceptanceMetrics:
+        return body.acceptance_metrics or self.settings.acceptance_metrics
+
+    def _check_room(self, requests: int) -> None:
+        if not self.worker.has_room(requests):
+            self.metrics.refused(429)
+            raise ApiError(429, "the queue is full; try again later", code="queue_full")
+
+    def _not_ready(self) -> ApiError:
+        self.metrics.refused(503)
+        return ApiError(503, f"the server is not ready: {self.status}", code="not_ready")
+
+
+def _tokenize(engine: EmbeddedEngine, prompt: Prompt, params: SamplingParams) -> list[int]:
+    """Token ids of a prompt that the scheduler would take.
+
+    Raises:
+        ApiError: it would not.
+    """
+    chat = bool(prompt) and not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+    if (characters := _characters(prompt)) > engine.scheduler.capacity * _longest_token(engine.tokenizer):
+        what = f"{characters} characters, more than {engine.scheduler.capacity} tokens can hold"
+        raise ApiError(400, what, param="messages" if chat else "prompt", code="context_length_exceeded")
+    tokens = engine.tokenize(prompt)
+    try:
+        engine.scheduler.check(tokens, params)
+    except UserError as error:
+        param = "messages" if chat and error.where == "prompt" else error.where
+        code = "context_length_exceeded" if len(tokens) >= engine.scheduler.capacity else "invalid_value"
+        raise ApiError(400, str(error), param=param, code=code) from None
+    return tokens
+
+
+def _characters(prompt: Prompt) -> int:
+    """How long its text is; 0 for token ids."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(message["content"]) for message in prompt if isinstance(message, Mapping))
+
+
+@cache
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """In characters: a bound on what a number of tokens can hold, so that hopeless texts are not tokenized."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def _params_of_answer(params: SamplingParams, index: int) -> SamplingParams:
+    """Answer `index` of n has a seed of its own, the first the one that was asked for."""
+    if params.seed is None or index == 0:
+        return params
+    return params.model_copy(update={"seed": (params.seed + index + 2**63) % 2**64 - 2**63})
