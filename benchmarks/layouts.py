@@ -18,11 +18,11 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
-from decoding import measured_on
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from benchmarks.decoding import measured_on
 from dflash_serve.common.provenance import versions
 from dflash_serve.models.linear import pack_linear
 

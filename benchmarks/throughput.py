@@ -19,11 +19,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from decoding import measured_on
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.decoding import measured_on
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.common.provenance import versions
