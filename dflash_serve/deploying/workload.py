@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Literal
 
+from dflash_serve.backend import backend
 from dflash_serve.deployment import Deployment
 
 from .ending import DRAIN_SECONDS
@@ -70,7 +71,8 @@ class Workload:
     def command(self) -> tuple[str, ...]:
         """What the container runs; `serve` replaces itself by the engine."""
         listen = ("--host=0.0.0.0", f"--port={PORT}")
-        drain = (f"--drain-seconds={DRAIN_SECONDS}",) if self.backend == "torch" else ()
+        drains = "drain-seconds" in backend(self.backend).facts.server_flags
+        drain = (f"--drain-seconds={DRAIN_SECONDS}",) if drains else ()
         return ("dflash-serve", "serve", CONFIG, f"--backend={self.backend}", *listen, f"--folder={PREPARED}", *drain)
 
     @property
