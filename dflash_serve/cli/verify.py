@@ -11,39 +11,38 @@ import typer
 
 from dflash_serve.backend import EMBEDDED, Prompt, server_backend
 from dflash_serve.cli.extras import need
-from dflash_serve.cli.options import BUNDLED
+from dflash_serve.cli.options import (
+    BUNDLED,
+    ApiKeyFile,
+    Backend,
+    BlockSize,
+    DeploymentFile,
+    Drafter,
+    Dtype,
+    MaxTokens,
+    PromptFile,
+    Resume,
+    ServedModel,
+    Target,
+    Width,
+)
 from dflash_serve.cli.resumable import resumable
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
-    from dflash_serve.verify.questions import Dtype, VerifyPlan
+    from dflash_serve.verify.questions import Precision, VerifyPlan
     from dflash_serve.verify.subjects import SubjectPair
 
 BUNDLED_LIMITS = {"max_batch_size": 16, "max_model_len": 1024}
 EMBEDDED_SAMPLES, SERVER_SAMPLES = 256, 1024
 """Four times as many show deviations half as large; where an engine keeps seeds, those show more than either."""
 
-File = Annotated[Path | None, typer.Argument(help="YAML file of the deployment to run with and without its drafter.")]
 WithUrl = Annotated[str | None, typer.Option("--with", help="Address of a running server that speculates.")]
 WithoutUrl = Annotated[str | None, typer.Option("--without", help="Address of the same server without speculation.")]
-Target = Annotated[str | None, typer.Option(help="Target: Hub id, folder, or the bundled smollm2.")]
-Drafter = Annotated[str | None, typer.Option(help="Drafter: Hub id, folder, or the bundled smollm2.")]
-Engine = Annotated[str, typer.Option("--backend", help="Which engine runs the deployment.")]
-BlockSize = Annotated[int | None, typer.Option(help="Block size B, the anchor counted. [default: the drafter's]")]
-Width = Annotated[str | None, typer.Option(help="Slots verified a step: a number or auto.")]
-DtypeName = Annotated[
-    str | None, typer.Option(help="What the engine computes in: float32 or bfloat16. [default: bfloat16]")
-]
-Model = Annotated[str | None, typer.Option(help="Model that the servers serve. [default: the first that each lists]")]
-ApiKeyFile = Annotated[
-    Path | None, typer.Option(help="File with the servers' API key. [default: DFLASH_SERVE_API_KEY]")
-]
 Concurrency = Annotated[int, typer.Option(help="Requests in flight to a server.", min=1)]
-Prompts = Annotated[Path | None, typer.Option(help="JSONL file of {'prompt': ...} lines. [default: bundled prompts]")]
 Raw = Annotated[bool, typer.Option("--raw", help="Send texts as they are, without a chat template.")]
 Greedy = Annotated[int | None, typer.Option(help="Prompts to compare greedily. [default: all]", min=1)]
-MaxTokens = Annotated[int, typer.Option(help="Longest greedy answer, in tokens.", min=1)]
 Samples = Annotated[
     int | None,
     typer.Option(
@@ -62,23 +61,22 @@ SameSeeds = Annotated[
     typer.Option(help="Demand the same sampled tokens for the same seed. [default: embedded in float32]"),
 ]
 Output = Annotated[Path, typer.Option(help="Where the report is written.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted verification.")]
 
 
 def verify(
-    deployment: File = None,
+    deployment: DeploymentFile = None,
     with_url: WithUrl = None,
     without_url: WithoutUrl = None,
     target: Target = None,
     drafter: Drafter = None,
-    backend_name: Engine = EMBEDDED,
+    backend_name: Backend = EMBEDDED,
     block_size: BlockSize = None,
     width: Width = None,
-    dtype: DtypeName = None,
-    model: Model = None,
+    dtype: Dtype = None,
+    model: ServedModel = None,
     api_key_file: ApiKeyFile = None,
     concurrency: Concurrency = 16,
-    prompts: Prompts = None,
+    prompts: PromptFile = None,
     raw: Raw = False,
     greedy: Greedy = None,
     max_tokens: MaxTokens = 128,
@@ -174,7 +172,7 @@ def _plan(
     )
 
 
-def _dtype(given: str | None) -> Dtype:
+def _dtype(given: str | None) -> Precision:
     """Servers compute in bfloat16 unless somebody says otherwise."""
     if given not in (None, "float32", "bfloat16"):
         raise UserError(f"{given!r} is not float32 or bfloat16", where="--dtype")

@@ -10,12 +10,12 @@ from dflash_serve.backend import Prompt
 from dflash_serve.common.frozen import Frozen
 from dflash_serve.speculation.params import SamplingParams
 
-Dtype = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16"]
 WITH, WITHOUT = "with", "without"
 """The two sides of a verification: with speculation, and without."""
 LOOKS = (1 / 8, 1 / 4, 1 / 2, 1.0)
 """When the sampled answers are looked at, as shares of all; each look may spend its part of the false-alarm rate."""
-NOISE: dict[Dtype, float] = {"float32": 3e-4, "bfloat16": 0.75}
+NOISE: dict[Precision, float] = {"float32": 3e-4, "bfloat16": 0.75}
 """Largest gap of two log-probabilities that rounding may turn round, in nats; `tokens` says where it is from."""
 FIRST_SEED = {WITHOUT: 0, WITH: 2**40}
 """Sides draw from seeds of their own: with the same ones an engine that honours them would leave nothing to test."""
@@ -78,7 +78,7 @@ class VerifyPlan(Frozen):
     """Probability that an engine which samples rightly is called faulty, over all cases and looks together."""
     power: float = 0.9
     """Probability with which the smallest visible deviation is seen."""
-    dtype: Dtype = "bfloat16"
+    dtype: Precision = "bfloat16"
     """What the engine computes in: what a near-tie is depends on it."""
     penalties: bool = True
     """Whether cases with penalties are verified, too."""

@@ -18,7 +18,7 @@ from dflash_serve.deployment import Deployment, Speculation
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.outputs import TokenLogprob
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
-from dflash_serve.verify.questions import WITH, WITHOUT, Dtype, Question
+from dflash_serve.verify.questions import WITH, WITHOUT, Precision, Question
 
 Description = Mapping[str, str | None]
 """What a report says of a subject: no secrets."""
@@ -48,7 +48,7 @@ class SubjectPair:
     plain: Callable[[], AbstractContextManager[Subject]]
     descriptions: Mapping[str, Description] = field(default_factory=dict)
     """By side."""
-    dtype: Dtype | None = None
+    dtype: Precision | None = None
     """What it computes in; None = it is not known."""
     embedded: bool = False
     """It runs in this process."""

@@ -7,25 +7,25 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from dflash_serve.proving.lossless.findings import Fault, Findings
-from dflash_serve.proving.lossless.launched import Launcher
-from dflash_serve.proving.lossless.plan import GREEDY, SAMPLED, Plan
-from dflash_serve.proving.lossless.report import Report, read_report
-from dflash_serve.proving.lossless.sides import EngineSide, Pair
-from dflash_serve.proving.lossless.verification import Verification
 
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.cli.main import run
+from dflash_serve.client.reply import Reply
 from dflash_serve.common.journal import Journal
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
+from dflash_serve.verify.findings import FaultKind, Findings
+from dflash_serve.verify.questions import GREEDY, SAMPLED, Question, VerifyPlan
+from dflash_serve.verify.report import VerifyReport, read_report
+from dflash_serve.verify.subjects import EngineSubject, SubjectPair, server_started_twice
+from dflash_serve.verify.verification import Verification
 from dflash_torch.backend import EmbeddedBackend
 from dflash_torch.engine import EmbeddedEngine
 from tests.support import broken_loops
@@ -37,11 +37,11 @@ Folders = tuple[Path, Path]
 Likely = dict[tuple[int, ...], int]
 PROMPTS = ["the quick brown fox", "a lazy dog", "over the", "true false", "[1, 2", "jumps"]
 SAMPLES, TOKENS = 64, 40
-BROKEN: dict[Fault, Break] = {
-    Fault.STALE_STATE: broken_loops.stale_state,
-    Fault.PENALTIES: broken_loops.frozen_penalties,
-    Fault.GREEDY_SAMPLING: broken_loops.greedy_verification,
-    Fault.DISTRIBUTION: broken_loops.wrong_residual,
+BROKEN: dict[FaultKind, Break] = {
+    FaultKind.STALE_STATE: broken_loops.stale_state,
+    FaultKind.PENALTIES: broken_loops.frozen_penalties,
+    FaultKind.GREEDY_SAMPLING: broken_loops.greedy_verification,
+    FaultKind.DISTRIBUTION: broken_loops.wrong_residual,
 }
 
 
@@ -66,14 +66,33 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def settings(**more: Any) -> Plan:
+def settings(**more: Any) -> VerifyPlan:
     chosen: dict[str, Any] = {"samples": SAMPLES, "max_tokens": TOKENS, "dtype": "float32", "same_seeds": True, **more}
-    return Plan(prompts=len(PROMPTS), prompts_sha256="", **chosen)
+    return VerifyPlan(prompts=len(PROMPTS), prompts_sha256="", **chosen)
 
 
-def verified(engine: EmbeddedEngine, folders: Folders, plan: Plan) -> Findings:
-    plain = EngineSide(tiny_engine(folders, width=1, max_batch_size=broken_loops.SLOTS))
-    pair = Pair(lambda: nullcontext(EngineSide(engine)), lambda: nullcontext(plain))
+class RememberingSubject(EngineSubject):
+    """An engine that is asked nothing twice: the same question has the same answer."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        super().__init__(engine)
+        self.known: dict[str, Reply] = {}
+
+    def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
+        keys = [f"{one.prompt!r} {one.params!r} {top_logprobs}" for one in questions]
+        new = [index for index, key in enumerate(keys) if key not in self.known]
+        for index, reply in super().answers([questions[index] for index in new], top_logprobs=top_logprobs):
+            self.known[keys[new[index]]] = reply
+        yield from ((index, self.known[key]) for index, key in enumerate(keys))
+
+
+@pytest.fixture(scope="module")
+def plain(folders: Folders) -> RememberingSubject:
+    return RememberingSubject(tiny_engine(folders, width=1, max_batch_size=broken_loops.SLOTS))
+
+
+def verified(engine: EmbeddedEngine, plain: RememberingSubject, plan: VerifyPlan) -> Findings:
+    pair = SubjectPair(lambda: nullcontext(EngineSubject(engine)), lambda: nullcontext(plain))
     return Verification(plan, PROMPTS, pair, Journal(None, {})).run()
 
 
@@ -89,8 +108,10 @@ def likely(folders: Folders) -> Likely:
     return likely_tokens(folders, greedy + sampled)
 
 
-def test_an_honest_loop_that_accepts_drafts_is_lossless(folders: Folders, likely: Likely) -> None:
-    found = verified(guessing_engine(folders, likely), folders, settings())
+def test_an_honest_loop_that_accepts_drafts_is_lossless(
+    folders: Folders, likely: Likely, plain: RememberingSubject
+) -> None:
+    found = verified(guessing_engine(folders, likely), plain, settings())
     assert (found.verdict, found.faults, found.reasons) == ("lossless", (), ())
     assert found.acceptance_length is not None
     assert found.acceptance_length > 1.3
@@ -102,23 +123,23 @@ def test_an_honest_loop_that_accepts_drafts_is_lossless(folders: Folders, likely
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_loop_is_not_lossless_and_its_fault_is_named(
-    folders: Folders, likely: Likely, monkeypatch: pytest.MonkeyPatch, fault: Fault
+    folders: Folders, likely: Likely, plain: RememberingSubject, monkeypatch: pytest.MonkeyPatch, fault: FaultKind
 ) -> None:
     engine = guessing_engine(folders, likely)
     BROKEN[fault](engine, monkeypatch)
     # Seeds would give every one of them away; engines of others promise nothing of the kind.
-    samples = 384 if fault == Fault.DISTRIBUTION else SAMPLES
-    found = verified(engine, folders, settings(same_seeds=False, samples=samples))
+    chosen = {"samples": 384, "penalties": False} if fault == FaultKind.DISTRIBUTION else {}
+    found = verified(engine, plain, settings(same_seeds=False, **chosen))
     assert found.verdict == "not lossless"
     assert found.faults == (fault,)
 
 
 def test_seeds_give_a_wrong_residual_away_at_once(
-    folders: Folders, likely: Likely, monkeypatch: pytest.MonkeyPatch
+    folders: Folders, likely: Likely, plain: RememberingSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = guessing_engine(folders, likely)
     broken_loops.wrong_residual(engine, monkeypatch)
-    assert verified(engine, folders, settings(samples=0)).faults == (Fault.SEEDS,)
+    assert verified(engine, plain, settings(samples=0)).faults == (FaultKind.SEEDS,)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -141,7 +162,7 @@ def test_the_command_passes_the_embedded_backend_and_signs_its_report(
     report = read_report(output)
     assert report.findings.verdict == "lossless"
     assert (report.plan.dtype, report.plan.same_seeds) == ("float32", True)
-    assert report.sides["with"]["drafter"] == str(folders[1])
+    assert report.subjects["with"]["drafter"] == str(folders[1])
     assert "lossless" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [output]
 
@@ -182,7 +203,7 @@ def test_a_broken_server_is_not_lossless_and_the_position_is_shown(
         given = ["--prompts", file, "--raw", "--dtype", "float32", "--max-tokens", 24, "--samples", 0]
         assert call(monkeypatch, *urls, *given) == 1
     report = read_report(tmp_path / "r.json")
-    assert report.findings.faults == (Fault.STALE_STATE,)
+    assert report.findings.faults == (FaultKind.STALE_STATE,)
     faults = [one for one in report.findings.greedy[0].differences if one.kind == "fault"]
     assert faults
     assert all(one.gap is not None and one.gap > report.noise for one in faults)
@@ -193,7 +214,7 @@ def test_a_server_is_started_twice_and_stopped_again(folders: Folders, tmp_path:
     target, drafter = map(str, folders)
     fields: dict[str, Any] = {"target": {"model": target}, "drafter": {"model": drafter}, "speculation": {"width": 4}}
     described = Deployment.model_validate({**fields, "limits": {"max_batch_size": 4}})
-    pair = Launcher(EmbeddedBackend(), tmp_path, patience=120, concurrency=4).pair(described)
+    pair = server_started_twice(EmbeddedBackend(), described, tmp_path, patience=120, concurrency=4)
     found = Verification(settings(samples=0, max_tokens=16), PROMPTS, pair, Journal(None, {})).run()
     assert all(one.identical == len(PROMPTS) for one in found.greedy)
     assert {path.name for path in tmp_path.iterdir()} == {"with", "without"}
@@ -213,21 +234,12 @@ def _listening(folder: Path) -> list[str]:
     return found
 
 
-def test_a_server_that_does_not_come_up_is_one_clear_line(folders: Folders, tmp_path: Path) -> None:
-    described = Deployment.model_validate({"target": {"model": str(folders[0])}})
-    launcher = Launcher(EmbeddedBackend(), tmp_path, patience=120)
-    (tmp_path / "with").mkdir()
-    broken = described.model_copy(update={"hardware": described.hardware.model_copy(update={"gpu": "h200"})})
-    with pytest.raises(UserError, match="ended with exit code"), launcher.started(broken, "with"):
-        pass
-
-
 def test_interrupted_it_keeps_what_is_finished_and_goes_on_without_repeating_it(
     folders: Folders, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "report.json"
     journal = tmp_path / "report.json.partial.jsonl"
-    arguments = [*map(str, quick(folders, file)), "--output", str(output), "--samples", "96"]
+    arguments = [*map(str, quick(folders, file)), "--no-penalties", "--output", str(output)]
     child = subprocess.Popen(
         [sys.executable, "-c", "from dflash_serve.cli.main import run; run()", "verify", *arguments],
         stderr=subprocess.PIPE,
@@ -245,8 +257,8 @@ def test_interrupted_it_keeps_what_is_finished_and_goes_on_without_repeating_it(
     asked = _count_answers(monkeypatch)
     assert call(monkeypatch, *arguments, "--resume") == 0
     finished = sum('"name": "with' in line for line in kept)
-    report: Report = read_report(output)
-    token_answers = 3 * len(PROMPTS)
+    report: VerifyReport = read_report(output)
+    token_answers = 2 * len(PROMPTS)
     sampled = sum(one.samples for one in report.findings.sampled)
     assert asked[0] == 2 * (token_answers + sampled) - finished
     assert not journal.exists()
@@ -255,13 +267,13 @@ def test_interrupted_it_keeps_what_is_finished_and_goes_on_without_repeating_it(
 def _count_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts, from now on, what engines in this process are asked."""
     asked = [0]
-    honest = EngineSide.answers
+    honest = EngineSubject.answers
 
-    def counting(self: EngineSide, questions: Any, **more: Any) -> Any:
+    def counting(self: EngineSubject, questions: Any, **more: Any) -> Any:
         asked[0] += len(questions)
         return honest(self, questions, **more)
 
-    monkeypatch.setattr(EngineSide, "answers", counting)
+    monkeypatch.setattr(EngineSubject, "answers", counting)
     return asked
 
 
