@@ -11,6 +11,8 @@ time is the whole call, prefill included. Writes a table and JSON.
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -19,14 +21,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from environment import describe, versions
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import drafter_source, target_folder
-from dflash_serve.speculation.statistics import AcceptanceStatistics
+from dflash_serve.common.provenance import commit, processor, versions
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
+from dflash_torch.engine import EmbeddedEngine
 from tests.support.prompts import Messages, human_eval, word_problems
 
 Ids = list[int]
@@ -56,7 +59,7 @@ def main(
         for messages in track(many, f"{task}: four ways in turns")
     ]
     report = {
-        "environment": describe(),
+        "environment": measured_on(),
         "versions": versions("torch", "transformers", "dflash", "dflash-serve"),
         "load": {"target": "SmolLM2-135M-Instruct", "dtype": bench.dtype, "batch": 1, "tokens": tokens},
         "results": [summary(task, [row for row in rows if row["task"] == task]) for task in tasks],
@@ -79,9 +82,10 @@ class Bench:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         self.dtype = str(dtype).removeprefix("torch.")
-        self.plain = self.llm.engine.plain()
-        for engine in (self.llm.engine, self.plain):  # the others compute every prompt whole, so we do
-            engine.scheduler.slots.reuse = False  # type: ignore[attr-defined]
+        assert isinstance(self.llm.engine, EmbeddedEngine)
+        self.engine, self.plain = self.llm.engine, self.llm.engine.plain()
+        for engine in (self.engine, self.plain):  # the others compute every prompt whole, so we do
+            engine.scheduler.cache_manager.reuse = False
         self.reference = AutoModelForCausalLM.from_pretrained(target_folder("smollm2"), dtype=dtype).to(self.device)
         self.drafter = DFlashDraftModel.from_pretrained(drafter_source("smollm2"), dtype=dtype).to(self.device)
         self.dflash_generate = dflash_generate
@@ -90,14 +94,14 @@ class Bench:
 
     def run(self, messages: Messages) -> dict[str, Any]:
         """Tokens per second of each way on one prompt, whether all agree, and what (d) accepted."""
-        ids = self.llm.engine.tokenize(messages)  # type: ignore[attr-defined]
+        ids = self.engine.tokenize(messages)
         speeds, answers = {}, {}
         for name, way in self.ways.items():
             start = perf_counter()
             answers[name] = way(ids)
             speeds[name] = len(answers[name]) / (perf_counter() - start)
         agree = all(answer == answers["a"] for answer in answers.values())
-        return {"tokens_per_second": speeds, "same_tokens": agree, "tally": self.statistics.to_dict()["tally"]}
+        return {"tokens_per_second": speeds, "same_tokens": agree, "acceptance": self.statistics.to_dict()}
 
     def a(self, ids: Ids) -> Ids:
         prompt = torch.tensor([ids], device=self.device)
@@ -108,13 +112,15 @@ class Bench:
 
     def b(self, ids: Ids) -> Ids:
         prompt = torch.tensor([ids], device=self.device)
-        stops = list(self.llm.engine.scheduler.target.config.eos_token_ids)  # type: ignore[attr-defined]
+        stops = list(self.engine.scheduler.target.config.eos_token_ids)
         out = self.dflash_generate(self.drafter, self.reference, prompt, self.tokens, stop_token_ids=stops)
         return out[0, len(ids) :].tolist()  # type: ignore[no-any-return]
 
     def c(self, ids: Ids) -> Ids:
-        list(self.plain.stream([ids], [self._params]))
-        return self.plain.outputs()[0].token_ids
+        stream = self.plain.stream([ids], [self._params])
+        for _ in stream:
+            pass
+        return stream.outputs()[0].token_ids
 
     def d(self, ids: Ids) -> Ids:
         output = self.llm.generate(ids, self._params)[0]
@@ -134,7 +140,7 @@ def summary(task: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         name: median(row["tokens_per_second"][x] / row["tokens_per_second"][y] for row in rows)
         for name, (x, y) in pairs.items()
     }
-    accepted = sum((AcceptanceStatistics.from_dict(row) for row in rows), start=AcceptanceStatistics())
+    accepted = total(AcceptanceStatistics.from_dict(row["acceptance"]) for row in rows)
     return {
         "task": task,
         "prompts": len(rows),
@@ -144,6 +150,19 @@ def summary(task: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "acceptance_length": accepted.acceptance_length,
         "tokens_per_step": accepted.tokens_per_step,
         "widths": accepted.widths,
+    }
+
+
+def measured_on() -> dict[str, str | int]:
+    """Processor or GPU, cores, threads, waiting policy, Python and commit."""
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
+        "python": platform.python_version(),
+        "commit": commit() or "unknown",
     }
 
 

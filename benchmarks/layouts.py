@@ -18,11 +18,12 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
-from environment import describe, versions
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from benchmarks.decoding import measured_on
+from dflash_serve.common.provenance import versions
 from dflash_serve.models.linear import pack_linear
 
 LAYERS = 30
@@ -62,7 +63,7 @@ def main(
         table.add_row(name, *(f"{value:.1f}" for value in by_rows.values()))
     Console().print(table)
     if output is not None:
-        report = {"environment": describe(), "versions": versions("torch"), "milliseconds": medians}
+        report = {"environment": measured_on(), "versions": versions("torch"), "milliseconds": medians}
         output.write_text(json.dumps(report, indent=1) + "\n")
 
 

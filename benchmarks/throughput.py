@@ -19,13 +19,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from environment import describe, versions
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.decoding import measured_on
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.common.provenance import versions
+from dflash_serve.speculation.statistics import total
 from dflash_serve.speculation.width import FixedWidth, WidthPolicy
 from dflash_torch.engine import EmbeddedEngine
 from tests.support.prompts import word_problems
@@ -51,7 +53,7 @@ def main(
         measured = [bench.round(size) for _ in track(range(rounds), f"concurrency {size}")]
         results.append({"concurrency": size, **summary(measured)})
     report = {
-        "environment": describe(),
+        "environment": measured_on(),
         "versions": versions("torch", "transformers", "dflash-serve"),
         "load": {"target": target, "drafter": drafter, "dtype": bench.dtype, "tokens": tokens, "rounds": rounds},
         "results": results,
@@ -72,14 +74,14 @@ class Bench:
         assert isinstance(llm.engine, EmbeddedEngine)
         self.tokens, self.full, self.plain = tokens, llm.engine, llm.engine.plain()
         for engine in (self.full, self.plain):
-            engine.scheduler.slots.reuse = False  # every round has the same prompts
+            engine.scheduler.cache_manager.reuse = False  # every round has the same prompts
         assert self.full.scheduler.speculator is not None
         self.policies: dict[str, WidthPolicy] = {
             "fixed": FixedWidth(self.full.scheduler.speculator.block_size),
             "auto": self.full.scheduler.policy,
         }
         embedding = self.full.scheduler.target.embedding
-        self.dtype = str(embedding.dtype).removeprefix("torch.")
+        self.dtype = self.full.dtype
         reference = AutoModelForCausalLM.from_pretrained(target_folder(target), dtype=embedding.dtype)
         self.reference = reference.to(embedding.device).eval()
         self.prompts = [self.full.tokenize(prompt) for prompt in word_problems(20)]
@@ -103,10 +105,11 @@ class Bench:
 
     def _ours(self, engine: EmbeddedEngine, prompts: list[Ids]) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=self.tokens, ignore_eos=True)
-        for _ in engine.stream(prompts, [params] * len(prompts)):
+        stream = engine.stream(prompts, [params] * len(prompts))
+        for _ in stream:
             pass
-        outputs = engine.outputs()
-        statistics = sum((output.statistics for output in outputs[1:]), outputs[0].statistics)
+        outputs = stream.outputs()
+        statistics = total(output.statistics for output in outputs)
         return {
             "tokens": sum(len(output.token_ids) for output in outputs),
             "acceptance_length": statistics.acceptance_length,

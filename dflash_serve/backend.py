@@ -254,7 +254,7 @@ def server_backend(name: str) -> ServerBackend:
     found = backend(name)
     if not isinstance(found, ServerBackend):
         raise UserError("it has no server", where=f"--backend {name}", do=f"use --backend {EMBEDDED}")
-    return cast(ServerBackend, found)
+    return found
 
 
 def embedded_backend() -> InProcessBackend:

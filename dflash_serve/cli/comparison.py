@@ -31,7 +31,7 @@ class TimedRun:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SpeedComparison:
     """What speculation was worth: medians over interleaved rounds. A figure that is not known is None."""
 
     tokens_per_second: float | None
@@ -59,7 +59,7 @@ def time_run(
     return TimedRun(stream.outputs()[0], end - first, max(tokens, 0))
 
 
-def compare_with_plain(engine: Engine, prompt: Prompt, params: SamplingParams, first: TimedRun) -> Comparison:
+def compare_with_plain(engine: Engine, prompt: Prompt, params: SamplingParams, first: TimedRun) -> SpeedComparison:
     """The prompt with and without speculation in turns; `first` is the first run with it.
 
     `params` should fix the seed where it samples: the same seed gives the same tokens with any width.
@@ -71,7 +71,7 @@ def compare_with_plain(engine: Engine, prompt: Prompt, params: SamplingParams, f
         plain_runs.append(time_run(plain, prompt, params))
     speed, plain_speed = _median_speed(runs), _median_speed(plain_runs)
     same = all(run.output.token_ids == first.output.token_ids for run in plain_runs)
-    return Comparison(speed, plain_speed, _ratio(speed, plain_speed), ROUNDS, same)
+    return SpeedComparison(speed, plain_speed, _ratio(speed, plain_speed), ROUNDS, same)
 
 
 def speed_up(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> float | None:

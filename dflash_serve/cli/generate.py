@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dflash_serve.backend import Prompt
-    from dflash_serve.cli.comparison import Comparison, TimedRun
+    from dflash_serve.cli.comparison import SpeedComparison, TimedRun
     from dflash_serve.llm import LLM
     from dflash_serve.speculation.params import SamplingParams
 
@@ -93,7 +93,7 @@ def _answer(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console, 
     return run
 
 
-def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, run: TimedRun, console: Console) -> Comparison:
+def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, run: TimedRun, console: Console) -> SpeedComparison:
     from dflash_serve.cli.comparison import compare_with_plain
 
     with console.status("the same prompt with and without speculation, in turns"):
@@ -106,7 +106,7 @@ def _survival(run: TimedRun) -> list[float | None]:
     return statistics.survival(max(statistics.widths or (), default=1))
 
 
-def _report(run: TimedRun, comparison: Comparison | None) -> dict[str, Any]:
+def _report(run: TimedRun, comparison: SpeedComparison | None) -> dict[str, Any]:
     """For JSON."""
     output = run.output
     report = {
@@ -122,7 +122,7 @@ def _report(run: TimedRun, comparison: Comparison | None) -> dict[str, Any]:
     return report if comparison is None else report | {"comparison": asdict(comparison)}
 
 
-def _summary(llm: LLM, run: TimedRun, comparison: Comparison | None) -> Iterator[str]:
+def _summary(llm: LLM, run: TimedRun, comparison: SpeedComparison | None) -> Iterator[str]:
     """Lines for people."""
     statistics = run.output.statistics
     yield f"{len(run.output.token_ids)} tokens, {_number(run.tokens_per_second)} tokens/s"

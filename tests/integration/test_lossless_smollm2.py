@@ -7,6 +7,7 @@ import torch
 
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.speculation.statistics import total
 from dflash_serve.speculation.width import FixedWidth
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.scheduler import Scheduler
@@ -15,7 +16,10 @@ from tests.support.prompts import human_eval, word_problems
 
 pytestmark = pytest.mark.model
 GREEDY = SamplingParams(temperature=0, max_tokens=128)
-BATCH = 20
+BATCH = 40
+WIDTHS = (2, 4, 8)
+EVERY_WIDTH = (0, 7, 20, 25, 38)
+"""Prompts that run at all widths; the others run at one, in turn."""
 Answers = list[list[int]]
 
 
@@ -45,21 +49,22 @@ def test_plain_decoding_is_what_transformers_generates(prompts: Answers, plain: 
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(target_folder("smollm2"), dtype=torch.float32).eval()
-    for index in (0, 7, 25):
+    for index in (0, 25):
         ids = torch.tensor([prompts[index]])
-        out = reference.generate(ids, max_new_tokens=64, do_sample=False, attention_mask=torch.ones_like(ids))
+        out = reference.generate(ids, max_new_tokens=48, do_sample=False, attention_mask=torch.ones_like(ids))
         answer = out[0, ids.shape[1] :].tolist()
         assert plain[index][: len(answer)] == answer
 
 
-@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("width", WIDTHS)
 def test_greedy_answers_are_the_same_token_for_token(
     llm: LLM, scheduler: Scheduler, prompts: Answers, plain: Answers, width: int
 ) -> None:
     scheduler.policy = FixedWidth(width)
-    outputs = llm.generate(prompts, GREEDY)
-    assert [output.token_ids for output in outputs] == plain
-    assert sum(output.statistics.steps for output in outputs) < sum(len(answer) - 1 for answer in plain)
+    chosen = [n for n in range(len(prompts)) if WIDTHS[n % len(WIDTHS)] == width or n in EVERY_WIDTH]
+    outputs = llm.generate([prompts[n] for n in chosen], GREEDY)
+    assert [output.token_ids for output in outputs] == [plain[n] for n in chosen]
+    assert (total(output.statistics for output in outputs).steps or 0) < sum(len(plain[n]) - 1 for n in chosen)
 
 
 def test_a_seeded_sample_is_the_same_with_any_width_and_neighbours(

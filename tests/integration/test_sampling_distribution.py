@@ -8,7 +8,8 @@ token, which would leave nothing to test. False-alarm rate 1e-4 a case; seeds ar
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from scipy.stats import chi2_contingency
 
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import total
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.request import Request
 from dflash_torch.scheduler import Scheduler
@@ -23,6 +25,7 @@ from dflash_torch.speculator import Speculator
 from tests.support.embedded import answers, tiny_engine
 from tests.support.tiny_target import write_tiny_pair
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ALARM = 1e-4
 SAMPLES = 2400
 TOKENS = 3
@@ -57,10 +60,8 @@ def sample(engine: EmbeddedEngine, first_seed: int, settings: dict[str, Any]) ->
         SamplingParams(seed=first_seed + n, max_tokens=TOKENS, ignore_eos=True, **settings) for n in range(SAMPLES)
     ]
     outputs = answers(engine, ["the quick brown fox"] * SAMPLES, params)
-    tally = sum((output.statistics.tally for output in outputs), start=Counter[tuple[int, int]]())
-    offered = sum((width - 1) * steps for (width, _), steps in tally.items())
-    accepted = sum(accepted * steps for (_, accepted), steps in tally.items())
-    return [tuple(output.token_ids) for output in outputs], accepted / max(offered, 1)
+    counts = total(output.statistics for output in outputs)
+    return [tuple(output.token_ids) for output in outputs], (counts.accepted or 0) / (counts.drafted or 1)
 
 
 def p_value(first: Samples, second: Samples) -> float:
@@ -95,6 +96,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_tiny_pair(tmp_path_factory.mktemp("pair"))
 
 
+@pytest.fixture(scope="module")
+def plainly(folders: tuple[Path, Path]) -> Callable[[str], Samples]:
+    """What plain sampling gives in a case, drawn once."""
+    engine = tiny_engine(folders, width=1, max_batch_size=32)
+    return cache(lambda case: sample(engine, 0, CASES[case])[0])
+
+
 def speculating(folders: tuple[Path, Path], likely: dict[tuple[int, ...], int]) -> EmbeddedEngine:
     engine = tiny_engine(folders, width=4, max_batch_size=32)
     speculator = engine.scheduler.speculator
@@ -104,18 +112,20 @@ def speculating(folders: tuple[Path, Path], likely: dict[tuple[int, ...], int]) 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_speculation_samples_what_plain_sampling_samples(folders: tuple[Path, Path], case: str) -> None:
-    plain = tiny_engine(folders, width=1, max_batch_size=32)
-    expected, _ = sample(plain, 0, CASES[case])
+def test_speculation_samples_what_plain_sampling_samples(
+    folders: tuple[Path, Path], plainly: Callable[[str], Samples], case: str
+) -> None:
+    expected = plainly(case)
     engine = speculating(folders, most_frequent(expected))
     observed, accepted = sample(engine, 10**6, CASES[case])
     assert accepted > 0.03, "too little was accepted for the test to mean anything"
     assert p_value(expected, observed) > ALARM
 
 
-def test_greedy_verification_would_be_noticed(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tiny_engine(folders, width=1, max_batch_size=32)
-    expected, _ = sample(plain, 0, {"top_k": 20})
+def test_greedy_verification_would_be_noticed(
+    folders: tuple[Path, Path], plainly: Callable[[str], Samples], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = plainly("top-k 20")
     engine = speculating(folders, most_frequent(expected))
     honest = Scheduler._draft
 
@@ -126,5 +136,5 @@ def test_greedy_verification_would_be_noticed(folders: tuple[Path, Path], monkey
         return drafts
 
     monkeypatch.setattr(Scheduler, "_draft", always_right)
-    observed, _ = sample(engine, 10**6, {"top_k": 20})
+    observed, _ = sample(engine, 10**6, CASES["top-k 20"])
     assert p_value(expected, observed) < ALARM

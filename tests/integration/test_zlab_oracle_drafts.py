@@ -18,6 +18,8 @@ from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, tiny_drafter_co
 
 zlab = pytest.importorskip("dflash.model")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 YARN = {"theta": 10000.0, "scaling": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
     "theta": 5e5,

@@ -8,12 +8,14 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
+from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import FixedWidth
 from dflash_torch.scheduler import Scheduler
@@ -55,29 +57,42 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_same_tokens_and_accepted_lengths(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """transformers' target, for z-lab's loop."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(target_folder("smollm2"), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    """Our target, for ours."""
+    return load_target("smollm2")
+
+
+@pytest.mark.parametrize(("name", "prompts"), [(name, 1 if changes else 2) for name, changes in VARIANTS.items()])
+def test_same_tokens_and_accepted_lengths(
+    reference: Any, target: TargetModel, name: str, prompts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = variant(tmp_path / "drafter", **VARIANTS[name])
     theirs = zlab.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
     monkeypatch.setattr(zlab, "_cuda_time", time.perf_counter)  # statistics without a GPU
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(target_folder("smollm2"), dtype=torch.float32).eval()
-    target, tokenizer = load_target("smollm2"), load_tokenizer("smollm2")
+    tokenizer = load_tokenizer("smollm2")
     drafter = load_drafter(folder, dtype=torch.float32)
     speculator = Speculator(drafter, target, block_size=8, max_batch_size=1, capacity=512)
     accepted = 0
-    for messages in word_problems(2):
+    for messages in word_problems(prompts):
         ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
         expected = zlab.dflash_generate(
             theirs, reference, torch.tensor([ids]), NEW_TOKENS, stop_token_ids=[2], return_stats=True
         )
         policy = Recorder(8)
         scheduler = Scheduler(target, speculator, policy, max_batch_size=1, capacity=512)
-        sequence = scheduler.join(ids, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
+        request = scheduler.join(ids, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
         while scheduler.running:
             scheduler.step()
-        assert sequence.token_ids == expected.output_ids[0].tolist()
+        assert request.token_ids == expected.output_ids[0].tolist()
         # The last blocks are left out: z-lab drafts a shorter block at the end of the budget, we a whole one.
         whole = len(policy.lengths) - 8
         assert policy.lengths[:whole] == expected.acceptance_lengths[:whole]

@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from dflash_serve import SamplingParams
 from tests.support.embedded import PROMPTS, answers, tiny_engine
 from tests.support.tiny_target import write_tiny_pair
 
 Truth = dict[tuple[int, ...], list[int]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny models lose more time by sharing their work among threads than by doing it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

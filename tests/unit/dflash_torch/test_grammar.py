@@ -69,10 +69,10 @@ def test_an_answer_matches_its_expression(engine: EmbeddedEngine, grammars: Gram
 
 def test_drafts_are_masked_so_a_forced_part_is_accepted_whole(engine: EmbeddedEngine, grammars: Grammars) -> None:
     """A random drafter is never right, but where the grammar leaves one token it has to be."""
-    sequence = engine.scheduler.join([5], SamplingParams(temperature=0), grammar=grammars.regex("~#~#~#~#~#~#"))
+    request = engine.scheduler.join([5], SamplingParams(temperature=0), grammar=grammars.regex("~#~#~#~#~#~#"))
     while engine.scheduler.running:
         engine.scheduler.step()
-    assert (sequence.statistics.acceptance_length or 0) > 2
+    assert (request.statistics.acceptance_length or 0) > 2
 
 
 def test_neighbours_of_a_grammar_are_left_alone(engine: EmbeddedEngine, grammars: Grammars, folders: Folders) -> None:

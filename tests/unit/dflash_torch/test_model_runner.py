@@ -31,7 +31,7 @@ def filled_cache() -> KVCache:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_padded_attention_is_attention_sequence_by_sequence(kind: AttentionKind) -> None:
+def test_padded_attention_is_attention_request_by_request(kind: AttentionKind) -> None:
     spans = [Span(2, 40, 4), Span(0, 3, 4), Span(3, 251, 4)]
     q, k, v = (torch.randn(12, heads, 16) for heads in (6, 2, 2))
     expected = RaggedAttention(filled_cache(), spans, [kind], heads=6)(0, q, k, v)
@@ -41,13 +41,13 @@ def test_padded_attention_is_attention_sequence_by_sequence(kind: AttentionKind)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_flashinfer_is_asked_for_attention_sequence_by_sequence(
+def test_flashinfer_is_asked_for_attention_request_by_request(
     kind: AttentionKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     spans = [Span(2, 40, 3), Span(0, 0, 9), Span(3, 251, 1)]
     if not windows_fit(spans, [kind]):
-        pytest.skip("a bidirectional window shorter than the block goes sequence by sequence")
+        pytest.skip("a bidirectional window shorter than the block goes request by request")
     q, k, v = (torch.randn(13, heads, 16) for heads in (6, 2, 2))
     expected = RaggedAttention(filled_cache(), spans, [kind], heads=6)(0, q, k, v)
     torch.testing.assert_close(FlashInferAttention(filled_cache(), spans, [kind], heads=6)(0, q, k, v), expected)

@@ -36,11 +36,11 @@ def test_a_shared_prefix_is_not_computed_again_and_changes_nothing(folders: Fold
     for _ in range(steps):
         if scheduler.running:
             scheduler.step()
-    sequence = scheduler.join(prompt, GREEDY)
-    assert sequence.reused == (0 if steps == 0 else len(PREFIX))
+    request = scheduler.join(prompt, GREEDY)
+    assert request.reused == (0 if steps == 0 else len(PREFIX))
     while scheduler.running:
         scheduler.step()
-    assert sequence.token_ids == expected.token_ids
+    assert request.token_ids == expected.token_ids
 
 
 def test_the_drafter_sees_the_same_context_after_reuse(folders: Folders) -> None:

@@ -75,10 +75,10 @@ def test_features_do_not_pile_up_while_speculation_does_not_pay(
     monkeypatch.setattr("dflash_torch.scheduler.BACKLOG", 8)
     engine = tiny_engine(folders, width=auto())
     engine.scheduler.policy = type("Off", (), {**_quiet(), "widths": lambda self, ids: [1] * len(ids)})()
-    sequence = engine.scheduler.join([5, 6, 7], GREEDY)
+    request = engine.scheduler.join([5, 6, 7], GREEDY)
     for _ in range(20):
         engine.scheduler.step()
-        assert sum(len(rows) for rows in sequence.features) < 8
+        assert sum(len(rows) for rows in request.features) < 8
 
 
 def _quiet() -> dict[str, object]:
