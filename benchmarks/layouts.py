@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from dflash_serve.models.linear import packed
+from dflash_serve.models.linear import pack_linear
 
 LAYERS = 30
 SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576)]
@@ -35,7 +35,7 @@ Product = Callable[[Tensor], Tensor]
 def layouts(linear: nn.Linear) -> dict[str, Product]:
     """The three ways to hold one weight [out, in]."""
     transposed = linear.weight.detach().t().contiguous().t()
-    return {"plain": linear, "transposed": lambda x: F.linear(x, transposed), "packed": packed(linear)}
+    return {"plain": linear, "transposed": lambda x: F.linear(x, transposed), "packed": pack_linear(linear)}
 
 
 @torch.inference_mode()

@@ -217,6 +217,8 @@ class EngineFacts:
     needs_gpu: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
     """What its container must have set."""
+    prefill_annotations: Mapping[str, str] = field(default_factory=dict)
+    """Of the pods of a prefill server (`role: prefill`): what a router reads there."""
     server_flags: Mapping[str, str] = field(default_factory=dict)
     """Options of `serve` that only this engine's own server has -> environment variables that it reads them from.
 

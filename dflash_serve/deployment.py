@@ -77,7 +77,7 @@ class Limits(Frozen):
     """Rows in one step of the target, prompts and blocks together; None = the engine's own."""
 
 
-class KVCache(Frozen):
+class KVCacheSettings(Frozen):
     """The target's keys and values."""
 
     dtype: Literal["auto", "bfloat16", "fp8", "nvfp4"] = "auto"
@@ -107,7 +107,7 @@ class Deployment(Frozen):
     speculation: Speculation = Speculation()
     parallel: Parallel = Parallel()
     limits: Limits = Limits()
-    kv_cache: KVCache = KVCache()
+    kv_cache: KVCacheSettings = KVCacheSettings()
     hardware: Hardware = Hardware()
     role: Literal["whole", "prefill", "decode"] = "whole"
     """Prefill and decode are the halves of a disaggregated pair of servers."""

@@ -119,4 +119,6 @@ FACTS = EngineFacts(
     read_acceptance=read_acceptance,
     # Otherwise /health generates a token too, and a full batch would look like a dead process.
     environment={"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"},
+    # The default of --disaggregation-bootstrap-port: where a prefill server tells decoding ones of its K/V.
+    prefill_annotations={"sglang.ai/bootstrap-port": "8998"},
 )

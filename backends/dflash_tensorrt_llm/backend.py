@@ -1,24 +1,28 @@
-"""TensorRT-LLM as a Backend: it answers about a Deployment and hands out a command; `trtllm-serve` does the serving."""
+"""TensorRT-LLM as a Backend: config.yaml, drafter and command line for a Deployment; `trtllm-serve` serves."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import yaml
+from pydantic import ValidationError
 
 from dflash_serve.backend import Command
-from dflash_serve.deployment import Deployment
+from dflash_serve.common.files import write_whole
+from dflash_serve.deployment import Deployment, describe
 from dflash_serve.deployment_checks import changed_files
-from dflash_serve.errors import Problem, raise_problems
+from dflash_serve.errors import Problem, UserError, raise_problems
 
+from .arena import pool_fraction
 from .checks import problems
-from .command import CONFIG, DRAFT, PLUG_IN, command_of
-from .configuration import configuration
 from .draft_folder import write_draft_folder
 from .facts import FACTS
-from .plan import Plan, make_plan
-from .release import Release, installed_release
+from .launch_plan import LaunchPlan, make_launch_plan
+from .upstream import LlmArgs, Release, installed_release, llm_args
 
+CONFIG, DRAFT, PLUG_IN = "config.yaml", "draft", "dflash_serve_drafter"
+"""What `prepare` writes into its folder."""
 REGISTERING = '''"""Written by `dflash-serve`: registers its drafter with TensorRT-LLM wherever this is imported."""
 
 from dflash_tensorrt_llm.plugin import register
@@ -51,7 +55,7 @@ class TensorRTLLMBackend:
         Raises:
             UserError: the target or drafter cannot be found or read at all.
         """
-        return problems(make_plan(deployment, self.release))
+        return problems(make_launch_plan(deployment, self.release))
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         """Writes config.yaml, draft/ and, where the built-in drafter would not do, the package that registers ours.
@@ -61,7 +65,8 @@ class TensorRTLLMBackend:
         Raises:
             UserError: the first problem of `check`, a built file that was changed, or a drafter that cannot be read.
         """
-        plan = self._sound_plan(deployment)
+        plan = make_launch_plan(deployment, self.release)
+        raise_problems(problems(plan), hint="`dflash-serve serve --dry-run` shows all")
         raise_problems(changed_files(deployment))
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,33 +75,108 @@ class TensorRTLLMBackend:
             write_draft_folder(deployment.drafter, plan.drafter, folder / DRAFT)
             if plan.implementation == "plug-in":
                 text = REGISTERING.format(architecture=plan.target.architecture)
-                _write(folder / PLUG_IN / "__init__.py", text)
-        _write(folder / CONFIG, self.yaml(plan, folder))
+                write_whole(folder / PLUG_IN / "__init__.py", text)
+        write_whole(folder / CONFIG, self.yaml(plan, folder))
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        """The command line and environment for a prepared folder."""
-        return command_of(make_plan(deployment, self.release), folder.resolve(), host, port)
+        """`trtllm-serve` on one node; under `srun` and `trtllm-llmapi-launch`, one task a device, on several."""
+        plan, folder = make_launch_plan(deployment, self.release), folder.resolve()
+        serve = ["trtllm-serve", plan.deployment.target.model, "--host", host, "--port", str(port)]
+        serve += ["--config", str(folder / CONFIG)]
+        env = {}
+        if plan.drafter is not None and plan.implementation == "plug-in":
+            serve += ["--custom_module_dirs", str(folder / PLUG_IN)]
+            # The option imports it in this process; the workers import it by name and need to find it.
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        return Command((*_launcher(plan), *serve), env)
 
-    def yaml(self, plan: Plan, folder: Path) -> str:
+    def yaml(self, plan: LaunchPlan, folder: Path) -> str:
         """The text of config.yaml.
 
         Raises:
             UserError: the release would refuse it.
         """
-        return yaml.safe_dump(configuration(plan, folder / DRAFT).yaml_fields(), sort_keys=False)
-
-    def _sound_plan(self, deployment: Deployment) -> Plan:
-        plan = make_plan(deployment, self.release)
-        raise_problems(problems(plan), hint="`dflash-serve serve --dry-run` shows all")
-        return plan
+        return yaml.safe_dump(_configuration(plan, folder / DRAFT).yaml_fields(), sort_keys=False)
 
 
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.new")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
+def _launcher(plan: LaunchPlan) -> list[str]:
+    """What starts one process a device on several nodes (Slurm with PMIx, upstream's deployment guides)."""
+    nodes, count = plan.deployment.parallel.nodes, plan.deployment.hardware.count
+    if nodes == 1:
+        return []
+    tasks = [f"--nodes={nodes}", f"--ntasks={count}", f"--ntasks-per-node={count // nodes}"]
+    return ["srun", "--mpi=pmix", *tasks, "trtllm-llmapi-launch"]
+
+
+def _configuration(plan: LaunchPlan, drafter: Path) -> LlmArgs:
+    """The configuration, as far as it differs from upstream's defaults; `drafter` is the folder it loads.
+
+    Raises:
+        UserError: the release would refuse it.
+    """
+    limits, target = plan.deployment.limits, plan.deployment.target
+    fields: dict[str, object] = {
+        "tensor_parallel_size": plan.deployment.parallel.tensor,
+        "max_batch_size": limits.max_batch_size,
+        "max_seq_len": plan.max_model_len,
+        "max_num_tokens": plan.max_num_tokens,
+        "kv_cache_config": _kv_cache(plan),
+        # Padding lets every batch size use a graph; without it a batch of 17 runs eagerly.
+        "cuda_graph_config": {"enable_padding": True, "max_batch_size": limits.max_batch_size},
+        "enable_iter_perf_stats": True,  # acceptance in /metrics
+        "return_perf_metrics": True,  # without it there is no /prometheus/metrics
+        **_parallel(plan),
+        **({} if target.revision is None else {"revision": target.revision}),
+        **({} if plan.drafter is None else {"speculative_config": _speculative(plan, drafter)}),
+    }
+    try:
+        return llm_args(fields, plan.release)
+    except ValidationError as error:
+        raise UserError(describe(error), where=f"configuration for TensorRT-LLM {plan.release}") from None
+
+
+def _parallel(plan: LaunchPlan) -> dict[str, object]:
+    """How the target is spread over devices, beyond tensor parallelism."""
+    parallel, fields = plan.deployment.parallel, dict[str, object]()
+    if parallel.pipeline > 1 or parallel.context > 1:
+        fields |= {"pipeline_parallel_size": parallel.pipeline, "context_parallel_size": parallel.context}
+    if parallel.expert > 1:
+        fields["moe_expert_parallel_size"] = parallel.expert
+    if parallel.attention_data:
+        fields["enable_attention_dp"] = True
+    if parallel.nodes > 1:
+        fields["gpus_per_node"] = plan.deployment.hardware.count // parallel.nodes
+    return fields
+
+
+def _kv_cache(plan: LaunchPlan) -> dict[str, object]:
+    """The target's K/V pool; blocks are reused only where no drafter needs the features of every prompt token."""
+    kv_cache = plan.deployment.kv_cache
+    speculates = plan.drafter is not None
+    fields: dict[str, object] = {
+        "enable_block_reuse": not speculates if kv_cache.block_reuse is None else kv_cache.block_reuse
+    }
+    if kv_cache.dtype != "auto":
+        fields["dtype"] = kv_cache.dtype
+    fraction = kv_cache.memory_fraction
+    if fraction is None and speculates and plan.gpu is not None:
+        fraction = pool_fraction(plan, plan.gpu)
+    return fields if fraction is None else {**fields, "free_gpu_memory_fraction": fraction}
+
+
+def _speculative(plan: LaunchPlan, drafter: Path) -> dict[str, object]:
+    """DFlash with the drafter in that folder; K = B - 1, for upstream does not count the anchor."""
+    config = plan.drafter
+    assert config is not None
+    return {
+        "decoding_type": "DFlash",
+        "max_draft_len": plan.block_size - 1,
+        "speculative_model": str(drafter),
+        # Upstream finds these itself only in a local folder; said here, nothing depends on it.
+        **({} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}),
+        "target_layer_ids": list(config.target_layer_ids),
+        "attention_backend": plan.attention_backend,
+    }
 
 
 backend = TensorRTLLMBackend()

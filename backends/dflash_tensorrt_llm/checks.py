@@ -1,36 +1,36 @@
-"""Everything of a Plan that TensorRT-LLM would refuse, get wrong or do slowly, found before it starts."""
+"""Everything of a LaunchPlan that TensorRT-LLM would refuse, get wrong or do slowly, found before it starts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 from dflash_serve.checkpoint.pairing import check_pairing
-from dflash_serve.deployment_checks import block_problems
+from dflash_serve.deployment_checks import block_problems, length_problems
 from dflash_serve.errors import Problem
 from dflash_serve.gpus import PER_NODE
 
-from .memory_checks import memory_problems
-from .plan import Plan
-from .release import FIRST
+from .arena import memory_problems
+from .launch_plan import LaunchPlan
+from .upstream import FIRST
 
-Check = Callable[[Plan], Iterator[Problem]]
+Check = Callable[[LaunchPlan], Iterator[Problem]]
 
 
-def problems(plan: Plan) -> list[Problem]:
-    """All of them, in the order a user would fix them."""
+def problems(plan: LaunchPlan) -> list[Problem]:
+    """Every problem, in the order in which a user would fix them."""
     checks: list[Check] = [_release, _devices, _queue, _target_layout, _target_precision, _role]
     if plan.drafter is not None:
         checks += [_drafter_fits, _speculation, _implementation, _drafter_layout, _block_reuse]
-    return [problem for check in [*checks, memory_problems] for problem in check(plan)]
+    return [problem for check in [*checks, _lengths, _rows, memory_problems] for problem in check(plan)]
 
 
-def _release(plan: Plan) -> Iterator[Problem]:
+def _release(plan: LaunchPlan) -> Iterator[Problem]:
     if plan.drafter is not None and not plan.release.has_dflash:
         what = f"TensorRT-LLM {plan.release} has no DFlash; it came with {FIRST}"
         yield Problem(what, "TensorRT-LLM", f"install {FIRST} or later")
 
 
-def _devices(plan: Plan) -> Iterator[Problem]:
+def _devices(plan: LaunchPlan) -> Iterator[Problem]:
     parallel, hardware = plan.deployment.parallel, plan.deployment.hardware
     if hardware.gpu == "none":
         yield Problem(
@@ -56,14 +56,14 @@ def _devices(plan: Plan) -> Iterator[Problem]:
         yield Problem("TensorRT-LLM does not serve in float32", "hardware.dtype", "set it to auto or bfloat16")
 
 
-def _queue(plan: Plan) -> Iterator[Problem]:
+def _queue(plan: LaunchPlan) -> Iterator[Problem]:
     limits = plan.deployment.limits
     if "max_queued_requests" in limits.model_fields_set:
         what = f"TensorRT-LLM queues without bound, it cannot stop at {limits.max_queued_requests} requests"
         yield Problem(what, "limits.max_queued_requests", "leave it out, and bound the queue at your gateway")
 
 
-def _target_layout(plan: Plan) -> Iterator[Problem]:
+def _target_layout(plan: LaunchPlan) -> Iterator[Problem]:
     parallel, target = plan.deployment.parallel, plan.target
     if parallel.tensor % parallel.expert:
         what = f"expert {parallel.expert} does not divide tensor {parallel.tensor}"
@@ -82,7 +82,7 @@ def _target_layout(plan: Plan) -> Iterator[Problem]:
         yield Problem(what, "parallel.tensor", f"use a divisor of {target.attention_heads}, or attention_data")
 
 
-def _target_precision(plan: Plan) -> Iterator[Problem]:
+def _target_precision(plan: LaunchPlan) -> Iterator[Problem]:
     quantization, gpu = plan.deployment.target.quantization, plan.gpu
     native = plan.target.native_quantization
     if quantization == "mxfp4" and native != "mxfp4":
@@ -101,7 +101,7 @@ def _target_precision(plan: Plan) -> Iterator[Problem]:
                 yield Problem(what, where, "use fp8, or b200 or b300")
 
 
-def _role(plan: Plan) -> Iterator[Problem]:
+def _role(plan: LaunchPlan) -> Iterator[Problem]:
     role = plan.deployment.role
     if role != "whole" and plan.drafter is not None:
         what = (
@@ -110,7 +110,7 @@ def _role(plan: Plan) -> Iterator[Problem]:
         yield Problem(what, "role", "serve whole, or set speculation.width: off")
 
 
-def _drafter_fits(plan: Plan) -> Iterator[Problem]:
+def _drafter_fits(plan: LaunchPlan) -> Iterator[Problem]:
     assert plan.drafter is not None
     yield from check_pairing(plan.drafter, plan.target.shape)
     if len(set(plan.drafter.target_layer_ids)) < len(plan.drafter.target_layer_ids):
@@ -128,18 +128,18 @@ def _drafter_fits(plan: Plan) -> Iterator[Problem]:
         yield Problem(what, "drafter", "use the FP8 or bf16 drafter")
 
 
-def _speculation(plan: Plan) -> Iterator[Problem]:
+def _speculation(plan: LaunchPlan) -> Iterator[Problem]:
     assert plan.drafter is not None
     yield from block_problems(plan.deployment, plan.drafter)
 
 
-def _implementation(plan: Plan) -> Iterator[Problem]:
+def _implementation(plan: LaunchPlan) -> Iterator[Problem]:
     if plan.needs_plug_in and not plan.release.takes_plug_in:
         what = f"TensorRT-LLM {plan.release} would ignore in silence: {'; '.join(plan.needs_plug_in)}"
         yield Problem(what, "drafter", "install TensorRT-LLM 1.4, which takes our drafter, or use a plain bf16 drafter")
 
 
-def _drafter_layout(plan: Plan) -> Iterator[Problem]:
+def _drafter_layout(plan: LaunchPlan) -> Iterator[Problem]:
     assert plan.drafter is not None
     devices, config = plan.drafter_devices, plan.drafter
     for what, size in (("attention heads", config.num_attention_heads), ("MLP columns", config.intermediate_size)):
@@ -157,9 +157,28 @@ def _drafter_layout(plan: Plan) -> Iterator[Problem]:
             yield Problem(what, "parallel.tensor", "use fewer devices, attention_data, or the FP8 drafter")
 
 
-def _block_reuse(plan: Plan) -> Iterator[Problem]:
+def _block_reuse(plan: LaunchPlan) -> Iterator[Problem]:
     if plan.deployment.kv_cache.block_reuse:
         what = (
             "a reused prompt never passes the target, so the drafter has no features of it and accepts little (#16005)"
         )
         yield Problem(what, "kv_cache.block_reuse", "set it to false, or leave it out")
+
+
+def _lengths(plan: LaunchPlan) -> Iterator[Problem]:
+    yield from length_problems(plan.deployment, plan.target.shape)
+    if plan.drafter is not None and plan.max_model_len > plan.drafter.max_position_embeddings:
+        covered = plan.drafter.max_position_embeddings
+        what = f"the drafter covers {covered} positions of {plan.max_model_len}; longer requests would draft nothing"
+        yield Problem(what, "limits.max_model_len", f"set it to {covered}, or use a drafter trained for more")
+
+
+def _rows(plan: LaunchPlan) -> Iterator[Problem]:
+    asked, batch = plan.deployment.limits.max_num_tokens, plan.deployment.limits.max_batch_size
+    if asked is None or plan.drafter is None:
+        return
+    rows = batch * plan.block_size
+    if rows > asked:
+        what = f"{batch} blocks of {plan.block_size} slots are {rows} rows a step, max_num_tokens is {asked}"
+        do = f"set it to {rows}, or limits.max_batch_size to {asked // plan.block_size}"
+        yield Problem(what, "limits.max_num_tokens", do)

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
-import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.checkpoint.dialects import DIALECTS, Target
-from dflash_serve.checkpoint.headers import INDEX, SINGLE, Header, read_headers
-from dflash_serve.checkpoint.quantization import QUANT_CONFIG
-from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
-from dflash_serve.checkpoint.source import drafter_source, local_folder
-from dflash_serve.checkpoint.tensors import SCALES, expected_tensors
+from dflash_serve.checkpoint.headers import INDEX, SINGLE
+from dflash_serve.checkpoint.quantization import IN_CONFIG, QUANT_CONFIG
+from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint, read_tensors
+from dflash_serve.common.files import whole_folder
 from dflash_serve.deployment import Model
 from dflash_serve.errors import Problem, UserError, raise_problems
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NEUTRAL = "dflash_serve.json"
 """Our own description beside config.json: z-lab's dialect cannot say everything, and the plug-in reads this."""
@@ -30,40 +23,32 @@ def write_draft_folder(model: Model, config: DrafterConfig, folder: Path) -> Non
     """Writes config.json and links the weights, whole or not at all; weights are copied only to rename them.
 
     Raises:
-        UserError: the drafter cannot be fetched, its headers are broken, or the folder is not ours to replace.
+        UserError: the drafter cannot be fetched or has problems, or the folder is not ours to replace.
     """
-    source = local_folder(drafter_source(model.model), model.revision)
-    problems: list[Problem] = []
-    headers = read_headers(source, problems)
-    raise_problems(problems, hint="`dflash-serve inspect` shows all")
+    checkpoint = open_checkpoint(model.model, model.revision)
+    raise_problems(checkpoint.problems, hint=HINT)
     if folder.exists() and not (folder / NEUTRAL).is_file():
         raise UserError("is there already, and not written by us", where=str(folder), do="give another folder")
-    scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
-    scratch.mkdir(parents=True)
-    try:
-        fields = _config_json(config, source, sorted({header.dtype for header in headers.values()}))
+    fields = _config_json(config, checkpoint)
+    with whole_folder(folder) as scratch:
         (scratch / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         (scratch / NEUTRAL).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        if _has_plain_names(headers, config):
-            _link_weights(source, headers, scratch)
+        _link(scratch, {checkpoint.folder / QUANT_CONFIG})
+        if _has_plain_names(checkpoint):
+            _link(scratch, {checkpoint.folder / INDEX, *(header.file for header in checkpoint.headers.values())})
         else:
-            _write_tensors(scratch / SINGLE, load_tensors(open_checkpoint(source)))
-        if folder.exists():
-            shutil.rmtree(folder)
-        scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+            _write_weights(checkpoint, scratch / SINGLE)
 
 
-def _config_json(config: DrafterConfig, source: Path, dtypes: list[str]) -> dict[str, object]:
+def _config_json(config: DrafterConfig, checkpoint: Checkpoint) -> dict[str, object]:
     """z-lab's form of the config; what it has no words for stays in the neutral file, for the plug-in."""
     kinds = {kind.causal for kind in config.layers if kind.window is not None}
     plain = config if kinds <= {True} else config.model_copy(update={"layers": _sliding_causal(config)})
     fields = DIALECTS["zlab"].write(plain, Target())
-    original = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    if "quantization_config" in original:
-        fields["quantization_config"] = original["quantization_config"]
-    dtype = "float32" if dtypes == ["F32"] else "bfloat16"
+    original = json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8"))
+    if IN_CONFIG in original:
+        fields[IN_CONFIG] = original[IN_CONFIG]
+    dtype = "float32" if {header.dtype for header in checkpoint.headers.values()} == {"F32"} else "bfloat16"
     return {**fields, "dtype": dtype, "torch_dtype": dtype}
 
 
@@ -71,20 +56,24 @@ def _sliding_causal(config: DrafterConfig) -> tuple[AttentionKind, ...]:
     return tuple(kind.model_copy(update={"causal": kind.window is not None}) for kind in config.layers)
 
 
-def _link_weights(source: Path, headers: Mapping[str, Header], folder: Path) -> None:
-    links = {header.file for header in headers.values()}
-    links |= {path for path in (source / INDEX, source / QUANT_CONFIG) if path.is_file()}
-    for path in sorted(links):
-        (folder / path.name).symlink_to(path.resolve())
-
-
-def _has_plain_names(headers: Mapping[str, Header], config: DrafterConfig) -> bool:
+def _has_plain_names(checkpoint: Checkpoint) -> bool:
     """Whether every tensor has z-lab's name: TensorRT-LLM's loader drops names it does not know in silence."""
-    expected = expected_tensors(config)
-    return all(name in expected or name.rsplit(".", 1)[-1] in SCALES for name in headers)
+    pieces = checkpoint.pieces
+    return all(name in pieces and pieces[name].stored_name == name for name in checkpoint.headers)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _link(folder: Path, paths: Iterable[Path]) -> None:
+    """Links those of the files that are there into the folder."""
+    for path in paths:
+        if path.is_file():
+            (folder / path.name).symlink_to(path.resolve())
+
+
+def _write_weights(checkpoint: Checkpoint, path: Path) -> None:
+    """Every tensor as stored, scales included, under z-lab's names."""
     from safetensors.torch import save_file
 
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    problems: list[Problem] = []
+    tensors = {name: tensor.clone() for name, tensor in read_tensors(checkpoint, problems)}
+    raise_problems(problems, hint=HINT)
+    save_file(tensors, path, metadata={"format": "pt"})

@@ -18,7 +18,7 @@ ACCEPTANCE_LENGTH = "trtllm_spec_decode_acceptance_length"
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
-    """Prometheus text knows slots where perf metrics are on; otherwise the iterations know more."""
+    """Acceptance from Prometheus text where that counts by slot, otherwise from the iterations, which know more."""
     iterations = _iterations(scrape.text(ITERATIONS))
     by_slot = _of_prometheus(scrape) if iterations is not None or scrape.samples(ITERATIONS).knows("trtllm_") else None
     if iterations is None or (by_slot is not None and by_slot.verifications is not None):

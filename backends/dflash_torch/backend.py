@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_serve.backend import Command, InProcessBackend, ServerBackend
+from dflash_serve.backend import Command, Engine, Prompt, ServerBackend
 from dflash_serve.checkpoint.pairing import check_pairing
 from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.checkpoint.reader import read_config, read_drafter
-from dflash_serve.checkpoint.source import local_folder, target_folder, target_source
+from dflash_serve.checkpoint.source import drafter_folder, local_folder, target_folder, target_source
 from dflash_serve.checkpoint.target_layout import read_target_layout
 from dflash_serve.checkpoint.target_shape import read_target_shape
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import block_problems, length_problems, uses_drafter
+from dflash_serve.doctor.reference import DiagnosableBackend
 from dflash_serve.errors import Problem, raise_problems
 from dflash_serve.models.target_config import read_target_config
+from dflash_serve.speculation.params import SamplingParams
 
 from .facts import FACTS, SETTINGS_PREFIX
 from .memory import memory_problems
 
 if TYPE_CHECKING:
     from .engine import EmbeddedEngine
+    from .faults.reference import EmbeddedReference
+    from .faults.tensors import Difference
 
 DEPLOYMENT_FILE = "deployment.json"
 HONOURED = {
@@ -35,7 +39,7 @@ HONOURED = {
 """Fields of a Deployment that this backend acts on; any other must be left at its default."""
 
 
-class EmbeddedBackend(ServerBackend, InProcessBackend):
+class EmbeddedBackend(ServerBackend, DiagnosableBackend):
     """PyTorch in this process: one device, Llama- and Qwen-family targets, unquantised."""
 
     name = "torch"
@@ -68,6 +72,36 @@ class EmbeddedBackend(ServerBackend, InProcessBackend):
         from .start import start_engine
 
         return start_engine(deployment)
+
+    def reference(
+        self, engine: Engine, drafter: str, prompts: Sequence[Prompt], params: SamplingParams, width: int
+    ) -> EmbeddedReference:
+        """What the pair accepts in our own loop, sound and under faults; see `doctor.reference.DiagnosableBackend`.
+
+        Raises:
+            UserError: the drafter cannot be read, or the target's chat template refuses a prompt.
+        """
+        from dflash_serve.models.loader import load_drafter
+
+        from .engine import EmbeddedEngine
+        from .faults.reference import EmbeddedReference
+
+        assert isinstance(engine, EmbeddedEngine)
+        embedding = engine.scheduler.target.embedding
+        sound = load_drafter(drafter, dtype=embedding.dtype, device=embedding.device)
+        return EmbeddedReference(engine, sound, prompts, params, width)
+
+    def first_difference(self, engine: Engine, target: str, drafter: str, prompt: Prompt) -> Difference | None:
+        """The first tensor of the engine that is not transformers' or the core's; None where nothing differs.
+
+        Raises:
+            UserError: target or drafter cannot be found or read.
+        """
+        from .engine import EmbeddedEngine
+        from .faults.tensors import first_difference
+
+        assert isinstance(engine, EmbeddedEngine)
+        return first_difference(engine, target_folder(target), drafter_folder(drafter), prompt)
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         """Writes the deployment itself: flags and environment are merged in already.

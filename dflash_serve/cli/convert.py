@@ -28,11 +28,11 @@ def convert(
     to: Annotated[To, typer.Option("--to", help="Dialect to write.")],
     target: Annotated[
         str | None,
-        typer.Option(metavar="PATH_OR_ID", help="Its target: checked, and named where the dialect has a place for it."),
+        typer.Option(metavar="PATH_OR_ID", help="The drafter's target: checked, and named in what is written."),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Commit of SRC's hub repository.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DST.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Write a drafter in another dialect. Weights keep their values and dtypes; nothing half-written is left behind."""
     from dflash_serve.checkpoint.dialects import Target

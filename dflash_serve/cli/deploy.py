@@ -9,8 +9,9 @@ import typer
 
 from dflash_serve.backend import EMBEDDED, server_backend
 from dflash_serve.cli.serve import prepared
+from dflash_serve.common.files import write_whole
 from dflash_serve.deploying.render import Form, render
-from dflash_serve.deploying.workload import BACKENDS, Workload
+from dflash_serve.deploying.workload import Workload
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError, raise_problems
 
@@ -33,30 +34,13 @@ def deploy(
         raise UserError("one of --render and --prepare", where="deploy", do=f"--render {' | '.join(get_args(Form))}")
     if form is not None and form not in get_args(Form):
         raise UserError(f"no form {form!r}", where="--render", do=f"there are: {', '.join(get_args(Form))}")
-    if backend_name not in BACKENDS:
-        raise UserError(f"no backend {backend_name!r}", where="--backend", do=f"there are: {', '.join(BACKENDS)}")
     described, chosen = load_deployment(deployment), server_backend(backend_name)
     raise_problems(chosen.check(described))
     if prepare is not None:
         prepared(chosen, described, prepare)
         return
-    workload = Workload(name, backend_name, described, image)
-    text = render(workload, cast(Form, form))
+    text = render(Workload(name, backend_name, described, image), cast(Form, form))
     if output is None:
         typer.echo(text, nl=False)
     else:
-        write(output, text)
-
-
-def write(path: Path, text: str) -> None:
-    """Whole or not at all.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    scratch = path.with_name(f".{path.name}.new")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot be written ({error.strerror})", where=str(path), do="name another --output") from None
+        write_whole(output, text, do="name another --output")

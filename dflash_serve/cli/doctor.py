@@ -2,166 +2,209 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_serve.backend import EMBEDDED, Prompt, backend
+from dflash_serve.backend import Engine, Prompt, embedded_backend
 from dflash_serve.cli.extras import need
-from dflash_serve.cli.generate import BUNDLED
+from dflash_serve.cli.options import (
+    BUNDLED,
+    ApiKeyFile,
+    BlockSize,
+    Drafter,
+    Dtype,
+    PromptFile,
+    Resume,
+    ServedModel,
+    Target,
+)
 from dflash_serve.cli.resumable import resumable
-from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
+from dflash_serve.speculation.params import SamplingParams
 
 if TYPE_CHECKING:
-    from dflash_serve.proving.doctor.suspect import Interview
-    from dflash_torch.faults.reference import EmbeddedReference
+    from rich.table import Table
 
-Show = Callable[[str, int], None]
+    from dflash_serve.client.endpoint import Endpoint
+    from dflash_serve.common.journal import Journal
+    from dflash_serve.doctor.examination import PairReport, SuspectReport
+    from dflash_serve.doctor.reference import DiagnosableBackend, Observation
+    from dflash_serve.doctor.suspect import Interview
+
+Progress = Callable[[str, int], None]
+"""Called with the name of what is about to run, and how many of its kind there are."""
+SHOWN = 8
+"""Explanations on the page; the JSON has all."""
+
+
+@dataclass(frozen=True)
+class ExaminedPair:
+    """What is examined: a target and its drafter, as named by the user, and the prompts that they answer greedily."""
+
+    target: str
+    drafter: str
+    block_size: int | None
+    dtype: str | None
+    prompts: tuple[Prompt, ...]
+    max_tokens: int
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(temperature=0, max_tokens=self.max_tokens)
 
 
 def doctor(
-    target: Annotated[str, typer.Option(help="Hub id, folder, or the bundled smollm2.")] = BUNDLED,
-    drafter: Annotated[str, typer.Option(help="Likewise.")] = BUNDLED,
+    target: Target = BUNDLED,
+    drafter: Drafter = BUNDLED,
     url: Annotated[str | None, typer.Option(help="A server of this pair that nobody else uses meanwhile.")] = None,
-    observed: Annotated[float | None, typer.Option(help="Or only its acceptance length, as seen.", min=1.0)] = None,
-    model: Annotated[str | None, typer.Option(help="Of the server. [default: the first that it lists]")] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="With the server's key. [else DFLASH_SERVE_API_KEY]")
-    ] = None,
-    block_size: Annotated[int | None, typer.Option(help="B as served, the anchor counted.", min=2)] = None,
-    dtype: Annotated[str, typer.Option(help="Of our own loop: auto, float32 or bfloat16.")] = "auto",
-    prompts: Annotated[Path | None, typer.Option(help="JSONL of {'prompt': ...}. [default: bundled ones]")] = None,
+    observed: Annotated[float | None, typer.Option(help="An acceptance length that was seen.", min=1)] = None,
+    model: ServedModel = None,
+    api_key_file: ApiKeyFile = None,
+    block_size: BlockSize = None,
+    dtype: Dtype = "auto",
+    prompts: PromptFile = None,
     count: Annotated[int, typer.Option(help="Prompts to use.", min=2)] = 16,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=8)] = 64,
-    output: Annotated[Path, typer.Option(help="The report.")] = Path("doctor-report.json"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted examination.")] = False,
+    output: Annotated[Path, typer.Option(help="File for the report, JSON.")] = Path("doctor-report.json"),
+    resume: Resume = False,
 ) -> None:
     """Say why acceptance is low: of a server, or of a pair whose checkpoint may be wrong about itself."""
-    need("prove", "httpx", "numpy", "prometheus_client")
-    from rich.console import Console
-
+    need("prove", "httpx", "numpy", "prometheus_client", "scipy")
+    from dflash_serve.client.endpoint import Endpoint
+    from dflash_serve.common.http import read_api_key
+    from dflash_serve.doctor.reference import Observation
     from dflash_serve.prompts.prompt_set import read_prompt_set
-    from dflash_serve.proving.doctor.conclusions import conclude_pair, conclude_suspect, write_report
-    from dflash_serve.proving.doctor.examination import Examination
-    from dflash_serve.proving.doctor.fit import Observation
-    from dflash_serve.proving.doctor.report import show
-    from dflash_serve.speculation.params import SamplingParams
 
     if url is not None and observed is not None:
         raise UserError("the server says it itself", where="--observed", do="leave it out, or --url")
-    asked = read_prompt_set(prompts)[:count]
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    asked = tuple(read_prompt_set(prompts)[:count])
+    pair = ExaminedPair(target or BUNDLED, drafter or BUNDLED, block_size, dtype, asked, max_tokens)
+    endpoint = Endpoint(url, model, read_api_key(api_key_file)) if url else None
     with _progress() as advance:
-        told = _interview(url, model, api_key_file, asked, params, drafter, advance) if url else None
-        if told is not None and block_size is None and told.engine != "dflash-serve":
-            block_size = told.width  # others draft as many slots as they verify
-        reference = _reference(target, drafter, block_size, dtype, asked, params, told, advance)
-        belongs_to = _belongs_to(reference, target, drafter, asked, max_tokens)
-        with resumable(output, belongs_to, "finished probes", resume=resume) as journal:
-            examination = Examination(reference, journal, advance)
-            if told is None and observed is None:
-                report = conclude_pair(examination, lambda: _difference(reference, target, drafter, advance))
-            else:
-                seen = told.observation if told else Observation(observed or 1.0)
-                report = conclude_suspect(examination, seen)
-            report["notes"] += told.notes if told else ()
-            write_report({"pair": belongs_to, **report}, output)
-    console = Console(highlight=False)
-    show(report, console)
-    console.print(f"report: {output}", soft_wrap=True)
-    raise typer.Exit({"healthy": 0, "fault": 1}.get(report["verdict"], 2))
+        told = _interview(endpoint, pair, advance) if endpoint else None
+        seen = told.observation if told else Observation.of_length(observed) if observed else None
+        report = _examine(pair, told, seen, output, resume, advance)
+    _show(report, output)
+    raise typer.Exit(report.verdict.exit_code)
 
 
-def _interview(
-    url: str, model: str | None, key: Path | None, asked: list[Prompt], params: Any, drafter: str, advance: Show
-) -> Interview:
+def _interview(endpoint: Endpoint, pair: ExaminedPair, advance: Progress) -> Interview:
     from dflash_serve.checkpoint.reader import read_config
-    from dflash_serve.client.endpoint import Endpoint
-    from dflash_serve.common.http import read_api_key
-    from dflash_serve.proving.doctor.suspect import interview
+    from dflash_serve.doctor.suspect import interview
 
-    config, _ = read_config(drafter)
-    endpoint = Endpoint(url, model, read_api_key(key))
-    return interview(endpoint, asked, params, config.block_size, lambda: advance("asking the server", len(asked)))
+    block_size, count = read_config(pair.drafter)[0].block_size, len(pair.prompts)
+    return interview(endpoint, pair.prompts, pair.params, block_size, lambda: advance("asking the server", count))
 
 
-def _reference(
-    target: str,
-    drafter: str,
-    block_size: int | None,
-    dtype: str,
-    asked: list[Prompt],
-    params: Any,
-    told: Interview | None,
-    advance: Show,
-) -> EmbeddedReference:
-    """Our own loop, at the width that the server verifies."""
-    import torch
-
+def _examine(
+    pair: ExaminedPair, told: Interview | None, seen: Observation | None, output: Path, resume: bool, advance: Progress
+) -> SuspectReport | PairReport:
+    """Starts our own loop, at the width that the server verifies, examines, and writes the report."""
     from dflash_serve.checkpoint.reader import read_config
-    from dflash_serve.models.loader import load_drafter
-    from dflash_torch.faults.reference import EmbeddedReference
+    from dflash_serve.common.files import write_whole
 
     advance("loading target and drafter", 1)
-    width = told.width if told else block_size or read_config(drafter)[0].block_size
-    flags = {
-        "target": {"model": target},
-        "drafter": {"model": drafter},
-        "speculation": {"block_size": block_size, "width": width},
-        "hardware": {"dtype": dtype},
-        "limits": {"max_batch_size": len(asked), "max_model_len": _room(target, asked, params.max_tokens)},
-    }
-    engine: Any = backend(EMBEDDED).engine(load_deployment(flags=flags))
-    embedding: torch.Tensor = engine.scheduler.target.embedding
-    sound = load_drafter(drafter, dtype=embedding.dtype, device=embedding.device)
-    return EmbeddedReference(engine, sound, asked, params, width)
+    backend = _diagnosable_backend()
+    width = told.width if told else pair.block_size or read_config(pair.drafter)[0].block_size
+    block_size = pair.block_size
+    if told is not None and block_size is None and told.engine != "dflash-serve":
+        block_size = told.width  # other engines draft as many slots as they verify
+    engine = _engine(backend, pair, block_size, width)
+    belongs_to = _belongs_to(pair, engine, width)
+    with resumable(output, belongs_to, "finished probes", resume=resume) as journal:
+        report = _run(backend, engine, pair, width, seen, journal, advance)
+        if told is not None:
+            report = report.model_copy(update={"notes": (*report.notes, *told.notes)})
+        text = json.dumps({"pair": belongs_to, **report.model_dump(mode="json")}, indent=1, ensure_ascii=False)
+        write_whole(output, text + "\n", do="name another --output")
+    return report
 
 
-def _room(target: str, asked: list[Prompt], max_tokens: int) -> int:
-    """Tokens that a slot must hold: a K/V cache for the target's whole context would fill a GPU."""
+def _run(
+    backend: DiagnosableBackend,
+    engine: Engine,
+    pair: ExaminedPair,
+    width: int,
+    seen: Observation | None,
+    journal: Journal,
+    advance: Progress,
+) -> SuspectReport | PairReport:
+    """Examines a server of which something was seen, or else the pair alone."""
+    from dflash_serve.doctor.examination import Examination
+
+    reference = backend.reference(engine, pair.drafter, pair.prompts, pair.params, width)
+    examination = Examination(reference, journal, advance)
+    if seen is not None:
+        return examination.examine_suspect(seen)
+
+    def first_difference() -> object | None:
+        advance("comparing tensors with transformers", 1)
+        return backend.first_difference(engine, pair.target, pair.drafter, pair.prompts[0])
+
+    return examination.examine_pair(first_difference)
+
+
+def _diagnosable_backend() -> DiagnosableBackend:
+    """The embedded backend.
+
+    Raises:
+        UserError: it is not installed, or is one that cannot be given faults.
+    """
+    from dflash_serve.doctor.reference import DiagnosableBackend
+
+    found = embedded_backend()
+    if not isinstance(found, DiagnosableBackend):
+        do = "install this dflash-serve with its extra [torch]"
+        raise UserError("it cannot be given faults on purpose", where=f"backend {found.name}", do=do)
+    return found
+
+
+def _engine(backend: DiagnosableBackend, pair: ExaminedPair, block_size: int | None, width: int) -> Engine:
+    """Our own engine, with no more room than the prompts need: the target's whole context would fill a GPU."""
     from dflash_serve.checkpoint.source import target_folder
+    from dflash_serve.deployment import load_deployment
     from dflash_serve.models.target_config import read_target_config
 
-    characters = max(len(str(prompt)) for prompt in asked)  # no fewer than tokens; the template's come on top
-    return min(read_target_config(target_folder(target)).max_position_embeddings, characters + 512 + max_tokens)
+    characters = max(len(str(prompt)) for prompt in pair.prompts)  # no fewer than tokens; the template's come on top
+    context = read_target_config(target_folder(pair.target)).max_position_embeddings
+    flags = {
+        "target": {"model": pair.target},
+        "drafter": {"model": pair.drafter},
+        "speculation": {"block_size": block_size, "width": width},
+        "hardware": {"dtype": pair.dtype},
+        "limits": {
+            "max_batch_size": len(pair.prompts),
+            "max_model_len": min(context, characters + 512 + pair.max_tokens),
+        },
+    }
+    return backend.engine(load_deployment(flags=flags))
 
 
-def _difference(reference: EmbeddedReference, target: str, drafter: str, advance: Show) -> object | None:
-    """The first tensor of our own engine that is not transformers' or the core's."""
-    from dflash_serve.checkpoint.source import drafter_source, local_folder, target_folder
-    from dflash_torch.faults.tensors import first_difference
-
-    advance("comparing tensors with transformers", 1)
-    folders = target_folder(target), local_folder(drafter_source(drafter))
-    return first_difference(reference.engine, *folders, reference.asked[0])
-
-
-def _belongs_to(
-    reference: EmbeddedReference, target: str, drafter: str, asked: list[Prompt], max_tokens: int
-) -> dict[str, Any]:
+def _belongs_to(pair: ExaminedPair, engine: Engine, width: int) -> dict[str, object]:
     """All that a probe's counts depend on."""
     from dflash_serve.checkpoint.manifest import file_entries
-    from dflash_serve.checkpoint.source import drafter_source, local_folder
+    from dflash_serve.checkpoint.source import drafter_folder
     from dflash_serve.prompts.prompt_set import prompts_digest
 
-    speculator = reference.speculator
     return {
-        "target": target,
-        "drafter": {name: entry.sha256 for name, entry in file_entries(local_folder(drafter_source(drafter))).items()},
-        "prompts": prompts_digest(asked),
-        "max_tokens": max_tokens,
-        "block_size": speculator.block_size,
-        "width": reference.width,
-        "dtype": str(speculator.target.embedding.dtype),
+        "target": pair.target,
+        "drafter": {name: entry.sha256 for name, entry in file_entries(drafter_folder(pair.drafter)).items()},
+        "prompts": prompts_digest(pair.prompts),
+        "max_tokens": pair.max_tokens,
+        "block_size": engine.block_size,
+        "width": width,
+        "dtype": engine.dtype,
     }
 
 
 @contextmanager
-def _progress() -> Iterator[Show]:
+def _progress() -> Iterator[Progress]:
     """A line that says what runs, and how much of it is done."""
     from rich.console import Console
 
@@ -173,3 +216,41 @@ def _progress() -> Iterator[Show]:
             status.update(f"{name} ({len(done)} of about {count + 2})" if count > 1 else name)
 
         yield advance
+
+
+def _show(report: SuspectReport | PairReport, output: Path) -> None:
+    """Prints the page for people."""
+    from rich.console import Console
+
+    from dflash_serve.doctor.diagnosis import Verdict
+    from dflash_serve.doctor.examination import SuspectReport
+
+    console = Console(highlight=False)
+    colour = {Verdict.HEALTHY: "green", Verdict.FAULT: "red", Verdict.UNCLEAR: "yellow"}[report.verdict]
+    console.print(f"\n[bold {colour}]{report.verdict}[/]")
+    for sentence in report.sentences:
+        console.print(f"  {sentence}")
+    if isinstance(report, SuspectReport):
+        console.print(_table(report))
+        if report.cannot_be_told_from_healthy and report.verdict == Verdict.HEALTHY:
+            console.print(f"cannot be told from healthy by this: {', '.join(report.cannot_be_told_from_healthy)}")
+    for note in report.notes:
+        console.print(f"note: {note}")
+    console.print(f"report: {output}", soft_wrap=True)
+
+
+def _table(report: SuspectReport) -> Table:
+    from rich.table import Table
+
+    table = Table("explanation", "τ", "survival by slot", "probability", "how it comes about")
+    observed = report.observed
+    table.add_row("(observed)", f"{observed.acceptance_length:.3f}", _survival(observed.survival), "", "")
+    for row in report.explanations[:SHOWN]:
+        length = row.predicted.acceptance_length
+        shown = "none" if length is None else f"{length:.3f}"
+        table.add_row(row.name, shown, _survival(row.predicted.survival), f"{row.posterior:.2g}", row.says)
+    return table
+
+
+def _survival(values: Sequence[float | None]) -> str:
+    return " ".join("?" if value is None else f"{value:.2f}" for value in values) or "unknown"

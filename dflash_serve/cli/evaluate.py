@@ -2,100 +2,193 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from dflash_serve.backend import Engine, Prompt, embedded_backend
 from dflash_serve.cli.comparison import speed_up
-from dflash_serve.cli.generate import BUNDLED
+from dflash_serve.cli.options import BUNDLED, Drafter, Json, Target, Temperature
+from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.provenance import Environment, environment
+from dflash_serve.errors import UserError
+from dflash_serve.speculation.params import SamplingParams
 
 if TYPE_CHECKING:
-    from dflash_serve.speculation.params import SamplingParams
-    from dflash_torch.evaluation import Evaluation
-    from dflash_torch.faults.fault import Fault
+    from rich.table import Table
+
+AS_IT_IS = "as it is"
+"""The drafter with its own features, as opposed to the controls."""
+
+
+class TaskFigures(Frozen):
+    """One task under one control or none."""
+
+    prompts: int
+    steps: float | None
+    """Steps without speculation included; τ and survival are over those that speculated."""
+    tokens: float | None
+    acceptance_length: float | None
+    survival: list[float | None]
+    """By slot."""
+    speed_up: float | None = None
+    """Tokens/s by those without speculation, one prompt at a time; None = not timed."""
+
+
+class EvaluationReport(Frozen):
+    """Every figure is at the one `width`."""
+
+    target: str
+    drafter: str
+    width: int | Literal["auto"]
+    """Slots verified a step; auto = what the engine chose, step by step."""
+    max_tokens: int
+    temperature: float
+    dtype: str
+    environment: Environment
+    tasks: dict[str, dict[str, TaskFigures]]
+    """Task -> `AS_IT_IS` or the control's name -> figures."""
 
 
 def evaluate(
     task: Annotated[
         list[str], typer.Option(help="gsm8k, math500, mbpp, mt-bench (from the hub), humaneval, or NAME=FILE.jsonl.")
     ],
-    target: Annotated[str, typer.Option(help="Hub id, folder, or the bundled smollm2.")] = BUNDLED,
-    drafter: Annotated[str, typer.Option(help="Likewise.")] = BUNDLED,
+    target: Target = BUNDLED,
+    drafter: Drafter = BUNDLED,
     prompts: Annotated[int, typer.Option(help="Prompts of each task.", min=1)] = 20,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.", min=2)] = 128,
-    width: Annotated[int | None, typer.Option(help="Slots verified a step. [default: the whole block]")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2)] = 128,
+    width: Annotated[
+        str | None, typer.Option(help="Slots verified a step: a number or auto. [default: the whole block]")
+    ] = None,
+    temperature: Temperature = 0.0,
     batch: Annotated[int, typer.Option(help="Prompts at once.", min=1)] = 16,
-    controls: Annotated[bool, typer.Option(help="Repeat with features shuffled, zeroed and off by a layer.")] = True,
+    controls: Annotated[
+        bool | None, typer.Option(help="Repeat with spoilt features. [default: yes, but not at --width auto]")
+    ] = None,
     speed: Annotated[int, typer.Option(help="Prompts timed alone, with and without speculation in turns.", min=0)] = 4,
-    output: Annotated[Path | None, typer.Option(help="Write JSON here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    output: Annotated[Path | None, typer.Option(help="File for the figures, JSON.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Measure what a drafter is worth, task by task."""
+    from dflash_serve.prompts.tasks import task_prompts
+
+    tasks = {name: _messages(texts[:prompts]) for name, texts in map(task_prompts, task)}
+    if width == "auto" and controls:
+        raise UserError("controls need a fixed width", where="--controls", do="give --width a number, or leave it out")
+    target, drafter = target or BUNDLED, drafter or BUNDLED
+    engine, chosen = _start(target, drafter, width, batch)
+    evaluation = _Evaluation(engine, chosen, SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0))
+    report = EvaluationReport(
+        target=target,
+        drafter=drafter,
+        width=chosen,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        dtype=engine.dtype,
+        environment=environment(),
+        tasks={name: evaluation.task(name, asked, controls is not False, speed) for name, asked in tasks.items()},
+    )
+    _put(report, output, as_json)
+
+
+def _messages(texts: list[str]) -> list[Prompt]:
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def _start(target: str, drafter: str, width: str | None, batch: int) -> tuple[Engine, int | Literal["auto"]]:
+    """The engine at the width that was asked for, and that width.
+
+    Raises:
+        UserError: anything about them that does not fit, or a width without speculation.
+    """
+    from dflash_serve.checkpoint.reader import read_config
+    from dflash_serve.deployment import load_deployment
+
+    flags = {
+        "target": {"model": target},
+        "drafter": {"model": drafter},
+        "speculation": {"width": read_config(drafter)[0].block_size if width is None else width},
+        "limits": {"max_batch_size": batch},
+    }
+    deployment = load_deployment(flags=flags)
+    chosen = deployment.speculation.width
+    if chosen == "off" or chosen == 1:
+        raise UserError("without speculation nothing is accepted", where="--width", do="give 2 or more, or auto")
+    return embedded_backend().engine(deployment), chosen
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """Measures tasks with one engine at one width, all with the same sampling."""
+
+    engine: Engine
+    width: int | Literal["auto"]
+    params: SamplingParams
+
+    def task(self, name: str, asked: list[Prompt], controls: bool, speed: int) -> dict[str, TaskFigures]:
+        """As it is and under the controls; the first `speed` prompts are timed, too.
+
+        Controls run at a fixed width alone: with a spoilt drafter `auto` would hardly speculate, and compare other
+        steps.
+        """
+        if self.width == "auto":
+            sound = self._measure(self.engine, name, asked)
+        else:
+            sound = self._measure(self.engine.fixed(self.width), name, asked)
+        if speed:
+            sound = sound.model_copy(update={"speed_up": speed_up(self.engine, asked[:speed], self.params)})
+        rows = {AS_IT_IS: sound}
+        if self.width != "auto" and controls:
+            for control in self.engine.controls:
+                spoilt = self.engine.fixed(self.width, fault=control)
+                rows[control] = self._measure(spoilt, f"{name}, {control}", asked)
+        return rows
+
+    def _measure(self, engine: Engine, label: str, asked: list[Prompt]) -> TaskFigures:
+        from rich.progress import track
+
+        from dflash_serve.speculation.statistics import total
+
+        stream = engine.stream(asked, [self.params] * len(asked))
+        finished = (chunk for chunk in stream if chunk.finish_reason is not None)
+        for _ in track(finished, label, total=len(asked), transient=True):
+            pass
+        whole = total(output.statistics for output in stream.outputs())
+        return TaskFigures(
+            prompts=len(asked),
+            steps=whole.steps,
+            tokens=whole.tokens,
+            acceptance_length=whole.acceptance_length,
+            survival=whole.survival(engine.block_size if self.width == "auto" else self.width),
+        )
+
+
+def _put(report: EvaluationReport, output: Path | None, as_json: bool) -> None:
+    """Writes the figures where they are wanted."""
     from rich.console import Console
 
-    from dflash_serve import LLM, SamplingParams
-    from dflash_serve.prompts.tasks import task_prompts
-    from dflash_serve.training.provenance import commit, hardware, versions
-    from dflash_torch.controls import controls as controls_of
-    from dflash_torch.evaluation import Evaluation
+    from dflash_serve.common.files import write_whole
 
-    tasks = {name: texts[:prompts] for name, texts in map(task_prompts, task)}
-    fixed: dict[str, Any] = {"width": "auto" if width is None else width}
-    llm = LLM(target, drafter, max_batch_size=batch, **fixed)
-    scheduler: Any = llm.engine.scheduler  # type: ignore[attr-defined]
-    evaluation = Evaluation(llm.engine, width or scheduler.speculator.block_size)  # type: ignore[arg-type]
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
-    settings = {"target": target, "drafter": drafter, "width": evaluation.width, "max_tokens": max_tokens}
-    where = {"commit": commit(), "versions": versions(), "hardware": hardware(scheduler.target.embedding.device)}
-    report: dict[str, Any] = {**settings, "temperature": temperature, **where, "tasks": {}}
-    for name, texts in tasks.items():
-        faults = {"as it is": None, **(controls_of(scheduler.speculator) if controls else {})}
-        report["tasks"][name] = {
-            variant: _measure(evaluation, name, texts, params, fault) for variant, fault in faults.items()
-        }
-        if speed:
-            asked = [[{"role": "user", "content": text}] for text in texts[:speed]]
-            report["tasks"][name]["as it is"]["speed_up"] = speed_up(llm.engine, asked, params)
     if output is not None:
-        output.write_text(json.dumps(report, indent=1) + "\n")
+        write_whole(output, report.model_dump_json(indent=1) + "\n", do="name another --output")
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        typer.echo(report.model_dump_json(indent=2))
     else:
         Console().print(_table(report))
 
 
-def _measure(
-    evaluation: Evaluation, name: str, texts: list[str], params: SamplingParams, fault: Fault | None
-) -> dict[str, Any]:
-    from rich.progress import track
-
-    from dflash_serve.speculation.statistics import AcceptanceStatistics
-
-    asked = [[{"role": "user", "content": text}] for text in texts]
-    label = f"{name}, {fault.name}" if fault else name
-    each = track(evaluation.run(asked, params, fault), label, total=len(asked), transient=True)
-    total = sum(each, start=AcceptanceStatistics())
-    return {
-        "prompts": len(texts),
-        "steps": total.steps,
-        "tokens": total.tokens,
-        "acceptance_length": total.acceptance_length,
-        "survival": total.survival(evaluation.width),
-    }
-
-
-def _table(report: dict[str, Any]) -> Any:
+def _table(report: EvaluationReport) -> Table:
     from rich.table import Table
 
-    table = Table("task", "features", "prompts", "τ", "survival by slot", "speed-up")
-    for task, variants in report["tasks"].items():
-        for name, row in variants.items():
-            survival = " ".join("?" if value is None else f"{value:.2f}" for value in row["survival"])
-            length = row["acceptance_length"]
-            shown = "unknown" if length is None else f"{length:.3f}"
-            ratio = row.get("speed_up")
-            table.add_row(task, name, str(row["prompts"]), shown, survival, f"{ratio:.2f}" if ratio else "")
+    columns = ("task", "features", "prompts", "τ", "survival by slot", "speed-up")
+    table = Table(*columns, caption=f"width {report.width}")
+    for task, rows in report.tasks.items():
+        for name, row in rows.items():
+            survival = " ".join("?" if value is None else f"{value:.2f}" for value in row.survival)
+            length = "unknown" if row.acceptance_length is None else f"{row.acceptance_length:.3f}"
+            ratio = "" if row.speed_up is None else f"{row.speed_up:.2f}"
+            table.add_row(task, name, str(row.prompts), length, survival, ratio)
     return table

@@ -4,63 +4,55 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.cli.options import BUNDLED, BlockSize, Drafter, Dtype, Json, MaxTokens, Target, Temperature, Width
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dflash_serve.backend import Engine, Prompt
-    from dflash_serve.cli.comparison import Run
+    from dflash_serve.backend import Prompt
+    from dflash_serve.cli.comparison import Comparison, TimedRun
+    from dflash_serve.llm import LLM
     from dflash_serve.speculation.params import SamplingParams
-
-BUNDLED = "smollm2"
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask.")],
-    target: Annotated[str, typer.Option(help="Hub id, folder, or the bundled smollm2.")] = BUNDLED,
-    drafter: Annotated[str | None, typer.Option(help="Likewise; smollm2 goes with the bundled target.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="B, the anchor counted. [default: the drafter's]")] = None,
-    width: Annotated[str, typer.Option(help="Slots verified a step: a number, auto or off.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    target: Target = BUNDLED,
+    drafter: Drafter = None,
+    block_size: BlockSize = None,
+    width: Width = "auto",
+    dtype: Dtype = "auto",
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this mass; 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0 is off.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Measure the same prompt without speculation, side by side.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON at the end instead of text.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Stream an answer, then print acceptance length, survival and speed."""
     from rich.console import Console
 
     console = Console(stderr=as_json, highlight=False)
-    if drafter is None and target == BUNDLED:
-        drafter = BUNDLED
-    flags: dict[str, Any] = {
-        "target": {"model": target},
-        "drafter": {"model": drafter},
-        "speculation": {"block_size": block_size, "width": width},
-        "hardware": {"dtype": dtype},
-        "limits": {"max_batch_size": 1},
-    }
-    deployment = load_deployment(flags=flags)
     params = _params(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
-    engine = _start(deployment, console)
+    llm = _load(console, target or BUNDLED, drafter, block_size=block_size, width=width, dtype=dtype)
     asked: Prompt = prompt if raw else [{"role": "user", "content": prompt}]
-    run, report = _run(engine, asked, params, console, compare, show=not as_json)
+    run = _answer(llm, asked, params, console, show=not as_json)
+    comparison = _compare(llm, asked, params, run, console) if compare else None
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        typer.echo(json.dumps(_report(run, comparison), indent=2))
     else:
-        _print(console, deployment, run, report)
-    if compare and not report["comparison"]["same_tokens"] and temperature == 0:
+        for line in _summary(llm, run, comparison):
+            console.print(line, soft_wrap=True)
+    if comparison is not None and not comparison.same_tokens and temperature == 0:
         console.print("[yellow]The two answers differ: in bfloat16 a near-tie may, in float32 it is a fault.")
         raise typer.Exit(1)
 
@@ -78,24 +70,44 @@ def _params(**given: Any) -> SamplingParams:
         raise UserError(describe(error)) from None
 
 
-def _start(deployment: Deployment, console: Console) -> Engine:
-    from dflash_serve.backend import embedded_backend
+def _load(console: Console, target: str, drafter: str | None, **settings: Any) -> LLM:
+    """The pair; the bundled target brings its drafter."""
+    from dflash_serve.llm import LLM
 
-    with console.status(f"loading {deployment.target.model} (the first time it is converted and measured)"):
-        return embedded_backend().engine(deployment)
+    if drafter is None and target == BUNDLED:
+        drafter = BUNDLED
+    with console.status(f"loading {target} (the first time it is converted and measured)"):
+        return LLM(target, drafter, max_batch_size=1, **settings)
 
 
-def _run(
-    engine: Engine, prompt: Prompt, params: SamplingParams, console: Console, compare: bool, *, show: bool
-) -> tuple[Run, dict[str, Any]]:
-    from dflash_serve.cli.comparison import compare_with_plain, timed
+def _answer(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console, *, show: bool) -> TimedRun:
+    """Runs the prompt, showing its text as it comes."""
+    from dflash_serve.cli.comparison import time_run
 
     def echo(text: str) -> None:
         if show:
             console.print(text, end="", markup=False, soft_wrap=True)
 
-    run = timed(engine, prompt, params, echo)
+    run = time_run(llm.engine, prompt, params, echo)
     echo("\n\n")
+    return run
+
+
+def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, run: TimedRun, console: Console) -> Comparison:
+    from dflash_serve.cli.comparison import compare_with_plain
+
+    with console.status("the same prompt with and without speculation, in turns"):
+        return compare_with_plain(llm.engine, prompt, params, run)
+
+
+def _survival(run: TimedRun) -> list[float | None]:
+    """Of every slot that a step has verified."""
+    statistics = run.output.statistics
+    return statistics.survival(max(statistics.widths or (), default=1))
+
+
+def _report(run: TimedRun, comparison: Comparison | None) -> dict[str, Any]:
+    """For JSON."""
     output = run.output
     report = {
         "text": output.text,
@@ -104,35 +116,27 @@ def _run(
         "tokens_per_second": run.tokens_per_second,
         "acceptance_length": output.statistics.acceptance_length,
         "tokens_per_step": output.statistics.tokens_per_step,
-        "survival": output.statistics.survival(max(output.statistics.widths or (), default=1)),
+        "survival": _survival(run),
         "widths": output.statistics.widths,
     }
-    if compare:
-        with console.status("the same prompt with and without speculation, in turns"):
-            report["comparison"] = compare_with_plain(engine, prompt, params, run)
-    return run, report
+    return report if comparison is None else report | {"comparison": asdict(comparison)}
 
 
-def _print(console: Console, deployment: Deployment, run: Run, report: dict[str, Any]) -> None:
-    for line in _summary(deployment, report):
-        console.print(line, soft_wrap=True)
-
-
-def _summary(deployment: Deployment, report: dict[str, Any]) -> Iterator[str]:
-    speed = report["tokens_per_second"]
-    yield f"{report['tokens']} tokens, {_number(speed)} tokens/s"
-    if report["acceptance_length"] is not None:
-        survival = " ".join(_number(value, 2) for value in report["survival"])
-        widths = ", ".join(f"{width}: {steps}" for width, steps in report["widths"].items())
-        yield f"acceptance length τ = {_number(report['acceptance_length'], 2)}; survival by slot {survival}"
-        yield f"width ({deployment.speculation.width}) x steps: {widths}"
-    if "comparison" in report:
-        beside = report["comparison"]
-        same = "identical tokens" if beside["same_tokens"] else "DIFFERENT tokens"
+def _summary(llm: LLM, run: TimedRun, comparison: Comparison | None) -> Iterator[str]:
+    """Lines for people."""
+    statistics = run.output.statistics
+    yield f"{len(run.output.token_ids)} tokens, {_number(run.tokens_per_second)} tokens/s"
+    if statistics.acceptance_length is not None:
+        survival = " ".join(_number(value, 2) for value in _survival(run))
+        widths = ", ".join(f"{width}: {steps}" for width, steps in (statistics.widths or {}).items())
+        yield f"acceptance length τ = {_number(statistics.acceptance_length, 2)}; survival by slot {survival}"
+        yield f"width ({llm.deployment.speculation.width}) x steps: {widths}"
+    if comparison is not None:
+        same = "identical tokens" if comparison.same_tokens else "DIFFERENT tokens"
         yield (
-            f"without speculation {_number(beside['plain_tokens_per_second'])} tokens/s, "
-            f"with {_number(beside['tokens_per_second'])}: [bold]{_number(beside['ratio'], 2)}x[/bold] "
-            f"(medians of {beside['rounds']} interleaved runs), {same}"
+            f"without speculation {_number(comparison.plain_tokens_per_second)} tokens/s, "
+            f"with {_number(comparison.tokens_per_second)}: [bold]{_number(comparison.ratio, 2)}x[/bold] "
+            f"(medians of {comparison.rounds} interleaved runs), {same}"
         )
 
 

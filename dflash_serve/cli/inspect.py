@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 def inspect(
     drafter: Annotated[str, typer.Argument(metavar="PATH_OR_ID", help="Folder or hub id of a drafter.")],
-    target: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="Check it against this target.")] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="PATH_OR_ID", help="Target to check it against, folder or hub id.")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Commit of the drafter's hub repository.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Describe a drafter and list everything wrong with it. Exit code 2 where there is anything."""
     from dflash_serve.checkpoint.pairing import check_pairing

@@ -1,13 +1,16 @@
-"""`dflash-serve`: one verb, one module. Nothing here imports torch, so `--help` answers at once."""
+"""`dflash-serve`: one verb, one module. Nothing here imports torch, so `--help` answers at once.
+
+Verbs of rooms that the core does not know (`build`) are found by their entry points.
+"""
 
 from __future__ import annotations
 
 import sys
+from importlib.metadata import entry_points
 
 import typer
 
 from dflash_serve.cli.bench import bench
-from dflash_serve.cli.build import build
 from dflash_serve.cli.convert import convert
 from dflash_serve.cli.deploy import deploy
 from dflash_serve.cli.doctor import doctor
@@ -25,8 +28,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (generate, serve, inspect, convert, train, evaluate, verify, doctor, bench, build, deploy):
+for verb in (generate, serve, inspect, convert, train, evaluate, verify, doctor, bench, deploy):
     app.command()(verb)
+for point in entry_points(group="dflash_serve.verbs"):
+    app.command()(point.load())
 
 
 def run() -> None:

@@ -18,12 +18,12 @@ Target = Annotated[str | None, typer.Option(help="Target: hub id, folder, or the
 Drafter = Annotated[str | None, typer.Option(help="Drafter: hub id, folder, or the bundled smollm2.")]
 Backend = Annotated[str, typer.Option("--backend", help="Installed backend: torch (embedded), sglang, tensorrt-llm.")]
 BlockSize = Annotated[
-    int | None, typer.Option(help="B: slots of a block, the anchor counted. [default: the drafter's own]", min=2)
+    int | None, typer.Option(help="B: slots of a block, the anchor counted. [default: the drafter's own]")
 ]
 Width = Annotated[str | None, typer.Option(help="Slots verified in a step: a number, auto or off.")]
 Dtype = Annotated[str | None, typer.Option(help="What is computed in: auto, float32 or bfloat16.")]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)]
-Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0)]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
 ServedModel = Annotated[str | None, typer.Option(help="Name of the served model. [default: the first one listed]")]
 ApiKeyFile = Annotated[
     Path | None,

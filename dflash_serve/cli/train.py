@@ -10,7 +10,7 @@ import typer
 
 
 class Stage(StrEnum):
-    """How far to go."""
+    """The stages of a training run at which it can stop."""
 
     data = "data"
     all = "all"
@@ -22,11 +22,11 @@ def train(
         "drafter"
     ),
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint in the output folder.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    stage: Annotated[Stage, typer.Option(help="data: stop once the target's answers are there.")] = Stage.all,
+    device: Annotated[str, typer.Option(help="Where to train: auto, cpu, cuda or cuda:N.")] = "auto",
+    stage: Annotated[Stage, typer.Option(help="How far to go; data: until the answers are there.")] = Stage.all,
 ) -> None:
     """Train a drafter for a target on answers the target writes itself."""
-    from dflash_serve.training.memory import keep_freed_memory
+    from dflash_serve.common.malloc import keep_freed_memory
 
     keep_freed_memory()  # before torch
     from dflash_serve.models.loader import load_target, load_tokenizer

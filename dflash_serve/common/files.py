@@ -66,6 +66,19 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def mend_folder(folder: Path) -> None:
+    """Mends what a process killed inside `whole_folder` left: what it had moved aside comes back, its scratch goes.
+
+    Not to be called while another process may be writing the folder.
+    """
+    leftovers = sorted(folder.parent.glob(f".{folder.name}.*"), key=lambda path: path.stat().st_mtime)
+    for path in reversed(leftovers):
+        if path.suffix == ".old" and not folder.exists():
+            path.rename(folder)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _scratch(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
 

@@ -1,4 +1,4 @@
-"""Servers that we start ourselves, as `serve` starts them, and that never outlive us."""
+"""Servers and other commands that we start ourselves, and that never outlive us."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dflash_serve.backend import Command, ServerBackend
+from dflash_serve.backend import ServerBackend
 from dflash_serve.common.http import page_status
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
@@ -40,11 +40,29 @@ def running_server(
     folder.mkdir(parents=True, exist_ok=True)
     backend.prepare(deployment, folder)
     port, log = _free_port(), folder / "server.log"
-    process = _start(backend.command(deployment, folder, port=port), log)
+    command = backend.command(deployment, folder, port=port)
+    process = _start(command.argv, log, {**os.environ, **command.env})
     try:
         url = f"http://127.0.0.1:{port}"
         _wait(process, url + backend.facts.probes.ready, log, patience)
         yield url
+    finally:
+        _stop(process)
+
+
+def run_command(argv: Sequence[str], log: Path, *, env: Mapping[str, str]) -> int:
+    """Runs a command to its end and gives its exit code; if we are interrupted, it and its children are gone.
+
+    Args:
+        log: its output is appended there.
+        env: its whole environment.
+
+    Raises:
+        UserError: it cannot be started.
+    """
+    process = _start(argv, log, env)
+    try:
+        return process.wait()
     finally:
         _stop(process)
 
@@ -63,21 +81,21 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _start(command: Command, log: Path) -> subprocess.Popen[bytes]:
+def _start(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Starts it in a session of its own, so that its children can be stopped with it."""
     with log.open("ab") as out:
         try:
             return subprocess.Popen(  # noqa: S603 - argv, no shell
-                command.argv,
+                argv,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **command.env},
+                env=env,
                 start_new_session=True,
             )
         except OSError as error:
             do = "install what the backend needs"
-            raise UserError(f"cannot be started ({error.strerror})", where=command.argv[0], do=do) from None
+            raise UserError(f"cannot be started ({error.strerror})", where=argv[0], do=do) from None
 
 
 def _wait(process: subprocess.Popen[bytes], ready: str, log: Path, patience: float) -> None:

@@ -1,25 +1,38 @@
-"""Our Helm chart: its values for a workload, and its manifests where helm is installed."""
+"""Our Helm chart: its values for a workload, its manifests where helm is installed, and its generated files.
+
+`python -m dflash_serve.deploying.chart` writes the generated files anew: the schema of its values, the engines that it
+knows, and Grafana's dashboard.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from dflash_serve.backend import EngineFacts, backend
 from dflash_serve.errors import UserError
 
-from .handover import pod_annotations, pod_labels
-from .startup import gigabytes
-from .workload import Document, Workload
+from .chart_values import Engine, EngineProbes, Values
+from .dashboard import dashboard
+from .workload import Document, Workload, yaml_text
 
 CHART = "deploy/helm/dflash-serve"
+KNOWN = ("torch", "sglang", "tensorrt-llm")
+"""Backends that the chart has images, checks and acceptance probes for; others bring their `engine` in the values."""
+SCHEMA, ENGINES, DASHBOARD = "values.schema.json", "files/engines.yaml", "dashboards/dflash-serve.json"
+DIALECT = "http://json-schema.org/draft-07/schema#"
+"""Helm 3's validator knows no later one."""
+GLOBAL = {"type": "object", "description": "Helm gives every subchart these; none is read."}
 
 
-def values(workload: Workload, deployment_yaml: str) -> Iterator[Document]:
+def values(workload: Workload) -> Iterator[Document]:
     """The chart's values: the deployment as it is, and what Kubernetes must be told besides.
 
     Raises:
@@ -27,13 +40,28 @@ def values(workload: Workload, deployment_yaml: str) -> Iterator[Document]:
     """
     found = {
         "backend": workload.backend,
-        "deployment": yaml.safe_load(deployment_yaml),
+        "engine": {} if workload.backend in KNOWN else _engine(workload.facts),
+        "deployment": workload.fields,
         "image": _image(workload.image),
-        "startup": {"gigabytes": gigabytes(workload)},
-        "podLabels": pod_labels(workload),
-        "podAnnotations": pod_annotations(workload),
+        "startup": {"gigabytes": workload.gigabytes},
+        "podLabels": workload.pod_labels,
+        "podAnnotations": workload.pod_annotations,
     }
     yield {name: value for name, value in found.items() if value not in ({}, {"gigabytes": None})}
+
+
+def _engine(facts: EngineFacts) -> Document:
+    """An engine's facts as the chart's templates read them."""
+    probes = EngineProbes(started=facts.probes.started, live=facts.probes.live, ready=facts.probes.ready)
+    engine = Engine(
+        probes=probes,
+        metrics_path=facts.metrics.path,
+        queued=facts.metrics.queued,
+        needs_gpu=facts.needs_gpu,
+        server_flags=list(facts.server_flags),
+        environment=dict(facts.environment),
+    )
+    return engine.model_dump(by_alias=True)
 
 
 def _image(image: str | None) -> dict[str, str]:
@@ -48,13 +76,13 @@ def _image(image: str | None) -> dict[str, str]:
     return {"repository": repository, "digest": digest}
 
 
-def manifests(workload: Workload, deployment_yaml: str) -> Iterator[Document]:
+def manifests(workload: Workload) -> Iterator[Document]:
     """What `helm install` would apply, without a cluster's answer.
 
     Raises:
         UserError: helm is not installed, or refuses the values.
     """
-    (given,) = values(workload, deployment_yaml)
+    (given,) = values(workload)
     yield from (document for document in yaml.safe_load_all(template(workload.name, given)) if document)
 
 
@@ -89,3 +117,38 @@ def chart() -> Path:
         if (folder / "Chart.yaml").is_file():
             return folder
     raise UserError("the chart is not there", where=str(here / "chart"), do="install dflash-serve again")
+
+
+def values_schema() -> dict[str, Any]:
+    """The JSON Schema of values.yaml, from the types of `chart_values` and the Deployment, for both Helm versions."""
+    schema = _draft_07(Values.model_json_schema(by_alias=True))
+    definitions = schema.pop("definitions")
+    schema["properties"]["global"] = GLOBAL
+    return {"$schema": DIALECT, "title": "dflash-serve", **schema, "definitions": definitions}
+
+
+def _draft_07(node: Any) -> Any:
+    """$defs were called definitions, and pydantic's titles only repeat the names of keys."""
+    if isinstance(node, list):
+        return [_draft_07(value) for value in node]
+    if not isinstance(node, dict):
+        return node
+    renamed = {"definitions" if key == "$defs" else key: _draft_07(value) for key, value in node.items()}
+    if "$ref" in renamed:
+        renamed["$ref"] = renamed["$ref"].replace("#/$defs/", "#/definitions/")
+    return {key: value for key, value in renamed.items() if key != "title" or not isinstance(value, str)}
+
+
+def generated_files() -> dict[str, str]:
+    """Path in the chart -> text, of every file that is made from types and from engines' facts."""
+    engines = {name: _engine(backend(name).facts) for name in KNOWN}
+    return {
+        SCHEMA: json.dumps(values_schema(), indent=2) + "\n",
+        ENGINES: f"# Made by `python -m {__spec__.name}` from the backends' facts.\n" + yaml_text(engines),
+        DASHBOARD: json.dumps(dashboard(), indent=1) + "\n",
+    }
+
+
+if __name__ == "__main__":
+    for name, text in generated_files().items():
+        (chart() / name).write_text(text, encoding="utf-8")

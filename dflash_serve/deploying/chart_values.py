@@ -13,8 +13,15 @@ from pydantic.alias_generators import to_camel
 
 from dflash_serve.deployment import Deployment
 
-from .ending import DRAIN_SECONDS, MARGIN_SECONDS, PRE_STOP_SECONDS
-from .workload import SHARED_MEMORY_GIB, USER, BackendName
+from .workload import (
+    BASE_SECONDS,
+    DRAIN_SECONDS,
+    GIGABYTES_PER_SECOND,
+    MARGIN_SECONDS,
+    PRE_STOP_SECONDS,
+    SHARED_MEMORY_GIB,
+    USER,
+)
 
 
 class Section(BaseModel):
@@ -126,10 +133,10 @@ class Build(Section):
 class Startup(Section):
     """How long a load may take."""
 
-    base_seconds: int = 300
+    base_seconds: int = BASE_SECONDS
     gigabytes: float | None = None
     """Weights of target and drafter; None = as much as the GPUs hold."""
-    gigabytes_per_second: float = 0.5
+    gigabytes_per_second: float = GIGABYTES_PER_SECOND
 
 
 class Readiness(Section):
@@ -154,6 +161,32 @@ class Rollout(Section):
     max_unavailable: int = Field(1, ge=0)
 
 
+class EngineProbes(Section):
+    """Paths that the engine's own server answers."""
+
+    started: str
+    """Everything is loaded."""
+    live: str
+    """Shallow: says no only when a new process would help."""
+    ready: str
+    """Deep: new requests are taken and answered."""
+
+
+class Engine(Section):
+    """How a backend is run and asked; `deploy --render helm` writes it for one that the chart does not know."""
+
+    probes: EngineProbes
+    metrics_path: str
+    """Page of its Prometheus metrics."""
+    queued: str
+    """Gauge of requests that wait, by which replicas are added."""
+    needs_gpu: bool
+    server_flags: list[str] = []
+    """Options of `serve` that its own server has, such as drain-seconds and api-key-file."""
+    environment: dict[str, str] = {}
+    """Variables of its container."""
+
+
 class Disruption(Section):
     """The PodDisruptionBudget."""
 
@@ -173,7 +206,7 @@ class Autoscaling(Section):
 
 
 class Service(Section):
-    """The door."""
+    """The Kubernetes Service in front of the pods."""
 
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     port: int = 80
@@ -236,7 +269,9 @@ class Variable(Section):
 class Values(Section):
     """values.yaml."""
 
-    backend: BackendName = "sglang"
+    backend: str = "sglang"
+    engine: Engine | None = None
+    """None = backend is one that the chart knows."""
     deployment: Deployment
     image: Image = Image()
     replicas: int = 1

@@ -6,17 +6,27 @@ from collections.abc import Iterator
 
 from dflash_serve.errors import UserError
 
-from .ending import DRAIN_SECONDS, MARGIN_SECONDS
-from .endpoints import ENDPOINTS
 from .pod import PROBE_SECONDS, READY_TIMEOUT
-from .startup import startup_seconds
-from .workload import CACHE, CONFIG, MODELS, PORT, PREPARED, SHARED_MEMORY_GIB, USER, Document, Workload
+from .workload import (
+    CACHE,
+    CONFIG,
+    DRAIN_SECONDS,
+    MARGIN_SECONDS,
+    MODELS,
+    PORT,
+    PREPARED,
+    SHARED_MEMORY_GIB,
+    USER,
+    Document,
+    Workload,
+    yaml_text,
+)
 
 HEALTHY = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}{path}', timeout={timeout})"
 """The images have Python, and no curl."""
 
 
-def compose(workload: Workload, deployment_yaml: str) -> Iterator[Document]:
+def compose(workload: Workload) -> Iterator[Document]:
     """The one document of a compose file.
 
     Raises:
@@ -26,7 +36,7 @@ def compose(workload: Workload, deployment_yaml: str) -> Iterator[Document]:
         what = f"{workload.deployment.parallel.nodes} nodes do not fit into a compose file"
         raise UserError(what, where="parallel.nodes", do="use --render helm or manifests")
     # Compose replaces $NAME inside the text; $$ is a plain dollar.
-    config = {"content": deployment_yaml.replace("$", "$$")}
+    config = {"content": yaml_text(workload.fields).replace("$", "$$")}
     yield {
         "name": workload.name,
         "services": {"server": _service(workload)},
@@ -36,7 +46,7 @@ def compose(workload: Workload, deployment_yaml: str) -> Iterator[Document]:
 
 
 def _service(workload: Workload) -> Document:
-    ready = HEALTHY.format(port=PORT, path=ENDPOINTS[workload.backend].ready, timeout=READY_TIMEOUT)
+    ready = HEALTHY.format(port=PORT, path=workload.facts.probes.ready, timeout=READY_TIMEOUT)
     service: dict[str, object] = {
         "image": workload.container_image,
         "entrypoint": list(workload.command),
@@ -55,7 +65,7 @@ def _service(workload: Workload) -> Document:
             "interval": f"{PROBE_SECONDS}s",
             "timeout": f"{READY_TIMEOUT + 5}s",
             "retries": 3,
-            "start_period": f"{startup_seconds(workload)}s",
+            "start_period": f"{workload.startup_seconds}s",
         },
         "stop_grace_period": f"{DRAIN_SECONDS + MARGIN_SECONDS}s",
         "restart": "unless-stopped",

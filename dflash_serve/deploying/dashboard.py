@@ -1,26 +1,42 @@
-"""The Grafana dashboard around the panels; `python -m dflash_serve.deploying.dashboard` prints the chart's file."""
+"""Grafana's dashboard: what a user of DFlash wants to see, in PromQL, for all installed backends.
+
+Whichever engine runs fills the panels. Acceptance length counts the bonus token, whichever engine says it. What an
+engine does not report is empty, never 0. Grafana's model is schema 39 (Grafana 11).
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from .dashboard_panels import ROWS, Panel
-from .endpoints import ENDPOINTS
+from dflash_serve.backend import EngineFacts, Line, backend, installed
+from dflash_serve.common.promql import gauge, quantile, rate
+
 from .workload import Document
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDE, HIGH = 8, 8
-"""Grafana's grid is 24 wide."""
+"""Of a panel; Grafana's grid is 24 wide."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One graph: a line for each engine that can say it."""
+
+    title: str
+    about: str
+    unit: str
+    lines: Sequence[Line]
 
 
 def dashboard() -> Document:
-    """Grafana's model of it (schema 39, Grafana 11)."""
-    panels: list[Document] = []
-    for title, row in ROWS.items():
-        top = HIGH * len(panels)  # far enough below: Grafana closes the gaps
-        place = {"x": 0, "y": top, "w": 24, "h": 1}
-        panels.append({"id": len(panels) + 1, "type": "row", "title": title, "gridPos": place, "panels": []})
-        panels += [_graph(panel, len(panels) + 1 + i, top + 1, i) for i, panel in enumerate(row)]
+    """The whole dashboard, from the facts of all installed backends."""
+    engines = [backend(name).facts for name in installed()]
+    rows = {
+        "Speculation": _speculation(engines),
+        "What a user feels": _experience(engines),
+        "Load": _load(engines),
+    }
     return {
         "uid": "dflash-serve",
         "title": "dflash-serve",
@@ -29,9 +45,101 @@ def dashboard() -> Document:
         "editable": True,
         "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": _variables()},
-        "panels": panels,
+        "templating": {"list": _variables(engines)},
+        "panels": _placed(rows),
     }
+
+
+def _speculation(engines: Sequence[EngineFacts]) -> list[Panel]:
+    lines = [engine.speculation for engine in engines]
+    return [
+        Panel(
+            "Acceptance length",
+            "Tokens gained per verification, the bonus token counted; 1 = speculation gains nothing.",
+            "short",
+            [each.acceptance_length for each in lines],
+        ),
+        Panel(
+            "Survival by slot",
+            "Probability that a drafted token is accepted, by its slot in the block. A slot 1 near 0 is a drafter that "
+            "does not fit: `dflash-serve doctor`.",
+            "percentunit",
+            [each.survival for each in lines if each.survival is not None],
+        ),
+        Panel(
+            "Width",
+            "Verifications a second by slots verified, the anchor counted; 1 = drafting was found not to pay. "
+            "TensorRT-LLM always verifies whole blocks.",
+            "ops",
+            [each.widths for each in lines if each.widths is not None],
+        ),
+    ]
+
+
+def _experience(engines: Sequence[EngineFacts]) -> list[Panel]:
+    between = [engine.metrics.inter_token_latency for engine in engines]
+    return [
+        Panel(
+            "Interactivity",
+            "Tokens a second that one user sees: one over the median time between tokens.",
+            "short",
+            [("tokens/s a user", f"1 / {quantile(0.5, name)}") for name in between],
+        ),
+        Panel("Time between tokens", "Inter-token latency; of a request, over its answer.", "s", _quantiles(between)),
+        Panel(
+            "Time to the first token",
+            "From arrival, the time in the queue included.",
+            "s",
+            _quantiles(engine.metrics.time_to_first_token for engine in engines),
+        ),
+    ]
+
+
+def _load(engines: Sequence[EngineFacts]) -> list[Panel]:
+    metrics = [engine.metrics for engine in engines]
+    running = [("{{pod}}", gauge(each.running)) for each in metrics if each.running]
+    used = [("{{pod}}", gauge(each.kv_cache_usage, fold="max")) for each in metrics if each.kv_cache_usage]
+    return [
+        Panel(
+            "Queue",
+            "Requests that wait to run: what autoscaling looks at.",
+            "short",
+            [("{{pod}}", gauge(each.queued)) for each in metrics],
+        ),
+        Panel("Running", "Requests in the batch.", "short", running),
+        Panel(
+            "Time in the queue",
+            "From arrival to the first step.",
+            "s",
+            _quantiles(each.queue_time for each in metrics),
+        ),
+        Panel(
+            "Tokens", "Generated a second.", "short", [("{{pod}}", rate(each.generated, by="pod")) for each in metrics]
+        ),
+        Panel("K/V in use", "Share of the cache; near 1, requests are put back into the queue.", "percentunit", used),
+        Panel(
+            "Whole answers",
+            "From arrival to the last token.",
+            "s",
+            _quantiles(each.request_latency for each in metrics),
+        ),
+    ]
+
+
+def _quantiles(histograms: Iterable[str]) -> list[Line]:
+    """Median and the slowest hundredth of each."""
+    return [(f"p{100 * q:.0f}", quantile(q, name)) for name in histograms for q in (0.5, 0.99)]
+
+
+def _placed(rows: Mapping[str, Sequence[Panel]]) -> list[Document]:
+    """Rows and their panels on Grafana's grid, numbered from 1."""
+    panels: list[Document] = []
+    for title, row in rows.items():
+        top = HIGH * len(panels)  # far enough below: Grafana closes the gaps
+        place = {"x": 0, "y": top, "w": 24, "h": 1}
+        panels.append({"id": len(panels) + 1, "type": "row", "title": title, "gridPos": place, "panels": []})
+        panels += [_graph(panel, len(panels) + 1 + i, top + 1, i) for i, panel in enumerate(row)]
+    return panels
 
 
 def _graph(panel: Panel, number: int, top: int, index: int) -> Document:
@@ -54,8 +162,8 @@ def _graph(panel: Panel, number: int, top: int, index: int) -> Document:
     }
 
 
-def _variables() -> list[Document]:
-    running = "|".join(str(endpoints.running) for endpoints in ENDPOINTS.values())
+def _variables(engines: Sequence[EngineFacts]) -> list[Document]:
+    running = "|".join(engine.metrics.running for engine in engines if engine.metrics.running)
     many = {"type": "query", "datasource": SOURCE, "multi": True, "includeAll": True, "refresh": 2}
     everything = {"text": "All", "value": "$__all"}
     return [
@@ -75,12 +183,3 @@ def _variables() -> list[Document]:
             "current": everything,
         },
     ]
-
-
-def text() -> str:
-    """As it stands in the chart."""
-    return json.dumps(dashboard(), indent=1) + "\n"
-
-
-if __name__ == "__main__":
-    print(text(), end="")

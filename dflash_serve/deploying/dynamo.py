@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
-from dflash_serve.backend import Command, ServerBackend, backend
+from dflash_serve.backend import Command
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 
-from .ending import DRAIN_SECONDS, MARGIN_SECONDS
 from .pod import config_map, container_security, mounts, pod_security, resources, variables, volumes
-from .workload import CONFIG, PREPARED, SHARED_MEMORY_GIB, Document, Workload
+from .workload import CONFIG, DRAIN_SECONDS, MARGIN_SECONDS, PREPARED, SHARED_MEMORY_GIB, Document, Workload
 
 DYNAMO = "1.6.0"
 """The runtime inside the image: the image's tag is ours, so Dynamo cannot read it there."""
@@ -26,7 +24,7 @@ LISTENING = {"--host", "--port"}
 TRTLLM_OPTIONS = {"--config": "--extra-engine-args"}
 
 
-def dynamo(workload: Workload, deployment_yaml: str) -> Iterator[Document]:
+def dynamo(workload: Workload) -> Iterator[Document]:
     """The deployment's ConfigMap and the graph.
 
     Raises:
@@ -38,7 +36,7 @@ def dynamo(workload: Workload, deployment_yaml: str) -> Iterator[Document]:
     if workload.deployment.role != "whole":
         what = f"one half ({workload.deployment.role}) is not a graph"
         raise UserError(what, where="role", do="render a whole deployment, and split it in the graph")
-    yield config_map(workload, deployment_yaml)
+    yield config_map(workload)
     yield {
         "apiVersion": "nvidia.com/v1beta1",
         "kind": "DynamoGraphDeployment",
@@ -70,8 +68,7 @@ def _one_node_command(workload: Workload) -> Command:
     deployment = workload.deployment
     parallel = deployment.parallel.model_copy(update={"nodes": 1})
     alone: Deployment = deployment.model_copy(update={"parallel": parallel})
-    chosen = cast(ServerBackend, backend(workload.backend))
-    return chosen.command(alone, Path(PREPARED))
+    return workload.server.command(alone, Path(PREPARED))
 
 
 def _without_listening(words: Sequence[str]) -> list[str]:

@@ -1,13 +1,28 @@
-"""The pod of one server, for systems that take a pod and bring their own controller (KServe; in parts Dynamo)."""
+"""The pod of one server, for systems that take a pod and bring their own controller, and KServe's object around it.
+
+KServe's is an InferenceService (serving.kserve.io/v1beta1, Standard mode, KServe 0.16 to 0.21). Not an
+LLMInferenceService: its storage initialiser knows one model, and we have a target and a drafter.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
-from .ending import PRE_STOP_SECONDS, grace_seconds
-from .endpoints import ENDPOINTS
-from .startup import startup_seconds
-from .workload import CONFIG, PORT, SHARED_MEMORY_GIB, USER, WRITABLE, Document, Workload
+from dflash_serve.errors import UserError
+
+from .workload import (
+    CONFIG,
+    GRACE_SECONDS,
+    PORT,
+    PRE_STOP_SECONDS,
+    SHARED_MEMORY_GIB,
+    USER,
+    WRITABLE,
+    Document,
+    Workload,
+    yaml_text,
+)
 
 CONFIG_FOLDER, CONFIG_FILE = CONFIG.rsplit("/", 1)
 TOKEN_FOLDER = "/etc/dflash-serve-hub"  # noqa: S105 - where it is mounted
@@ -16,10 +31,37 @@ READY_TIMEOUT = 30
 """SGLang's deep check gives up after 20 s by itself, and says why."""
 
 
-def config_map(workload: Workload, text: str) -> Document:
+def kserve(workload: Workload) -> Iterator[Document]:
+    """The deployment's ConfigMap and the InferenceService.
+
+    Raises:
+        UserError: the deployment needs more than one node.
+    """
+    if workload.deployment.parallel.nodes > 1:
+        what = f"{workload.deployment.parallel.nodes} nodes, and a predictor of ours is one pod"
+        raise UserError(what, where="parallel.nodes", do="use --render helm or manifests")
+    yield config_map(workload)
+    yield {
+        "apiVersion": "serving.kserve.io/v1beta1",
+        "kind": "InferenceService",
+        "metadata": {
+            "name": workload.name,
+            "labels": {**workload.selector, **workload.pod_labels},
+            "annotations": {"serving.kserve.io/deploymentMode": "Standard", **workload.pod_annotations},
+        },
+        "spec": {"predictor": {"minReplicas": 1, "maxReplicas": 1, **pod(workload, "kserve-container")}},
+    }
+
+
+def config_map(workload: Workload) -> Document:
     """The deployment's file as an object of its own."""
     metadata = {"name": f"{workload.name}-deployment"}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {CONFIG_FILE: text}}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata,
+        "data": {CONFIG_FILE: yaml_text(workload.fields)},
+    }
 
 
 def volumes(workload: Workload) -> list[Document]:
@@ -78,17 +120,17 @@ def resources(workload: Workload) -> Document:
 
 def container(workload: Workload, name: str) -> Document:
     """The server's container."""
-    endpoints = ENDPOINTS[workload.backend]
-    loading = math.ceil(startup_seconds(workload) / PROBE_SECONDS)
+    probes = workload.facts.probes
+    loading = math.ceil(workload.startup_seconds / PROBE_SECONDS)
     return {
         "name": name,
         "image": workload.container_image,
         "command": list(workload.command),
         "env": variables(workload),
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
-        "startupProbe": _probe(endpoints.started, failures=loading),
-        "livenessProbe": _probe(endpoints.live, failures=6),
-        "readinessProbe": _probe(endpoints.ready, failures=3, timeout=READY_TIMEOUT),
+        "startupProbe": _probe(probes.started, failures=loading),
+        "livenessProbe": _probe(probes.live, failures=6),
+        "readinessProbe": _probe(probes.ready, failures=3, timeout=READY_TIMEOUT),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_SECONDS}}},
         "resources": resources(workload),
         "securityContext": container_security(),
@@ -101,7 +143,7 @@ def pod(workload: Workload, name: str) -> Document:
     return {
         "containers": [container(workload, name)],
         "securityContext": pod_security(),
-        "terminationGracePeriodSeconds": grace_seconds(),
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,  # Kubernetes' DFLASH_SERVE_* variables would look like our settings
         "volumes": volumes(workload),

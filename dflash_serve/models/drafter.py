@@ -92,8 +92,8 @@ class Layer(nn.Module):
         return out
 
 
-def modules(items: Iterable[Module]) -> Sequence[Module]:
-    """A ModuleList that type checkers see as a sequence of what is in it."""
+def as_module_list(items: Iterable[Module]) -> Sequence[Module]:
+    """Puts modules into a ModuleList, which type checkers then see as a sequence of what is in it."""
     return cast(Sequence[Module], nn.ModuleList(items))
 
 
@@ -110,7 +110,7 @@ class Drafter(nn.Module):
         self.config = config
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = modules(Layer(config, index) for index in range(config.num_layers))
+        self.layers = as_module_list(Layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
         shape = torch.empty(config.hidden_size) if config.has_mask_embedding else None

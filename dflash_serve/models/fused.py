@@ -10,31 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.models.drafter import MLP, Attention, Drafter
-from dflash_serve.models.linear import pack_linears
+from dflash_serve.models.linear import pack_linears, stack_linears
 from dflash_serve.models.rope import rotate
-
-
-def stacked(linears: list[nn.Linear]) -> nn.Linear:
-    """Linears of one input as one whose outputs lie side by side."""
-    joined = nn.Linear(
-        linears[0].in_features, sum(linear.out_features for linear in linears), bias=False, device="meta"
-    )
-    joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
-    if linears[0].bias is not None:
-        joined.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
-    return joined
 
 
 class FusedAttention(Attention):
     """Attention whose block projection is one product."""
 
-    def __init__(self, attention: Attention) -> None:
-        nn.Module.__init__(self)
-        self.head_dim = attention.head_dim
+    def __init__(self, attention: Attention, config: DrafterConfig) -> None:
+        with torch.device("meta"):  # every parameter is replaced
+            super().__init__(config)
         parts = [attention.q_proj, attention.k_proj, attention.v_proj]
         self.heads = [part.out_features // attention.head_dim for part in parts]
-        self.qkv = stacked(parts)
+        self.qkv = stack_linears(parts)
+        del self.q_proj, self.k_proj, self.v_proj
         self.o_proj, self.q_norm, self.k_norm = attention.o_proj, attention.q_norm, attention.k_norm
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,7 +38,7 @@ class FusedMLP(nn.Module):
 
     def __init__(self, mlp: MLP) -> None:
         super().__init__()
-        self.gate_up, self.down_proj = stacked([mlp.gate_proj, mlp.up_proj]), mlp.down_proj
+        self.gate_up, self.down_proj = stack_linears([mlp.gate_proj, mlp.up_proj]), mlp.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -59,17 +50,17 @@ class FusedDrafter(Drafter):
     """A drafter for inference, made of another's weights; that one is spent."""
 
     def __init__(self, drafter: Drafter) -> None:
-        nn.Module.__init__(self)
-        self.config, self.rotary = drafter.config, drafter.rotary
+        with torch.device("meta"):  # every parameter is replaced
+            super().__init__(drafter.config)
+        self.rotary, self.mask_embedding = drafter.rotary, drafter.mask_embedding
         self.fc, self.hidden_norm, self.norm = drafter.fc, drafter.hidden_norm, drafter.norm
-        self.register_parameter("mask_embedding", drafter.mask_embedding)  # type: ignore[arg-type]
         attentions = [layer.self_attn for layer in drafter.layers]
-        self.context = stacked([linear for a in attentions for linear in (a.k_proj, a.v_proj)])
+        self.context = stack_linears([linear for a in attentions for linear in (a.k_proj, a.v_proj)])
         k_norms = torch.stack([a.k_norm.weight for a in attentions])[:, None]
         self.k_norm_weights = nn.Parameter(k_norms, requires_grad=False)  # [layers, 1, head_dim]
         self.layers = drafter.layers
         for layer, attention in zip(self.layers, attentions, strict=True):
-            layer.self_attn, layer.mlp = FusedAttention(attention), FusedMLP(layer.mlp)  # type: ignore[assignment]
+            layer.self_attn, layer.mlp = FusedAttention(attention, self.config), FusedMLP(layer.mlp)  # type: ignore[assignment]
         pack_linears(self)
 
     def context_kv(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,8 +26,8 @@ class PackedLinear(nn.Module):
         return out
 
 
-def packed(linear: nn.Module) -> nn.Module:
-    """The packed form of a CPU nn.Linear where this build of PyTorch has oneDNN; the layer itself elsewhere."""
+def pack_linear(linear: nn.Module) -> nn.Module:
+    """Gives the packed form of a CPU nn.Linear where this build of PyTorch has oneDNN; the layer itself elsewhere."""
     if not isinstance(linear, nn.Linear) or linear.weight.device.type != "cpu" or not _has_onednn():
         return linear
     return PackedLinear(linear)
@@ -41,6 +41,17 @@ def pack_linears(module: nn.Module) -> None:
     """Packs every nn.Linear below `module`, in place."""
     for name, child in module.named_children():
         if isinstance(child, nn.Linear):
-            setattr(module, name, packed(child))
+            setattr(module, name, pack_linear(child))
         else:
             pack_linears(child)
+
+
+def stack_linears(linears: list[nn.Linear]) -> nn.Linear:
+    """Joins linears of one input into one whose outputs lie side by side."""
+    joined = nn.Linear(
+        linears[0].in_features, sum(linear.out_features for linear in linears), bias=False, device="meta"
+    )
+    joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
+    if linears[0].bias is not None:
+        joined.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
+    return joined

@@ -1,7 +1,7 @@
 """The target: a dense decoder of the Llama and Qwen families over flat ragged rows and a preallocated K/V cache.
 
 One forward serves prefill, decoding and block verification of any number of requests: the batch is the concatenation
-of their rows, and only attention knows where one request ends (`passes`). Context features are taken at the chosen
+of their rows, and only attention knows where one request ends. Context features are taken at the chosen
 layers only. Weights are fused as they are read: qkv and gate_up are one product each.
 """
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.models.attention import Attend
-from dflash_serve.models.drafter import RMSNorm, modules
+from dflash_serve.models.drafter import RMSNorm, as_module_list
 from dflash_serve.models.kv_cache import KVCache
 from dflash_serve.models.linear import pack_linears
 from dflash_serve.models.rope import RotaryEmbedding, rotate
@@ -60,7 +60,7 @@ class TargetLayer(nn.Module):
 
 
 class TargetModel(nn.Module):
-    """A target of `config`'s shape; `weights.load_target` fills it."""
+    """A target of `config`'s shape; `loader.load_target` fills it."""
 
     embedding: Tensor
 
@@ -68,7 +68,7 @@ class TargetModel(nn.Module):
         super().__init__()
         self.config = config
         self.register_parameter("embedding", nn.Parameter(torch.empty(config.vocab_size, config.hidden_size)))
-        self.layers = modules(TargetLayer(config, index) for index in range(config.num_layers))
+        self.layers = as_module_list(TargetLayer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -91,14 +91,33 @@ class TargetModel(nn.Module):
             attend: attention over each sequence's K/V and the rows themselves, which it keeps.
             target_layer_ids: 0-based layers whose outputs are returned as features.
         """
+        h, features = self._run(self.layers, token_ids, positions, attend, target_layer_ids)
+        return TargetOutput(self.norm(h), features)
+
+    def features(self, token_ids: Tensor, positions: Tensor, attend: Attend, target_layer_ids: Sequence[int]) -> Tensor:
+        """The features of `forward` alone [rows, F*H]: layers behind the deepest of the ids are not run."""
+        layers = self.layers[: max(target_layer_ids) + 1]
+        _, features = self._run(layers, token_ids, positions, attend, target_layer_ids)
+        assert features is not None
+        return features
+
+    def _run(
+        self,
+        layers: Sequence[TargetLayer],
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        target_layer_ids: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Embedding and layers -> (hidden [rows, H] before the final norm, features [rows, F*H])."""
         cos, sin = self.rotary(positions)
         h, taken = F.embedding(token_ids, self.embedding), {}
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(layers):
             h = layer(h, cos, sin, attend)
             if index in target_layer_ids:
                 taken[index] = h
         features = torch.cat([taken[index] for index in target_layer_ids], dim=-1) if target_layer_ids else None
-        return TargetOutput(self.norm(h), features)
+        return h, features
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, H] after the final norm -> [rows, vocabulary]."""

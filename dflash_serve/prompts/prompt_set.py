@@ -1,9 +1,8 @@
-"""The prompts of a proof: ours, or a JSONL file's."""
+"""The prompts that `verify` and `doctor` ask: the bundled ones, or those of a JSONL file."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, TypeGuard
 
 from dflash_serve.backend import Prompt
 from dflash_serve.errors import UserError
+from dflash_serve.prompts.sources import read_lines
 
 FORMS = '{"prompt": text}, {"messages": [...]} or {"token_ids": [...]}'
 
@@ -26,12 +26,8 @@ def read_prompt_set(path: Path | None = None, *, raw: bool = False) -> list[Prom
         UserError: no such file, no prompt in it, or a line that is none.
     """
     where = str(path or "bundled prompts")
-    try:
-        text = (path or files(__package__).joinpath("prompts.jsonl")).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read ({error})", where=where, do="check the prompts' path") from None
-    lines = enumerate(text.split("\n"), 1)  # not splitlines: a prompt may hold U+2028
-    prompts = [_prompt(line, f"{where}:{number}", raw) for number, line in lines if line.strip()]
+    lines = read_lines(path or files(__package__).joinpath("prompts.jsonl"), where=where, do="check the prompts' path")
+    prompts = [_prompt(entry, place, raw) for place, entry in lines]
     if not prompts:
         raise UserError("it has no prompts", where=where, do=f"give one JSON object a line: {FORMS}")
     return prompts
@@ -42,11 +38,7 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(repr([p if isinstance(p, str) else list(p) for p in prompts]).encode()).hexdigest()
 
 
-def _prompt(line: str, where: str, raw: bool) -> Prompt:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        entry = None
+def _prompt(entry: object, where: str, raw: bool) -> Prompt:
     if isinstance(entry, dict):
         text, messages, token_ids = (entry.get(key) for key in ("prompt", "messages", "token_ids"))
         if isinstance(text, str) and text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +16,51 @@ COLUMNS = ("prompt", "question", "instruction", "problem", "messages", "conversa
 """Columns that hold prompts, the likeliest first."""
 
 
-def jsonl_prompts(path: Path, *, where: str | None = None, do: str = "check the path") -> list[str]:
-    """The `prompt` of every line of a JSONL file.
+def read_lines(
+    file: Path | Traversable, *, where: str | None = None, do: str = "check the path"
+) -> list[tuple[str, object]]:
+    """Every line of a JSONL file that is not blank: its place for messages, and what it holds (None = no JSON).
 
     Args:
         where: how messages name the file.
         do: what to do where it cannot be read.
 
     Raises:
-        UserError: no such file, no prompt in it, a line that is not JSON, or one without a prompt.
+        UserError: no such file, or it is not UTF-8.
     """
-    named = where or str(path)
+    named = where or str(file)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: a prompt may hold U+2028
+        lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: a prompt may hold U+2028
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})", where=named, do=do) from None
     except UnicodeDecodeError:
-        raise UserError("not UTF-8", where=named) from None
-    prompts = [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+        raise UserError("not UTF-8", where=named, do=do) from None
+    return [(f"{named}:{number}", _parse(line)) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parse(line: str) -> object:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def jsonl_prompts(path: Path, *, where: str | None = None, do: str = "check the path") -> list[str]:
+    """The `prompt` of every line of a JSONL file; `where` and `do` as for `read_lines`.
+
+    Raises:
+        UserError: no such file, no prompt in it, a line that is not JSON, or one without a prompt.
+    """
+    prompts = [_prompt(entry, place) for place, entry in read_lines(path, where=where, do=do)]
     if not prompts:
-        raise UserError("no prompts in it", where=named)
+        raise UserError("no prompts in it", where=where or str(path))
     return prompts
 
 
-def _prompt(line: str, where: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError):
-        prompt = None
+def _prompt(entry: object, place: str) -> str:
+    prompt = entry.get("prompt") if isinstance(entry, dict) else None
     if not isinstance(prompt, str) or not prompt.strip():
-        raise UserError('not {"prompt": text}', where=where, do="give one JSON object a line")
+        raise UserError('not {"prompt": text}', where=place, do="give one JSON object a line")
     return prompt
 
 

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from dflash_serve.common.files import write_whole
 from dflash_serve.errors import UserError
+from dflash_serve.models.target import TargetModel
 from dflash_serve.prompts.sources import jsonl_prompts
-from dflash_serve.training.decoding import BatchDecoder, Completion, Request
-from dflash_serve.training.prompts import chat_prompt, collect
-from dflash_serve.training.recipe import AnswersSection, Recipe, section_hash
-from dflash_serve.training.shards import (
-    Answer,
-    Manifest,
-    ShardEntry,
+from dflash_serve.training.dataset import (
+    DataManifest,
+    Example,
     read_manifest,
     read_shard,
-    write_lines,
+    totals,
     write_manifest,
     write_shard,
 )
-from dflash_serve.training.target import Target, Tokenizer
+from dflash_serve.training.decoding import BatchDecoder, Completion, Request
+from dflash_serve.training.prompts import chat_prompt, collect
+from dflash_serve.training.recipe import AnswersSection, Recipe, section_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SHORTEST_ANSWER = 4
 Report = Callable[[str, int], None]
 """Called with what is being made and how much of it there is."""
 
 
-def make_data(recipe: Recipe, target: Target, tokenizer: Tokenizer, folder: Path, report: Report) -> Manifest:
+def make_data(
+    recipe: Recipe, target: TargetModel, tokenizer: PreTrainedTokenizerBase, folder: Path, report: Report
+) -> DataManifest:
     """Fills `folder` with prompts and answers, or finds it filled.
 
     Raises:
@@ -47,12 +55,12 @@ def make_data(recipe: Recipe, target: Target, tokenizer: Tokenizer, folder: Path
     if manifest and manifest.finished:
         return manifest
     prompts = gather_prompts(recipe, target, tokenizer, folder, report)
-    manifest = manifest or Manifest(recipe_sha256=wanted, target=recipe.target.model, prompts=len(prompts))
+    manifest = manifest or DataManifest(recipe_sha256=wanted, target=recipe.target.model, prompts=len(prompts))
     return _answer(recipe, target, prompts, folder, manifest, report)
 
 
 def gather_prompts(
-    recipe: Recipe, target: Target, tokenizer: Tokenizer, folder: Path, report: Report
+    recipe: Recipe, target: TargetModel, tokenizer: PreTrainedTokenizerBase, folder: Path, report: Report
 ) -> list[tuple[int, ...]]:
     """Token ids of all distinct prompts, shuffled by the seed; each source is kept in a file once it is whole."""
     excluded = {text for path in recipe.data.exclude for text in jsonl_prompts(path)}
@@ -60,10 +68,15 @@ def gather_prompts(
     for number, source in enumerate(recipe.data.prompts):
         path = folder / f"prompts-{number:02d}-{source.name}.jsonl"
         if not path.exists():
-            seed, slots = recipe.seed * 1000 + number, recipe.data.answers.slots
-            label = f"prompts {source.name}"
-            found = collect(source, target, tokenizer, slots=slots, seed=seed, progress=lambda n, s=label: report(s, n))  # type: ignore[misc]
-            write_lines(path, found)
+            found = collect(
+                source,
+                target,
+                tokenizer,
+                max_batch_size=recipe.data.answers.max_batch_size,
+                seed=recipe.seed * 1000 + number,
+                progress=partial(report, f"prompts {source.name}"),
+            )
+            write_whole(path, "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in found))
         if path.stat().st_size:  # a target may make up nothing of use
             texts.update(dict.fromkeys(jsonl_prompts(path)))
     kept = [text for text in texts if not any(known in text for known in excluded)]
@@ -75,16 +88,16 @@ def gather_prompts(
 
 def _answer(
     recipe: Recipe,
-    target: Target,
+    target: TargetModel,
     prompts: list[tuple[int, ...]],
     folder: Path,
-    manifest: Manifest,
+    manifest: DataManifest,
     report: Report,
-) -> Manifest:
+) -> DataManifest:
     settings, writer = recipe.data.answers, _Writer(folder, manifest, recipe.data.answers.shard_size)
     decoder = BatchDecoder(
         target,
-        slots=settings.slots,
+        max_batch_size=settings.max_batch_size,
         capacity=settings.max_prompt_tokens + settings.max_new_tokens,
         max_new_tokens=settings.max_new_tokens,
         stop_ids=target.config.eos_token_ids,
@@ -102,13 +115,13 @@ def _answer(
 class _Writer:
     """Collects answers into shards; what an earlier run wrote is `done`."""
 
-    def __init__(self, folder: Path, manifest: Manifest, shard_size: int) -> None:
+    def __init__(self, folder: Path, manifest: DataManifest, shard_size: int) -> None:
         self.folder, self.manifest, self.shard_size = folder, manifest, shard_size
         known = [answer for entry in manifest.shards for answer in read_shard(folder, entry)]
         self.done = {answer.prompt_index for answer in known}
         self.distinct = {tuple(answer.tokens[answer.prompt_length :].tolist()) for answer in known}
         self.counts = {"ended": manifest.ended, "looped": manifest.looped, "dropped": manifest.dropped}
-        self.pending: list[Answer] = []
+        self.pending: list[Example] = []
         self.started, self.before = time.monotonic(), manifest.seconds
 
     def add(self, completion: Completion) -> bool:
@@ -121,7 +134,7 @@ class _Writer:
         self.counts["ended"] += completion.ended
         self.counts["looped"] += completion.looped
         tokens = torch.tensor([*request.prompt, *said], dtype=torch.int32)
-        self.pending.append(Answer(request.index, tokens, len(request.prompt)))
+        self.pending.append(Example(request.index, tokens, len(request.prompt)))
         return len(self.pending) >= self.shard_size
 
     def save(self, *, finished: bool) -> int:
@@ -148,8 +161,3 @@ def _requests(
         # A pure function of seed and prompt: a resumed run samples the same prompts.
         chance = random.Random(seed * 1_000_003 + index).random()  # noqa: S311 - no secret
         yield Request(index, prompt, settings.temperature if chance < settings.sampled_share else 0.0)
-
-
-def totals(entries: tuple[ShardEntry, ...]) -> tuple[int, int, int]:
-    """Answers, tokens and answer tokens of all shards."""
-    return sum(e.answers for e in entries), sum(e.tokens for e in entries), sum(e.answer_tokens for e in entries)

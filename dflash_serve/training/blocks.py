@@ -1,61 +1,36 @@
-"""The blocks of one step: many anchors of several sequences, laid out as flat rows for one pass of the drafter."""
+"""The blocks of one step: many anchors of several sequences, as flat rows, and the drafter's pass over them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
 
-from dflash_serve.checkpoint.config import AttentionKind
+from dflash_serve.models.attention import Attend
+from dflash_serve.models.attention.blocks import BlockAttention, BlockLayout, ContextKV, FlexBlockAttention
+from dflash_serve.models.drafter import Drafter
 
 CONTEXT_STEP = 32
+"""Context rows come in multiples of it, so that shapes recur."""
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Flat rows are [all blocks of sequence 0, of sequence 1, ...], B rows a block.
+class Blocks(BlockLayout):
+    """The blocks of a step, what their anchors are and what their slots must predict.
 
     Attributes:
-        anchors: positions int64 [blocks]; anchor_ids: their tokens int64 [blocks].
-        positions: int64 [blocks * B], anchor .. anchor + B - 1.
+        anchor_ids: the anchors' tokens int64 [blocks].
         targets: token ids int64 [blocks, B-1] of slots 1..B-1; valid: bool, False behind the sequence's end.
-        counts: blocks of each sequence.
-        contexts: context rows of each, positions 0 .. contexts - 1; up to a multiple of 32, so that shapes recur.
     """
 
-    block_size: int
-    anchors: Tensor
     anchor_ids: Tensor
-    positions: Tensor
     targets: Tensor
     valid: Tensor
-    counts: tuple[int, ...]
-    contexts: tuple[int, ...]
-
-    def context_positions(self) -> Tensor:
-        """Positions int64 [sum of contexts] of the flat context rows."""
-        return torch.cat([torch.arange(rows, device=self.anchors.device) for rows in self.contexts])
-
-    def context_visible(self, kind: AttentionKind) -> list[Tensor]:
-        """A sequence's bool [blocks, B or 1, context rows]: features strictly before the anchor, within the window."""
-        out = []
-        for anchors, rows in zip(self.anchors.split(self.counts), self.contexts, strict=True):
-            keys = torch.arange(rows, device=anchors.device)
-            visible = (keys < anchors[:, None])[:, None]
-            if kind.window is not None:
-                queries = anchors[:, None] + torch.arange(self.block_size, device=anchors.device)
-                visible = visible & (queries[:, :, None] - keys < kind.window)
-            out.append(visible)
-        return out
-
-    def block_visible(self, kind: AttentionKind) -> Tensor:
-        """Bool [B, B] of what the slots of one block see of each other."""
-        slots = torch.arange(self.block_size, device=self.anchors.device)
-        distance = slots[:, None] - slots
-        visible = distance >= 0 if kind.causal else torch.ones_like(distance, dtype=torch.bool)
-        return visible if kind.window is None else visible & (distance.abs() < kind.window)
 
 
 def lay_out(sequences: Sequence[Tensor], anchors: Sequence[Tensor], block_size: int) -> Blocks:
@@ -79,3 +54,65 @@ def lay_out(sequences: Sequence[Tensor], anchors: Sequence[Tensor], block_size: 
         counts=tuple(len(a) for a in anchors),
         contexts=tuple(-(-int(a.max()) // CONTEXT_STEP) * CONTEXT_STEP for a in anchors),
     )
+
+
+class BlockForward:
+    """Runs a drafter over `Blocks`: on CPU with plain products, on CUDA with compiled FlexAttention.
+
+    Args:
+        embedding: the target's table [vocabulary, H].
+        dtype: what it computes in; the drafter's own weights stay fp32, and are rounded once a step.
+    """
+
+    def __init__(self, drafter: Drafter, embedding: Tensor, *, dtype: torch.dtype) -> None:
+        self.dtype, self.whole = dtype, _Pass(drafter, embedding.to(dtype), _flex(embedding.device))
+
+    def __call__(self, blocks: Blocks, features: Sequence[Tensor]) -> Tensor:
+        """Hidden states [blocks, B-1, H] of slots 1..B-1, after the final norm.
+
+        Args:
+            features: [length, F*H] of each sequence; no row from its last anchor on is seen.
+        """
+        # Rounded weights rather than autocast: that keeps the norms in fp32 and casts at every border between the two,
+        # which on a CPU costs as much as the products.
+        rounded = {name: weight.to(self.dtype) for name, weight in self.whole.named_parameters()}
+        rows = context_rows(features, blocks.contexts)
+        hidden: Tensor = functional_call(self.whole, rounded, (blocks, rows.to(self.dtype)))
+        return hidden.view(len(blocks.anchors), blocks.block_size, -1)[:, 1:]
+
+
+class _Pass(nn.Module):
+    """Everything from features to hidden states, as one module whose weights can be replaced."""
+
+    def __init__(self, drafter: Drafter, embedding: Tensor, flex: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.drafter, self.flex = drafter, flex
+        self.embedding = (embedding,)  # in a tuple: it is not ours to train or to move
+
+    def forward(self, blocks: Blocks, features: Tensor) -> Tensor:
+        """features [sum of contexts, F*H] -> [blocks * B, H]."""
+        context = self.drafter.context_kv(self.drafter.project_context(features), blocks.context_positions())
+        noise = self.drafter.noise(blocks.anchor_ids, self.embedding[0])
+        hidden: Tensor = self.drafter(noise, blocks.positions, self._attention(blocks, context))
+        return hidden
+
+    def _attention(self, blocks: Blocks, context: ContextKV) -> Attend:
+        kinds = self.drafter.config.layers
+        if self.flex is not None:
+            return FlexBlockAttention(blocks, context, kinds, self.flex)
+        return BlockAttention(blocks, context, kinds, context[0].dtype)
+
+
+def context_rows(features: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """The first `count` rows of each sequence, zeros behind its end (which no block sees): [sum of counts, F*H]."""
+    pieces = [F.pad(f[:count], (0, 0, 0, max(0, count - len(f)))) for f, count in zip(features, counts, strict=True)]
+    return torch.cat(pieces)
+
+
+def _flex(device: torch.device) -> Callable[..., Any] | None:
+    if device.type != "cuda":
+        return None
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    return compiled

@@ -1,25 +1,125 @@
-"""The training sequences in memory, and their context features: online, kept between epochs as far as memory allows."""
+"""The training data: answers on disk as safetensors shards of flat token ids with a manifest, and in memory with their
+context features, computed online and kept between epochs as far as memory allows.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
+from dflash_serve.common.files import sha256, write_whole
+from dflash_serve.common.frozen import Frozen
 from dflash_serve.errors import UserError
-from dflash_serve.training.shards import Answer, Manifest, read_shard
-from dflash_serve.training.target import Target, target_features
+from dflash_serve.models.attention.packed import PackedCausalAttention
+from dflash_serve.models.target import TargetModel
 
 SHORTEST = 2
 """Answer tokens below which no slot can be predicted: the anchor and one more."""
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One training sequence: prompt and answer as token ids int32 [length], and how long the prompt is."""
+
+    prompt_index: int
+    tokens: Tensor
+    prompt_length: int
+
+
+class ShardEntry(Frozen):
+    """One shard in the manifest."""
+
+    file: str
+    sha256: str
+    answers: int
+    tokens: int
+    answer_tokens: int
+
+
+class DataManifest(Frozen):
+    """What a data folder holds, and what it was made from."""
+
+    recipe_sha256: str
+    target: str
+    prompts: int
+    shards: tuple[ShardEntry, ...] = ()
+    ended: int = 0
+    """Answers that ended by themselves; the others were cut by the limit or in a loop."""
+    looped: int = 0
+    dropped: int = 0
+    """Answers too short or not distinct."""
+    seconds: float = 0.0
+    finished: bool = False
+
+
+def write_shard(folder: Path, number: int, answers: Sequence[Example]) -> ShardEntry:
+    """Writes a shard, whole or not at all."""
+    path = folder / f"answers-{number:05d}.safetensors"
+    lengths = torch.tensor([len(a.tokens) for a in answers])
+    tensors = {
+        "tokens": torch.cat([a.tokens for a in answers]).int(),
+        "offsets": torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        "prompt_lengths": torch.tensor([a.prompt_length for a in answers], dtype=torch.int32),
+        "prompt_indexes": torch.tensor([a.prompt_index for a in answers], dtype=torch.int32),
+    }
+    write_whole(path, save(tensors))
+    total = int(lengths.sum())
+    return ShardEntry(
+        file=path.name,
+        sha256=sha256(path),
+        answers=len(answers),
+        tokens=total,
+        answer_tokens=total - sum(a.prompt_length for a in answers),
+    )
+
+
+def read_shard(folder: Path, entry: ShardEntry) -> list[Example]:
+    """Reads a shard back.
+
+    Raises:
+        UserError: missing, or not what the manifest says.
+    """
+    path = folder / entry.file
+    if not path.exists() or sha256(path) != entry.sha256:
+        raise UserError("missing or changed since it was written", where=str(path), do="make the data again")
+    tensors = load_file(path)
+    tokens = tensors["tokens"].tensor_split(tensors["offsets"][1:-1])
+    prompts = zip(tensors["prompt_indexes"].tolist(), tensors["prompt_lengths"].tolist(), strict=True)
+    return [Example(index, row, length) for row, (index, length) in zip(tokens, prompts, strict=True)]
+
+
+def read_manifest(folder: Path) -> DataManifest | None:
+    """The folder's manifest, None if there is none yet."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        return DataManifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise UserError(f"not a data manifest ({error.errors()[0]['msg']})", where=str(path)) from None
+
+
+def write_manifest(folder: Path, manifest: DataManifest) -> None:
+    """Replaces the manifest, whole or not at all."""
+    write_whole(folder / MANIFEST, manifest.model_dump_json(indent=2) + "\n")
+
+
+def totals(entries: tuple[ShardEntry, ...]) -> tuple[int, int, int]:
+    """Answers, tokens and answer tokens of all shards."""
+    return sum(e.answers for e in entries), sum(e.tokens for e in entries), sum(e.answer_tokens for e in entries)
 
 
 def load_answers(
-    folder: Path, manifest: Manifest, *, validation_share: float, seed: int
-) -> tuple[list[Answer], list[Answer]]:
+    folder: Path, manifest: DataManifest, *, validation_share: float, seed: int
+) -> tuple[list[Example], list[Example]]:
     """All answers, split into (training, validation) by the prompt, so that both stay what they are when data is added.
 
     Raises:
@@ -27,8 +127,8 @@ def load_answers(
     """
     answers = [answer for entry in manifest.shards for answer in read_shard(folder, entry)]
     answers = [answer for answer in answers if len(answer.tokens) - answer.prompt_length >= SHORTEST]
-    training: list[Answer] = []
-    validation: list[Answer] = []
+    training: list[Example] = []
+    validation: list[Example] = []
     for answer in answers:
         chance = random.Random(seed * 2_000_003 + answer.prompt_index).random()  # noqa: S311 - no secret
         (validation if chance < validation_share else training).append(answer)
@@ -37,10 +137,18 @@ def load_answers(
     return training, validation
 
 
+def seen_vocabulary(answers: Sequence[Example]) -> Tensor:
+    """Token ids that occur in the answers, sorted, int64."""
+    found: Tensor = torch.unique(torch.cat([a.tokens[a.prompt_length :] for a in answers]))
+    return found.to(torch.int64)
+
+
 class Features:
     """Context features of the training sequences by index; those computed first are kept, up to `cache_gib`."""
 
-    def __init__(self, target: Target, answers: Sequence[Answer], layer_ids: Sequence[int], cache_gib: float) -> None:
+    def __init__(
+        self, target: TargetModel, answers: Sequence[Example], layer_ids: Sequence[int], cache_gib: float
+    ) -> None:
         self.target, self.answers, self.layer_ids = target, answers, layer_ids
         row = len(layer_ids) * target.config.hidden_size
         wanted = sum(len(answer.tokens) for answer in answers)
@@ -73,7 +181,18 @@ class Features:
         return fresh
 
 
-def seen_vocabulary(answers: Sequence[Answer]) -> Tensor:
-    """Token ids that occur in the answers, sorted, int64."""
-    found: Tensor = torch.unique(torch.cat([a.tokens[a.prompt_length :] for a in answers]))
-    return found.to(torch.int64)
+@torch.no_grad()
+def target_features(target: TargetModel, sequences: Sequence[Tensor], target_layer_ids: Sequence[int]) -> list[Tensor]:
+    """Context features of whole sequences, computed online in the target's dtype.
+
+    Args:
+        sequences: token ids int64 [length] each, on the target's device.
+
+    Returns:
+        one [length, F*H] a sequence.
+    """
+    lengths, device = [len(s) for s in sequences], target.embedding.device
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    attention = PackedCausalAttention(lengths, target.config.layers, device)
+    features = target.features(torch.cat(list(sequences)), positions, attention, target_layer_ids)
+    return list(features.split(lengths))

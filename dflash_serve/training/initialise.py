@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
-from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter
+from dflash_serve.models.target import TargetModel
+from dflash_serve.models.target_config import TargetConfig
 from dflash_serve.training.recipe import DrafterSection
-from dflash_serve.training.target import Target, TargetShape
 
 HEAD_NORM = 1.5
 """First value of the q/k norms: unit rows would leave the scores of a target without such norms too flat."""
@@ -21,7 +21,7 @@ FRESH = ("target", "random")
 """First weights that are no other drafter's."""
 
 
-def drafter_config(section: DrafterSection, target: TargetShape) -> DrafterConfig:
+def drafter_config(section: DrafterSection, target: TargetConfig) -> DrafterConfig:
     """The description of a drafter for this target.
 
     Raises:
@@ -50,7 +50,7 @@ def drafter_config(section: DrafterSection, target: TargetShape) -> DrafterConfi
 
 
 @torch.no_grad()
-def new_drafter(config: DrafterConfig, target: Target, *, init: str, seed: int) -> Drafter:
+def new_drafter(config: DrafterConfig, target: TargetModel, *, init: str, seed: int) -> Drafter:
     """A drafter in fp32 on the target's device, before training; the same for the same seed.
 
     Args:
@@ -72,7 +72,7 @@ def new_drafter(config: DrafterConfig, target: Target, *, init: str, seed: int) 
     return drafter.float().to(target.embedding.device)
 
 
-def _from_target(drafter: Drafter, target: Target, generator: torch.Generator) -> None:
+def _from_target(drafter: Drafter, target: TargetModel, generator: torch.Generator) -> None:
     """Layers from the target's last ones; the context starts as its deepest feature, normed as the target would."""
     config, depth = drafter.config, target.config.num_layers
     state: dict[str, Tensor] = {}
@@ -92,7 +92,7 @@ def _from_target(drafter: Drafter, target: Target, generator: torch.Generator) -
 
 def _from_drafter(drafter: Drafter, name: str) -> None:
     """What it has learnt, for a longer training or other data."""
-    given = load_drafter(drafter_source(name), dtype=torch.float32)
+    given = load_drafter(name, dtype=torch.float32)
     wanted, found = drafter.config.model_dump(), given.config.model_dump()
     different = ", ".join(key for key in wanted if wanted[key] != found[key])
     if different:

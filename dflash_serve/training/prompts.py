@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
+from dflash_serve.models.target import TargetModel
 from dflash_serve.prompts.sources import hub_prompts, jsonl_prompts
 from dflash_serve.training.decoding import BatchDecoder, Request
 from dflash_serve.training.recipe import DatasetPrompts, FilePrompts, Prompts, SynthesisedPrompts
-from dflash_serve.training.target import Target, Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SENTINEL = "@@USER@@"
 ATTEMPTS = 4
 """Sampled turns per kept one before we give up on a source."""
 
 
-def chat_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Token ids of one user turn up to where the assistant begins."""
     turns = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    rendered = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
     return tuple(tokenizer.encode(rendered, add_special_tokens=False))
 
 
 def collect(
-    source: Prompts, target: Target, tokenizer: Tokenizer, *, slots: int, seed: int, progress: Callable[[int], None]
+    source: Prompts,
+    target: TargetModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_batch_size: int,
+    seed: int,
+    progress: Callable[[int], None],
 ) -> list[str]:
     """Distinct user turns of one source, in a fixed order."""
     if isinstance(source, SynthesisedPrompts):
-        return _synthesise(source, target, tokenizer, slots=slots, seed=seed, progress=progress)
+        return _synthesise(source, target, tokenizer, max_batch_size=max_batch_size, seed=seed, progress=progress)
     texts = _texts(source)
     chosen = [source.templates[i % len(source.templates)].replace("{prompt}", text) for i, text in enumerate(texts)]
     return list(dict.fromkeys(chosen))[: source.count]
@@ -41,10 +51,10 @@ def _texts(source: FilePrompts | DatasetPrompts) -> list[str]:
 
 def _synthesise(
     source: SynthesisedPrompts,
-    target: Target,
-    tokenizer: Tokenizer,
+    target: TargetModel,
+    tokenizer: PreTrainedTokenizerBase,
     *,
-    slots: int,
+    max_batch_size: int,
     seed: int,
     progress: Callable[[int], None],
 ) -> list[str]:
@@ -54,7 +64,12 @@ def _synthesise(
     skip = len(tokenizer.encode(prefix, add_special_tokens=False))
     capacity = max(map(len, starts)) + source.max_new_tokens
     decoder = BatchDecoder(
-        target, slots=slots, capacity=capacity, max_new_tokens=source.max_new_tokens, stop_ids=stop_ids, seed=seed
+        target,
+        max_batch_size=max_batch_size,
+        capacity=capacity,
+        max_new_tokens=source.max_new_tokens,
+        stop_ids=stop_ids,
+        seed=seed,
     )
     kept: dict[str, None] = {}
     for completion in decoder.decode(_requests(starts, source, kept)):
@@ -74,8 +89,8 @@ def _requests(starts: Sequence[list[int]], source: SynthesisedPrompts, kept: dic
         yield Request(index, tuple(starts[index % len(starts)]), source.temperature)
 
 
-def _user_turn(tokenizer: Tokenizer) -> tuple[str, list[int]]:
+def _user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
     """What the chat template puts before a user's words, and the token it puts after them."""
     turns = [{"role": "user", "content": SENTINEL}]
-    before, after = tokenizer.apply_chat_template(turns, tokenize=False).split(SENTINEL)
+    before, after = str(tokenizer.apply_chat_template(turns, tokenize=False)).split(SENTINEL)
     return before, tokenizer.encode(after, add_special_tokens=False)[:1]

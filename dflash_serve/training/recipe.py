@@ -67,12 +67,20 @@ class AnswersSection(Frozen):
 
     max_prompt_tokens: PositiveInt = 224
     max_new_tokens: PositiveInt = 256
-    slots: PositiveInt = 64
+    max_batch_size: PositiveInt = 64
+    """Prompts answered at once."""
     sampled_share: Share = 0.15
     """This share of the prompts is answered by sampling at `temperature`, the rest greedily."""
     temperature: Positive = 0.7
     max_minutes: Positive | None = None
     shard_size: PositiveInt = 256
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_old_names(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and "slots" in fields:
+            raise ValueError("`slots` is called `max_batch_size` now")
+        return fields
 
 
 class DataSection(Frozen):

@@ -1,33 +1,65 @@
-"""A whole run: data, then training, then the finished drafter."""
+"""A whole run: data, then training, shown and logged as it goes, then the finished drafter with its provenance."""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from dflash_serve.checkpoint.manifest import file_entries
-from dflash_serve.checkpoint.source import drafter_source, local_folder
+from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.checkpoint.writer import write_drafter
+from dflash_serve.common.files import sha256, write_whole
+from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.provenance import argv, commit, now, processor, versions
 from dflash_serve.errors import UserError
-from dflash_serve.training import provenance
-from dflash_serve.training.answers import make_data, totals
-from dflash_serve.training.dataset import load_answers
-from dflash_serve.training.display import Display
+from dflash_serve.models.target import TargetModel
+from dflash_serve.training.answers import make_data
+from dflash_serve.training.dataset import MANIFEST, DataManifest, load_answers, totals
 from dflash_serve.training.initialise import FRESH, drafter_config, new_drafter
 from dflash_serve.training.recipe import Recipe, section_hash
-from dflash_serve.training.shards import MANIFEST, Manifest, file_sha256, write_text
-from dflash_serve.training.state import CURRENT
-from dflash_serve.training.target import Target, Tokenizer
-from dflash_serve.training.trainer import Trainer
+from dflash_serve.training.trainer import CURRENT, Tick, Trainer
 from dflash_serve.training.validation import Scores
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 DRAFTER = "drafter"
+
+
+class Provenance(Frozen):
+    """Where a drafter comes from: enough to make it again."""
+
+    argv: tuple[str, ...]
+    recipe_sha256: str
+    data_sha256: str
+    """Of the data's manifest, which names every shard's checksum."""
+    initial_sha256: dict[str, str] | None = None
+    """Of the drafter that was gone on from: by file."""
+    seed: int
+    commit: str | None
+    versions: dict[str, str]
+    hardware: str
+    threads: int
+    started: str
+    ended: str
+    steps: int
+    training_seconds: float
+    data_seconds: float
+    answers: int
+    answer_tokens: int
+    validation: dict[str, float | list[float]] | None
 
 
 def choose_device(name: str) -> tuple[torch.device, torch.dtype]:
@@ -46,7 +78,13 @@ def choose_device(name: str) -> tuple[torch.device, torch.dtype]:
 
 
 def run(
-    recipe: Recipe, target: Target, tokenizer: Tokenizer, output: Path, *, resume: bool = False, data_only: bool = False
+    recipe: Recipe,
+    target: TargetModel,
+    tokenizer: PreTrainedTokenizerBase,
+    output: Path,
+    *,
+    resume: bool = False,
+    data_only: bool = False,
 ) -> None:
     """Makes the data, trains on it and writes output/drafter in z-lab's form; goes on where a killed run stopped.
 
@@ -54,7 +92,7 @@ def run(
         UserError: the output folder holds another run.
     """
     console = Console(stderr=True)
-    started = provenance.now()
+    started = now()
     if (output / CURRENT).exists() and not resume and not data_only:
         raise UserError("it holds an unfinished run", where=str(output), do="add --resume, or give another --output")
     manifest = make_data(recipe, target, tokenizer, output / "data", lambda what, n: console.print(f"{what}: {n}"))
@@ -75,7 +113,7 @@ def run(
     console.print(f"drafter: {output / DRAFTER}")
 
 
-def new_trainer(recipe: Recipe, target: Target, manifest: Manifest, output: Path) -> Trainer:
+def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, output: Path) -> Trainer:
     """The trainer of a recipe on finished data, at step 0."""
     training, validation = load_answers(
         output / "data", manifest, validation_share=recipe.data.validation_share, seed=recipe.seed
@@ -88,23 +126,23 @@ def new_trainer(recipe: Recipe, target: Target, manifest: Manifest, output: Path
     return Trainer(recipe, target, drafter, training, validation, output, wanted)
 
 
-def publish(trainer: Trainer, manifest: Manifest, output: Path, started: str, scores: Scores | None) -> None:
+def publish(trainer: Trainer, manifest: DataManifest, output: Path, started: str, scores: Scores | None) -> None:
     """Writes the drafter in bf16 and its provenance."""
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in trainer.average.published().items()}
     write_drafter(output / DRAFTER, trainer.drafter.config, tensors, overwrite=True)
     answers, _, answer_tokens = totals(manifest.shards)
-    record = provenance.Provenance(
-        argv=provenance.argv(),
+    record = Provenance(
+        argv=argv(),
         recipe_sha256=section_hash(trainer.recipe),
-        data_sha256=file_sha256(output / "data" / MANIFEST),
+        data_sha256=sha256(output / "data" / MANIFEST),
         initial_sha256=_initial(trainer.recipe),
         seed=trainer.recipe.seed,
-        commit=provenance.commit(),
-        versions=provenance.versions(),
-        hardware=provenance.hardware(trainer.head.device),
+        commit=commit(),
+        versions={"python": platform.python_version(), **versions()},
+        hardware=_hardware(trainer.head.device),
         threads=torch.get_num_threads(),
         started=started,
-        ended=provenance.now(),
+        ended=now(),
         steps=trainer.progress.step,
         training_seconds=round(trainer.progress.seconds, 1),
         data_seconds=round(manifest.seconds, 1),
@@ -112,14 +150,19 @@ def publish(trainer: Trainer, manifest: Manifest, output: Path, started: str, sc
         answer_tokens=answer_tokens,
         validation=None if scores is None else scores.as_json(),
     )
-    write_text(output / DRAFTER / "provenance.json", record.model_dump_json(indent=2) + "\n")
+    write_whole(output / DRAFTER / "provenance.json", record.model_dump_json(indent=2) + "\n")
+
+
+def _hardware(device: torch.device) -> str:
+    """The GPU's name, or the CPU's."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} x {processor()}"
 
 
 def _initial(recipe: Recipe) -> dict[str, str] | None:
     """Checksums of the drafter that was gone on from."""
     if recipe.drafter.init in FRESH:
         return None
-    files = file_entries(local_folder(drafter_source(recipe.drafter.init)))
+    files = file_entries(drafter_folder(recipe.drafter.init))
     return {name: entry.sha256 for name, entry in files.items()}
 
 
@@ -143,3 +186,66 @@ def _until_stopped(trainer: Trainer) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Display:
+    """A run as it happens: a progress bar for people, and one JSON object a line for everything else.
+
+    It takes every step's `Tick`, and shows and logs the mean of the last `every` steps.
+    """
+
+    def __init__(self, log: Path, every: int, console: Console) -> None:
+        self.log, self.every, self.console = log, every, console
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.task = self.bar.add_task("training", total=1.0)
+        self.pending: list[Tick] = []
+        self.since = 0.0
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def __call__(self, tick: Tick) -> None:
+        self.pending.append(tick)
+        self.bar.update(self.task, completed=min(1.0, tick.progress))
+        if tick.step % self.every == 0 or tick.scores is not None:
+            self._report(tick)
+
+    def _report(self, tick: Tick) -> None:
+        ticks, self.pending = self.pending, []
+        hits, slots = sum(t.slot_hits for t in ticks), sum(t.slots for t in ticks)
+        seconds = max(1e-9, tick.seconds - self.since)
+        self.since = tick.seconds
+        accuracy = torch.as_tensor(hits / torch.as_tensor(slots).clamp(min=1)).tolist()
+        row: dict[str, object] = {
+            "step": tick.step,
+            "seconds": round(tick.seconds, 1),
+            "progress": round(tick.progress, 4),
+            "lr": round(tick.lr, 8),
+            "loss": round(sum(t.loss for t in ticks) / len(ticks), 4),
+            "gradient_norm": round(tick.gradient_norm, 3),
+            "slot_accuracy": [round(share, 4) for share in accuracy],
+            "simulated_tau": round(sum(t.simulated_tau for t in ticks) / len(ticks), 4),
+            "context_tokens_per_second": round(sum(t.context_tokens for t in ticks) / seconds),
+            "anchors_per_second": round(sum(t.anchors for t in ticks) / seconds),
+        }
+        if tick.scores is not None:
+            row["validation"] = tick.scores.as_json()
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self.bar.update(self.task, description=self._line(row, tick))
+
+    def _line(self, row: dict[str, object], tick: Tick) -> str:
+        text = f"step {row['step']}  loss {row['loss']}  simulated tau {row['simulated_tau']}"
+        text += f"  {row['context_tokens_per_second']} tok/s"
+        if tick.scores is not None:
+            line = f"step {tick.step}: held out: loss {tick.scores.loss:.3f}, "
+            line += f"simulated tau {tick.scores.simulated_tau:.2f}, replayed tau {tick.scores.replayed_tau:.2f}"
+            self.console.print(line)
+        return text

@@ -1,4 +1,8 @@
-"""The training loop: blocks of the step -> drafter -> loss -> update, with checkpoints that resume exactly."""
+"""The training loop: blocks of the step -> drafter -> loss -> update, with checkpoints that resume exactly.
+
+A checkpoint is weights and optimiser as safetensors and counters as JSON, whole or absent. No random state is kept
+because there is none: what a step trains on is a function of seed and step (`schedule`).
+"""
 
 from __future__ import annotations
 
@@ -8,26 +12,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dflash_serve.common.files import mend_folder, whole_folder
+from dflash_serve.common.frozen import Frozen
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
-from dflash_serve.training.average import Average
-from dflash_serve.training.blocks import Blocks, lay_out
-from dflash_serve.training.dataset import Features, seen_vocabulary
-from dflash_serve.training.forward import BlockForward
+from dflash_serve.models.target import TargetModel
+from dflash_serve.training.blocks import BlockForward, Blocks, lay_out
+from dflash_serve.training.dataset import Example, Features, seen_vocabulary
 from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting
-from dflash_serve.training.optimizers import Optimizer
+from dflash_serve.training.optimizer import Average, Optimizer
 from dflash_serve.training.recipe import Recipe
 from dflash_serve.training.schedule import draw_anchors, learning_rate, step_sequences
-from dflash_serve.training.shards import Answer
-from dflash_serve.training.state import Progress, load_state, save_state
-from dflash_serve.training.target import Target
-from dflash_serve.training.validation import Scores
-from dflash_serve.training.validator import Validator
+from dflash_serve.training.validation import Scores, Validator
 
+CURRENT = "checkpoint"
 PAUSE = 30.0
 """Seconds: more than this between two steps is a process that was stopped, and is not counted."""
+
+
+class Progress(Frozen):
+    """Where a run stands."""
+
+    recipe_sha256: str
+    step: int = 0
+    seconds: float = 0.0
+    """Time spent training; pauses are not counted."""
 
 
 @dataclass
@@ -58,10 +72,10 @@ class Trainer:
     def __init__(
         self,
         recipe: Recipe,
-        target: Target,
+        target: TargetModel,
         drafter: Drafter,
-        training: Sequence[Answer],
-        validation: Sequence[Answer],
+        training: Sequence[Example],
+        validation: Sequence[Example],
         output: Path,
         recipe_hash: str,
     ) -> None:
@@ -84,7 +98,7 @@ class Trainer:
         self.stopping = False
         target.pack()
 
-    def _loss_head(self, training: Sequence[Answer]) -> tuple[Tensor, Tensor | None]:
+    def _loss_head(self, training: Sequence[Example]) -> tuple[Tensor, Tensor | None]:
         """The rows of the head that the loss runs over, and each token's row among them; (all, None) for all."""
         if not self.settings.reduced_vocabulary:
             return self.head, None
@@ -201,3 +215,32 @@ class Trainer:
             self.average.load(groups["average"])
         self.progress = progress
         return True
+
+
+def save_state(output: Path, progress: Progress, groups: dict[str, dict[str, Tensor]]) -> None:
+    """Replaces the checkpoint under `output`; a kill at any moment leaves the old or the new one."""
+    mend_folder(output / CURRENT)
+    with whole_folder(output / CURRENT) as scratch:
+        for name, tensors in groups.items():
+            own = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+            save_file(own, scratch / f"{name}.safetensors")
+        (scratch / "progress.json").write_text(progress.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def load_state(output: Path) -> tuple[Progress, dict[str, dict[str, Tensor]]] | None:
+    """The last checkpoint under `output`, None if there is none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    folder = output / CURRENT
+    mend_folder(folder)
+    if not folder.exists():
+        return None
+    try:
+        progress = Progress.model_validate_json((folder / "progress.json").read_bytes())
+        groups = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    except (OSError, ValidationError, SafetensorError) as error:
+        what = f"cannot be read ({str(error).splitlines()[0]})"
+        raise UserError(what, where=str(folder), do="remove it and train again") from None
+    return progress, groups

@@ -3,77 +3,85 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from functools import reduce
-from operator import add
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from dflash_serve.backend import backend
+from dflash_serve.backend import embedded_backend
 from dflash_serve.checkpoint.formats import dequantized
-from dflash_serve.checkpoint.reader import load_weights, read_config
+from dflash_serve.checkpoint.reader import load_weights
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.statistics import AcceptanceStatistics
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
-from .calibration import read_prompts
-from .recipe import Acceptance
-from .step import Measured, Work
+from .calibration import greedy_answers, read_prompts
+from .pipeline import Measured, Work
+from .recipe import Acceptance, Format
 
 ENOUGH = {"fp8": 0.99, "nvfp4": 0.95}
 """Acceptance length relative to bf16 below which a precision is not worth its speed."""
 
 
-def measure(work: Work, deployment: Deployment, wanted: Acceptance, formats: Sequence[str]) -> Measured:
-    """Step `acceptance`: acceptance length by precision, and its ratio to the unquantised drafter's."""
+def measure(work: Work, deployment: Deployment, wanted: Acceptance, formats: Sequence[Format]) -> Measured:
+    """Step `acceptance`: acceptance length by precision, and its ratio to the unquantised drafter's.
+
+    Raises:
+        UserError: no answer had a step to measure.
+    """
     prompts = read_prompts(work.inputs["acceptance prompts"], wanted.count, wanted.skip)
-    drafters = {"bf16": work.inputs["drafter"]}
-    for format in formats:
-        config, weights = load_weights(work.inputs[f"drafter-{format}"])
-        drafters[format] = work.folder / f".{format}"
-        write_drafter(drafters[format], config, dequantized(weights, torch.float32))
     measured: Measured = {"prompts": len(prompts), "max_tokens": wanted.max_tokens}
     base: float | None = None
-    for name, folder in drafters.items():
+    for name, drafter in _drafters(work, formats):
         work.say(f"{name} on {len(prompts)} prompts")
-        statistics = accept(deployment, work.inputs["target"], folder, prompts, wanted.max_tokens)
-        length = statistics.acceptance_length
-        if length is None:
+        statistics = measure_drafter(deployment, work.inputs["target"], drafter, prompts, wanted.max_tokens)
+        length, error = statistics.acceptance_length, standard_error(statistics)
+        if length is None or error is None:
             raise UserError("no answer had a step to measure", where="acceptance", do="raise max_tokens")
-        base = base or length
-        error = standard_error(statistics)
         entry: dict[str, object] = {
-            "acceptance_length": round(length, 4), "standard_error": round(error, 4), "steps": statistics.steps,
-        }  # fmt: skip
-        if name != "bf16":
+            "acceptance_length": round(length, 4),
+            "standard_error": round(error, 4),
+            "steps": statistics.verifications,
+        }
+        if base is None:
+            base = length
+        else:
             entry |= {"of_bf16": round(length / base, 4), "enough": length / base >= ENOUGH[name]}
-            shutil.rmtree(folder)
         measured[name] = entry
     return measured
 
 
-def standard_error(statistics: AcceptanceStatistics) -> float:
-    """Of the mean acceptance length, steps taken as independent: a ratio is only as sure as this."""
-    lengths, count = statistics.acceptance_lengths, sum(statistics.acceptance_lengths.values())
-    mean = sum(length * n for length, n in lengths.items()) / count
-    return float((sum(n * (length - mean) ** 2 for length, n in lengths.items()) / count / count) ** 0.5)
+def _drafters(work: Work, formats: Sequence[Format]) -> Iterator[tuple[str, Path]]:
+    """Precision and folder of each drafter, bf16 first; a quantised one is decoded, and deleted once measured."""
+    yield "bf16", work.inputs["drafter"]
+    for format in formats:
+        config, weights = load_weights(work.inputs[f"drafter-{format}"])
+        folder = work.folder / f".{format}"
+        write_drafter(folder, config, dequantized(weights, torch.float32))
+        yield format, folder
+        shutil.rmtree(folder)
 
 
-def accept(
+def measure_drafter(
     deployment: Deployment, target: Path, drafter: Path, prompts: Sequence[str], max_tokens: int
 ) -> AcceptanceStatistics:
-    """Acceptance over all answers; width is the whole block, so that the policy has no say in it."""
-    block = deployment.speculation.block_size or read_config(drafter)[0].block_size
+    """Acceptance over all answers; every step verifies the whole block, so that no policy has a say in it."""
     embedded = Deployment.model_validate({
         "target": {"model": str(target)}, "drafter": {"model": str(drafter)},
-        "speculation": {"block_size": block, "width": block},
+        "speculation": {"block_size": deployment.speculation.block_size},
         "limits": {"max_batch_size": 4, "max_model_len": deployment.limits.max_model_len},
     })  # fmt: skip
-    engine = backend("torch").engine(embedded)
-    params = [SamplingParams(temperature=0, max_tokens=max_tokens)] * len(prompts)
-    for _ in engine.stream([[{"role": "user", "content": prompt}] for prompt in prompts], params):
-        pass
-    return reduce(add, (output.statistics for output in engine.outputs()), AcceptanceStatistics())
+    engine = embedded_backend().engine(embedded)
+    assert engine.block_size is not None
+    answers = greedy_answers(engine.fixed(engine.block_size), prompts, max_tokens)
+    return total(answer.statistics for answer in answers)
+
+
+def standard_error(statistics: AcceptanceStatistics) -> float | None:
+    """Standard error of the mean acceptance length, verifications taken as independent; None without any."""
+    lengths, mean = statistics.acceptance_lengths, statistics.acceptance_length
+    if not lengths or mean is None:
+        return None
+    count = sum(lengths.values())
+    return float((sum(n * (length - mean) ** 2 for length, n in lengths.items()) / count / count) ** 0.5)

@@ -7,29 +7,30 @@ Without a file of prompts the target answers a few openers of ours.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dflash_serve.backend import backend
+from dflash_serve.backend import Engine, embedded_backend
 from dflash_serve.checkpoint.formats import FP8_MAX
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.tensors import expected_tensors
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
+from dflash_serve.models.attention.ragged import RaggedAttention
 from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.loader import load_drafter
+from dflash_serve.models.kv_cache import Span, span_positions
+from dflash_serve.models.loader import load_drafter, load_target
+from dflash_serve.models.target import TargetModel
+from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 
-from .environment import need
-from .modelopt import quietly
+from .graph import Sample, by_core
+from .pipeline import Measured, Work
 from .recipe import Prompts
-from .sample import Sample, by_core
-from .step import Measured, Work
 
 OPENERS = (
     "Write a Python function that checks whether a number is prime.",
@@ -67,19 +68,25 @@ def answer(work: Work, deployment: Deployment, wanted: Prompts) -> Measured:
     """Step `answers`: prompts with the target's greedy answers, as token ids."""
     given = work.inputs.get("calibration prompts")
     prompts = read_prompts(given, wanted.count) if given else list(OPENERS[: wanted.count])
-    engine = backend("torch").engine(plain(deployment, work.inputs["target"]))
-    params = [SamplingParams(temperature=0, max_tokens=wanted.max_tokens)] * len(prompts)
-    for _ in engine.stream([[{"role": "user", "content": prompt}] for prompt in prompts], params):
-        pass
-    with (work.folder / ANSWERS).open("w", encoding="utf-8") as file:
-        for output in engine.outputs():
-            file.write(json.dumps({"prompt": output.prompt_token_ids, "answer": output.token_ids}) + "\n")
-    tokens = sum(len(output.token_ids) for output in engine.outputs())
+    engine = embedded_backend().engine(_target_alone(deployment, work.inputs["target"]))
+    outputs = greedy_answers(engine, prompts, wanted.max_tokens)
+    lines = [json.dumps({"prompt": output.prompt_token_ids, "answer": output.token_ids}) for output in outputs]
+    (work.folder / ANSWERS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    tokens = sum(len(output.token_ids) for output in outputs)
     return {"prompts": len(prompts), "answer_tokens": tokens, "openers": given is None}
 
 
-def plain(deployment: Deployment, target: Path) -> Deployment:
-    """The embedded backend on the target alone, small enough for calibration."""
+def greedy_answers(engine: Engine, prompts: Sequence[str], max_tokens: int) -> list[RequestOutput]:
+    """The engine's greedy answers, each prompt as the one message of a chat."""
+    params = [SamplingParams(temperature=0, max_tokens=max_tokens)] * len(prompts)
+    stream = engine.stream([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+    for _ in stream:
+        pass
+    return stream.outputs()
+
+
+def _target_alone(deployment: Deployment, target: Path) -> Deployment:
+    """The deployment of the target alone, small enough for calibration."""
     return Deployment.model_validate({
         "target": {"model": str(target)},
         "limits": {"max_batch_size": 4, "max_model_len": deployment.limits.max_model_len},
@@ -87,7 +94,7 @@ def plain(deployment: Deployment, target: Path) -> Deployment:
 
 
 def read_answers(folder: Path) -> Iterator[tuple[list[int], list[int]]]:
-    """Prompt and answer of each line."""
+    """The token ids of each prompt and its answer, as the step `answers` wrote them."""
     for line in (folder / ANSWERS).read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         yield entry["prompt"], entry["answer"]
@@ -97,11 +104,7 @@ def read_answers(folder: Path) -> Iterator[tuple[list[int], list[int]]]:
 def drafter_ranges(work: Work) -> Measured:
     """Step `drafter-ranges`: the largest input of each of the drafter's products on real features and blocks."""
     drafter = load_drafter(work.inputs["drafter"], dtype=torch.float32)
-    need("transformers")
-    from transformers import AutoModelForCausalLM
-
-    with quietly():
-        target = AutoModelForCausalLM.from_pretrained(work.inputs["target"], dtype=torch.float32).eval()
+    target = load_target(str(work.inputs["target"]), dtype=torch.float32)
     amax: dict[str, Tensor] = {}
     hooks = [
         module.register_forward_pre_hook(_recorder(name, amax))
@@ -138,21 +141,26 @@ def _recorder(name: str, amax: dict[str, Tensor]) -> Callable[[nn.Module, tuple[
     return record
 
 
-def _draft_over(drafter: Drafter, target: Any, prompt: list[int], reply: list[int]) -> Sample:
+def _draft_over(drafter: Drafter, target: TargetModel, prompt: list[int], reply: list[int]) -> Sample:
     """Runs the drafter over some blocks of an answer, with the features of all tokens before each."""
-    config, ids = drafter.config, torch.tensor([prompt + reply])
-    output = target(ids, output_hidden_states=True)
-    features = torch.cat([output.hidden_states[layer + 1][0] for layer in config.target_layer_ids], dim=-1)
-    embedding = target.get_input_embeddings().weight
-    anchors = torch.linspace(len(prompt), ids.shape[1] - 1, BLOCKS).long().unique()
-    noise = drafter.noise(ids[0, anchors], embedding).view(len(anchors), config.block_size, -1)
+    config, ids = drafter.config, torch.tensor(prompt + reply)
+    features = _features(target, ids, config.target_layer_ids)
+    anchors = torch.linspace(len(prompt), len(ids) - 1, BLOCKS).long().unique()
+    noise = drafter.noise(ids[anchors], target.embedding).view(len(anchors), config.block_size, -1)
     sample = Sample(features, noise, tuple(anchors.tolist()))
     by_core(drafter, sample)
     return sample
 
 
-def read_ranges(folder: Path) -> Mapping[str, Tensor]:
-    """Module name -> largest absolute input."""
-    from safetensors.torch import load_file
+def _features(target: TargetModel, ids: Tensor, target_layer_ids: Sequence[int]) -> Tensor:
+    """Context features [tokens, F*H] of one text, by one pass of the target."""
+    spans, config = [Span(0, 0, len(ids))], target.config
+    attend = RaggedAttention(target.new_cache(1, len(ids)), spans, config.layers, config.num_attention_heads)
+    features: Tensor | None = target(ids, span_positions(spans), attend, target_layer_ids).features
+    assert features is not None
+    return features
 
+
+def read_ranges(folder: Path) -> Mapping[str, Tensor]:
+    """Module name -> its largest absolute input, as the step `drafter-ranges` wrote it."""
     return load_file(folder / AMAX)

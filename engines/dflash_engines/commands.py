@@ -10,13 +10,13 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.deployment import Deployment
 
 from .onnx_export import GRAPHS
-from .step import Measured, Work
+from .pipeline import Measured, Work
 
 LABEL = "not built here: TensorRT for SM100 and SM103 needs one of these GPUs and NVIDIA's own package index"
 
 
 def write_commands(work: Work, deployment: Deployment, kinds: Sequence[str], precisions: Sequence[str]) -> Measured:
-    """Step `commands`: commands.json and commands.sh."""
+    """Step `commands`: writes commands.json and commands.sh."""
     commands: dict[str, list[str]] = {}
     for precision in precisions if "tensorrt" in kinds else ():
         made = _trtexec(deployment, precision, _drafter(work, precision))

@@ -1,4 +1,4 @@
-"""Reads a written checkpoint back and says how far every tensor is from its source."""
+"""How far every tensor of a written checkpoint is from its source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dflash_serve.checkpoint.formats import Format, QuantizedTensor, relative_er
 from dflash_serve.checkpoint.headers import INDEX, SINGLE
 from dflash_serve.errors import UserError
 
-from .step import Measured
+from .pipeline import Measured
 
 BOUNDS: Mapping[Format, float] = {"fp8": 0.04, "nvfp4": 0.15}
 """A weight that is farther from its source than this was not quantised but broken."""

@@ -1,22 +1,30 @@
-"""The core's drafter as two graphs of plain operators, for exporters: dense batches instead of flat rows.
+"""The core's drafter as two graphs of plain operators, for exporters, and samples to compare them with the core on.
 
-`Block` fills blocks over a given context K/V, `Context` makes that K/V from features. Positions come in as cosines and
-sines (`sin` signed, as by the core's RotaryEmbedding), windows, causality and ragged lengths as one additive mask: one
-engine serves every kind of layer mask that its layers share, and has no tables of its own.
+`Block` fills blocks over a given context K/V, `Context` makes that K/V from features, in dense batches instead of flat
+rows. Positions come in as cosines and sines (`sin` signed, as by the core's RotaryEmbedding), windows, causality and
+ragged lengths as one additive mask: one engine serves every kind of layer mask that its layers share, and has no tables
+of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.errors import UserError
+from dflash_serve.models.attention.ragged import RaggedAttention
 from dflash_serve.models.attention.sdpa import block_mask
 from dflash_serve.models.drafter import Attention, Drafter, RMSNorm
+from dflash_serve.models.kv_cache import KVCache, Span, span_positions
+
+SAMPLE = "sample.safetensors"
 
 
 def norm(module: RMSNorm, x: Tensor) -> Tensor:
@@ -105,7 +113,7 @@ class Context(nn.Module):
 
 
 def dense_mask(lengths: Sequence[int], capacity: int, config: DrafterConfig) -> Tensor:
-    """Additive mask [b, 1, B, capacity + B] of blocks whose contexts have these lengths, in slots of `capacity`."""
+    """Additive mask [b, 1, B, capacity + B] of blocks whose contexts have these lengths, padded to `capacity`."""
     kind, block = single_kind(config), config.block_size
     rows = []
     for length in lengths:
@@ -116,3 +124,70 @@ def dense_mask(lengths: Sequence[int], capacity: int, config: DrafterConfig) -> 
         rows.append(torch.zeros(seen.shape).masked_fill_(~seen, float("-inf")))
     # -inf times 0 is NaN in some kernels, and fp16 has it: a large negative number does as well.
     return torch.stack(rows)[:, None].clamp(min=-30000.0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Features of one answer of the target, and blocks at several places of it."""
+
+    features: Tensor
+    """[tokens, F*H] of one answer."""
+    noise: Tensor
+    """[blocks, B, H]."""
+    anchors: tuple[int, ...]
+    """Position of each block's slot 0: so many context tokens it has."""
+
+    def save(self, folder: Path) -> None:
+        """Writes it into a step's folder."""
+        save_file(
+            {"features": self.features, "noise": self.noise, "anchors": torch.tensor(self.anchors)}, folder / SAMPLE
+        )
+
+    @classmethod
+    def load(cls, folder: Path) -> Sample:
+        """What `save` wrote."""
+        found = load_file(folder / SAMPLE)
+        return cls(found["features"], found["noise"], tuple(found["anchors"].tolist()))
+
+
+@torch.inference_mode()
+def by_core(drafter: Drafter, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [blocks, B, H] of the core drafter, and the context's keys and values [tokens, layers, kv, dim]."""
+    config, tokens = drafter.config, len(sample.features)
+    dtype = drafter.fc.weight.dtype
+    k, v = drafter.context_kv(drafter.project_context(sample.features.to(dtype)), torch.arange(tokens))
+    cache = KVCache(
+        layers=config.num_layers, entries=len(sample.anchors), kv_heads=config.num_key_value_heads,
+        capacity=tokens + config.block_size, head_dim=config.head_dim, dtype=dtype,
+    )  # fmt: skip
+    for entry, anchor in enumerate(sample.anchors):
+        cache.write_all([Span(entry, 0, anchor)], k[:anchor], v[:anchor])
+    spans = [Span(entry, anchor, config.block_size) for entry, anchor in enumerate(sample.anchors)]
+    attend = RaggedAttention(cache, spans, config.layers, config.num_attention_heads)
+    hidden = drafter(sample.noise.flatten(0, 1).to(dtype), span_positions(spans), attend)
+    return hidden.view(sample.noise.shape), k, v
+
+
+def block_inputs(drafter: Drafter, sample: Sample, k: Tensor, v: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The inputs of `Block` for the sample, contexts padded to the longest."""
+    config, capacity = drafter.config, max(sample.anchors)
+    past_k, past_v = (_padded(tensor, sample.anchors, capacity) for tensor in (k, v))
+    positions = torch.tensor(sample.anchors)[:, None] + torch.arange(config.block_size)
+    cos, sin = (t.view(*positions.shape, -1)[:, None] for t in drafter.rotary(positions.flatten()))
+    mask = dense_mask(sample.anchors, capacity, config)
+    named = {"noise": sample.noise, "context_k": past_k, "context_v": past_v, "cos": cos, "sin": sin, "mask": mask}
+    return {name: tensor.to(dtype) for name, tensor in named.items()}
+
+
+def _padded(kv: Tensor, anchors: Sequence[int], capacity: int) -> Tensor:
+    """[tokens, layers, kv, dim] -> [layers, blocks, kv, capacity, dim], zero behind each anchor."""
+    dense = kv[:capacity].permute(1, 2, 0, 3)[:, None].repeat(1, len(anchors), 1, 1, 1)
+    for index, anchor in enumerate(anchors):
+        dense[:, index, :, anchor:] = 0
+    return dense
+
+
+def context_inputs(drafter: Drafter, sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The inputs of `Context` for the sample."""
+    cos, sin = drafter.rotary(torch.arange(len(sample.features)))
+    return {"features": sample.features.to(dtype), "cos": cos.to(dtype), "sin": sin.to(dtype)}

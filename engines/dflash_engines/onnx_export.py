@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from dflash_serve.checkpoint.formats import QuantizedTensor, relative_error
 from dflash_serve.checkpoint.reader import load_weights
+from dflash_serve.common.extras import import_extra
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter
 
-from .environment import need
-from .graph import Block, Context
-from .modelopt import quietly
+from .graph import Block, Context, Sample, block_inputs, by_core, context_inputs
+from .pipeline import Measured, Work
+from .quantize import quietly
 from .recipe import OnnxPrecision
-from .sample import Sample, block_inputs, by_core, context_inputs
-from .step import Measured, Work
 
 OPSET = 23
 """The first with FP4."""
@@ -30,7 +29,7 @@ GRAPHS = ("block", "context")
 
 
 def export_fp16(work: Work) -> Measured:
-    """Step `onnx-fp16`."""
+    """Step `onnx-fp16`: exports both graphs in FP16 and compares them with the core."""
     drafter = load_drafter(work.inputs["drafter"], dtype=torch.float16)
     sample = Sample.load(work.inputs["drafter-ranges"])
     wide = load_drafter(work.inputs["drafter"], dtype=torch.float32)
@@ -61,7 +60,7 @@ def export_quantized(work: Work, precision: OnnxPrecision) -> Measured:
 
 
 def _export(module: nn.Module, inputs: dict[str, Tensor], path: Path) -> None:
-    need("onnxscript")
+    import_extra("engines", "onnxscript")
     dynamic, names = _dynamic(module)
     torch.onnx.export(
         module.eval(), tuple(inputs.values()), str(path), dynamo=True, external_data=False, opset_version=OPSET,
@@ -70,7 +69,7 @@ def _export(module: nn.Module, inputs: dict[str, Tensor], path: Path) -> None:
 
 
 def _dynamic(module: nn.Module) -> tuple[tuple[dict[int, Any], ...], list[str]]:
-    """Which axes vary, and the outputs' names."""
+    """The axes that vary in each input, and the outputs' names."""
     if isinstance(module, Context):
         rows = torch.export.Dim("tokens", min=1, max=1 << 17)
         return ({0: rows}, {0: rows}, {0: rows}), ["keys", "values"]
@@ -82,7 +81,7 @@ def _dynamic(module: nn.Module) -> tuple[tuple[dict[int, Any], ...], list[str]]:
 
 
 def _describe(folder: Path, drafter: Drafter, precision: str) -> None:
-    """drafter.json: what the runner and the builder must know of the graphs."""
+    """Writes drafter.json: what running and compiling must know of the graphs."""
     fields = {"precision": precision, "opset": OPSET, "drafter": drafter.config.model_dump(mode="json")}
     (folder / "drafter.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
@@ -112,7 +111,7 @@ def execute(path: Path, inputs: dict[str, Tensor], precision: OnnxPrecision) -> 
     It has no FP4: those weights are decoded by onnx's own evaluator first. That evaluator cannot run the whole graph:
     it squares in fp16 where the operator says fp32, and overflows.
     """
-    runtime = need("onnxruntime")
+    runtime = import_extra("engines", "onnxruntime")
     model = _without_fp4(path) if precision == "nvfp4" else path.read_bytes()
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
@@ -123,7 +122,7 @@ def execute(path: Path, inputs: dict[str, Tensor], precision: OnnxPrecision) -> 
 
 def _without_fp4(path: Path) -> bytes:
     """The graph with every FP4 weight as the FP16 one that ONNX defines it to be."""
-    onnx = need("onnx")
+    onnx = import_extra("engines", "onnx")
     model = onnx.load(str(path))
     decode = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
     rest = [node for node in model.graph.node if node.op_type != "DequantizeLinear"]
@@ -137,7 +136,7 @@ def _without_fp4(path: Path) -> bytes:
         opset_imports=model.opset_import,
         ir_version=model.ir_version,
     )
-    decoded = need("onnx.reference").ReferenceEvaluator(small).run(None, {})
+    decoded = import_extra("engines", "onnx.reference").ReferenceEvaluator(small).run(None, {})
     kept = [tensor for tensor in model.graph.initializer if tensor.name not in read]
     del model.graph.node[:], model.graph.initializer[:]
     model.graph.node.extend(rest)

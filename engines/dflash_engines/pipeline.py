@@ -1,33 +1,82 @@
-"""Runs steps in order, keeps every output by the digest of what made it, and goes on where it was stopped.
+"""Steps of a build, and running them in order: every output is kept by the digest of what made it.
 
-OUTPUT/steps/<name>-<key> holds a step's files and its manifest.json, which is written last; the folder gets its name
-when the step is done, so a name means a whole output. OUTPUT/<name> points at the current one, and OUTPUT/manifest.json
-names all.
+So a build that was stopped goes on where it was. OUTPUT/steps/<name>-<key> holds a step's files and its manifest.json;
+the folder gets its name when the step is done, so a name means a whole output. OUTPUT/<name> points at the current one,
+and OUTPUT/manifest.json names all.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Literal
 
 from dflash_serve.checkpoint.manifest import NAME, Manifest, file_entries, read_manifest, verify
+from dflash_serve.common.files import whole_folder, write_whole
 from dflash_serve.errors import Problem, UserError
 
 from .sources import Source
-from .step import Step, Work
 
+Measured = dict[str, object]
+"""What a step found out about its output, for its manifest."""
 State = Literal["built", "there already"]
-SCRATCH = ".unfinished-"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a running step has at hand."""
+
+    folder: Path
+    """Empty; becomes its output when the step returns."""
+    inputs: Mapping[str, Path]
+    """Folders of its sources and of the steps it needs."""
+    say: Callable[[str], None]
+    """Shows a line on what it is at."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A pure function of its inputs, its parameters and the tools' versions."""
+
+    name: str
+    run: Callable[[Work], Measured]
+    needs: tuple[str, ...]
+    """Sources and steps."""
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    tools: tuple[str, ...] = ()
+    """Packages whose version matters to the output."""
+    revision: int = 1
+    """Counted up when the code of the step changes what it writes."""
+    about: str = ""
+    """A line for the plan."""
+
+    def tool_versions(self) -> dict[str, str]:
+        """Package -> version; `absent` where it is not installed."""
+        return {tool: _version(tool) for tool in self.tools}
+
+    def key(self, inputs: Mapping[str, str]) -> str:
+        """The digest of all that determines the output; `inputs` are digests by name."""
+        parts = [self.name, self.revision, dict(self.parameters), self.tool_versions(), dict(inputs)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
 
 
 @dataclass(frozen=True)
 class Done:
-    """A step and its output."""
+    """A step that has run, and its output."""
 
     step: Step
     folder: Path
@@ -40,25 +89,29 @@ def run(
     sources: Mapping[str, Source],
     output: Path,
     *,
-    begins: Callable[[Step], None] = lambda step: None,
+    at: Callable[[Step, str], None] = lambda step, line: None,
     ends: Callable[[Done], None] = lambda done: None,
-    say: Callable[[str], None] = lambda line: None,
 ) -> list[Done]:
     """Runs every step whose output is not there yet, and writes OUTPUT/manifest.json.
+
+    Args:
+        at: shows which step runs, and a line on what it is at ("" at its beginning).
+        ends: shows what a step has made.
 
     Raises:
         UserError: a step cannot do its work; what was done before it stays.
     """
     store = output / "steps"
     store.mkdir(parents=True, exist_ok=True)
-    for left in store.glob(f"{SCRATCH}*"):
-        shutil.rmtree(left)
+    for unfinished in store.glob(".*"):
+        shutil.rmtree(unfinished)
     folders = {name: source.folder for name, source in sources.items()}
     digests = {name: source.digest for name, source in sources.items()}
     finished: list[Done] = []
     for step in steps:
-        begins(step)
-        done = _run_step(step, {n: folders[n] for n in step.needs}, {n: digests[n] for n in step.needs}, store, say)
+        at(step, "")
+        inputs, keys = {name: folders[name] for name in step.needs}, {name: digests[name] for name in step.needs}
+        done = _run_step(step, inputs, keys, store, partial(at, step))
         folders[step.name], digests[step.name] = done.folder, done.manifest.digest
         _point(output / step.name, done.folder)
         finished.append(done)
@@ -76,28 +129,25 @@ def _run_step(
         manifest = read_manifest(folder)
         if manifest is not None and manifest.key == key:
             return Done(step, folder, manifest, "there already")
-    shutil.rmtree(folder, ignore_errors=True)
-    scratch = store / f"{SCRATCH}{step.name}-{key[:12]}"
-    scratch.mkdir()
-    start = perf_counter()
-    measured = step.run(Work(scratch, inputs, say))
-    manifest = Manifest(
-        step=step.name,
-        key=key,
-        inputs=dict(digests),
-        parameters=json.loads(json.dumps(dict(step.parameters), default=str)),
-        tools=step.tool_versions(),
-        seconds=round(perf_counter() - start, 3),
-        measured=measured,
-        files=file_entries(scratch),
-    )
-    (scratch / NAME).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    scratch.rename(folder)
+    with whole_folder(folder) as scratch:
+        start = perf_counter()
+        measured = step.run(Work(scratch, inputs, say))
+        manifest = Manifest(
+            step=step.name,
+            key=key,
+            inputs=dict(digests),
+            parameters=json.loads(json.dumps(dict(step.parameters), default=str)),
+            tools=step.tool_versions(),
+            seconds=round(perf_counter() - start, 3),
+            measured=measured,
+            files=file_entries(scratch),
+        )
+        (scratch / NAME).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return Done(step, folder, manifest, "built")
 
 
 def _point(link: Path, folder: Path) -> None:
-    """A relative link, replaced in one move."""
+    """Makes `link` a relative link to `folder`, replaced in one move."""
     scratch = link.with_name(f".{link.name}.new")
     scratch.unlink(missing_ok=True)
     scratch.symlink_to(folder.relative_to(link.parent))
@@ -112,13 +162,11 @@ def _write_summary(output: Path, finished: Sequence[Done], sources: Mapping[str,
             for done in finished
         },
     }
-    scratch = output / f".{NAME}.new"
-    scratch.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    scratch.replace(output / NAME)
+    write_whole(output / NAME, json.dumps(summary, indent=2) + "\n")
 
 
 def verify_output(output: Path) -> list[Problem]:
-    """Every file of every step that is not what it was built as.
+    """A problem for every file of a finished build that is not what it was built as.
 
     Raises:
         UserError: this is no finished output of a build.
@@ -132,9 +180,8 @@ def verify_output(output: Path) -> list[Problem]:
     for name, (folder, key) in folders.items():
         manifest = read_manifest(folder)
         if manifest is None or manifest.key != key:
-            problems.append(
-                Problem(f"the output of {name} is not the one that was built", str(folder), "build it again")
-            )
+            what = f"the output of {name} is not the one that was built"
+            problems.append(Problem(what, str(folder), "build it again"))
         else:
             problems += verify(folder)
     return problems

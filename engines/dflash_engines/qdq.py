@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.formats import GROUP, QuantizedTensor
+from dflash_serve.common.extras import import_extra
 from dflash_serve.errors import UserError
-
-from .environment import need
 
 
 def insert(source: Path, target: Path, plain: Mapping[str, Tensor], packed: Mapping[str, QuantizedTensor]) -> int:
@@ -32,7 +31,7 @@ def insert(source: Path, target: Path, plain: Mapping[str, Tensor], packed: Mapp
     Raises:
         UserError: a product of the layers was not found in the graph.
     """
-    onnx = need("onnx")
+    onnx = import_extra("engines", "onnx")
     model = onnx.load(str(source))
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}
     names = {weight.t().contiguous().numpy().tobytes(): name for name, weight in plain.items()}
@@ -59,7 +58,7 @@ def insert(source: Path, target: Path, plain: Mapping[str, Tensor], packed: Mapp
 
 
 def _quantize(onnx: Any, graph: Any, node: Any, weight: QuantizedTensor, tag: str) -> list[Any]:
-    """The nodes before a MatMul, whose inputs are changed to theirs."""
+    """Makes the nodes that go before a MatMul, and changes its inputs to their outputs."""
     helper, kinds = onnx.helper, onnx.TensorProto
     half = {f"{tag}_scale": weight.scale if weight.format == "fp8" else weight.scale_2}
     if weight.format == "fp8" and weight.input_scale is not None:
@@ -100,7 +99,7 @@ def _nvfp4(helper: Any, kinds: Any, graph: Any, node: Any, weight: QuantizedTens
 
 
 def _replace(graph: Any, nodes: list[Any]) -> None:
-    """The new nodes, and only the initializers that one of them reads."""
+    """Gives the graph the new nodes, and keeps only the initializers that one of them reads."""
     read = {name for node in nodes for name in node.input}
     kept = [tensor for tensor in graph.initializer if tensor.name in read]
     del graph.node[:]

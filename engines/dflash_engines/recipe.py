@@ -1,16 +1,21 @@
-"""A recipe: what to serve, and what to build for it. YAML, unknown keys refused."""
+"""A recipe: what to serve, and what to build for it: YAML, unknown keys refused."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
+import yaml
 from pydantic import Field, NonNegativeInt, ValidationError
 
+from dflash_serve.common.files import write_whole
 from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.deployment import Deployment, describe
 from dflash_serve.errors import UserError
 from dflash_serve.recipe_file import read_recipe_file
+
+from .sources import Source
 
 Format = Literal["fp8", "nvfp4"]
 OnnxPrecision = Literal["fp16", "fp8", "nvfp4"]
@@ -37,7 +42,7 @@ class Calibration(Prompts):
 
 
 class Acceptance(Prompts):
-    """What to measure acceptance on."""
+    """Prompts that acceptance is measured on."""
 
     skip: NonNegativeInt = 0
     """Prompts passed over first: those that the drafters were calibrated on must not judge them."""
@@ -66,7 +71,7 @@ class Build(Frozen):
 
 
 class Recipe(Frozen):
-    """One YAML file of `engines/recipes`."""
+    """One YAML file, as in `engines/recipes`: what to serve and what to build for it."""
 
     tensorrt_llm: Annotated[str, Field(pattern=r"^\d+\.\d+")] = "1.4"
     """The release its configuration is written for."""
@@ -84,3 +89,17 @@ def load_recipe(path: Path) -> Recipe:
         return Recipe.model_validate(read_recipe_file(path))
     except ValidationError as error:
         raise UserError(describe(error), where=str(path)) from None
+
+
+def write_deployments(recipe: Recipe, sources: Mapping[str, Source], output: Path) -> list[Path]:
+    """Writes a Deployment for every quantised drafter, OUTPUT/serve-<format>.yaml; a bundled target by its folder."""
+    written = []
+    for format in recipe.build.drafter:
+        fields = recipe.deployment.model_dump(mode="json", exclude_unset=True)
+        fields["drafter"] = {"model": str(output / f"drafter-{format}"), "quantization": format}
+        if "target" in sources and "/" not in recipe.deployment.target.model:
+            fields["target"]["model"] = str(sources["target"].folder)
+        path = output / f"serve-{format}.yaml"
+        write_whole(path, yaml.safe_dump(Deployment.model_validate(fields).model_dump(mode="json", exclude_unset=True)))
+        written.append(path)
+    return written

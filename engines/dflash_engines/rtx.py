@@ -1,24 +1,33 @@
-"""TensorRT-RTX engines of the drafter, compiled ahead of time on a CPU: a real TensorRT compiler, for SM75 to SM121.
+"""TensorRT-RTX engines of the drafter: compiled on a CPU for SM75 to SM121, and run on a GPU of their kind.
 
-It has no SM100 and no SM103 (1.7.1: `ComputeCapability`), so B200 and B300 are `commands.py`'s. Refusals are the
-compiler's own and are written down: SM89 has no FP4, for one.
+The compiler has no SM100 and no SM103 (1.7.1: `ComputeCapability`), so B200 and B300 are `commands.py`'s. Its refusals
+are written down in its own words: SM89 has no FP4, for one. A run is compared with the core.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from dflash_serve.deployment import Deployment
-from dflash_serve.errors import UserError
+import numpy as np
+import torch
+from torch import Tensor
 
-from .environment import need
+from dflash_serve.checkpoint.formats import relative_error
+from dflash_serve.checkpoint.manifest import verify
+from dflash_serve.common.extras import import_extra
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError, raise_problems
+from dflash_serve.models.loader import load_drafter
+
+from .graph import Sample, block_inputs, by_core, context_inputs
 from .onnx_export import GRAPHS
+from .pipeline import Measured, Work
 from .recipe import Compute, OnnxPrecision
-from .step import Measured, Work
 
 BINDINGS = "tensorrt_rtx_bindings"
 
@@ -26,10 +35,10 @@ BINDINGS = "tensorrt_rtx_bindings"
 def compile_engines(
     work: Work, deployment: Deployment, precision: OnnxPrecision, compute: Sequence[Compute]
 ) -> Measured:
-    """Step `rtx-fp16`, `rtx-fp8`, `rtx-nvfp4`: <graph>.<compute>.engine for every graph and device kind."""
+    """Steps `rtx-fp16`, `rtx-fp8` and `rtx-nvfp4`: <graph>.<compute>.engine for every graph and device kind."""
     source = work.inputs[f"onnx-{precision}"]
     (work.folder / "drafter.json").write_bytes((source / "drafter.json").read_bytes())
-    measured: Measured = {"compiler": need(BINDINGS).__version__}
+    measured: Measured = {"compiler": import_extra("engines", BINDINGS).__version__}
     for graph in GRAPHS:
         for kind in compute:
             work.say(f"{graph} for {kind}")
@@ -49,8 +58,8 @@ def compile_engines(
 
 
 def compile_one(path: Path, kind: Compute, deployment: Deployment) -> tuple[bytes | None, str]:
-    """The engine, or None and the compiler's reason."""
-    trt = need(BINDINGS)
+    """The engine of a graph for one kind of device, or None and the compiler's reason."""
+    trt = import_extra("engines", BINDINGS)
     logger = _logger(trt)
     builder = trt.Builder(logger)
     network = builder.create_network(0)
@@ -66,7 +75,7 @@ def compile_one(path: Path, kind: Compute, deployment: Deployment) -> tuple[byte
 
 
 def _logger(trt: Any) -> Any:
-    """Keeps the last error instead of printing everything."""
+    """A logger that keeps the compiler's last error instead of printing everything."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         last = "the compiler gave no reason"
@@ -109,3 +118,90 @@ def _range(name: str, axis: int, batch: int, length: int, block: int) -> tuple[i
     if name == "mask" and axis == 3:
         return 1 + block, min(1024, length) + block, length + block
     return 1, min(batch, 8), batch
+
+
+def compare_engine(engine: Path, drafter: Path, sample: Path) -> dict[str, float]:
+    """Relative errors of an engine's outputs against the core in fp32.
+
+    Args:
+        engine: <graph>.<compute>.engine of a step `rtx-*`.
+        drafter: the unquantised drafter.
+        sample: output of the step `drafter-ranges`.
+
+    Raises:
+        UserError: the engine is not what was built, or no GPU of its kind is here.
+    """
+    raise_problems(verify(engine.parent))
+    graph, kind = engine.name.split(".")[:2]
+    _require_gpu(kind)
+    core, blocks = load_drafter(drafter, dtype=torch.float32), Sample.load(sample)
+    hidden, k, v = by_core(core, blocks)
+    if graph == "block":
+        inputs, wanted = block_inputs(core, blocks, k, v, torch.float16), {"hidden": hidden}
+    else:
+        inputs, wanted = context_inputs(core, blocks, torch.float16), {"keys": k, "values": v}
+    found = run_engine(engine, inputs)
+    return {name: relative_error(tensor, found[name]) for name, tensor in wanted.items()}
+
+
+def _require_gpu(kind: str) -> None:
+    wanted = int(kind.removeprefix("sm"))
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"no GPU here: an engine for SM{wanted} runs on one", where="run", do="copy it to such a machine"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor != wanted:
+        raise UserError(
+            f"this GPU is SM{major}{minor}, the engine is for SM{wanted}", where="run", do="build it for this one"
+        )
+
+
+def run_engine(engine: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Executes an engine once, on one stream: inputs by name -> outputs by name, in fp32."""
+    trt, cuda = import_extra("engines", BINDINGS), import_module("cuda.bindings.runtime")
+    runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
+    loaded = runtime.deserialize_cuda_engine(engine.read_bytes())
+    context = loaded.create_execution_context()
+    stream = _checked(cuda.cudaStreamCreate())
+    buffers: list[Any] = []
+    outputs: dict[str, tuple[Any, Any]] = {}
+    try:
+        for name, tensor in inputs.items():
+            context.set_input_shape(name, tuple(tensor.shape))
+            array = np.ascontiguousarray(tensor.numpy())
+            buffers.append(_checked(cuda.cudaMalloc(array.nbytes)))
+            context.set_tensor_address(name, int(buffers[-1]))
+            kind = cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
+            _checked(cuda.cudaMemcpyAsync(buffers[-1], array.ctypes.data, array.nbytes, kind, stream))
+        for index in range(loaded.num_io_tensors):
+            name = loaded.get_tensor_name(index)
+            if name in inputs:
+                continue
+            array = np.empty(tuple(context.get_tensor_shape(name)), dtype=trt.nptype(loaded.get_tensor_dtype(name)))
+            buffers.append(_checked(cuda.cudaMalloc(array.nbytes)))
+            context.set_tensor_address(name, int(buffers[-1]))
+            outputs[name] = (array, buffers[-1])
+        if not context.execute_async_v3(int(stream)):
+            raise UserError("the engine did not run", where=str(engine), do="build it again on this machine")
+        for array, pointer in outputs.values():
+            kind = cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
+            _checked(cuda.cudaMemcpyAsync(array.ctypes.data, pointer, array.nbytes, kind, stream))
+        _checked(cuda.cudaStreamSynchronize(stream))
+    finally:
+        for pointer in buffers:
+            cuda.cudaFree(pointer)
+        cuda.cudaStreamDestroy(stream)
+    return {name: torch.from_numpy(array).float() for name, (array, _) in outputs.items()}
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """The value of cuda-python's (error, value).
+
+    Raises:
+        RuntimeError: CUDA's error.
+    """
+    error, *value = result
+    if int(error) != 0:
+        raise RuntimeError(f"CUDA error {error}")
+    return value[0] if value else None

@@ -1,27 +1,24 @@
-"""Where a build starts: the folders of target and drafter, and a digest of what is in them."""
+"""Where a build starts: the folders of target and drafter, the prompts, and a digest of what is in them."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
-from dflash_serve.backend import backend
-from dflash_serve.checkpoint import source
 from dflash_serve.checkpoint.manifest import file_entries
-from dflash_serve.checkpoint.source import local_folder
+from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.common.files import sha256
 from dflash_serve.deployment import Model
 from dflash_serve.errors import UserError
 
 SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
-TARGET_FILES = [f"*{suffix}" for suffix in SUFFIXES]
+"""Files that a digest covers."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A folder that the build reads."""
+    """A folder, or a file of prompts, that the build reads."""
 
     folder: Path
     digest: str
@@ -29,25 +26,25 @@ class Source:
     """For the manifest: what was asked for, and what it was."""
 
 
-def target_source(model: Model) -> Source:
+def find_target(model: Model) -> Source:
     """The target, fetched or converted first where need be.
 
     Raises:
         UserError: it cannot be found.
     """
-    return _source(model, local_folder(_bundled_target(model.model), model.revision, files=TARGET_FILES))
+    return _source(model, target_folder(model.model, model.revision))
 
 
-def drafter_source(model: Model) -> Source:
-    """The drafter, in any dialect.
+def find_drafter(model: Model) -> Source:
+    """The drafter, in any dialect, fetched first where need be.
 
     Raises:
         UserError: it cannot be found.
     """
-    return _source(model, local_folder(source.drafter_source(model.model), model.revision))
+    return _source(model, drafter_folder(model.model, model.revision))
 
 
-def prompts_source(path: Path | None) -> Source | None:
+def find_prompts(path: Path | None) -> Source | None:
     """A JSONL file of prompts as a source; None where none is given.
 
     Raises:
@@ -57,17 +54,8 @@ def prompts_source(path: Path | None) -> Source | None:
         return None
     if not path.is_file():
         raise UserError("no such file of prompts", where=str(path), do="correct the recipe, or unset its variable")
-    return Source(path, sha256(path), {"file": path.name, "sha256": sha256(path)})
-
-
-def _bundled_target(name: str) -> str | Path:
-    """The folder of a bundled target; any other name as it is.
-
-    Bundled targets are converted by the embedded backend, which is found as backends are: by its entry point.
-    """
-    home = type(backend("torch")).__module__.partition(".")[0]
-    found: str | Path = import_module(f"{home}.target").target_source(name)
-    return found
+    digest = sha256(path)
+    return Source(path, digest, {"file": path.name, "sha256": digest})
 
 
 def _source(model: Model, folder: Path) -> Source:

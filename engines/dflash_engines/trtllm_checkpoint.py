@@ -16,15 +16,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dflash_serve.common.extras import import_extra
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 
 from .compare import BOUNDS, compare, read_checkpoint
-from .environment import need
-from .modelopt import quietly
-from .quantize_target import quantized_model
+from .pipeline import Measured, Work
+from .quantize import quantized_model, quietly
 from .recipe import Checkpoints
-from .step import Measured, Work
 
 DECODERS = {"llama": "llama", "mistral": "llama", "qwen2": "qwen", "qwen3": "qwen"}
 """transformers' model_type -> ModelOpt's decoder_type."""
@@ -48,7 +47,7 @@ def write_checkpoints(work: Work, deployment: Deployment, wanted: Checkpoints) -
         work.say(f"{size} ranks")
         folder = work.folder / f"tp{size}"
         with quietly():
-            export = need("modelopt.torch.export").export_tensorrt_llm_checkpoint
+            export = import_extra("engines", "modelopt.torch.export").export_tensorrt_llm_checkpoint
             export(copy.deepcopy(model), decoder, torch.bfloat16, str(folder), inference_tensor_parallel=size)
         found = compare(source, reassemble(folder), BOUNDS["fp8"])
         argv = build_command(folder, deployment, size, wanted.precision)
@@ -74,7 +73,7 @@ def build_command(folder: Path, deployment: Deployment, size: int, precision: st
 
 
 def _build(argv: list[str], folder: Path) -> str:
-    """Runs the command where it exists."""
+    """Runs trtllm-build where it is installed, and says what came of it."""
     if shutil.which(argv[0]) is None:
         return "not built here: there is no trtllm-build"
     done = subprocess.run(argv, cwd=folder.parent, capture_output=True, text=True, check=False)  # noqa: S603

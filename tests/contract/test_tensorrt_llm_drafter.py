@@ -10,24 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from torch import Tensor, nn
+from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.formats import FP8_MAX, Format, dequantized, quantize
+from dflash_serve.checkpoint.formats import Format, dequantized, quantize
 from dflash_serve.checkpoint.reader import assemble
 from dflash_serve.errors import UserError
-from dflash_serve.models.attention.ragged import RaggedAttention
-from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_tensorrt_llm.plugin.drafter import PlugInDrafter
-from dflash_tensorrt_llm.plugin.layout import Layout
+from dflash_tensorrt_llm.plugin.weights import Layout
 from tests.support.fake_tensorrt_llm import FOLDER, MIRRORED
-from tests.support.fake_tensorrt_llm.worker import Worker
+from tests.support.fake_tensorrt_llm.drafting import FakeTarget, attention, by_core, by_worker, plug_in
 from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, random_tensors, tiny_drafter_config
 
-PROMPTS = [3, 17, 9, 1, 24, 5, 12, 8]
-"""Ragged contexts; a batch of n takes the first n."""
-ACCEPTED = [1, 4, 2, 3, 1, 4, 1, 2]
 SHAPES: dict[str, dict[str, Any]] = {
     "full": {},
     "windowed": {"layers": (SLIDING, SLIDING)},
@@ -46,123 +40,6 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
         del sys.modules[name]
-
-
-def attention() -> Any:
-    from tests.support.fake_tensorrt_llm.tensorrt_llm._torch.speculative.dflash_attention import flash_attn_with_kvcache
-
-    return flash_attn_with_kvcache
-
-
-class FakeTarget(nn.Module):
-    """An embedding and a head, where the worker and the drafter look for them."""
-
-    def __init__(self, config: DrafterConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(7)
-        table = torch.randn(config.vocab_size, config.hidden_size, generator=generator).to(dtype)
-        self.model: Any = nn.Module()
-        self.model.embed_tokens = nn.Embedding.from_pretrained(table)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
-        self.lm_head.weight = nn.Parameter(table.flip(0), requires_grad=False)
-
-
-def logits_processor(hidden: Tensor, head: nn.Module, *_: object) -> Tensor:
-    out: Tensor = head(hidden)
-    return out
-
-
-def plug_in(
-    config: DrafterConfig, weights: dict[str, Tensor], dtype: torch.dtype, target: FakeTarget, **options: Any
-) -> PlugInDrafter:
-    drafter = PlugInDrafter(config, attention=attention(), dtype=dtype, **options)
-    drafter.load_weights(weights)
-    drafter.load_weights_from_target_model(target)
-    drafter.logits_processor = logits_processor
-    return drafter
-
-
-def features(config: DrafterConfig, seed: int, *shape: int) -> Tensor:
-    """[..., F, H], in the order of the drafter's own target_layer_ids."""
-    size = (*shape, len(config.target_layer_ids), config.hidden_size)
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
-
-
-def captured(rows: Tensor, config: DrafterConfig) -> Tensor:
-    """As TensorRT-LLM hands them over: layers ascending."""
-    order = sorted(range(len(config.target_layer_ids)), key=lambda index: config.target_layer_ids[index])
-    return rows[..., order, :].flatten(-2)
-
-
-@torch.inference_mode()
-def by_worker(drafter: PlugInDrafter, batch: int, dtype: torch.dtype) -> Tensor:
-    """Prompts, then two steps; the second step's logits."""
-    config = drafter.config
-    worker = Worker(drafter, max_batch=batch, max_seq_len=64, max_draft_len=config.block_size - 1)
-    slots = list(reversed(range(batch)))
-    for index, slot in enumerate(slots):
-        rows = captured(features(config, index, PROMPTS[index]), config).to(dtype)
-        worker.prefill(slot, rows[:2])  # in two chunks
-        if len(rows) > 2:
-            worker.prefill(slot, rows[2:])
-    logits = torch.empty(0)
-    for step in range(2):
-        rows = captured(features(config, 100 + step, batch, config.block_size), config).to(dtype)
-        logits = worker.draft(slots, torch.tensor(ACCEPTED[:batch]), rows, torch.arange(batch) + 20 + step)
-    return logits
-
-
-@torch.inference_mode()
-def by_core(
-    config: DrafterConfig,
-    weights: dict[str, Tensor],
-    batch: int,
-    dtype: torch.dtype,
-    target: FakeTarget,
-    input_scale: float | None = None,
-) -> Tensor:
-    """The same with the core drafter and its own store; with an input scale, products see activations as FP8."""
-    drafter = Drafter(config)
-    if input_scale is not None:
-        for name, module in drafter.named_modules():
-            if name.endswith("_proj"):
-                module.register_forward_pre_hook(lambda _, given: (as_fp8(given[0], input_scale),))
-    # Not `drafter.to(dtype)`: rotary frequencies stay in fp32.
-    drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
-    store = KVCache(
-        layers=config.num_layers, entries=batch, kv_heads=config.num_key_value_heads, capacity=80,
-        head_dim=config.head_dim, dtype=dtype,
-    )  # fmt: skip
-    lengths = [0] * batch
-
-    def inject(slot: int, rows: Tensor, context: Tensor) -> None:
-        """Keeps the first `len(rows)` of the projected rows: like the worker, which projects all B and masks."""
-        span = [Span(slot, lengths[slot], len(rows))]
-        k, v = drafter.context_kv(context, lengths[slot] + torch.arange(len(context)))
-        store.write_all(span, k[: len(rows)], v[: len(rows)])
-        lengths[slot] += len(rows)
-
-    for index in range(batch):
-        rows = features(config, index, PROMPTS[index]).flatten(-2).to(dtype)
-        for part in (slice(0, 2), slice(2, None)):
-            if len(rows[part]):
-                inject(index, rows[part], drafter.project_context(rows[part]))
-    hidden = torch.empty(0)
-    for step in range(2):
-        rows = features(config, 100 + step, batch, config.block_size).flatten(-2).to(dtype)
-        projected = drafter.project_context(rows.flatten(0, 1)).view(batch, config.block_size, -1)
-        for index in range(batch):
-            inject(index, rows[index, : ACCEPTED[index]], projected[index])
-        spans = [Span(index, lengths[index], config.block_size) for index in range(batch)]
-        attend = RaggedAttention(store, spans, config.layers, config.num_attention_heads)
-        noise = drafter.noise(torch.arange(batch) + 20 + step, target.model.embed_tokens.weight)
-        hidden = drafter(noise, span_positions(spans), attend)
-    slots = hidden.view(batch, config.block_size, -1)[:, 1:]
-    return drafter.adjust_logits(target.lm_head(slots))
-
-
-def as_fp8(x: Tensor, scale: float) -> Tensor:
-    return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
 def relative(a: Tensor, b: Tensor) -> float:

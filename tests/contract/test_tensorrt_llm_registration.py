@@ -12,7 +12,7 @@ import pytest
 
 from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.release import Release
+from dflash_tensorrt_llm.upstream import Release
 from tests.support.fake_tensorrt_llm import FOLDER
 from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from dflash_tensorrt_llm.llm_args import CudaGraphConfig, DFlashDecodingConfig, KvCacheConfig, LlmArgs
 from dflash_tensorrt_llm.plugin.drafter import PlugInDrafter
+from dflash_tensorrt_llm.upstream import CudaGraphConfig, DFlashDecodingConfig, KvCacheConfig, LlmArgs
 from tests.support.tiny import random_tensors, tiny_drafter_config
 
 READ = {

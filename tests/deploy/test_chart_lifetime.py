@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.deploying.ending import DRAIN_SECONDS, MARGIN_SECONDS, PRE_STOP_SECONDS, grace_seconds
+from dflash_serve.deploying.workload import DRAIN_SECONDS, GRACE_SECONDS, MARGIN_SECONDS, PRE_STOP_SECONDS
 from tests.deploy.test_chart_golden import CASES, case
 from tests.support.chart import Manifest, of_kind, only, pods, render, server, server_pod, values
 
@@ -37,7 +37,7 @@ def test_every_server_has_the_grace_that_other_renderings_give_it(name: str) -> 
     servers = [
         pod["spec"] for label, pod in pods(render(case(name))) if label.split()[0] in ("Deployment", "LeaderWorkerSet")
     ]
-    assert {spec["terminationGracePeriodSeconds"] for spec in servers} == {grace_seconds()}
+    assert {spec["terminationGracePeriodSeconds"] for spec in servers} == {GRACE_SECONDS}
     assert all(
         spec["containers"][0]["lifecycle"]["preStop"] for spec in servers if "lifecycle" in spec["containers"][0]
     )

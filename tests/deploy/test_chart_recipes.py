@@ -129,7 +129,7 @@ def test_each_node_of_several_runs_its_own_command(monkeypatch: pytest.MonkeyPat
 @EACH
 def test_a_pod_gets_the_gpus_command_and_environment_that_other_renderings_give_it(recipe: str, backend: str) -> None:
     deployment = recipe_deployment(recipe)
-    workload = Workload("trial", backend, Deployment.model_validate(deployment), "image")  # type: ignore[arg-type]
+    workload = Workload("trial", backend, Deployment.model_validate(deployment), "image")
     container = server(render(values(backend, deployment)))
     assert int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) == workload.gpus
     assert [*container["command"], *container["args"]] == list(workload.command)

@@ -23,6 +23,11 @@ SHORT = "sha256:0123"
 
 REFUSED: list[tuple[str, Changes, str]] = [
     # an installation, what is changed in it, the beginning of the line
+    (
+        "sglang",
+        {"backend": "vllm"},
+        'backend: "vllm" is none that this chart knows .sglang, tensorrt-llm, torch.; give its',
+    ),
     ("sglang", {"image.repository": ""}, "image.repository: no image"),
     ("sglang", {"image.repository": "registry.example:5000/engine:latest"}, "image.repository: .* has a tag"),
     ("sglang", {"image.repository": f"registry.example/engine@{SHORT}"}, "image.repository: .* has a tag or digest"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from dflash_serve.backend import backend as backend_named
+from dflash_serve.deploying.chart import ENGINES, generated_files, values_schema
 from dflash_serve.deploying.chart_values import Values
-from dflash_serve.deploying.endpoints import ENDPOINTS
-from dflash_serve.deploying.values_schema import FILE, text, values_schema
 from tests.deploy.test_chart_golden import CASES, case
 from tests.deploy.test_chart_refusals import changed
 from tests.support.chart import (
@@ -29,8 +27,10 @@ from tests.support.chart import (
     values,
 )
 
+GENERATED = generated_files()
 OPEN = {
     "global": "Helm's own",
+    "engine.environment": "an engine's own variables",
     "resources.extra": "extended resources",
     "placement.nodeSelector": "node labels",
     "placement.tolerations[]": "Kubernetes' own type",
@@ -52,17 +52,28 @@ MISSPELT = [
     *("dashboards.folder", "serviceAccount.automount", "tests.verify.url"),
 ]
 WRONG = [
-    *({"backend": "vllm"}, {"replicas": "two"}, {"deployment.hardware.gpu": "b100"}, {"models.kind": "hostPath"}),
+    *(
+        {"engine": {"probes": {}}},
+        {"replicas": "two"},
+        {"deployment.hardware.gpu": "b100"},
+        {"models.kind": "hostPath"},
+    ),
     *({"deployment.speculation.width": "widest"}, {"deployment.parallel.tensor": 0}, {"autoscaling.kind": "both"}),
     *({"deployment.target.quantization": "int3"}, {"service.type": "ExternalName"}, {"env": [{"name": "A"}]}),
     *({"env": [{"name": "A", "valueFrom": {}}]}, {"image.pullPolicy": "Sometimes"}, {"build.gpus": -1}),
 ]
 
 
-def test_the_schema_is_the_one_the_types_make() -> None:
-    if os.environ.get("GOLDEN") == "write":
-        (CHART / FILE).write_text(text())
-    assert json.loads((CHART / FILE).read_text()) == values_schema()
+@pytest.mark.parametrize("name", GENERATED)
+def test_what_is_generated_is_what_types_and_facts_make(name: str) -> None:
+    """After a wanted change: python -m dflash_serve.deploying.chart"""
+    assert (CHART / name).read_text() == GENERATED[name]
+
+
+def test_the_chart_knows_the_backends_whose_drafters_its_probe_can_see_accept() -> None:
+    known = yaml.safe_load(GENERATED[ENGINES])
+    probe = (CHART / "files" / "ready.py").read_text().rpartition("ASK = {")[2].partition("}")[0]
+    assert set(known) == set(BACKENDS) == set(re.findall(r'"([\w-]+)":', probe))
 
 
 def test_values_yaml_has_every_default_of_the_types_and_no_other() -> None:
@@ -137,12 +148,12 @@ def test_paths_and_metrics_are_those_that_other_renderings_use(backend: str) -> 
     )
     scaled = {"kind": "keda", "prometheusAddress": "http://prometheus:9090"}
     manifests = render({**given, "autoscaling": scaled})
-    endpoints = ENDPOINTS[backend]  # type: ignore[index]
+    facts = backend_named(backend).facts
     container = server(manifests)
-    assert container["livenessProbe"]["httpGet"]["path"] == endpoints.live
-    assert container["readinessProbe"]["httpGet"]["path"] == endpoints.ready
-    assert only(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"][0]["path"] == endpoints.metrics
+    assert container["livenessProbe"]["httpGet"]["path"] == facts.probes.live
+    assert container["readinessProbe"]["httpGet"]["path"] == facts.probes.ready
+    assert only(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"][0]["path"] == facts.metrics.path
     query = only(manifests, "ScaledObject")["spec"]["triggers"][0]["metadata"]["query"]
-    assert query == f'sum({endpoints.queued}{{namespace="serving", app_kubernetes_io_instance="trial"}})'
+    assert query == f'sum({facts.metrics.queued}{{namespace="serving", app_kubernetes_io_instance="trial"}})'
     hpa = only(render({**given, "autoscaling": {"kind": "hpa"}}), "HorizontalPodAutoscaler")
-    assert hpa["spec"]["metrics"][0]["pods"]["metric"]["name"] == endpoints.queued
+    assert hpa["spec"]["metrics"][0]["pods"]["metric"]["name"] == facts.metrics.queued

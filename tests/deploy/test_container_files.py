@@ -15,8 +15,9 @@ import pytest
 from dockerfile_parse import DockerfileParser
 from packaging.requirements import Requirement
 
-from dflash_serve.deploying.endpoints import ENDPOINTS
-from dflash_serve.deploying.workload import BACKENDS, USER, WRITABLE, BackendName, Workload
+from dflash_serve.backend import backend
+from dflash_serve.deploying.chart import KNOWN as BACKENDS
+from dflash_serve.deploying.workload import USER, WRITABLE, Workload
 from dflash_serve.deployment import Deployment, Model
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ def test_it_runs_without_rights_and_owns_only_what_it_writes(name: str) -> None:
 
 
 @EACH
-def test_the_entry_point_is_ours_and_no_shell(name: BackendName) -> None:
+def test_the_entry_point_is_ours_and_no_shell(name: str) -> None:
     stage = last_stage(name)
     assert json.loads(stage["ENTRYPOINT"][0]) == ["dflash-serve"]
     command = " ".join(json.loads(stage["CMD"][0])).replace("=", " ")
@@ -94,16 +95,16 @@ def test_the_entry_point_is_ours_and_no_shell(name: BackendName) -> None:
 
 
 @EACH
-def test_it_asks_the_server_how_it_is(name: BackendName) -> None:
+def test_it_asks_the_server_how_it_is(name: str) -> None:
     (check,) = last_stage(name)["HEALTHCHECK"]
     argv = json.loads(check.split("CMD", 1)[1])
     assert argv[:2] == ["python3", "-c"]
-    assert f"http://127.0.0.1:8000{ENDPOINTS[name].ready}'" in argv[2]
+    assert f"http://127.0.0.1:8000{backend(name).facts.probes.ready}'" in argv[2]
     compile(argv[2], "healthcheck", "exec")
 
 
 @EACH
-def test_it_sets_what_the_pod_sets(name: BackendName) -> None:
+def test_it_sets_what_the_pod_sets(name: str) -> None:
     wanted = Workload("x", name, Deployment(target=Model(model="x"))).environment
     assert wanted.items() <= variables(name).items()
 

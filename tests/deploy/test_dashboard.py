@@ -12,9 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dflash_serve.backend import backend
-from dflash_serve.deploying import dashboard
-from dflash_serve.deploying.endpoints import ENDPOINTS
+from dflash_serve.backend import MetricNames, backend, installed
 from tests.support.embedded import PROMPTS, tiny_engine
 from tests.support.promql import DASHBOARD, PREFIXES, asked, engine_of, exported, expressions, missing, variables
 from tests.support.serving import MODEL, Running, running
@@ -48,10 +46,32 @@ TENSORRT_LLM = {
 """What TensorRT-LLM documents of its Prometheus metrics, as far as a dashboard could care: the docstring and labels of
 tensorrt_llm/metrics/collector.py, NVIDIA/TensorRT-LLM main @050f80def8df (2026). It was never scraped by us."""
 
-
-def test_the_file_in_the_chart_is_what_the_code_makes() -> None:
-    """After a wanted change: python -m dflash_serve.deploying.dashboard, into that file."""
-    assert DASHBOARD.read_text() == dashboard.text()
+VLLM = {
+    **{
+        f"vllm:{name}_bucket": {"model_name", "engine", "le"}
+        for name in (
+            "time_to_first_token_seconds",
+            "inter_token_latency_seconds",
+            "request_queue_time_seconds",
+            "e2e_request_latency_seconds",
+        )
+    },
+    **{
+        f"vllm:{name}": {"model_name", "engine"}
+        for name in (
+            "num_requests_running",
+            "num_requests_waiting",
+            "kv_cache_usage_perc",
+            "generation_tokens_total",
+            "spec_decode_num_drafts_total",
+            "spec_decode_num_draft_tokens_total",
+            "spec_decode_num_accepted_tokens_total",
+        )
+    },
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": {"model_name", "engine", "position"},
+}
+"""What vLLM documents of its Prometheus metrics (docs/design/metrics.md, vllm/v1/metrics/loggers.py and
+vllm/v1/spec_decode/metrics.py). It was never scraped by us."""
 
 
 def test_every_expression_is_promql_over_the_chosen_namespace_and_release() -> None:
@@ -71,11 +91,11 @@ def test_every_engine_has_acceptance_survival_interactivity_queue_and_first_toke
         if panel["type"] != "row"
     }
     everyone = set(PREFIXES.values())
-    assert engines.pop("Width") == everyone - {"tensorrt-llm"}  # it reports none
+    assert everyone == set(installed())
+    assert engines.pop("Width") == everyone - {"tensorrt-llm", "vllm"}  # they report none
+    assert engines.pop("Survival by slot") == everyone - {"vllm"}  # it counts accepted tokens by slot, drafted ones not
     assert engines == dict.fromkeys(engines, everyone)
-    assert {"Acceptance length", "Survival by slot", "Interactivity", "Queue", "Time to the first token"} <= set(
-        engines
-    )
+    assert {"Acceptance length", "Interactivity", "Queue", "Time to the first token"} <= set(engines)
 
 
 def test_panels_neither_overlap_nor_share_a_number() -> None:
@@ -91,6 +111,13 @@ def test_panels_neither_overlap_nor_share_a_number() -> None:
     assert max(x for x, _ in cells) < 24
 
 
+def for_routers(name: str) -> set[str]:
+    """Gauges that routers and planners pick a server by, as far as the engine has them."""
+    metrics: MetricNames = backend(name).facts.metrics
+    names = (metrics.queued, metrics.running, metrics.kv_cache_usage, metrics.acceptance_length)
+    return {name for name in names if name is not None}
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with running(tiny_engine(write_tiny_pair(tmp_path_factory.mktemp("pair")))) as found:
@@ -101,21 +128,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def test_the_embedded_server_exports_all_that_is_asked_of_it(server: Running) -> None:
-    has = exported(httpx.get(server.url + ENDPOINTS["torch"].metrics).text)
+    has = exported(httpx.get(server.url + backend("torch").facts.metrics.path).text)
     assert missing("torch", has) == []
-    endpoints = ENDPOINTS["torch"]
-    assert {endpoints.queued, endpoints.running, endpoints.kv_cache_usage, endpoints.acceptance_length} <= set(has)
+    assert for_routers("torch") <= set(has)
 
 
 def test_tensorrt_llm_documents_all_that_is_asked_of_it() -> None:
     assert missing("tensorrt-llm", TENSORRT_LLM) == []
-    endpoints = ENDPOINTS["tensorrt-llm"]
-    asked_by_routers = {endpoints.queued, endpoints.running, endpoints.kv_cache_usage, endpoints.acceptance_length}
-    assert asked_by_routers <= set(TENSORRT_LLM)
+    assert for_routers("tensorrt-llm") <= set(TENSORRT_LLM)
+
+
+def test_vllm_documents_all_that_is_asked_of_it() -> None:
+    assert missing("vllm", VLLM) == []
+    assert for_routers("vllm") <= set(VLLM)
 
 
 def test_a_name_that_is_misspelt_or_a_label_that_is_not_there_is_found(server: Running) -> None:
-    has = exported(httpx.get(server.url + ENDPOINTS["torch"].metrics).text)
+    has = exported(httpx.get(server.url + backend("torch").facts.metrics.path).text)
     survival = has.pop("dflash:spec_decode_survival")
     assert missing("torch", has) == ["dflash:spec_decode_survival['slot']"]
     has["dflash:spec_decode_survival"] = survival - {"slot"}
@@ -124,12 +153,7 @@ def test_a_name_that_is_misspelt_or_a_label_that_is_not_there_is_found(server: R
 
 def test_the_variables_look_where_every_engine_is() -> None:
     for metrics, _ in variables():
-        assert metrics == {endpoints.running for endpoints in ENDPOINTS.values()}
-
-
-@pytest.mark.parametrize("name", ["torch", "sglang"])
-def test_routers_are_told_of_the_acceptance_length_that_the_backend_names(name: str) -> None:
-    assert ENDPOINTS[name].acceptance_length == backend(name).metrics.acceptance_length  # type: ignore[index, attr-defined]
+        assert metrics == {backend(name).facts.metrics.running for name in installed()}
 
 
 def test_the_dashboard_is_where_the_chart_looks() -> None:

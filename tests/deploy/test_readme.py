@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dflash_serve.deploying.endpoints import ENDPOINTS
+from dflash_serve.backend import backend
 from dflash_serve.deploying.workload import PORT
 from tests.support.helm import HELM_3, HELM_4, Layer, helm
 from tests.support.offline_hub import offline_hub
@@ -134,10 +134,10 @@ def test_routers_find_the_charts_pods(place: Path) -> None:
 
 def test_llm_d_is_told_the_names_that_the_embedded_engine_has(place: Path) -> None:
     told = yaml.safe_load((place / "dflash-engine.yaml").read_text())
-    endpoints = ENDPOINTS["torch"]
+    facts = backend("torch").facts
     assert told == {
-        "name": endpoints.engine_type,
-        "queuedRequestsSpec": endpoints.queued,
-        "runningRequestsSpec": endpoints.running,
-        "kvUsageSpec": endpoints.kv_cache_usage,
+        "name": facts.engine_type,
+        "queuedRequestsSpec": facts.metrics.queued,
+        "runningRequestsSpec": facts.metrics.running,
+        "kvUsageSpec": facts.metrics.kv_cache_usage,
     }

@@ -10,16 +10,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from dflash_serve.backend import ServerBackend, backend
+from dflash_serve.backend import server_backend
 from dflash_serve.cli.main import app
-from dflash_serve.deploying.workload import BACKENDS
+from dflash_serve.deploying.chart import KNOWN as BACKENDS
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
 from tests.support.offline_hub import offline_hub
@@ -56,7 +56,7 @@ def _written(folder: Path, recipe: Path) -> Path:
 def takes(name: str, path: Path) -> bool:
     """Whether the backend has nothing against the recipe."""
     try:
-        return not cast(ServerBackend, backend(name)).check(load_deployment(path))
+        return not server_backend(name).check(load_deployment(path))
     except UserError:  # SGLang and TensorRT-LLM cannot find the bundled target
         return False
 

@@ -11,13 +11,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from dflash_serve.backend import backend
 from dflash_serve.cli.main import app
+from dflash_serve.deploying.chart import KNOWN as BACKENDS
 from dflash_serve.deploying.chart import template
-from dflash_serve.deploying.ending import DRAIN_SECONDS, grace_seconds
-from dflash_serve.deploying.endpoints import ENDPOINTS
 from dflash_serve.deploying.pod import container_security, pod, pod_security
-from dflash_serve.deploying.startup import startup_seconds
-from dflash_serve.deploying.workload import BACKENDS, BackendName, Workload
+from dflash_serve.deploying.workload import DRAIN_SECONDS, GRACE_SECONDS, Workload
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from tests.support.helm import HELM_4, helm
@@ -40,7 +39,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def workload(file: Path, name: BackendName) -> Workload:
+def workload(file: Path, name: str) -> Workload:
     return Workload("release", name, Deployment.model_validate(yaml.safe_load(file.read_text())), f"x/y@{DIGEST}")
 
 
@@ -55,7 +54,7 @@ def deploy(file: Path, *words: str) -> str:
     return result.stdout
 
 
-def charts_pod(file: Path, name: BackendName, **values: Any) -> dict[str, Any]:
+def charts_pod(file: Path, name: str, **values: Any) -> dict[str, Any]:
     deployment = yaml.safe_load(file.read_text())
     given = {"backend": name, "deployment": deployment, "image": {"repository": "x/y", "digest": DIGEST}, **values}
     found = [d for d in documents(template("release", given)) if d["kind"] == "Deployment"]
@@ -67,7 +66,7 @@ EACH = pytest.mark.parametrize("name", BACKENDS)
 
 
 @EACH
-def test_command_and_environment_are_the_charts(file: Path, name: BackendName) -> None:
+def test_command_and_environment_are_the_charts(file: Path, name: str) -> None:
     server = charts_pod(file, name)["spec"]["containers"][0]
     assert tuple(server["command"] + server["args"]) == workload(file, name).command
     environment = {variable["name"]: variable["value"] for variable in server["env"]}
@@ -75,7 +74,7 @@ def test_command_and_environment_are_the_charts(file: Path, name: BackendName) -
 
 
 @EACH
-def test_probes_and_end_are_the_charts(file: Path, name: BackendName) -> None:
+def test_probes_and_end_are_the_charts(file: Path, name: str) -> None:
     gigabytes = 40
     spec = charts_pod(file, name, startup={"gigabytes": gigabytes}, readiness={"acceptance": False})["spec"]
     ours: Any = pod(workload(file, name), "server")
@@ -84,19 +83,19 @@ def test_probes_and_end_are_the_charts(file: Path, name: BackendName) -> None:
         assert theirs[probe]["httpGet"]["path"] == mine[probe]["httpGet"]["path"]
         assert theirs[probe]["timeoutSeconds"] == mine[probe]["timeoutSeconds"]
     assert theirs["lifecycle"] == mine["lifecycle"]
-    assert spec["terminationGracePeriodSeconds"] == ours["terminationGracePeriodSeconds"] == grace_seconds()
-    assert grace_seconds() > DRAIN_SECONDS + mine["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert spec["terminationGracePeriodSeconds"] == ours["terminationGracePeriodSeconds"] == GRACE_SECONDS
+    assert DRAIN_SECONDS + mine["lifecycle"]["preStop"]["sleep"]["seconds"] < GRACE_SECONDS
 
 
 def test_a_load_may_take_as_long_as_in_the_chart(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_serve.deploying.startup.gigabytes", lambda _: 40)
+    monkeypatch.setattr(Workload, "gigabytes", 40)
     theirs = charts_pod(file, "sglang", startup={"gigabytes": 40})["spec"]["containers"][0]["startupProbe"]
     seconds = theirs["failureThreshold"] * theirs["periodSeconds"]
-    assert seconds == math.ceil(startup_seconds(workload(file, "sglang")) / 10) * 10
+    assert seconds == math.ceil(workload(file, "sglang").startup_seconds / 10) * 10
 
 
 @EACH
-def test_rights_and_mounts_are_the_charts(file: Path, name: BackendName) -> None:
+def test_rights_and_mounts_are_the_charts(file: Path, name: str) -> None:
     spec = charts_pod(file, name)["spec"]
     assert spec["securityContext"] == pod_security()
     assert spec["containers"][0]["securityContext"] == container_security()
@@ -106,7 +105,7 @@ def test_rights_and_mounts_are_the_charts(file: Path, name: BackendName) -> None
 
 
 @EACH
-def test_metrics_are_scraped_and_scaled_by_as_the_chart_does(file: Path, name: BackendName) -> None:
+def test_metrics_are_scraped_and_scaled_by_as_the_chart_does(file: Path, name: str) -> None:
     deployment = yaml.safe_load(file.read_text())
     given = {
         "backend": name,
@@ -117,18 +116,20 @@ def test_metrics_are_scraped_and_scaled_by_as_the_chart_does(file: Path, name: B
     }
     rendered = documents(template("release", given))
     by_kind: dict[str, Any] = {document["kind"]: document.get("spec") for document in rendered}
-    assert by_kind["PodMonitor"]["podMetricsEndpoints"][0]["path"] == ENDPOINTS[name].metrics
-    assert by_kind["HorizontalPodAutoscaler"]["metrics"][0]["pods"]["metric"]["name"] == ENDPOINTS[name].queued
+    assert by_kind["PodMonitor"]["podMetricsEndpoints"][0]["path"] == backend(name).facts.metrics.path
+    assert (
+        by_kind["HorizontalPodAutoscaler"]["metrics"][0]["pods"]["metric"]["name"] == backend(name).facts.metrics.queued
+    )
 
 
 @EACH
-def test_values_become_manifests(file: Path, name: BackendName, tmp_path: Path) -> None:
+def test_values_become_manifests(file: Path, name: str, tmp_path: Path) -> None:
     """`--render manifests` is helm's answer to `--render helm`, with the labels that routers look for."""
     assert isinstance(yaml.safe_load(deploy(file, "--render", "helm", "--backend", name)), dict)
     deploy(file, "--render", "manifests", "--backend", name, "--name", "mine", "--output", str(tmp_path / "all.yaml"))
     (server,) = [d for d in documents((tmp_path / "all.yaml").read_text()) if d["kind"] == "Deployment"]
     labels = server["spec"]["template"]["metadata"]["labels"]
-    assert labels["llm-d.ai/engine-type"] == ENDPOINTS[name].engine_type
+    assert labels["llm-d.ai/engine-type"] == backend(name).facts.engine_type
     assert labels["app.kubernetes.io/instance"] == "mine"
     assert not [*tmp_path.glob(".*")]
 

@@ -64,10 +64,14 @@ def test_a_problem_of_the_deployment_comes_first_and_nothing_is_written(write: A
         ([], "one of --render and --prepare"),
         (["--render", "helm", "--prepare", "/x"], "one of --render and --prepare"),
         (["--render", "nomad"], "there are: helm, manifests, dynamo, kserve, compose"),
-        (["--render", "helm", "--backend", "vllm"], "there are: torch, sglang, tensorrt-llm"),
+        (["--render", "helm", "--backend", "vllm"], "it has no server; use --backend torch"),
+        (
+            ["--render", "helm", "--backend", "nope"],
+            "no backend 'nope'; installed are: sglang, tensorrt-llm, torch, vllm",
+        ),
         (["--render", "dynamo"], "Dynamo has no such engine; use --backend sglang or tensorrt-llm"),
         (["--render", "helm", "--image", "x/y:latest"], "x/y:latest is not pinned"),
-        (["--render", "compose", "--output", "/nowhere/compose.yaml"], "/nowhere/compose.yaml: cannot be written"),
+        (["--render", "compose", "--output", f"{__file__}/x.yaml"], "x.yaml: cannot be written"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(write: Any, words: list[str], said: str) -> None:
@@ -114,7 +118,7 @@ def test_a_drafter_that_needs_our_plug_in_is_not_given_to_dynamos_tensorrt_llm(
     write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """dynamo.trtllm has no --custom_module_dirs: it would draft with what upstream gets wrong in silence."""
-    monkeypatch.setattr("dflash_tensorrt_llm.plan.beyond_built_in", lambda *_: ["a mask embedding of its own"])
+    monkeypatch.setattr("dflash_tensorrt_llm.launch_plan.beyond_built_in", lambda *_: ["a mask embedding of its own"])
     line = refusal(write(hardware={"gpu": "b200"}), "--render", "dynamo", "--backend", "tensorrt-llm")
     assert "needs trtllm-serve's --custom_module_dirs, which dynamo.trtllm does not have" in line
 

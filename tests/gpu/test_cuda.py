@@ -12,8 +12,7 @@ from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.models.attention.flashinfer import FlashInferAttention
 from dflash_serve.models.attention.ragged import RaggedAttention
 from dflash_serve.models.kv_cache import KVCache, Span
-from dflash_serve.training.blocks import lay_out
-from dflash_serve.training.forward import BlockForward
+from dflash_serve.training.blocks import BlockForward, lay_out
 from dflash_torch.memory import local_gpus
 from tests.support.embedded import PROMPTS, answers, tiny_engine, with_passes
 from tests.support.tiny_target import write_tiny_pair

@@ -31,7 +31,7 @@ NO_NETWORK = "--host-resolver-rules=MAP * ~NOTFOUND"
 
 @pytest.fixture(scope="module")
 def measured(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One way started by the bench, one server that ran already; two users each."""
+    """One variant started by the bench, one server that ran already; two users each."""
     folder = tmp_path_factory.mktemp("bench")
     prompts = folder / "prompts.jsonl"
     texts = ["the quick brown fox", "jumps over the lazy dog", "the name of the fox", "over and over"]
@@ -43,7 +43,7 @@ def measured(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) ->
     )
     with running(tiny_engine(tiny_folders, width=1)) as plain:
         arguments = [
-            *("bench", str(file), "--ways", "fixed", "--endpoint", f"plain={plain.url}", "--baseline", "plain"),
+            *("bench", str(file), "--variants", "fixed", "--endpoint", f"plain={plain.url}", "--baseline", "plain"),
             *("--dataset", str(prompts), "--concurrency", "2", "--rounds", "1", "--min-requests", "4"),
             *(
                 "--requests-per-user",
@@ -62,17 +62,17 @@ def measured(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @needs_aiperf
-def test_aiperf_measures_both_ways(measured: Path) -> None:
+def test_aiperf_measures_both_variants(measured: Path) -> None:
     found: dict[str, Any] = json.loads((measured / "bench.json").read_text())
     assert found["runs"] == {"done": 2, "planned": 2}
     fixed, plain = found["points"]
-    assert (fixed["way"], plain["way"]) == ("fixed 4", "plain")
+    assert (fixed["variant"], plain["variant"]) == ("fixed 4", "plain")
     for point in (fixed, plain):
         assert (point["requests"], point["errors"], point["concurrency"]) == (4, 0, 2)
         assert point["throughput_per_device"] > 0
         assert point["interactivity"] > 0
         assert point["first_token_ms"] > 0
-    assert plain["acceptance"]["steps"] == 0
+    assert plain["acceptance"]["verifications"] == 0
     assert plain["acceptance"]["acceptance_length"] is None
 
 
@@ -81,7 +81,10 @@ def test_acceptance_is_of_this_run_alone_and_fits_the_tokens(measured: Path) -> 
     acceptance = json.loads((measured / "bench.json").read_text())["points"][0]["acceptance"]
     assert acceptance["engine"] == "dflash-serve"
     # 4 answers of 12 tokens: the first token of each is its prefill's, a last block may be cut.
-    gained, unspeculated = acceptance["acceptance_length"] * acceptance["steps"], acceptance["widths"].get("1", 0)
+    gained, unspeculated = (
+        acceptance["acceptance_length"] * acceptance["verifications"],
+        acceptance["widths"].get("1", 0),
+    )
     assert 4 * 11 <= gained + unspeculated <= 4 * (11 + 3)
     assert len(acceptance["survival"]) == 3
 
@@ -95,7 +98,7 @@ def test_the_csv_agrees_with_the_json(measured: Path) -> None:
 
 @needs_aiperf
 def test_servers_that_were_started_are_gone(measured: Path) -> None:
-    log = (measured / "work" / "fixed-4.server.log").read_text()
+    log = (measured / "work" / "fixed-4.server" / "server.log").read_text()
     assert "Finished server process" in log
 
 

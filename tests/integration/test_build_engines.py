@@ -25,11 +25,10 @@ pytest.importorskip("tensorrt_rtx_bindings", reason="needs dflash-serve[engines]
 
 from dflash_engines.calibration import ANSWERS, drafter_ranges, free_ranges
 from dflash_engines.onnx_export import export_fp16, export_quantized
-from dflash_engines.quantize_drafter import EXCLUDED, quantize_drafter, quantized_state
-from dflash_engines.quantize_target import quantize_target
+from dflash_engines.pipeline import Measured, Work
+from dflash_engines.quantize import EXCLUDED, quantize_drafter, quantize_target, quantized_state
 from dflash_engines.recipe import Checkpoints, OnnxPrecision
 from dflash_engines.rtx import compile_engines
-from dflash_engines.step import Measured, Work
 from dflash_engines.trtllm_checkpoint import write_checkpoints
 from dflash_serve.checkpoint.formats import Format, QuantizedTensor, quantize
 from dflash_serve.checkpoint.manifest import read_manifest

@@ -24,22 +24,22 @@ from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.journal import Journal
+from dflash_serve.doctor.corrections import Alternative, corrections
+from dflash_serve.doctor.diagnosis import Diagnosis, Hypothesis, Verdict, diagnose
+from dflash_serve.doctor.examination import Examination
+from dflash_serve.doctor.reference import Observation
+from dflash_serve.doctor.suspect import interview
 from dflash_serve.models.attention import Attend
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter
-from dflash_serve.proving.doctor.corrections import Alternative, corrections
-from dflash_serve.proving.doctor.counts import Counts, total
-from dflash_serve.proving.doctor.diagnosis import Diagnosis, Hypothesis, Verdict, diagnose
-from dflash_serve.proving.doctor.examination import Examination
-from dflash_serve.proving.doctor.fit import Observation
-from dflash_serve.proving.doctor.suspect import interview
+from dflash_serve.speculation.statistics import total
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.evaluation import Evaluation
 from dflash_torch.faults.reference import EmbeddedReference
 from dflash_torch.faults.tensors import first_difference
 from dflash_torch.request import Request
 from dflash_torch.scheduler import Scheduler
 from dflash_torch.speculator import Speculator
+from tests.support.embedded import answers
 from tests.support.prompts import word_problems
 from tests.support.serving import running
 from tests.support.tiny import edit_json
@@ -58,7 +58,7 @@ class Known:
     """Everything that is predicted once and compared with every suspect."""
 
     reference: EmbeddedReference
-    examination: Examination[Any]
+    examination: Examination
     hypotheses: list[Hypothesis]
 
     @property
@@ -91,16 +91,15 @@ def shipped() -> Path:
 def known(shipped: Path) -> Known:
     engine: Any = LLM("smollm2", "smollm2", width=BLOCK, max_batch_size=COUNT, max_model_len=512).engine
     reference = EmbeddedReference(engine, load_drafter(shipped, dtype=torch.float32), PROMPTS, PARAMS, BLOCK)
-    examination: Examination[Any] = Examination(reference, Journal(None, {}))
+    examination = Examination(reference, Journal(None, {}))
     return Known(reference, examination, examination.hypotheses())
 
 
 def observe(engine: EmbeddedEngine) -> Observation:
     """Through the real loop."""
-    found = dict(Evaluation(engine, BLOCK).outputs(PROMPTS, PARAMS))
-    outputs = [found[index] for index in range(COUNT)]
-    each = tuple(Counts.of(output.statistics, BLOCK) for output in outputs)
-    return Observation(total(each).length, each, total(each), tuple(output.text for output in outputs))
+    outputs = answers(engine.fixed(BLOCK), PROMPTS, PARAMS)
+    each = tuple(output.statistics for output in outputs)
+    return Observation(total(each), each, tuple(output.text for output in outputs))
 
 
 def with_speculator(engine: EmbeddedEngine, make: Callable[..., Speculator], drafter: Drafter) -> EmbeddedEngine:
@@ -267,19 +266,18 @@ def test_twenty_healthy_runs_are_called_healthy(dtype: str, known: Known) -> Non
     for _ in range(20):
         chosen = generator.sample(range(COUNT), 6)
         each = tuple(observed.each[n] for n in chosen)
-        answers = tuple(observed.answers[n] for n in chosen)
-        whole = total(each)
-        for evidence in (Observation(whole.length, each, whole, answers), Observation(whole.length, whole=whole)):
+        texts = tuple(observed.answers[n] for n in chosen)
+        for evidence in (Observation(total(each), each, texts), Observation(total(each))):
             assert known.diagnose(evidence, chosen).verdict == Verdict.HEALTHY
 
 
 def test_a_figure_alone_names_what_fits_or_says_that_it_cannot_tell(known: Known) -> None:
-    by_name = {h.name: total(h.predicted).length for h in known.hypotheses}
-    collapsed = known.diagnose(Observation(by_name["features shuffled"]))
+    by_name = {h.name: h.acceptance_length or 0.0 for h in known.hypotheses}
+    collapsed = known.diagnose(Observation.of_length(by_name["features shuffled"]))
     assert collapsed.verdict == Verdict.FAULT
     assert len(collapsed.named) > 1  # several faults ruin acceptance alike
-    assert known.diagnose(Observation(by_name["layer ids +1"])).verdict == Verdict.HEALTHY
-    assert "layer ids +1" in known.diagnose(Observation(by_name["healthy"])).alike
+    assert known.diagnose(Observation.of_length(by_name["layer ids +1"])).verdict == Verdict.HEALTHY
+    assert "layer ids +1" in known.diagnose(Observation.of_length(by_name["healthy"])).alike
 
 
 def test_the_shipped_checkpoint_is_right_about_itself(known: Known) -> None:
@@ -304,10 +302,8 @@ def test_a_checkpoint_that_is_wrong_about_itself_is_corrected(
     before = reference.predict(None).counts
     tried = [fault for fault in reference.settings() if fault.cause == cause]
     found = corrections(
-        before, [Alternative(f.cause, f.name, f.setting or "", reference.predict(f).counts) for f in tried]
+        before, [Alternative(f.cause, f.name, f.setting or "", reference.predict(f.name).counts) for f in tried]
     )
-    best = total(known.hypotheses[0].predicted).length
+    best = known.hypotheses[0].acceptance_length
     assert found[0].after == pytest.approx(best, abs=0.02)
-    assert setting in [
-        correction.alternative.setting for correction in found if correction.after >= found[0].after - 0.02
-    ]
+    assert setting in [correction.setting for correction in found if correction.after >= found[0].after - 0.02]

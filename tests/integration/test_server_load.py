@@ -15,11 +15,11 @@ from dflash_torch.engine import EmbeddedEngine
 from tests.support.embedded import answers, tiny_engine
 from tests.support.serving import MODEL, Running, running, until
 
-CLIENTS, REQUESTS = 64, 20
+CLIENTS, REQUESTS = 64, 8
 PROMPTS = [[10 + n, 20, 30 + n, 40] for n in range(8)]
 MAX_TOKENS = 12
-LEAK = 12 * 2**20
-"""Bytes that 1,280 requests may leave behind: 10 kB each; 1.4 MB were seen in all."""
+LEAK = 5 * 2**20
+"""Bytes that 512 requests may leave behind: 10 kB each."""
 
 
 def bodies() -> list[dict[str, object]]:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,6 +125,31 @@ def test_the_drains_deadline_ends_what_is_left_with_an_error(tiny_folders: Folde
         until(lambda: server.server.exit_code == 1)
 
 
+def test_a_drain_cuts_no_stream_however_long_it_takes(tiny_folders: Folders) -> None:
+    """The library of the event streams would: it looks for a shutdown twice a second."""
+    engine = tiny_engine(tiny_folders)
+    real = engine.scheduler.step
+
+    def slow() -> Any:
+        time.sleep(0.05)
+        return real()
+
+    engine.scheduler.step = slow  # type: ignore[method-assign]
+    with running(engine, drain_seconds=60) as server:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=LONG | {"max_tokens": 60}, timeout=60
+        ) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.server.handle_exit(signal.SIGTERM, None)
+            drained_from = time.monotonic()
+            events = [line for line in lines if line]
+        assert time.monotonic() - drained_from > 0.75
+        assert '"finish_reason":"length"' in events[-2]
+        assert events[-1] == "data: [DONE]"
+        assert server.server.exit_code == 0
+
+
 def one_line(command_line: list[str], tmp_path: Path, **extra: str) -> str:
     """Runs what must fail: exit code 2, one line, no traceback."""
     env = {**environment(tmp_path), **extra}
@@ -173,7 +197,7 @@ def test_a_disk_without_room_for_the_cost_table_costs_one_line_and_no_more(
     tiny_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     flags = {"target": {"model": str(tiny_folders[0])}, "drafter": {"model": str(tiny_folders[1])}}
     backend.engine(load_deployment(flags={**flags, "limits": {"max_batch_size": 1}}))
     assert [record.message for record in caplog.records if "No space left" in record.message]

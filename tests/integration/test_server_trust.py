@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -101,7 +102,7 @@ def test_a_full_queue_is_429_at_the_door_and_those_inside_are_answered(narrow: R
 
 @pytest.fixture(scope="module")
 def narrow(tiny_folders: Folders) -> Iterator[Running]:
-    with running(tiny_engine(tiny_folders, max_batch_size=1), queue=2) as server:
+    with running(tiny_engine(tiny_folders, max_batch_size=1), queue=2, ping_seconds=0.05) as server:
         yield server
 
 
@@ -190,6 +191,39 @@ def test_all_answers_of_n_are_cancelled_together(served: Running, gate: Gate) ->
     gate.open = True
     until(served.idle)
     assert gate.steps <= 4
+
+
+# --- slow streams
+
+
+def test_a_reader_that_stops_for_a_while_gets_all_of_its_stream_and_holds_nobody_up(served: Running) -> None:
+    slow = raw_request(served.url, LONG | {"stream": True})
+    until(lambda: served.worker.running == 1)
+    assert post(served.url).status_code == 200
+    until(served.idle)  # its answer is done, and nobody has read it
+    slow.settimeout(20)
+    received = b""
+    while b"data: [DONE]" not in received:
+        received += slow.recv(512)
+    slow.close()
+    events = [json.loads(found) for found in re.findall(rb"^data: ({.*})", received, re.MULTILINE)]
+    assert (
+        "".join(event["choices"][0]["text"] for event in events) == post(served.url, LONG).json()["choices"][0]["text"]
+    )
+
+
+def test_a_stream_without_news_is_kept_alive_by_comments(narrow: Running, narrow_gate: Gate) -> None:
+    narrow_gate.closes_after = 4
+    with httpx.stream("POST", f"{narrow.url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as response:
+        lines = []
+        for line in response.iter_lines():
+            lines.append(line)
+            if lines.count(": ping") == 3:
+                narrow_gate.open = True
+    assert lines.count(": ping") >= 3
+    assert {line.partition(" ")[0] for line in lines} == {"", ":", "data:"}
+    assert [line for line in lines if line][-1] == "data: [DONE]"
+    until(narrow.idle)
 
 
 # --- failures

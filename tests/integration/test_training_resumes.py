@@ -33,7 +33,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def recipe(target: str, prompts: Path, **training: object) -> Recipe:
-    answers = {"slots": 8, "max_new_tokens": 24, "shard_size": 8}
+    answers = {"max_batch_size": 8, "max_new_tokens": 24, "shard_size": 8}
     settings = {"steps": STEPS, "sequences": 3, "anchors": 6, "validate_every": 6, "log_every": 2, **training}
     return Recipe.model_validate(
         {

@@ -52,20 +52,20 @@ class Runner:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One whose GPU has `free` GB."""
-    from dflash_sglang import states
+    from dflash_sglang.plugin import narrow_step
 
     settings = Settings()
     fake = SimpleNamespace(model_runner=Runner(settings), block_size=BLOCK, device="cuda", gpu_id=0, free=80.0)
     graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend="full")))
-    monkeypatch.setattr(states, "current_platform", SimpleNamespace(is_out_of_tree=lambda: False))
-    monkeypatch.setattr(states, "get_exec", lambda: SimpleNamespace(graph=graph))
-    monkeypatch.setattr(states, "get_available_gpu_memory", lambda *_: fake.free)
-    monkeypatch.setattr(states, "get_spec", lambda: settings)
+    monkeypatch.setattr(narrow_step, "current_platform", SimpleNamespace(is_out_of_tree=lambda: False))
+    monkeypatch.setattr(narrow_step, "get_exec", lambda: SimpleNamespace(graph=graph))
+    monkeypatch.setattr(narrow_step, "get_available_gpu_memory", lambda *_: fake.free)
+    monkeypatch.setattr(narrow_step, "get_spec", lambda: settings)
     return fake
 
 
 def test_each_narrow_width_is_captured_once_for_itself(worker: Any) -> None:
-    from dflash_sglang.states import build_states
+    from dflash_sglang.plugin.narrow_step import build_states
 
     states = build_states(worker, NARROW)
     assert [how["speculative_num_draft_tokens"] for how in worker.model_runner.captured] == NARROW
@@ -76,14 +76,14 @@ def test_each_narrow_width_is_captured_once_for_itself(worker: Any) -> None:
 
 
 def test_where_memory_is_short_a_width_runs_without_graphs(worker: Any) -> None:
-    from dflash_sglang.states import build_states
+    from dflash_sglang.plugin.narrow_step import build_states
 
     worker.free = 1.0
     assert {state.graphs for state in build_states(worker, NARROW).values()} == {None}
 
 
 def test_a_state_is_lent_for_one_verification_only(worker: Any) -> None:
-    from dflash_sglang.states import build_states, verifying
+    from dflash_sglang.plugin.narrow_step import build_states, verifying
 
     runner, states = worker.model_runner, build_states(worker, NARROW)
     with verifying(runner, states[2]):

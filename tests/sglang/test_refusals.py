@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from dflash_serve.checkpoint.reader import read_config
 from tests.support.paper_models import write_paper_drafter, write_paper_target
-from tests.support.sglang_server import ON_CPU, refusal
+from tests.support.sglang_server import ENVIRONMENT, ON_CPU, PATIENCE
 from tests.support.tiny import edit_json, write_tiny_drafter
 
 
@@ -67,7 +69,10 @@ def test_a_broken_draft_stops_sglangs_own_resolution(tmp_path: Path, fault: str,
 
 def test_the_server_ends_with_our_message_before_it_loads_anything(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "sglang.launch_server", *arguments(tmp_path, renamed(tmp_path / "draft"), "DFLASH")]
-    log = refusal(argv, tmp_path / "log")
+    env = {**os.environ, **ENVIRONMENT}
+    ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    log = ended.stdout + ended.stderr
+    assert ended.returncode != 0
     assert "dflash-serve: " in log
     assert "tensor fc.weight [64, 192] is missing" in log
     assert "Load weight begin" not in log
@@ -76,7 +81,8 @@ def test_the_server_ends_with_our_message_before_it_loads_anything(tmp_path: Pat
 def test_weights_that_lack_a_tensor_are_refused_by_the_loader_itself(tmp_path: Path) -> None:
     """A draft class that we do not know to the last tensor is still loaded strictly."""
     import torch
-    from dflash_sglang.strict_load import load_strictly
+
+    from dflash_sglang.plugin.guards import load_strictly
 
     class Loader(torch.nn.Module):
         def __init__(self) -> None:
@@ -88,10 +94,10 @@ def test_weights_that_lack_a_tensor_are_refused_by_the_loader_itself(tmp_path: P
 
 
 def test_every_upstream_name_we_touch_is_there() -> None:
-    from dflash_sglang import upstream
+    from dflash_sglang.plugin import upstream
 
-    assert list(upstream.problems([*upstream.OF_MAIN, *upstream.OF_SCHEDULER])) == []
-    missing = list(upstream.problems(["sglang.srt.gone"]))
+    assert list(upstream.upstream_problems([*upstream.OF_MAIN, *upstream.OF_SCHEDULER])) == []
+    missing = list(upstream.upstream_problems(["sglang.srt.gone"]))
     assert "has no sglang.srt.gone, though 0.5.22-0.5.23 should" in str(missing[0])
 
 
@@ -99,7 +105,7 @@ def test_every_upstream_name_we_touch_is_there() -> None:
 def test_another_sglang_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
     from dflash_sglang.plugin import before_resolution
 
-    monkeypatch.setattr("dflash_sglang.upstream.installed", lambda: "0.5.24")
+    monkeypatch.setattr("dflash_sglang.plugin.upstream.installed_version", lambda: "0.5.24")
     monkeypatch.setattr("sglang.srt.arg_groups.overrides.resolving_view", lambda args: args)
     server_args: Any = type("Asked", (), {"speculative_algorithm": algorithm})()
     with pytest.raises(ValueError, match=r"SGLang 0\.5\.24 is not supported, tested 0\.5\.22-0\.5\.23"):

@@ -1,43 +1,59 @@
-"""The real server with SmolLM2-135M-Instruct and the drafter we ship: no token changed, widths that follow the load."""
+"""The real server with SmolLM2-135M-Instruct and the drafter we ship: no token changed, which `verify` says too, and
+widths that follow the load.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_serve import LLM, SamplingParams
-from dflash_serve.checkpoint.source import target_folder
-from dflash_serve.deployment import Deployment
-from dflash_serve.errors import UserError
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.client.metrics import read_acceptance
+from dflash_serve.client.reply import Reply
+from dflash_serve.common.journal import Journal
 from dflash_serve.models.loader import load_tokenizer
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
+from dflash_serve.verify.findings import Findings
+from dflash_serve.verify.questions import SAMPLED, Question, VerifyPlan
+from dflash_serve.verify.subjects import SubjectPair, two_servers
+from dflash_serve.verify.verification import Verification
 from tests.support.prompts import word_problems
-from tests.support.sglang_server import Server, serving
+from tests.support.sglang_server import CROWD, Berth, OnCpu, Server, fleet, smollm2
 
 pytestmark = pytest.mark.model
-PROMPTS, TOKENS, STREAMS, CROWD = 20, 64, 10, 16
-FLAT_THEN_STEEP = {"target": {1: 1.0, 8: 1.0, 256: 32.0}, "draft": {1: 0.05, 16: 0.05}}
-"""A machine on which 8 rows cost no more than one, and every further row costs in full."""
+PROMPTS, TOKENS, STREAMS = 20, 64, 10
 SCHEMA = json.dumps({"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]})
 Tokens = list[list[int]]
-
-
-def deployment(width: int | str) -> Deployment:
-    try:
-        target = str(target_folder("smollm2"))
-    except UserError as error:
-        pytest.skip(str(error))
-    fields: dict[str, Any] = {"target": {"model": target}, "drafter": {"model": "smollm2"}}
-    limits = {"max_batch_size": CROWD, "max_model_len": 1024}
-    return Deployment.model_validate({**fields, "limits": limits, "speculation": {"width": width}})
+FLAT_THEN_STEEP = {"target": {1: 1.0, 8: 1.0, 256: 32.0}, "draft": {1: 0.05, 16: 0.05}}
+"""Costs of a machine on which 8 rows cost no more than one, and every further row costs in full."""
+VERIFIED = 8
+"""Prompts of the verification."""
+PLAN = VerifyPlan(prompts=VERIFIED, prompts_sha256="", max_tokens=48, samples=4, dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def prompts() -> Tokens:
-    deployment("off")  # skips where there is no SmolLM2
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Berth]]:
+    """Without speculation (`plain`), in whole blocks (`DFLASH`), and as wide as it pays (`automatic`)."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    table = folder / "cost.json"
+    table.write_text(json.dumps(FLAT_THEN_STEEP))
+    wanted = {
+        "plain": (smollm2("off"), OnCpu()),
+        "DFLASH": (smollm2(8), OnCpu()),
+        "automatic": (smollm2("auto"), OnCpu(env={"DFLASH_SERVE_COST_TABLE": str(table)})),
+    }
+    with fleet(folder, wanted) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prompts(servers: Mapping[str, Berth]) -> Tokens:
     tokenizer = load_tokenizer("smollm2")
     encoded = [
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
@@ -68,47 +84,84 @@ def assert_same_special_answers(server: Server, prompts: Tokens, plain: Answers)
 
 
 @pytest.fixture(scope="module")
-def plain(prompts: Tokens, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    with serving(deployment("off"), tmp_path_factory.mktemp("plain")) as server:
-        return Answers(server.tokens(prompts, TOKENS, STREAMS), *special_answers(server, prompts))
+def plain(prompts: Tokens, servers: Mapping[str, Berth]) -> Answers:
+    server = servers["plain"].ready.result()
+    return Answers(server.tokens(prompts, TOKENS, STREAMS), *special_answers(server, prompts))
 
 
-def acceptance_length(server: Server) -> float:
-    steps = server.metrics("dflash_serve:steps_total", "width")
-    speculated = sum(count for width, count in steps.items() if width != "1")
-    return 1 + server.metric("dflash_serve:slots_accepted_total") / speculated
-
-
-def mean_width(before: dict[str, float], after: dict[str, float]) -> float:
-    steps = {int(width): count - before.get(width, 0.0) for width, count in after.items()}
-    return sum(width * count for width, count in steps.items()) / sum(steps.values())
+def mean_width(statistics: AcceptanceStatistics) -> float:
+    assert statistics.widths is not None
+    steps = sum(statistics.widths.values())
+    return sum(width * count for width, count in statistics.widths.items()) / steps
 
 
 def test_dflash_changes_no_token_and_accepts_what_the_embedded_engine_does(
-    prompts: Tokens, plain: Answers, tmp_path: Path
+    prompts: Tokens, plain: Answers, servers: Mapping[str, Berth]
 ) -> None:
-    with serving(deployment(8), tmp_path) as server:
-        assert server.tokens(prompts, TOKENS, STREAMS) == plain.tokens
-        found = acceptance_length(server)
-        assert_same_special_answers(server, prompts, plain)
+    server = servers["DFLASH"].ready.result()
+    before = read_acceptance(server.url)
+    assert server.tokens(prompts, TOKENS, STREAMS) == plain.tokens
+    found = read_acceptance(server.url).since(before).acceptance_length
+    assert_same_special_answers(server, prompts, plain)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    engine = LLM("smollm2", str(tmp_path / "draft"), width=8, max_model_len=1024, max_batch_size=STREAMS).engine
-    list(engine.stream(prompts, [params] * len(prompts)))
-    reference = engine.scheduler.statistics.acceptance_length  # type: ignore[attr-defined]
+    llm = LLM("smollm2", str(server.folder / "draft"), width=8, max_model_len=1024, max_batch_size=STREAMS)
+    reference = total(output.statistics for output in llm.generate(prompts, params)).acceptance_length
+    assert found is not None
     assert found > 1.1
     assert found == pytest.approx(reference, rel=0.05)
 
 
 def test_one_stream_is_served_wide_and_a_crowd_narrow_and_no_token_changes(
-    prompts: Tokens, plain: Answers, tmp_path: Path
+    prompts: Tokens, plain: Answers, servers: Mapping[str, Berth]
 ) -> None:
-    table = tmp_path / "cost.json"
-    table.write_text(json.dumps(FLAT_THEN_STEEP))
-    with serving(deployment("auto"), tmp_path, env={"DFLASH_SERVE_COST_TABLE": str(table)}) as server:
-        assert server.tokens(prompts[:3], TOKENS) == plain.tokens[:3]
-        assert_same_special_answers(server, prompts, plain)
-        alone = server.metrics("dflash_serve:steps_total", "width")
-        assert server.tokens(prompts, TOKENS, CROWD) == plain.tokens
-        both = server.metrics("dflash_serve:steps_total", "width")
-    assert mean_width({}, alone) > 6
-    assert mean_width(alone, both) < 3
+    server = servers["automatic"].ready.result()
+    started = read_acceptance(server.url)
+    assert server.tokens(prompts[:3], TOKENS) == plain.tokens[:3]
+    assert_same_special_answers(server, prompts, plain)
+    alone = read_acceptance(server.url)
+    assert server.tokens(prompts, TOKENS, CROWD) == plain.tokens
+    crowd = read_acceptance(server.url)
+    assert mean_width(alone.since(started)) > 6
+    assert mean_width(crowd.since(alone)) < 3
+
+
+class Nobody:
+    """A subject that must not be asked again."""
+
+    def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
+        raise AssertionError(f"asked again: {len(questions)} questions")
+
+    def acceptance(self) -> AcceptanceStatistics:
+        return AcceptanceStatistics.unknown()
+
+
+@pytest.fixture(scope="module")
+def verified(servers: Mapping[str, Berth]) -> tuple[Journal, Findings]:
+    """One verification of all cases."""
+    journal = Journal(None, {})
+    urls = [servers[name].ready.result().url for name in ("DFLASH", "plain")]
+    pair = two_servers(*(Endpoint(url, concurrency=VERIFIED) for url in urls))
+    return journal, Verification(PLAN, word_problems(VERIFIED), pair, journal).run()
+
+
+def again(journal: Journal, **changes: Any) -> Findings:
+    """What the same answers say under other settings."""
+    nobody = SubjectPair(lambda: nullcontext(Nobody()), lambda: nullcontext(Nobody()))
+    return Verification(PLAN.model_copy(update=changes), word_problems(VERIFIED), nobody, journal).run()
+
+
+def test_greedy_decoding_is_lossless(verified: tuple[Journal, Findings]) -> None:
+    found = again(verified[0], samples=0, penalties=False)
+    assert (found.verdict, found.faults, found.unit) == ("lossless", (), "tokens")
+    assert found.greedy[0].identical == VERIFIED
+    assert found.acceptance_length is not None
+    assert found.acceptance_length > 1.1
+
+
+def test_what_is_refused_is_not_called_lossless(verified: tuple[Journal, Findings]) -> None:
+    found = verified[1]
+    assert found.verdict == "could not tell"
+    assert "does not count the tokens of DFlash steps" in str(found.greedy[1].refused)
+    assert any("`--no-penalties` verifies the rest" in reason for reason in found.reasons)
+    assert all("would answer greedily without saying so" in str(one.refused) for one in found.sampled[:-1])
+    assert sum("`--samples 0` verifies greedy decoding alone" in reason for reason in found.reasons) == len(SAMPLED)

@@ -1,17 +1,21 @@
-"""The real server with a tiny Qwen3 pair: whatever is asked for, speculation changes no token and leaks no slot."""
+"""The real server with a tiny Qwen3 pair: whatever is asked for, speculation changes no token and leaks no K/V entry;
+and it exports all that the dashboard asks of it, and what routers are told to look for.
+"""
 
 from __future__ import annotations
 
 import json
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_serve.deployment import Deployment
-from tests.support.sglang_server import Server, serving
+from dflash_sglang.facts import ACCEPTED, DRAFT_SECONDS, FACTS, STEPS
+from tests.support.promql import exported, missing
+from tests.support.sglang_server import Berth, OnCpu, Server, fleet
 from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
 from tests.support.tiny_target import SPECIALS, write_tiny_target
 
@@ -27,6 +31,15 @@ PROMPTS = [
 ]
 LONG = "the quick brown fox jumps over the lazy dog " * 4
 BLOCK = 8
+SCHEMA = json.dumps({"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]})
+FULL = ("--page-size", "4", "--chunked-prefill-size", "8", "--enable-mixed-chunk")
+IN_STEP = "--disable-overlap-schedule"
+WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "DFLASH": ({"width": BLOCK}, ()),
+    "automatic, paged, windowed, chunked": ({"width": "auto", "draft_window": 16}, FULL),
+    "narrow, paged, windowed, chunked, in step": ({"width": 3, "draft_window": 16}, (*FULL, IN_STEP)),
+}
+"""Of serving with speculation: its settings, and flags of SGLang."""
 
 
 def pair(folder: Path) -> tuple[Path, Path]:
@@ -50,41 +63,34 @@ def deployment(models: tuple[Path, Path], **speculation: Any) -> Deployment:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return pair(tmp_path_factory.mktemp("pair"))
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Berth]]:
+    """One without speculation (`plain`), and one for each of the ways."""
+    folder = tmp_path_factory.mktemp("tiny")
+    models = pair(folder)
+    wanted = {name: (deployment(models, **speculation), OnCpu(*flags)) for name, (speculation, flags) in WAYS.items()}
+    with fleet(folder, {"plain": (deployment(models, width="off"), OnCpu()), **wanted}) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
-def truth(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def truth(servers: Mapping[str, Berth]) -> dict[str, Any]:
     """What the same server answers without speculation."""
-    with serving(deployment(models, width="off"), tmp_path_factory.mktemp("plain")) as server:
-        logprobs = server.generate(PROMPTS[0], return_logprob=True)["meta_info"]["output_token_logprobs"]
-        return {
-            "tokens": server.tokens(PROMPTS, streams=8),
-            "long": server.generate(LONG)["output_ids"],
-            "logprobs": [entry[0] for entry in logprobs],
-            "schema": server.generate(PROMPTS[1], 40, json_schema=SCHEMA, ignore_eos=False)["text"],
-        }
+    server = servers["plain"].ready.result()
+    logprobs = server.generate(PROMPTS[0], return_logprob=True)["meta_info"]["output_token_logprobs"]
+    found = {
+        "tokens": server.tokens(PROMPTS, streams=8),
+        "long": server.generate(LONG)["output_ids"],
+        "logprobs": [entry[0] for entry in logprobs],
+        "schema": server.generate(PROMPTS[1], 40, json_schema=SCHEMA, ignore_eos=False)["text"],
+    }
+    servers["plain"].left.set()
+    return found
 
 
-SCHEMA = json.dumps({"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]})
-FULL = ("--page-size", "4", "--chunked-prefill-size", "8", "--enable-mixed-chunk")
-IN_STEP = "--disable-overlap-schedule"
-SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "DFLASH": ({"width": BLOCK}, ()),
-    "DFLASH, paged, windowed, chunked, in step": ({"width": BLOCK, "draft_window": 16}, (*FULL, IN_STEP)),
-    "automatic, paged, windowed, chunked": ({"width": "auto", "draft_window": 16}, FULL),
-    "narrow, paged, windowed, chunked, in step": ({"width": 3, "draft_window": 16}, (*FULL, IN_STEP)),
-}
-
-
-@pytest.fixture(scope="module", params=SERVERS)
-def server(
-    request: pytest.FixtureRequest, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    speculation, flags = SERVERS[request.param]
-    with serving(deployment(models, **speculation), tmp_path_factory.mktemp("server"), *flags) as running:
-        yield running
+@pytest.fixture(scope="module", params=WAYS)
+def server(request: pytest.FixtureRequest, servers: Mapping[str, Berth]) -> Iterator[Server]:
+    yield servers[request.param].ready.result()
+    servers[request.param].left.set()
 
 
 def test_greedy_answers_are_those_without_speculation(server: Server, truth: dict[str, Any]) -> None:
@@ -129,7 +135,7 @@ def test_penalised_requests_are_refused(asked: dict[str, Any], server: Server) -
 
 
 def assert_nothing_leaks(server: Server) -> None:
-    """Every K/V slot is free, or kept for prefixes (/get_server_info has no usage in 0.5.23, /metrics has)."""
+    """Every K/V entry is free, or kept for prefixes (/get_server_info has no usage in 0.5.23, /metrics has)."""
     assert server.settled("sglang:num_running_reqs", 0)
     assert server.settled("sglang:kv_used_tokens", 0)
     free = server.metric("sglang:kv_available_tokens") + server.metric("sglang:kv_evictable_tokens")
@@ -159,7 +165,7 @@ def test_a_client_that_hangs_up_leaks_nothing(server: Server, truth: dict[str, A
 
 def test_what_sglang_reports_is_what_we_count(server: Server) -> None:
     def ours() -> tuple[float, float]:
-        return server.metric("dflash_serve:steps_total"), server.metric("dflash_serve:slots_accepted_total")
+        return server.metric(f"{STEPS}_total"), server.metric(f"{ACCEPTED}_total")
 
     before = ours()
     answers = [server.generate(prompt)["meta_info"] for prompt in PROMPTS[:4]]
@@ -169,4 +175,20 @@ def test_what_sglang_reports_is_what_we_count(server: Server) -> None:
 
 
 def test_the_drafters_time_is_measured(server: Server) -> None:
-    assert server.metric("dflash_serve:draft_seconds_sum") > 0
+    assert server.metric(f"{DRAFT_SECONDS}_sum") > 0
+
+
+def test_it_exports_all_that_the_dashboard_asks_of_it(server: Server) -> None:
+    assert list(server.stream(PROMPTS[0], 32))  # only a stream has a time between tokens
+    assert missing("sglang", exported(server.get(FACTS.metrics.path))) == []
+
+
+def test_it_exports_what_routers_are_told_to_look_for(server: Server) -> None:
+    metrics = FACTS.metrics
+    names = {metrics.queued, metrics.running, metrics.kv_cache_usage, metrics.acceptance_length}
+    assert names <= set(exported(server.get(metrics.path)))
+
+
+def test_its_probes_answer_where_we_say(server: Server) -> None:
+    for path in (FACTS.probes.started, FACTS.probes.live, FACTS.probes.ready):
+        server.get(path)  # an HTTP error raises

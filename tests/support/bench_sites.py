@@ -1,4 +1,4 @@
-"""A server that lists a model and counts, and an aiperf that answers at once: what a bench needs to be tested."""
+"""A server that lists a model and counts, an aiperf that answers at once, and settings: what a bench is tested with."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
-from dflash_serve.proving.bench.aiperf import Job
-from dflash_serve.proving.bench.results import Figures
+from dflash_serve.bench.aiperf import Figures, Job
+from dflash_serve.bench.settings import Settings
 
 METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total {steps}
@@ -22,6 +23,38 @@ vllm:spec_decode_num_accepted_tokens_total {accepted}
 vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {first}
 vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="1"}} {second}
 """
+
+
+SETTINGS = Settings(
+    deployment=None,
+    target=None,
+    drafter=None,
+    backend="torch",
+    variants=("off", "fixed", "auto"),
+    endpoint=(),
+    dataset="p.jsonl",
+    concurrency=(1, 2),
+    rounds=3,
+    requests_per_user=4,
+    min_requests=8,
+    output_tokens=64,
+    ignore_eos=False,
+    temperature=0.0,
+    interactivity=None,
+    baseline=None,
+    api_key_file=None,
+    tokenizer=None,
+    hardware=None,
+    devices=None,
+    in_turn=None,
+    warm_up=True,
+    output=Path("bench"),
+)
+
+
+def settings(**changes: Any) -> Settings:
+    """Small ones, with changes."""
+    return Settings.model_validate({**SETTINGS.model_dump(), **changes})
 
 
 @contextmanager

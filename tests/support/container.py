@@ -132,10 +132,14 @@ class Container:
 
 
 @contextmanager
-def container(spec: Spec, folder: Path) -> Iterator[Container]:
-    """Runs it until the block ends."""
+def container(spec: Spec, folder: Path, *more: Path) -> Iterator[Container]:
+    """Runs it until the block ends.
+
+    Args:
+        more: folders of this machine that are visible in it, beside this Python and this project.
+    """
     log = folder / "container.log"
-    visible = [str(path) for path in (Path(sys.prefix), Path(sys.base_prefix), ROOT)]
+    visible = [str(path) for path in (Path(sys.prefix), Path(sys.base_prefix), ROOT, *more)]
     told = {"root": str(folder / "root"), "visible": visible, **vars(spec)}
     (folder / "root").mkdir()
     (folder / "spec.json").write_text(json.dumps(told))

@@ -77,9 +77,9 @@ def main() -> None:
     mount("--make-rprivate", "/")
     mount("-t", "tmpfs", "-o", "mode=0755", "root", str(root))
     system(root)
-    for path in spec["visible"]:
-        bind(Path(path), root)
     volumes(root, spec)
+    for path in spec["visible"]:  # after the volumes: a checkout below /tmp would lie under the pod's own /tmp
+        bind(Path(path), root)
     mount("-o", "remount,ro", str(root))
     loopback_up()
     os.chroot(root)

@@ -48,7 +48,10 @@ threading.Thread(target=ask_once, args=(url,), daemon=True).start()
 from dflash_torch.server.__main__ import main
 threading.setprofile(record)
 sys.setprofile(record)
-main()
+try:
+    main()
+finally:
+    sys.setprofile(None)
 """
 
 
@@ -70,7 +73,7 @@ def modules_reached(target: Path, drafter: Path, scratch: Path) -> ModulesReache
     """
     deployment = scratch / "deployment.json"
     models = {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}}
-    deployment.write_text(json.dumps({**models, "limits": {"max_batch_size": 2}}))
+    deployment.write_text(json.dumps({**models, "limits": {"max_batch_size": 1, "max_model_len": 64}}))
     env = {
         **os.environ,
         "XDG_CACHE_HOME": str(scratch),

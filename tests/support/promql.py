@@ -15,7 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 DASHBOARD = Path(__file__).parents[2] / "deploy/helm/dflash-serve/dashboards/dflash-serve.json"
 SCRAPED = {"namespace", "pod", "app_kubernetes_io_instance"}
 """Labels that come from Prometheus, by the chart's PodMonitor, and from no engine."""
-PREFIXES = {"dflash:": "torch", "dflash_serve:": "sglang", "sglang:": "sglang", "trtllm_": "tensorrt-llm"}
+PREFIXES = {
+    "dflash:": "torch",
+    "dflash_serve:": "sglang",
+    "sglang:": "sglang",
+    "trtllm_": "tensorrt-llm",
+    "vllm:": "vllm",
+}
 
 Labels = dict[str, set[str]]
 """Name of a series -> the labels that somebody asks for, or that it has."""

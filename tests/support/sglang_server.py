@@ -3,40 +3,68 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
-import socket
-import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
-from dflash_serve.deployment import Deployment
-from dflash_sglang import SGLangBackend
+import pytest
 
-ON_CPU = ("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "8192",
-          "--speculative-draft-kv-cache-dtype", "auto", "--sleep-on-idle")  # fmt: skip
-"""On top of our command: the last flag of a name wins. In float32 losslessness is exact."""
-ENVIRONMENT = {"SGLANG_PLATFORM": "torch_cpu", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-READY = "fired up and ready"
+from dflash_serve.backend import Command
+from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.common.processes import running_server
+from dflash_serve.common.prometheus import Samples
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+from dflash_sglang import SGLangBackend
+from dflash_sglang.facts import FACTS
+
+ON_CPU = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "8192"),
+    *("--speculative-draft-kv-cache-dtype", "auto", "--sleep-on-idle", "--decode-log-interval", "1"),
+)
+"""On top of our command: the last flag of a name wins. In float32 losslessness is exact; gauges follow every step."""
+ENVIRONMENT = {"SGLANG_PLATFORM": "torch_cpu", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", **FACTS.environment}
 PATIENCE = 300.0
+AT_ONCE = 3
+"""Servers side by side, of 3 GB each: most of a start is one thread that imports."""
+CROWD = 16
+"""Requests that a server of SmolLM2 takes at once."""
 OF_REQUEST = ("return_logprob", "rid")
 """Fields that stand beside the sampling parameters."""
 
 
+class OnCpu(SGLangBackend):
+    """Our backend, its command with the flags of the CPU test platform and some more."""
+
+    def __init__(self, *flags: str, env: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self.flags, self.env = flags, env or {}
+
+    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        """What `serve` would run, on a CPU."""
+        command = super().command(deployment, folder, host=host, port=port)
+        env = {**ENVIRONMENT, **command.env, **self.env}
+        return replace(command, argv=(*command.argv, *ON_CPU, *self.flags), env=env)
+
+
 @dataclass(frozen=True)
 class Server:
-    """A running one."""
+    """A running one, and the folder that was prepared for it."""
 
-    port: int
-    log: Path
+    url: str
+    folder: Path
+
+    def get(self, path: str) -> str:
+        """The page; an HTTP error raises."""
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE) as answer:
+            text: str = answer.read().decode()
+            return text
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The answer's JSON, None for an empty one; an HTTP error raises."""
@@ -45,8 +73,8 @@ class Server:
             return json.loads(text) if text else None
 
     def _open(self, path: str, body: Mapping[str, Any]) -> Any:
-        url, text = f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode()
-        request = urllib.request.Request(url, text, {"Content-Type": "application/json"})
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
         return urllib.request.urlopen(request, timeout=PATIENCE)
 
     def generate(self, prompt: str | Sequence[int], tokens: int = 24, **more: Any) -> dict[str, Any]:
@@ -68,26 +96,20 @@ class Server:
         with ThreadPoolExecutor(streams) as pool:
             return [answer["output_ids"] for answer in pool.map(lambda p: self.generate(p, tokens), prompts)]
 
-    def metrics(self, name: str, label: str = "") -> dict[str, float]:
-        """The samples of a metric, by the value of one label."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=PATIENCE) as answer:
-            lines = [line for line in answer.read().decode().splitlines() if line.startswith(name + "{")]
-        found: dict[str, float] = {}
-        for line in lines:
-            value = re.search(rf'{label}="([^"]*)"', line) if label else None
-            key = value[1] if value else ""
-            found[key] = found.get(key, 0.0) + float(line.rsplit(" ", 1)[1])
-        return found
+    @property
+    def samples(self) -> Samples:
+        """Its metrics now."""
+        return Samples(self.get(FACTS.metrics.path))
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
-        return sum(self.metrics(name).values())
+        return self.samples.total(name) or 0.0
 
     def settled(self, name: str, value: float, patience: float = 60.0) -> bool:
         """Whether a gauge comes to a value; SGLang refreshes its gauges now and then."""
         end = time.monotonic() + patience
         while self.metric(name) != value and time.monotonic() < end:
-            time.sleep(0.5)
+            time.sleep(0.2)
         return self.metric(name) == value
 
 
@@ -100,58 +122,45 @@ def _asked(prompt: str | Sequence[int], tokens: int, more: Mapping[str, Any]) ->
     return {**given, "sampling_params": sampling, **outside}
 
 
+def smollm2(width: int | str) -> Deployment:
+    """SmolLM2 and the drafter we ship; the test is skipped where there is no SmolLM2."""
+    try:
+        target = str(target_folder("smollm2"))
+    except UserError as error:
+        pytest.skip(str(error))
+    fields: dict[str, Any] = {"target": {"model": target}, "drafter": {"model": "smollm2"}}
+    limits = {"max_batch_size": CROWD, "max_model_len": 1024}
+    return Deployment.model_validate({**fields, "limits": limits, "speculation": {"width": width}})
+
+
+@dataclass(frozen=True)
+class Berth:
+    """A server's place among several."""
+
+    ready: Future[Server] = field(default_factory=Future)
+    left: Event = field(default_factory=Event)
+    """Set it when the server is no longer needed: it is stopped, and another one may start."""
+
+
 @contextmanager
-def serving(deployment: Deployment, folder: Path, *more: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """Prepares, starts, waits until it is ready, and stops it."""
-    backend = SGLangBackend()
-    backend.prepare(deployment, folder)
-    command = backend.command(deployment, folder, port=_free_port())
-    process = _start((*command.argv, *ON_CPU, *more), {**command.env, **(env or {})}, folder / "server.log")
-    try:
-        _wait(process, folder / "server.log")
-        yield Server(int(command.argv[-1]), folder / "server.log")
-    finally:
-        _stop(process)
+def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]]) -> Iterator[Mapping[str, Berth]]:
+    """Servers by name, each in a folder of its own, started in this order as `verify` and `bench` start them."""
+    berths = {name: Berth() for name in wanted}
 
+    def run(berth: Berth, own: Path, deployment: Deployment, backend: OnCpu) -> None:
+        try:
+            with running_server(backend, deployment, own, patience=PATIENCE) as url:
+                berth.ready.set_result(Server(url, own))
+                berth.left.wait()
+        except UserError as error:
+            berth.ready.set_exception(error)
 
-def refusal(argv: Sequence[str], log: Path) -> str:
-    """The log of a server that must not come up."""
-    process = _start(argv, {}, log)
-    try:
-        with suppress(RuntimeError):
-            _wait(process, log)
-            raise AssertionError(f"it is ready; see {log}")
-    finally:
-        _stop(process)
-    return log.read_text(encoding="utf-8", errors="replace")
-
-
-def _start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as out:
-        environment = {**os.environ, **ENVIRONMENT, **env}
-        return subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-
-
-def _wait(process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end:
-        if READY in log.read_text(encoding="utf-8", errors="replace"):
-            return
-        if process.poll() is not None:
-            break
-        time.sleep(0.3)
-    tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
-    raise RuntimeError(f"not ready: {tail}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """It and its children, which share a session of their own; asked politely, SGLang looks for causes first."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            for number, (name, how) in enumerate(wanted.items()):
+                pool.submit(run, berths[name], folder / str(number), *how)
+            yield berths
+        finally:
+            for berth in berths.values():
+                berth.left.set()
+            pool.shutdown(cancel_futures=True)

@@ -85,7 +85,7 @@ def _target_pass(worker: HostWorker, requests: int, width: int, state: WidthStat
 def _verify(worker: HostWorker, batch: Any, width: int, state: WidthState | None) -> Any:
     """The target's pass over made-up blocks of `width` slots; gives the argmax of its logits."""
     runner = worker.model_runner
-    forward_batch = _verification(worker, batch, width)
+    forward_batch = _verify_batch(worker, batch, width)
     with verifying(runner, state):
         graphs = runner.decode_cuda_graph_runner
         if graphs and graphs.can_run_graph(forward_batch):
@@ -95,8 +95,8 @@ def _verify(worker: HostWorker, batch: Any, width: int, state: WidthState | None
         return runner.forward(forward_batch, skip_attn_backend_init=True).logits_output.next_token_logits.argmax(-1)
 
 
-def _verification(worker: HostWorker, batch: Any, width: int) -> Any:
-    """SGLang's description of that pass."""
+def _verify_batch(worker: HostWorker, batch: Any, width: int) -> Any:
+    """The ForwardBatch of that pass, in SGLang's terms."""
     runner, requests = worker.model_runner, len(batch.seq_lens)
     entries, kv_plan = block_entries(worker, batch, width)
     tokens = torch.ones(requests * width, dtype=torch.int64, device=worker.device)

@@ -50,6 +50,34 @@ def build_states(worker: HostWorker, widths: Iterable[int]) -> dict[int, WidthSt
     return {width: _build(worker, width) for width in sorted(widths)}
 
 
+def _build(worker: HostWorker, width: int) -> WidthState:
+    runner = worker.model_runner
+    workspace = runner.init_new_workspace
+    with get_spec().override(speculative_num_draft_tokens=width):
+        try:
+            attention = runner._get_attention_backend(init_new_workspace=True)
+        finally:
+            runner.init_new_workspace = workspace
+        return WidthState(width, attention, _capture(worker, attention, width) if _may_capture(worker) else None)
+
+
+def _may_capture(worker: HostWorker) -> bool:
+    if current_platform.is_out_of_tree() or get_exec().graph.cuda_graph_config.decode.backend == Backend.DISABLED:
+        return False
+    return bool(get_available_gpu_memory(worker.device, worker.gpu_id) > ENOUGH_GB)
+
+
+def _capture(worker: HostWorker, attention: Any, width: int) -> Any:
+    graphs = worker.model_runner._decode_cuda_graph_runner_cls()(
+        worker.model_runner,
+        attn_backend=attention,
+        speculative_num_steps=1,
+        speculative_num_draft_tokens=width,
+    )
+    logger.info("dflash-serve: captured CUDA graphs for width %d", width)
+    return graphs
+
+
 @contextmanager
 def verifying(runner: Any, state: WidthState | None) -> Iterator[None]:
     """Lets the target verify with `state`; None = SGLang's own, for whole blocks."""
@@ -100,34 +128,6 @@ def narrow_step(
         routed_experts_output=output.routed_experts_output,
         indexer_topk_output=output.indexer_topk_output,
     )
-
-
-def _build(worker: HostWorker, width: int) -> WidthState:
-    runner = worker.model_runner
-    workspace = runner.init_new_workspace
-    with get_spec().override(speculative_num_draft_tokens=width):
-        try:
-            attention = runner._get_attention_backend(init_new_workspace=True)
-        finally:
-            runner.init_new_workspace = workspace
-        return WidthState(width, attention, _capture(worker, attention, width) if _may_capture(worker) else None)
-
-
-def _may_capture(worker: HostWorker) -> bool:
-    if current_platform.is_out_of_tree() or get_exec().graph.cuda_graph_config.decode.backend == Backend.DISABLED:
-        return False
-    return bool(get_available_gpu_memory(worker.device, worker.gpu_id) > ENOUGH_GB)
-
-
-def _capture(worker: HostWorker, attention: Any, width: int) -> Any:
-    graphs = worker.model_runner._decode_cuda_graph_runner_cls()(
-        worker.model_runner,
-        attn_backend=attention,
-        speculative_num_steps=1,
-        speculative_num_draft_tokens=width,
-    )
-    logger.info("dflash-serve: captured CUDA graphs for width %d", width)
-    return graphs
 
 
 def _verify(worker: HostWorker, state: WidthState, batch: Any, tokens: Any, entries: Any, kv_plan: Any) -> Any:

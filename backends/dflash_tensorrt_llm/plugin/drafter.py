@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.quantization import read_quantization
 from dflash_serve.checkpoint.reader import assemble, read_drafter
 from dflash_serve.errors import UserError
@@ -25,10 +26,8 @@ from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.rope import rotate
 
 from ..draft_folder import NEUTRAL
-from .attention import PooledAttention, mask_arguments
-from .layout import Layout
-from .linear import Product, Reduce
-from .loading import Loaded, load
+from .operators import ArenaAttention, Product, Reduce, mask_arguments
+from .weights import Layout, Loaded, load
 
 
 class Borrowed(nn.Module):
@@ -63,7 +62,7 @@ class PlugInDrafter(nn.Module):
         self,
         config: DrafterConfig,
         *,
-        format: Any = None,
+        format: Format | None = None,
         layout: Layout | None = None,
         reduce: Reduce | None = None,
         attention: Callable[..., Tensor],
@@ -89,7 +88,7 @@ class PlugInDrafter(nn.Module):
 
     @classmethod
     def of(cls, model_config: Any, draft_config: Any) -> PlugInDrafter:
-        """From TensorRT-LLM's configs of target and draft.
+        """Makes this rank's drafter from TensorRT-LLM's configs of target and draft.
 
         Raises:
             UserError: an attention backend that it does not run on, or a drafter it cannot read.
@@ -189,7 +188,7 @@ class PlugInDrafter(nn.Module):
         noise = noise_embedding.to(self.dtype)
         if drafter.mask_embedding is not None:
             noise = torch.cat([noise[:, :1], drafter.mask_embedding.to(noise).expand_as(noise[:, 1:])], dim=1)
-        attend = PooledAttention(
+        attend = ArenaAttention(
             self.attention, self.config.layers, ctx_k_cache, ctx_v_cache, num_ctx_per_req, ctx_cache_batch_idx
         )
         rows = noise.reshape(-1, noise.shape[-1]) * self.config.embedding_scale
@@ -202,6 +201,6 @@ def _adjusts(config: DrafterConfig | None) -> bool:
 
 
 def _dtype(pretrained: Any) -> torch.dtype:
-    """The draft's dtype, which transformers keeps as a name or as the thing itself."""
+    """The draft's dtype, which transformers keeps as a name or as a torch.dtype."""
     stated = getattr(pretrained, "dtype", None) or getattr(pretrained, "torch_dtype", None) or torch.bfloat16
     return stated if isinstance(stated, torch.dtype) else getattr(torch, str(stated).removeprefix("torch."))

@@ -6,32 +6,37 @@ Upstream cases are named where they are known; the rest are the conventions in w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
+from dflash_serve.backend import Prompt
 from dflash_serve.checkpoint.config import DrafterConfig, RopeConfig, uniform_target_layer_ids
 
 from ..speculator import Speculator
-from . import context, weights
-from .fault import (
-    Fault,
-    block_input,
-    configured,
-    disturbed,
-    drafter_changed,
-    layers_chosen,
-    layers_shifted,
-    slots_late,
-)
+from . import changes
+from .fault import Change, Fault, block_input, configured, disturbed, drafter_changed, drafts_shifted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 THETAS = (1e4, 1e5, 1e6)
 """transformers' default and what published targets use."""
 
 
+@dataclass(frozen=True)
+class PromptFault(Fault):
+    """A fault in what the target is given: its answers differ, so it needs a run of its own."""
+
+    prompts: tuple[tuple[int, ...], ...] = ()
+    """Token ids of what it makes of each prompt."""
+
+
 def catalogue(speculator: Speculator) -> list[Fault]:
-    """Every fault that means something for this pair."""
+    """Every fault that means something for this pair, faults of the prompt excepted; their names are unique."""
     return [*settings(speculator), *_block(speculator), *_context(speculator), *_weights(speculator)]
 
 
@@ -39,15 +44,14 @@ def settings(speculator: Speculator) -> Iterator[Fault]:
     """Faults that a line of the checkpoint's configuration would have as well."""
     config, depth = speculator.drafter.config, speculator.target.config.num_layers
     for by, who in ((1, "ids were raised twice"), (-1, "an id counted from 1 (speculators, GGUF) is read as from 0")):
-        change = layers_shifted(by, depth)
         ids = [min(max(layer + by, 0), depth - 1) for layer in config.target_layer_ids]
         says = f"features of target layers {ids}: {who}"
-        yield Fault("layer ids", f"layer ids {by:+d}", says, change, f"target_layer_ids = {ids}")
+        yield Fault("layer ids", f"layer ids {by:+d}", says, _other_layers(ids), f"target_layer_ids = {ids}")
     if len(config.target_layer_ids) > 1:
         ids = list(config.target_layer_ids[::-1])
         says = "the layers are concatenated in another order than fc takes them"
-        change = layers_chosen(tuple(ids))
-        yield Fault("layer order", "target layers in reverse order", says, change, f"target_layer_ids = {ids}")
+        name = "target layers in reverse order"
+        yield Fault("layer order", name, says, _other_layers(ids), f"target_layer_ids = {ids}")
     yield from _formula(config, depth)
     yield from mask_tokens(config, _usual_mask_tokens(speculator))
     yield from _attention(config, speculator.block_size)
@@ -58,6 +62,11 @@ def settings(speculator: Speculator) -> Iterator[Fault]:
     yield Fault("embedding scale", f"embedding scale {scale:g}", says, change, f"input_embedding_scale = {scale:g}")
 
 
+def _other_layers(ids: Sequence[int]) -> Change:
+    """Features of as many other target layers."""
+    return configured(target_layer_ids=tuple(ids))
+
+
 def _formula(config: DrafterConfig, depth: int) -> Iterator[Fault]:
     """The layers an engine chooses that does not find the checkpoint's list."""
     count = len(config.target_layer_ids)
@@ -66,8 +75,8 @@ def _formula(config: DrafterConfig, depth: int) -> Iterator[Fault]:
     ids = uniform_target_layer_ids(depth, count)
     if ids != config.target_layer_ids:
         says = "the list in the checkpoint is not read; the formula's takes its place"
-        change = layers_chosen(ids)
-        yield Fault("layer ids", "layer ids by formula", says, change, f"target_layer_ids = {list(ids)}")
+        name = "layer ids by formula"
+        yield Fault("layer ids", name, says, _other_layers(ids), f"target_layer_ids = {list(ids)}")
 
 
 def mask_tokens(config: DrafterConfig, tokens: Iterable[int]) -> Iterator[Fault]:
@@ -130,40 +139,77 @@ def _block(speculator: Speculator) -> Iterator[Fault]:
         says = "the block's positions do not follow on the context's"
         yield Fault("positions", f"block positions one {name}", says, change)
     says = "slot j is read as the token after its position (DSpark, Domino: sample_from_anchor, shift_label)"
-    yield Fault("slot convention", "drafts read one slot late", says, slots_late(1))
+    yield Fault("slot convention", "drafts read one slot late", says, drafts_shifted(1))
 
 
 def _context(speculator: Speculator) -> Iterator[Fault]:
-    yield Fault("features", "features shuffled", "rows land at the wrong positions", disturbed(context.Shuffled))
-    yield Fault("features", "features zeroed", "no feature reaches the drafter", disturbed(lambda: context.zeroed))
+    yield Fault("features", "features shuffled", "rows land at the wrong positions", disturbed(changes.Shuffled))
+    yield Fault("features", "features zeroed", "no feature reaches the drafter", disturbed(lambda: changes.zeroed))
     says = "features are shifted by one token, as EAGLE's drafters want them"
-    yield Fault("feature rows", "features one position late", says, disturbed(context.Late))
+    yield Fault("feature rows", "features one position late", says, disturbed(changes.DelayedByOne))
     says = "a prefix hit or a prefill server left the drafter without the prompt (TensorRT-LLM #16005, #19352)"
     for share, name in ((1.0, "the prompt"), (0.5, "half of the prompt")):
-        change = disturbed(lambda share=share: context.without_prompt(share))  # type: ignore[misc]
+        change = disturbed(lambda share=share: changes.without_prompt(share))  # type: ignore[misc]
         yield Fault("prompt context", f"no drafter context of {name}", says, change)
     says = "features of accepted tokens are not injected: only each step's anchor's are"
-    yield Fault("stale context", "accepted tokens not injected", says, disturbed(lambda: context.anchors_only))
+    yield Fault("stale context", "accepted tokens not injected", says, disturbed(lambda: changes.anchors_only))
     says = "nothing is injected after the prefill"
-    yield Fault("stale context", "no drafter context of the answer", says, disturbed(lambda: context.without_answer))
+    yield Fault("stale context", "no drafter context of the answer", says, disturbed(lambda: changes.without_answer))
 
 
 def _weights(speculator: Speculator) -> Iterator[Fault]:
     last = speculator.drafter.config.num_layers - 1
     for index in sorted({0, last // 2, last}):
         says = "its tensors have other names and are skipped in silence"
-        change = drafter_changed(partial(weights.skip_layer, index=index))
+        change = drafter_changed(partial(changes.skip_layer, index=index))
         yield Fault(f"layer {index}", f"weights of drafter layer {index} missing", says, change)
     says = "fc was skipped in silence and is random (SGLang #39087: fc.weight_packed)"
-    yield Fault("fc", "fc not loaded", says, drafter_changed(weights.random_fc))
+    yield Fault("fc", "fc not loaded", says, drafter_changed(changes.random_fc))
     says = "the context goes to the layers without hidden_norm"
-    yield Fault("hidden_norm", "hidden_norm missing", says, drafter_changed(weights.without_context_norm))
+    yield Fault("hidden_norm", "hidden_norm missing", says, drafter_changed(changes.without_context_norm))
     says = "the head gets the last layer's output without norm"
-    yield Fault("norm", "final norm missing", says, drafter_changed(weights.without_final_norm))
+    yield Fault("norm", "final norm missing", says, drafter_changed(changes.without_final_norm))
     other = torch.bfloat16 if speculator.target.embedding.dtype == torch.float32 else torch.float32
     name = f"drafter in {str(other).removeprefix('torch.')}"
-    change = drafter_changed(partial(weights.in_dtype, dtype=other))
+    change = drafter_changed(partial(changes.in_dtype, dtype=other))
     yield Fault("dtype", name, "another precision than the reference's", change, benign=True)
     says = "the drafter's linear layers are rounded to FP8"
-    yield Fault("quantised drafter", "drafter in FP8", says, drafter_changed(weights.in_fp8), benign=True)
-    yield Fault("quantised head", "head in FP8", "the head drafts from is rounded", weights.fp8_head, benign=True)
+    yield Fault("quantised drafter", "drafter in FP8", says, drafter_changed(changes.in_fp8), benign=True)
+    yield Fault("quantised head", "head in FP8", "the head drafts from is rounded", changes.fp8_head, benign=True)
+
+
+def prompt_faults(
+    tokenizer: PreTrainedTokenizerBase, asked: Sequence[Prompt], token_ids: Sequence[Sequence[int]]
+) -> Iterator[PromptFault]:
+    """Faults of the chat template and of the token that begins a text (BOS).
+
+    Args:
+        asked: text, token ids or messages.
+        token_ids: the same, as the target is rightly given them.
+    """
+    texts = [_without_template(prompt) for prompt in asked]
+    if tokenizer.chat_template and all(text is not None for text in texts):
+        bare = tuple(tuple(tokenizer(text)["input_ids"]) for text in texts)
+        says = "prompts reach the target without the chat template that the drafter was trained behind"
+        yield PromptFault("chat template", "chat template missing", says, _unchanged, prompts=bare)
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return
+    has = all(ids[0] == bos for ids in token_ids)
+    more = tuple((bos, *ids) for ids in token_ids)
+    name = "BOS doubled" if has else "BOS added"
+    yield PromptFault("BOS", name, "template and tokenizer both add it", _unchanged, prompts=more)
+    if has:
+        fewer = tuple(tuple(ids[1:]) for ids in token_ids)
+        yield PromptFault("BOS", "BOS missing", "neither template nor tokenizer adds it", _unchanged, prompts=fewer)
+
+
+def _without_template(prompt: Prompt) -> str | None:
+    """The text of messages without their template; None for what has none."""
+    turns = [turn for turn in prompt if isinstance(turn, Mapping)]
+    return "\n".join(turn["content"] for turn in turns) if turns else None
+
+
+def _unchanged(speculator: Speculator) -> Speculator:
+    """The change of a fault that lies in the prompt."""
+    return speculator

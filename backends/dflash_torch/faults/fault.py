@@ -1,7 +1,7 @@
-"""Faults: one thing wrong with how a drafter is served, as a change of a Speculator.
+"""Faults: one thing wrong with how a drafter is served, as a change of a Speculator, and the ways to make such changes.
 
 Each is a mistake that engines and checkpoints really make, made on purpose. Run through the real loop or replayed
-(`replay`) they are the controls of an acceptance figure (`evaluate`: a figure that survives them is no proof)
+(`reference`) they are the controls of an acceptance figure (`evaluate`: a figure that survives them is no proof)
 and the explanations of a low one (`doctor`). A changed Speculator shares the weights of the sound one.
 """
 
@@ -29,7 +29,7 @@ Disturbance = Callable[[Tensor, Request], Tensor]
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing wrong."""
+    """One thing wrong; a `dflash_serve.doctor.reference.Fault`."""
 
     cause: str
     """What it is about; variants of one cause are one explanation."""
@@ -43,65 +43,29 @@ class Fault:
     """A choice of precision rather than a mistake."""
 
 
-class FaultySpeculator(Speculator):
-    """A Speculator with other feature layers or other feature rows."""
+class DisturbedSpeculator(Speculator):
+    """A sound speculator's drafter and K/V cache, with other feature rows injected.
 
-    layers: Callable[[tuple[int, ...]], tuple[int, ...]] | None
-    disturb: Disturbance | None
+    Args:
+        disturb: applied to the new rows of each request before they reach the drafter.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        speculator: Speculator,
-        *,
-        layers: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None,
-        disturb: Disturbance | None = None,
-    ) -> FaultySpeculator:
-        """The same drafter and cache, faulty."""
-        made = cls.__new__(cls)
-        made.__dict__.update(speculator.__dict__)
-        made.layers, made.disturb = layers, disturb
-        return made
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        ids = super().target_layer_ids
-        return ids if self.layers is None else self.layers(ids)
+    def __init__(self, sound: Speculator, disturb: Disturbance) -> None:
+        super().__init__(sound.drafter, sound.target, block_size=sound.block_size, max_batch_size=1, capacity=1)
+        self.cache, self.drafter_runner = sound.cache, sound.drafter_runner
+        self.disturb = disturb
 
     def inject(self, requests: Sequence[Request]) -> None:
-        if self.disturb is not None:
-            for request in requests:
-                if request.features:
-                    request.features = [self.disturb(torch.cat(request.features), request)]
+        """Disturbs the rows that wait, then injects them."""
+        for request in requests:
+            if request.features:
+                request.features = [self.disturb(torch.cat(request.features), request)]
         super().inject(requests)
-
-
-def layers_shifted(by: int, num_target_layers: int) -> Change:
-    """Features of the layers before or behind the right ones; the first and last layer are their own neighbours."""
-
-    def shifted(ids: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(min(max(layer + by, 0), num_target_layers - 1) for layer in ids)
-
-    return lambda speculator: FaultySpeculator.of(speculator, layers=shifted)
-
-
-def layers_chosen(ids: tuple[int, ...]) -> Change:
-    """Features of these layers."""
-    return lambda speculator: FaultySpeculator.of(speculator, layers=lambda _: ids)
 
 
 def disturbed(make: Callable[[], Disturbance]) -> Change:
     """Other feature rows; `make` is called for every run, since a disturbance may remember requests."""
-    return lambda speculator: FaultySpeculator.of(speculator, disturb=make())
-
-
-def slots_late(by: int) -> Change:
-    """Drafts read `by` slots before the right ones."""
-
-    def late(drafter: Drafter) -> None:
-        drafter.register_forward_hook(lambda module, args, out: out.roll(by, dims=0))
-
-    return drafter_changed(late)
+    return lambda speculator: DisturbedSpeculator(speculator, make())
 
 
 def drafter_changed(change: Callable[[Drafter], None]) -> Change:
@@ -123,6 +87,15 @@ def configured(**fields: object) -> Change:
         device = drafter.rotary.inverse_frequency.device
         drafter.config = config = drafter.config.model_copy(update=fields)
         drafter.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings).to(device)
+
+    return drafter_changed(change)
+
+
+def drafts_shifted(by: int) -> Change:
+    """The draft of each slot is read from the slot `by` places before it."""
+
+    def change(drafter: Drafter) -> None:
+        drafter.register_forward_hook(lambda module, args, out: out.roll(by, dims=0))
 
     return drafter_changed(change)
 

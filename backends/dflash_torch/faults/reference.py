@@ -1,129 +1,219 @@
-"""The reference of `doctor`: what this pair accepts in our own loop, sound and under every fault."""
+"""The reference of `doctor`: what this pair accepts in our own loop, sound and under every fault.
+
+Speculation changes no token, so the target's greedy answer is the same under every fault of the drafter, and what is
+accepted at an anchor follows from that answer alone. A `Replay` therefore walks the very anchors that the real loop
+would walk under the fault and counts the very same acceptances (a test holds the two together), at the cost of the
+drafter: on two cores a tenth of a second a step for a dozen prompts, where drafting at every position would compute
+twice as much and still have to be walked. The target is run twice in all: through the real loop for the answers, and
+once over the finished texts for the features of every layer that a fault asks for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+from torch import Tensor
+
 from dflash_serve.backend import Prompt
 from dflash_serve.checkpoint.config import uniform_target_layer_ids
+from dflash_serve.doctor.reference import Prediction
 from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.kv_cache import Span
+from dflash_serve.models.target import TargetModel
 from dflash_serve.outputs import RequestOutput
-from dflash_serve.proving.doctor.counts import Counts
-from dflash_serve.proving.doctor.reference import Prediction
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from ..engine import EmbeddedEngine
-from ..evaluation import Evaluation
+from ..model_runner import TargetRunner
+from ..request import Request
 from ..speculator import Speculator
-from .catalogue import catalogue, mask_tokens, settings
+from .catalogue import PromptFault, catalogue, mask_tokens, prompt_faults, settings
 from .fault import Fault
-from .replay import Replay, record
 
 MOST_MASK_TOKENS = 32
 """Special tokens that are tried as the mask token of a checkpoint."""
-
-
-def unchanged(speculator: Speculator) -> Speculator:
-    """For faults that lie in the prompt."""
-    return speculator
-
-
-@dataclass(frozen=True)
-class PromptFault(Fault):
-    """A fault in what the target is given: its answers differ, so it needs a run of its own."""
-
-    prompts: tuple[tuple[int, ...], ...] = ()
+PREFILL_ROWS = 1024
+"""Rows of one target pass over a finished text."""
 
 
 class EmbeddedReference:
-    """Our own loop over the doctor's prompts, greedily.
+    """Our own loop over the doctor's prompts; a `dflash_serve.doctor.reference.Reference`.
 
     Args:
         engine: the sound engine.
         drafter: the core's own, unfused: what is predicted does not come from the code that serves.
         prompts: text, token ids or messages for the target's own template.
+        params: greedy, with `max_tokens`.
         width: slots verified a step.
     """
 
     def __init__(
         self, engine: EmbeddedEngine, drafter: Drafter, prompts: Sequence[Prompt], params: SamplingParams, width: int
     ) -> None:
-        assert engine.scheduler.speculator is not None
+        assert engine.block_size is not None
+        target = engine.scheduler.target
         self.engine, self.params, self.asked, self.width = engine, params, prompts, width
-        self.evaluation = Evaluation(engine, width)
-        block_size = engine.scheduler.speculator.block_size
-        self.speculator = Speculator(
-            drafter, engine.scheduler.target, block_size=block_size, max_batch_size=1, capacity=1
-        )
+        self.speculator = Speculator(drafter, target, block_size=engine.block_size, max_batch_size=1, capacity=1)
         self.prompts = [engine.tokenize(prompt) for prompt in prompts]
 
-    def loop(self) -> Prediction:
-        """The real loop, as it is: the authority."""
-        return self._prediction(self.outputs)
-
     def faults(self) -> list[Fault]:
-        """All that is wrong with a server that we can think of, faults of the prompt included."""
-        return [*catalogue(self.speculator), *self._prompt_faults()]
+        """Every fault of a server that is known, those of the prompt included."""
+        return [*catalogue(self.speculator), *prompt_faults(self.engine.tokenizer, self.asked, self.prompts)]
 
     def settings(self) -> list[Fault]:
-        """All that another line in the checkpoint's configuration could change."""
+        """Every fault that another line in the checkpoint's configuration would mend."""
         special = sorted(self.engine.tokenizer.get_added_vocab().values())[:MOST_MASK_TOKENS]
         found = [*settings(self.speculator), *mask_tokens(self.speculator.drafter.config, special)]
         return list({fault.name: fault for fault in found}.values())
 
-    def predict(self, fault: Fault | None) -> Prediction:
-        """What the loop would count under the fault."""
-        if isinstance(fault, PromptFault):
-            return self._prediction(self._run(fault.prompts))
-        statistics = self._replay.run(fault)
-        return replace(self.loop(), counts=tuple(Counts.of(each, self.width) for each in statistics))
+    def predict(self, fault: str | None) -> Prediction:
+        """What the loop would count under the fault of that name; None = under none."""
+        found = None if fault is None else self._by_name[fault]
+        if isinstance(found, PromptFault):
+            return _prediction(self._run(found.prompts))
+        return replace(self.loop(), counts=tuple(self._replay.run(found)))
+
+    def loop(self) -> Prediction:
+        """The real loop, as it is: what replays are measured by."""
+        return _prediction(self._outputs)
 
     @cached_property
-    def outputs(self) -> list[RequestOutput]:
+    def _by_name(self) -> dict[str, Fault]:
+        return {fault.name: fault for fault in (*self.faults(), *self.settings())}
+
+    @cached_property
+    def _outputs(self) -> list[RequestOutput]:
         """The real loop's answers, in order."""
         return self._run(self.prompts)
-
-    def _run(self, prompts: Sequence[Prompt]) -> list[RequestOutput]:
-        found = dict(self.evaluation.outputs(prompts, self.params))
-        return [found[index] for index in range(len(prompts))]
-
-    def _prediction(self, outputs: Sequence[RequestOutput]) -> Prediction:
-        counts = tuple(Counts.of(output.statistics, self.width) for output in outputs)
-        return Prediction(counts, tuple(output.text for output in outputs))
 
     @cached_property
     def _replay(self) -> Replay:
         depth, ids = self.speculator.target.config.num_layers, self.speculator.target_layer_ids
         layers = {layer + by for layer in ids for by in (-1, 0, 1) if 0 <= layer + by < depth}
         formula = uniform_target_layer_ids(depth, len(ids)) if depth >= 4 else ()
+        return Replay(self.speculator, self._recordings({*layers, *formula}), self.width)
+
+    def _recordings(self, layer_ids: set[int]) -> list[Recording]:
+        """The answers of the real loop, with the outputs of some 0-based target layers."""
         assert self.params.max_tokens is not None
-        recordings = record(self.evaluation, self.outputs, self.params.max_tokens, [*layers, *formula])
-        return Replay(self.speculator, recordings, self.width)
+        limits = [len(output.prompt_token_ids) + self.params.max_tokens for output in self._outputs]
+        texts = self._continued([output.prompt_token_ids + output.token_ids for output in self._outputs], limits)
+        target, layers = self.engine.scheduler.target, sorted(layer_ids)
+        return [
+            Recording(tuple(text), len(prompt), limit, dict(zip(layers, features(target, text, layers), strict=True)))
+            for text, prompt, limit in zip(texts, self.prompts, limits, strict=True)
+        ]
 
-    def _prompt_faults(self) -> Iterator[Fault]:
-        tokenizer = self.engine.tokenizer
-        texts = [_bare(prompt) for prompt in self.asked]
-        if tokenizer.chat_template and all(text is not None for text in texts):
-            bare = tuple(tuple(tokenizer(text)["input_ids"]) for text in texts)
-            says = "prompts reach the target without the chat template that the drafter was trained behind"
-            yield PromptFault("chat template", "chat template missing", says, unchanged, prompts=bare)
-        bos = tokenizer.bos_token_id
-        if bos is None:
-            return
-        has = all(prompt[0] == bos for prompt in self.prompts)
-        twice = tuple((bos, *prompt) for prompt in self.prompts)
-        name = "BOS doubled" if has else "BOS added"
-        yield PromptFault("BOS", name, "template and tokenizer both add it", unchanged, prompts=twice)
-        if has:
-            without = tuple(tuple(prompt[1:]) for prompt in self.prompts)
-            yield PromptFault(
-                "BOS", "BOS missing", "neither template nor tokenizer adds it", unchanged, prompts=without
-            )
+    def _continued(self, texts: list[list[int]], limits: Sequence[int]) -> list[list[int]]:
+        """Answers that ended early, with what the target would say next: a last block may reach there."""
+        early = [n for n, (text, limit) in enumerate(zip(texts, limits, strict=True)) if len(text) < limit]
+        params = SamplingParams(temperature=0, max_tokens=self.width, ignore_eos=True)
+        for n, output in zip(early, self._run([texts[n] for n in early], params), strict=True):
+            texts[n] = texts[n] + output.token_ids
+        return texts
+
+    def _run(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
+        stream = self.engine.fixed(self.width).stream(prompts, [params or self.params] * len(prompts))
+        for _ in stream:
+            pass
+        return stream.outputs()
 
 
-def _bare(prompt: Prompt) -> str | None:
-    """Messages without their template; None for what has none."""
-    turns = [turn for turn in prompt if isinstance(turn, Mapping)]
-    return "\n".join(turn["content"] for turn in turns) if turns else None
+def _prediction(outputs: Sequence[RequestOutput]) -> Prediction:
+    return Prediction(tuple(output.statistics for output in outputs), tuple(output.text for output in outputs))
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One prompt and its greedy answer, as the target saw them."""
+
+    token_ids: tuple[int, ...]
+    """Prompt and answer, and as much behind the end as a block could verify."""
+    prompt_length: int
+    limit: int
+    """Length at which the loop ends at the latest."""
+    features: dict[int, Tensor]
+    """Outputs [tokens, H] by target layer."""
+
+
+@torch.inference_mode()
+def features(target: TargetModel, token_ids: Sequence[int], layer_ids: Sequence[int]) -> Tensor:
+    """Outputs [layers, tokens, H] of some target layers over one text, in portions as the loop prefills."""
+    run, portions = TargetRunner(target, target.new_cache(1, len(token_ids)), 1), []
+    for start in range(0, len(token_ids), PREFILL_ROWS):
+        rows = list(token_ids[start : start + PREFILL_ROWS])
+        portion = run([rows], [Span(0, start, len(rows))], tuple(layer_ids)).features
+        assert portion is not None
+        portions.append(portion)
+    return torch.cat(portions).view(len(token_ids), len(layer_ids), -1).transpose(0, 1)
+
+
+class Replay:
+    """The decoding loop without the target: a sound or faulty speculator's drafts, judged by recorded answers.
+
+    Args:
+        speculator: a sound one; its drafter, target and block size are used, its K/V cache is not.
+        recordings: as many as are to run in one batch.
+        width: slots verified a step.
+    """
+
+    def __init__(self, speculator: Speculator, recordings: Sequence[Recording], width: int) -> None:
+        capacity = max(len(recording.token_ids) for recording in recordings)
+        self.speculator = Speculator(
+            speculator.drafter,
+            speculator.target,
+            block_size=speculator.block_size,
+            max_batch_size=len(recordings),
+            capacity=capacity,
+        )
+        self.recordings, self.width = recordings, width
+        self.ends = set(speculator.target.config.eos_token_ids)
+
+    @torch.inference_mode()
+    def run(self, fault: Fault | None = None) -> list[AcceptanceStatistics]:
+        """The statistics of each recording, as the real loop would count them."""
+        speculator = self.speculator if fault is None else fault.change(self.speculator)
+        layer_ids = speculator.target_layer_ids
+        everything = [self._start(n, recording, layer_ids) for n, recording in enumerate(self.recordings)]
+        running = list(everything)
+        while running:
+            widths = {request.id: min(self.width, request.remaining) for request in running}
+            wide = [request for request in running if widths[request.id] > 1]
+            drafts = speculator.draft(wide, [widths[request.id] for request in wide]) if wide else []
+            drafted = {request.id: draft for request, draft in zip(wide, drafts, strict=True)}
+            running = [one for one in running if self._advance(one, drafted.get(one.id, []), layer_ids)]
+        return [request.statistics for request in everything]
+
+    def _start(self, index: int, recording: Recording, layer_ids: Sequence[int]) -> Request:
+        """As after the prefill: the first token is there, and features of the whole prompt."""
+        request = Request(
+            id=index,
+            entry=index,
+            token_ids=list(recording.token_ids[: recording.prompt_length + 1]),
+            prompt_length=recording.prompt_length,
+            limit=recording.limit,
+            params=SamplingParams(temperature=0),
+            seed=0,
+            statistics=AcceptanceStatistics(),
+        )
+        self._verified(request, recording.prompt_length, layer_ids)
+        return request
+
+    def _advance(self, request: Request, draft: Sequence[int], layer_ids: Sequence[int]) -> bool:
+        """One step; whether there will be another."""
+        truth = self.recordings[request.id].token_ids[len(request.token_ids) :]
+        accepted = next((n for n, token in enumerate(draft) if token != truth[n]), len(draft))
+        request.statistics.record(1 + len(draft), accepted)
+        gained = truth[: accepted + 1]
+        request.token_ids += gained
+        self._verified(request, accepted + 1, layer_ids)
+        return request.remaining > 0 and not self.ends.intersection(gained)
+
+    def _verified(self, request: Request, rows: int, layer_ids: Sequence[int]) -> None:
+        features, start = self.recordings[request.id].features, request.verified
+        request.features.append(torch.cat([features[layer][start : start + rows] for layer in layer_ids], dim=-1))
+        request.verified += rows

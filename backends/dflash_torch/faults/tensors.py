@@ -21,11 +21,9 @@ from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.width import FixedWidth
 
 from ..engine import EmbeddedEngine
 from ..request import Request
-from ..scheduler import Scheduler
 
 STEPS = 8
 """Decoding steps before the comparison: accepted tokens must have reached the context by then."""
@@ -50,12 +48,15 @@ class Difference:
 
 
 def first_difference(engine: EmbeddedEngine, target: Path, drafter: Path, prompt: Prompt) -> Difference | None:
-    """None where nothing differs.
+    """Finds the first tensor of an engine that is not what transformers and the core compute from disk.
 
     Args:
-        engine: speculates; what it is suspected of is in it.
-        target: folder of the target.
-        drafter: folder of the drafter.
+        engine: the one that is suspected; it speculates.
+        target: folder of its target.
+        drafter: folder of its drafter.
+
+    Returns:
+        None where nothing differs.
     """
     sound = load_drafter(drafter, dtype=torch.float32)
     flow, request = _engine_flow(engine, sound.config.target_layer_ids, prompt)
@@ -77,14 +78,11 @@ def first_difference(engine: EmbeddedEngine, target: Path, drafter: Path, prompt
 @torch.inference_mode()
 def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Prompt) -> tuple[Flow, Request]:
     """What flows through the engine's drafter when it drafts after a few steps, and for which tokens."""
-    full, flow = engine.scheduler, Flow()
-    speculator = full.speculator
+    assert engine.block_size is not None
+    width, flow = engine.block_size, Flow()
+    scheduler = engine.fixed(width).scheduler
+    speculator = scheduler.speculator
     assert speculator is not None
-    width = speculator.block_size
-    policy = FixedWidth(width)
-    scheduler = Scheduler(
-        full.target, speculator, policy, max_batch_size=1, capacity=full.capacity, reuse_prefixes=False
-    )
     params = SamplingParams(temperature=0, max_tokens=(STEPS + 2) * width, ignore_eos=True)
     request = scheduler.join(engine.tokenize(prompt), params)
     for _ in range(STEPS):
@@ -96,7 +94,6 @@ def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Pro
         (draft,) = speculator.draft([request], [width])
     flow["drafts"] = torch.tensor(draft)[:, None]
     flow |= _context(speculator.cache, request.entry, request.verified)
-    scheduler.leave(request)
     return flow, request
 
 

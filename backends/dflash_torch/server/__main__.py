@@ -128,7 +128,7 @@ def server_of(handler: RequestHandler) -> DrainingServer:
 
     from .app import admitting_app
 
-    AppStatus.disable_automatic_graceful_drain()  # it would cut streams at SIGTERM; the drain lets them end
+    AppStatus.enable_automatic_graceful_drain = False  # it would cut streams at SIGTERM; our drain lets them end
     settings = handler.settings
     config = uvicorn.Config(
         admitting_app(handler),
@@ -139,8 +139,7 @@ def server_of(handler: RequestHandler) -> DrainingServer:
         log_config=None,
         server_header=False,
         proxy_headers=False,
-        h11_max_incomplete_event_size=settings.max_header_bytes
-        + 1024,  # admission says what is too large, h11 cuts off
+        h11_max_incomplete_event_size=settings.max_header_bytes + 1024,  # h11 cuts off beyond
         timeout_graceful_shutdown=2,
     )
     return DrainingServer(config, handler)

@@ -19,7 +19,7 @@ from dflash_serve.errors import UserError
 
 from .handler import RequestHandler
 from .responses import ApiError, ErrorBody
-from .routes import generation_routes, status_routes
+from .routes import add_generation_routes, add_status_routes
 from .settings import ApiKeys, ServerSettings
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -102,8 +102,8 @@ def create_app(handler: RequestHandler) -> FastAPI:
     )
     for kind in (ApiError, UserError, RequestValidationError, ValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _error_response)
-    app.include_router(generation_routes(handler))
-    app.include_router(status_routes(handler))
+    add_generation_routes(app, handler)
+    add_status_routes(app, handler)
     return app
 
 

@@ -1,4 +1,4 @@
-"""The requests that run on the engine, and the streams that carry their chunks to the HTTP handlers. No threads here."""
+"""The requests that run on the engine, and the streams that carry their chunks to HTTP handlers. No threads here."""
 
 from __future__ import annotations
 

@@ -84,6 +84,8 @@ class Formatter(ABC):
     ) -> None:
         self.body, self.names, self.acceptance, self.block_size = body, names, acceptance, block_size
         self.id, self.created = f"{self.id_prefix}-{secrets.token_hex(12)}", int(time())
+        self._sent: dict[int, int] = {}
+        """Characters of each answer's tokens that events have shown; an answer that has not begun is missing."""
 
     @abstractmethod
     def event(self, chunk: Chunk) -> r.Envelope:
@@ -133,22 +135,15 @@ class ChatFormatter(Formatter):
 
     id_prefix = "chatcmpl"
 
-    def __init__(
-        self, body: Generation, names: TokenNames, *, acceptance: AcceptanceMetrics, block_size: int | None
-    ) -> None:
-        super().__init__(body, names, acceptance=acceptance, block_size=block_size)
-        self._begun: set[int] = set()
-        """Answers whose role has been sent."""
-
     def event(self, chunk: Chunk) -> r.ChatCompletionChunk:
         choice = r.ChatChunkChoice(
             index=chunk.index,
-            delta=r.Delta(role=None if chunk.index in self._begun else "assistant", content=chunk.text),
+            delta=r.Delta(role=None if chunk.index in self._sent else "assistant", content=chunk.text),
             logprobs=self.names.chat(chunk.logprobs),
             finish_reason=chunk.finish_reason,
             token_ids=self._token_ids(chunk),
         )
-        self._begun.add(chunk.index)
+        self._sent[chunk.index] = self._sent.get(chunk.index, 0) + len(chunk.text)
         return r.ChatCompletionChunk(id=self.id, created=self.created, model=self.body.model, choices=[choice])
 
     def totals(self, finished: Mapping[int, Request]) -> r.ChatCompletionChunk:
@@ -187,17 +182,11 @@ class CompletionFormatter(Formatter):
 
     id_prefix = "cmpl"
 
-    def __init__(
-        self, body: Generation, names: TokenNames, *, acceptance: AcceptanceMetrics, block_size: int | None
-    ) -> None:
-        super().__init__(body, names, acceptance=acceptance, block_size=block_size)
-        self._offsets: dict[int, int] = {}
-        """Characters of each answer that have been sent."""
-
     def event(self, chunk: Chunk) -> r.Completion:
-        choice = self._choice(chunk, self._offsets.get(chunk.index, 0))
+        offset = self._sent.get(chunk.index, 0)
+        choice = self._choice(chunk, offset)
         if choice.logprobs is not None:
-            self._offsets[chunk.index] = self._offsets.get(chunk.index, 0) + sum(map(len, choice.logprobs.tokens))
+            self._sent[chunk.index] = offset + sum(map(len, choice.logprobs.tokens))
         return r.Completion(id=self.id, created=self.created, model=self.body.model, choices=[choice])
 
     def totals(self, finished: Mapping[int, Request]) -> r.Completion:

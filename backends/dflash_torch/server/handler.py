@@ -1,4 +1,4 @@
-"""From a validated request body to requests in the engine's queue: readiness, caps, prompt, grammar, room; in this order."""
+"""From a validated body to requests in the engine's queue: readiness, caps, prompt, grammar, room; in this order."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RequestHandler:
         self, engine: EmbeddedEngine, body: Generation, prompts: Sequence[Prompt], owner: str
     ) -> ResponseStream:
         """Nothing is awaited once the requests are queued: a client that goes cannot leave them behind."""
-        params = SamplingParams(**body.sampling())
+        params = body.sampling_params()
         count = len(prompts) * body.n
         if count > self.worker.most_admitted:
             what = f"{count} answers, but batch and queue hold {self.worker.most_admitted}"

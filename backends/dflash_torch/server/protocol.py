@@ -100,9 +100,7 @@ class Generation(SamplingParams):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
-        json.dumps(
-            data, ensure_ascii=False
-        ).encode()  # a lone surrogate is a ValueError, and so a mistake of the client
+        json.dumps(data, ensure_ascii=False).encode()  # a lone surrogate is a ValueError: the client's mistake
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
@@ -117,9 +115,9 @@ class Generation(SamplingParams):
             raise ValueError("stream_options: only with stream: true")
         return self
 
-    def sampling(self) -> dict[str, Any]:
-        """The fields of SamplingParams."""
-        return {name: getattr(self, name) for name in SamplingParams.model_fields}
+    def sampling_params(self) -> SamplingParams:
+        """The fields that are the engine's business."""
+        return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.model_fields})
 
 
 class CompletionRequest(Generation):
@@ -172,9 +170,8 @@ class ChatRequest(Generation):
             raise ValueError("top_logprobs: only with logprobs: true")
         return self
 
-    def sampling(self) -> dict[str, Any]:
+    def sampling_params(self) -> SamplingParams:
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
-        return super().sampling() | {
-            "logprobs": self.top_logprobs if self.logprobs else None,
-            "max_tokens": min(limits, default=None),
-        }
+        logprobs = self.top_logprobs if self.logprobs else None
+        fields = {name: getattr(self, name) for name in SamplingParams.model_fields}
+        return SamplingParams(**{**fields, "logprobs": logprobs, "max_tokens": min(limits, default=None)})

@@ -8,7 +8,7 @@ from dataclasses import replace
 from time import time
 from typing import TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect
@@ -49,49 +49,46 @@ class EventStream(EventSourceResponse):
             self.stream.cancel()
 
 
-def generation_routes(handler: RequestHandler) -> APIRouter:
-    """The routes that generate."""
-    router = APIRouter()
+def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
+    """Adds the routes that generate."""
 
-    @router.post("/v1/chat/completions", responses={200: {"model": r.ChatCompletion, **EVENTS}})
+    @app.post("/v1/chat/completions", responses={200: {"model": r.ChatCompletion, **EVENTS}})
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         queued = await unless_gone(request.receive, handler.chat(body, request.state.owner))
         return await respond(request, body, *queued, ping_seconds=handler.settings.ping_seconds)
 
-    @router.post("/v1/completions", responses={200: {"model": r.Completion, **EVENTS}})
+    @app.post("/v1/completions", responses={200: {"model": r.Completion, **EVENTS}})
     async def completions(body: CompletionRequest, request: Request) -> Response:
         queued = await unless_gone(request.receive, handler.completion(body, request.state.owner))
         return await respond(request, body, *queued, ping_seconds=handler.settings.ping_seconds)
 
-    return router
 
+def add_status_routes(app: FastAPI, handler: RequestHandler) -> None:
+    """Adds the routes that say what is served, and how it is."""
+    started = int(time())
 
-def status_routes(handler: RequestHandler) -> APIRouter:
-    """The routes that say what is served, and how it is."""
-    router, started = APIRouter(), int(time())
-
-    @router.get("/v1/models", response_model=r.ModelList)
+    @app.get("/v1/models", response_model=r.ModelList)
     async def models() -> Response:
         return _json(r.ModelList(data=[card()]))
 
-    @router.get("/v1/models/{model:path}", response_model=r.ModelCard)
+    @app.get("/v1/models/{model:path}", response_model=r.ModelCard)
     async def model(model: str) -> Response:
         if model != handler.model:
             raise ApiError(404, f"the model {model!r} is not served here", param="model", code="model_not_found")
         return _json(card())
 
-    @router.get("/health", response_model=r.Status)
+    @app.get("/health", response_model=r.Status)
     async def health() -> Response:
         """Liveness: only a new process would help."""
         broken = handler.worker.state == "broken"
         return _json(r.Status(status="broken" if broken else "ok"), 503 if broken else 200)
 
-    @router.get("/ready", response_model=r.Status)
+    @app.get("/ready", response_model=r.Status)
     async def ready() -> Response:
         """Readiness: new requests are taken."""
         return _json(r.Status(status=handler.status), 200 if handler.status == "ready" else 503)
 
-    @router.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
         return Response(handler.metrics.render(), media_type="text/plain; version=0.0.4")
 
@@ -99,8 +96,6 @@ def status_routes(handler: RequestHandler) -> APIRouter:
         engine = handler.worker.engine
         longest = engine.scheduler.capacity if engine else None
         return r.ModelCard(id=handler.model, created=started, max_model_len=longest)
-
-    return router
 
 
 async def respond(

@@ -11,7 +11,7 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import zlab
 from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressible, one_value
 from dflash_serve.checkpoint.dialects.section import Section
-from dflash_serve.checkpoint.dialects.transformer_keys import FULL, SLIDING, kinds, read_windows
+from dflash_serve.checkpoint.dialects.transformer_keys import FULL, SLIDING, make_kinds, read_windows
 
 NAME = "modelopt"
 KEYS = {"causal", "use_swa", "swa_window_size"}
@@ -31,7 +31,7 @@ def read(config: Section, has_mask_embedding: bool) -> dict[str, object]:
     causal, is_causal = dflash.flag("causal"), dflash.flag("is_causal")
     if causal is not None and is_causal is not None and causal != is_causal:
         dflash.note(f"{dflash.named('causal')} is {causal} but is_causal is {is_causal}", "keep the right one")
-    layers = kinds(_windows(config, dflash), causal if is_causal is None else is_causal)
+    layers = make_kinds(_windows(config, dflash), causal if is_causal is None else is_causal)
     return zlab.read_fields(config, dflash, layers, has_mask_embedding)
 
 

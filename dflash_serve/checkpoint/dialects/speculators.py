@@ -12,7 +12,7 @@ from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressi
 from dflash_serve.checkpoint.dialects.heads import refuse_other_slots
 from dflash_serve.checkpoint.dialects.section import Section
 from dflash_serve.checkpoint.dialects.transformer_keys import (
-    kinds,
+    make_kinds,
     read_transformer,
     read_windows,
     rope_parameters,
@@ -101,12 +101,8 @@ def read(config: Section, has_mask_embedding: bool) -> dict[str, object]:
         "target_layer_ids": _layer_ids(config),
         "num_target_layers": config.optional_integer(DEPTH_KEY),
         "mask_token_id": config.integer("mask_token_id", minimum=0),
-        "layers": _kinds(windows, config.flag("sliding_window_non_causal") or False),
+        "layers": make_kinds(windows, False if config.flag("sliding_window_non_causal") else None),
     }
-
-
-def _kinds(windows: tuple[int | None, ...], non_causal: bool) -> object:
-    return kinds(windows, False if non_causal else None)
 
 
 def _layer_ids(config: Section) -> tuple[int, ...]:

@@ -155,7 +155,7 @@ def write_transformer(config: DrafterConfig, rope: dict[str, object]) -> dict[st
     }
 
 
-def kinds(windows: tuple[int | None, ...], causal: bool | None) -> tuple[AttentionKind, ...]:
+def make_kinds(windows: tuple[int | None, ...], causal: bool | None) -> tuple[AttentionKind, ...]:
     """Layer kinds from windows; `causal` None is the rule of August 2026: a sliding layer is causal in the block."""
     return tuple(
         AttentionKind(window=window, causal=window is not None if causal is None else causal) for window in windows

@@ -17,7 +17,7 @@ from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressi
 from dflash_serve.checkpoint.dialects.heads import refuse_other_slots
 from dflash_serve.checkpoint.dialects.section import Section
 from dflash_serve.checkpoint.dialects.transformer_keys import (
-    kinds,
+    make_kinds,
     read_transformer,
     read_windows,
     rope_theta_and_scaling,
@@ -55,7 +55,7 @@ def read(config: Section, has_mask_embedding: bool) -> dict[str, object]:
     """DrafterConfig's fields of a z-lab config.json (dflash 0.1.0 `model.py`, SGLang 0.5.23 `dflash_utils.py`)."""
     dflash = config.section("dflash_config", falls_back=True)
     dflash.only(KEYS | REFUSABLE | HARMLESS, "it may change what the drafter computes; remove it if it does not")
-    return read_fields(config, dflash, kinds(read_windows(config), dflash.flag("is_causal")), has_mask_embedding)
+    return read_fields(config, dflash, make_kinds(read_windows(config), dflash.flag("is_causal")), has_mask_embedding)
 
 
 def read_fields(

@@ -1,7 +1,7 @@
 """One step's attention with the same number of rows for every sequence: one SDPA a layer, whoever is in the batch.
 
 Made for GPUs, where a kernel a sequence and layer would cost more than the work in it, and where shapes that do not
-change from step to step can be captured in a CUDA graph. `kv_store.RaggedAttention` is the same maths sequence by
+change from step to step can be captured in a CUDA graph. `ragged.RaggedAttention` is the same maths sequence by
 sequence, without padding: the faster one on a CPU, and the oracle of this one's tests.
 """
 
@@ -23,7 +23,7 @@ class PaddedAttention:
     Every shape follows from N, W and `length`; where sequences are and how long is read from tensors alone.
 
     Args:
-        entries: int64 [N].
+        entries: int64 [N]; None = every entry of the cache in order, which are read where they lie, not gathered.
         positions: int64 [N, W], the rows' places in their entries, consecutive.
         length: keys read of each entry; more than any position.
     """
@@ -31,15 +31,17 @@ class PaddedAttention:
     def __init__(
         self,
         cache: KVCache,
-        entries: Tensor,
+        entries: Tensor | None,
         positions: Tensor,
         length: int,
         kinds: Sequence[AttentionKind],
         heads: int,
     ) -> None:
-        self.cache, self.entries, self.length, self.kinds = cache, entries, length, kinds
+        self.cache, self.length, self.kinds = cache, length, kinds
         self.shape = positions.shape
-        self.row_entries = entries[:, None].expand_as(positions).reshape(-1)
+        self.entries = slice(None) if entries is None else entries
+        all_entries = torch.arange(len(positions), device=positions.device) if entries is None else entries
+        self.row_entries = all_entries[:, None].expand_as(positions).reshape(-1)
         self.row_positions = positions.reshape(-1)
         groups = heads // cache.keys.shape[2]
         self.masks = {kind: self._mask(positions, kind, groups) for kind in set(kinds)}

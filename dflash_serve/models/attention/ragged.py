@@ -23,7 +23,7 @@ def ragged_attention(cache: KVCache, spans: Sequence[Span], kinds: Sequence[Atte
 class RaggedAttention:
     """One step's attention of a flat batch over a K/V cache: writes the rows' K/V, then attends up to each span's end.
 
-    Masks are made once here, for each kind of layer, not once a layer. Satisfies `drafter.model.Attend`.
+    Masks are made once here, for each kind of layer, not once a layer. An `Attend`.
     """
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind], heads: int) -> None:

@@ -1,7 +1,7 @@
 """The steps of TensorRT-LLM's DFlash worker around a draft model, in the order and with the shapes it uses.
 
-It knows the draft model by its duck-typed contract only. Requests have slots in a dense arena
-[slots + 1, layers, max_ctx + B, kv_heads, head_dim]; the last slot takes the padding of CUDA graphs.
+It knows the draft model by its duck-typed contract only. Requests have entries in a dense arena
+[entries + 1, layers, max_ctx + B, kv_heads, head_dim]; the last entry takes the padding of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class Worker:
         self.values = torch.zeros_like(self.keys)
         self.lengths = torch.zeros(max_batch + 1, dtype=torch.long)
 
-    def prefill(self, slot: int, features: Tensor) -> None:
+    def prefill(self, entry: int, features: Tensor) -> None:
         """A chunk of a prompt: captured features [tokens, F*H], layers ascending."""
-        start = int(self.lengths[slot])
+        start = int(self.lengths[entry])
         positions = torch.arange(start, start + len(features))
         projected = self.model.project_target_hidden(features).to(self.keys.dtype)
         k, v = self.model.precompute_context_kv(projected, positions)
-        self.keys[slot, :, start : start + len(features)] = k.permute(1, 0, 2, 3)
-        self.values[slot, :, start : start + len(features)] = v.permute(1, 0, 2, 3)
-        self.lengths[slot] = start + len(features)
+        self.keys[entry, :, start : start + len(features)] = k.permute(1, 0, 2, 3)
+        self.values[entry, :, start : start + len(features)] = v.permute(1, 0, 2, 3)
+        self.lengths[entry] = start + len(features)
 
-    def draft(self, slots: Sequence[int], accepted: Tensor, features: Tensor, bonus: Tensor) -> Tensor:
+    def draft(self, entries: Sequence[int], accepted: Tensor, features: Tensor, bonus: Tensor) -> Tensor:
         """One step: keep the accepted rows' features, then fill the blocks.
 
         Args:
-            slots: of the requests.
+            entries: of the requests.
             accepted: tokens gained, the bonus counted [requests].
             features: of all B verified rows [requests, B, F*H]; only the first `accepted` of each are kept.
             bonus: newest token of each request [requests].
@@ -56,7 +56,7 @@ class Worker:
         Returns:
             Draft logits [requests, B - 1, vocabulary].
         """
-        where = torch.tensor(slots)
+        where = torch.tensor(entries)
         offsets = torch.arange(self.block)
         before = self.lengths[where]
         columns = (before[:, None] + offsets).clamp(max=self.max_ctx - 1)
@@ -69,9 +69,17 @@ class Worker:
         self.keys[rows, :, columns.reshape(-1)] = k
         self.values[rows, :, columns.reshape(-1)] = v
         self.lengths[where] = (before + accepted).clamp(max=self.max_ctx)
-        hidden = self.model.dflash_forward(
+        hidden = self._hidden(where, bonus)
+        gathered = (torch.arange(len(entries))[:, None] * self.block + offsets[1:]).reshape(-1)
+        logits = self.model.logits_processor(hidden[gathered], self.model.lm_head, None, True)
+        shaped: Tensor = logits.reshape(len(entries), self.block - 1, -1)
+        return shaped
+
+    def _hidden(self, where: Tensor, bonus: Tensor) -> Tensor:
+        """The draft model over a block of each request: [requests * B, H]."""
+        hidden: Tensor = self.model.dflash_forward(
             noise_embedding=self._noise(bonus),
-            query_positions=self.lengths[where][:, None] + offsets,
+            query_positions=self.lengths[where][:, None] + torch.arange(self.block),
             num_ctx_per_req=self.lengths[where],
             ctx_k_cache=self.keys,
             ctx_v_cache=self.values,
@@ -79,10 +87,7 @@ class Worker:
             ctx_kv_cache=None,
             ctx_page_table=None,
         )
-        gathered = (torch.arange(len(slots))[:, None] * self.block + offsets[1:]).reshape(-1)
-        logits = self.model.logits_processor(hidden[gathered], self.model.lm_head, None, True)
-        shaped: Tensor = logits.reshape(len(slots), self.block - 1, -1)
-        return shaped
+        return hidden
 
     def _noise(self, bonus: Tensor) -> Tensor:
         """[requests, B, H]: the target's embedding of the newest token, then of the mask token."""

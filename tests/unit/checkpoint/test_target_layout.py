@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dflash_serve.checkpoint.target_layout import TargetLayout, read_target_layout
+from dflash_serve.checkpoint.target_shape import read_target_shape
 from dflash_serve.deployment import Model, Quantization
+from dflash_serve.errors import UserError
+from dflash_serve.models.target_config import read_target_config
 from tests.support.paper_models import write_paper_target
+from tests.support.tiny import edit_json
 from tests.unit.tensorrt_llm.published_targets import TARGETS
 
 
@@ -70,3 +75,36 @@ def test_modelopts_file_beside_config_json_is_read_too(tmp_path: Path) -> None:
     (target / "hf_quant_config.json").write_text(json.dumps(beside))
     found = read_target_layout(target, Model(model="t"))
     assert (found.native_quantization, found.head_is_quantized) == ("nvfp4", False)
+
+
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json", "generation_config.json"])
+def test_a_file_that_is_no_json_object_is_one_line(name: str, tmp_path: Path) -> None:
+    target = write_paper_target(tmp_path / "target")
+    for text, words in (("{", "not valid JSON"), ("[]", "not a JSON object")):
+        (target / name).write_text(text)
+        with pytest.raises(UserError, match=words) as error:
+            read_target_layout(target, Model(model="t"))
+        assert name in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "shape": read_target_shape,
+    "layout": lambda folder: read_target_layout(folder, Model(model="t")),
+    "configuration": read_target_config,
+}
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS.keys())
+def test_every_reader_of_a_target_makes_the_same_complaints(reader: Callable[[Path], object], tmp_path: Path) -> None:
+    target = write_paper_target(tmp_path / "target")
+    edit_json(target / "config.json", {"hidden_size": None})
+    with pytest.raises(UserError, match="hidden_size is None, not a positive whole number"):
+        reader(target)
+    for text, words in (("{", "not valid JSON"), ("[]", "not a JSON object")):
+        (target / "config.json").write_text(text)
+        with pytest.raises(UserError, match=f"{words}.*; download the target again"):
+            reader(target)
+    (target / "config.json").unlink()
+    with pytest.raises(UserError, match=r"no config\.json; give a target's folder"):
+        reader(target)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from dflash_engines.commands import LABEL, write_commands
-from dflash_engines.step import Work
+from dflash_engines.pipeline import Work
 from dflash_serve.deployment import Deployment
 from tests.support.tiny import tiny_drafter_config
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_engines.graph import Block, Context, dense_mask
-from dflash_engines.sample import Sample, block_inputs, by_core, context_inputs
+from dflash_engines.graph import Block, Context, Sample, block_inputs, by_core, context_inputs, dense_mask
 from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter

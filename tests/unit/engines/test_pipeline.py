@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_engines.pipeline import Done, run, verify_output
+from dflash_engines.pipeline import Done, Measured, Step, Work, run, verify_output
 from dflash_engines.sources import Source
-from dflash_engines.step import Measured, Step, Work
 from dflash_serve.checkpoint.manifest import read_manifest, verify
 from dflash_serve.errors import UserError
 
@@ -75,7 +74,7 @@ def test_killed_at_any_step_it_goes_on_from_there(stopped: str, bench: Bench) ->
     bench.run()
     names = ["count", "raise", "report"]
     assert bench.ran == names[names.index(stopped) :]
-    assert not list((bench.output / "steps").glob(".unfinished-*"))
+    assert not list((bench.output / "steps").glob(".*"))
     assert verify_output(bench.output) == []
 
 

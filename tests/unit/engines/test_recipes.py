@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dflash_engines.calibration import read_prompts
-from dflash_engines.plan import make_steps
 from dflash_engines.recipe import load_recipe
+from dflash_engines.steps import make_steps
 from dflash_serve.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[3] / "engines" / "recipes").glob("*.yaml"))
@@ -74,7 +74,7 @@ def test_no_drafter_is_judged_on_what_it_was_calibrated_on(tmp_path: Path) -> No
 
 def test_a_plan_costs_no_torch() -> None:
     code = (
-        "import sys; from pathlib import Path; from dflash_engines.plan import make_steps;"
+        "import sys; from pathlib import Path; from dflash_engines.steps import make_steps;"
         f"from dflash_engines.recipe import load_recipe; make_steps(load_recipe(Path({str(RECIPES[-1])!r})));"
         "sys.exit('torch' in sys.modules)"
     )

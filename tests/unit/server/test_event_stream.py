@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import pytest
-from dflash_torch.server.sse import DONE, EventStream, event, unless_gone
 from hypothesis import given
 from hypothesis import strategies as st
-from openai._streaming import SSEDecoder
+from openai._streaming import ServerSentEvent, SSEDecoder
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
+from dflash_torch.server.batch import ResponseStream
 from dflash_torch.server.responses import Completion, CompletionChoice
+from dflash_torch.server.routes import DONE, EventStream, one_line, unless_gone
+
+HTTP = {"type": "http", "method": "POST"}
 
 
 def completion(text: str) -> Completion:
@@ -20,27 +24,12 @@ def completion(text: str) -> Completion:
     return Completion(id="x", created=1, model="m", choices=[choice])
 
 
-@given(st.lists(st.text(), max_size=5), st.data())
-def test_events_are_the_same_however_the_network_cuts_them(texts: list[str], data: st.DataObject) -> None:
-    """Line separators of every kind included: U+2028, \\x0b, \\x85, \\r."""
-    body = b"".join(event(completion(text)) for text in texts) + DONE
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=6)))
-    pieces = [body[a:b] for a, b in zip([0, *cuts], [*cuts, len(body)], strict=True)]
-    events = [found.data for found in SSEDecoder().iter_bytes(iter(pieces))]
-    assert events[-1] == "[DONE]"
-    assert [json.loads(found)["choices"][0]["text"] for found in events[:-1]] == texts
-
-
-@given(st.text())
-def test_an_event_is_one_line_for_any_idea_of_a_line(text: str) -> None:
-    assert len(event(completion(text)).decode("ascii").rstrip("\n").splitlines()) == 1
-
-
 class Client:
-    """An ASGI client that goes away after so many messages."""
+    """An ASGI client that may go away after so many messages, and may be slow to take each."""
 
-    def __init__(self, stays_for: int) -> None:
-        self.left, self.got = stays_for, b""
+    def __init__(self, stays_for: int = 0, seconds_each: float = 0) -> None:
+        self.left, self.seconds_each, self.body = stays_for, seconds_each, b""
+        self.headers: dict[bytes, bytes] = {}
         self.gone = asyncio.Event()
 
     async def receive(self) -> Message:
@@ -48,28 +37,125 @@ class Client:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        self.got += message.get("body", b"")
+        await asyncio.sleep(self.seconds_each)
+        self.headers |= dict(message.get("headers", ()))
+        self.body += message.get("body", b"")
         self.left -= 1
         if self.left == 0:
             self.gone.set()
+
+
+def sent(texts: Iterable[str], *, client_seconds: float = 0, gap: float = 0, ping: float = 0) -> Client:
+    """What a real response sends for these texts: `gap` seconds before each, a comment after `ping` seconds."""
+
+    async def events() -> AsyncIterator[str]:
+        for text in texts:
+            await asyncio.sleep(gap)
+            yield one_line(completion(text))
+        yield DONE
+
+    async def run() -> Client:
+        client = Client(seconds_each=client_seconds)
+        await EventStream(events(), ResponseStream(1, lambda: None), ping_seconds=ping)(
+            HTTP, client.receive, client.send
+        )
+        return client
+
+    return asyncio.run(run())
+
+
+def decoded(pieces: Iterable[bytes]) -> list[ServerSentEvent]:
+    """As OpenAI's client reads them."""
+    return list(SSEDecoder().iter_bytes(iter(pieces)))
+
+
+def texts_of(events: list[ServerSentEvent]) -> list[str]:
+    assert events[-1].data == "[DONE]"
+    return [json.loads(event.data)["choices"][0]["text"] for event in events[:-1]]
+
+
+@given(st.lists(st.text(), max_size=5), st.data())
+def test_events_are_the_same_however_the_network_cuts_them(texts: list[str], data: st.DataObject) -> None:
+    """Line separators of every kind included: U+2028, \\x0b, \\x85, \\r."""
+    body = sent(texts).body
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=6)))
+    assert texts_of(decoded(body[a:b] for a, b in zip([0, *cuts], [*cuts, len(body)], strict=True))) == texts
+
+
+@given(st.text())
+def test_an_event_is_one_line_for_any_idea_of_a_line(text: str) -> None:
+    body = sent([text]).body.decode("ascii")
+    assert body == f"data: {one_line(completion(text))}\n\ndata: [DONE]\n\n"
+    assert [len(event.splitlines()) for event in body.split("\n\n")[:-1]] == [1, 1]
+
+
+def test_events_have_data_and_nothing_else() -> None:
+    client = sent(["a", "b"])
+    assert [(event.event, event.id, event.retry) for event in decoded([client.body])] == [(None, None, None)] * 3
+    assert client.headers[b"content-type"].startswith(b"text/event-stream")
+    assert b"content-length" not in client.headers
+
+
+def test_a_gap_is_filled_with_comments_that_clients_skip() -> None:
+    body = sent(["a", "b"], gap=0.2, ping=0.05).body
+    assert body.count(b": ping\n\n") >= 4
+    assert texts_of(decoded([body])) == ["a", "b"]
+    assert b"ping" not in sent(["a", "b"], gap=0.05, ping=0).body
+
+
+def test_a_slow_reader_gets_every_event_in_order() -> None:
+    texts = [str(number) for number in range(20)]
+    body = sent(texts, client_seconds=0.01, ping=0.02).body  # comments and events do not cut each other
+    assert texts_of(decoded([body])) == texts
 
 
 @pytest.mark.parametrize("stays_for", range(1, 5))
 def test_a_stream_is_over_exactly_once_whenever_the_client_goes(stays_for: int) -> None:
     over: list[bool] = []
 
-    async def events() -> AsyncIterator[bytes]:
-        yield b"a"
-        yield b"b"
+    async def events() -> AsyncIterator[str]:
+        yield "a"
+        yield "b"
         await asyncio.sleep(0 if stays_for == 4 else 60)
 
     async def run() -> None:
-        client = Client(stays_for)
+        client, stream = Client(stays_for), ResponseStream(1, lambda: over.append(True))
         async with asyncio.timeout(5):
-            await EventStream(events(), lambda: over.append(True))({}, client.receive, client.send)
+            await EventStream(events(), stream, ping_seconds=15)(HTTP, client.receive, client.send)
+        assert stream.cancelled
 
     asyncio.run(run())
     assert over == [True]
+
+
+def test_a_client_that_had_gone_before_the_stream_began_ends_it_too() -> None:
+    async def run() -> ResponseStream:
+        client, stream = Client(), ResponseStream(1, lambda: None)
+        client.gone.set()
+        async with asyncio.timeout(5):
+            await EventStream(_endless(), stream, ping_seconds=15)(HTTP, client.receive, client.send)
+        return stream
+
+    assert asyncio.run(run()).cancelled
+
+
+def test_a_server_that_goes_ends_the_stream() -> None:
+    async def run() -> ResponseStream:
+        client, stream = Client(), ResponseStream(1, lambda: None)
+        response: Any = EventStream(_endless(), stream, ping_seconds=15)(HTTP, client.receive, client.send)
+        task = asyncio.create_task(response)
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return stream
+
+    assert asyncio.run(run()).cancelled
+
+
+async def _endless() -> AsyncIterator[str]:
+    while True:
+        yield "a"
+        await asyncio.sleep(60)
 
 
 def test_work_for_a_client_that_has_gone_is_cancelled() -> None:
@@ -83,7 +169,7 @@ def test_work_for_a_client_that_has_gone_is_cancelled() -> None:
             raise
 
     async def run() -> None:
-        client = Client(0)
+        client = Client()
         asyncio.get_running_loop().call_later(0.01, client.gone.set)
         with pytest.raises(ClientDisconnect):
             await unless_gone(client.receive, work())
@@ -98,4 +184,4 @@ def test_an_error_of_the_work_is_the_callers() -> None:
         raise ValueError("x")
 
     with pytest.raises(ValueError, match="x"):
-        asyncio.run(unless_gone(Client(0).receive, work()))
+        asyncio.run(unless_gone(Client().receive, work()))

@@ -12,7 +12,7 @@ import yaml
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.source import drafter_source, local_folder
 from dflash_serve.deployment import Deployment, Model
-from dflash_tensorrt_llm import plan
+from dflash_tensorrt_llm import launch_plan
 from tests.support.tiny import write_tiny_drafter
 from tests.unit.checkpoint.published import PUBLISHED
 from tests.unit.tensorrt_llm.published_targets import TARGETS
@@ -46,9 +46,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         found = tmp_path / "hub" / model.model
         return found if found.is_dir() else local_folder(model.model)
 
-    monkeypatch.setattr(plan, "target_configuration", config_folder)
+    monkeypatch.setattr(launch_plan, "target_configuration", config_folder)
     monkeypatch.setattr(
-        plan, "drafter_configuration", lambda model: config_folder(Model(model=str(drafter_source(model.model))))
+        launch_plan, "drafter_configuration", lambda model: config_folder(Model(model=str(drafter_source(model.model))))
     )
     return tmp_path / "hub"
 

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.release import Release
+from dflash_tensorrt_llm.upstream import Release
 from tests.support.tiny import SLIDING_BOTH_WAYS, tiny_drafter_config
 from tests.unit.tensorrt_llm.conftest import tiny_deployment
 

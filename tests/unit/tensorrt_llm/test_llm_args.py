@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dflash_tensorrt_llm.llm_args import DFlashDecodingConfig, LlmArgs, llm_args
-from dflash_tensorrt_llm.release import Release
+from dflash_tensorrt_llm.upstream import DFlashDecodingConfig, LlmArgs, Release, llm_args
 
 
 def fields(speculative: dict[str, Any] | None = None, **root: Any) -> dict[str, Any]:

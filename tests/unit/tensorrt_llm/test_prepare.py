@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from dflash_serve.checkpoint.quantization import Quantization, read_quantization
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.errors import UserError
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.release import Release
-from tests.support.tiny import SLIDING, random_tensors, tiny_drafter_config
+from dflash_tensorrt_llm.upstream import Release
+from tests.support.tiny import SLIDING, random_tensors, tiny_drafter_config, write_quantized_drafter
 from tests.unit.tensorrt_llm.conftest import tiny_deployment
 
 BACKEND = TensorRTLLMBackend(Release.parse("1.4"))
@@ -37,14 +40,27 @@ def test_any_dialect_becomes_a_folder_that_upstream_reads(dialect: str, tmp_path
 
 
 def test_a_prefixed_checkpoint_is_renamed(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     config = tiny_drafter_config()
     deployment = tiny_deployment(tmp_path, config)
     path = tmp_path / "drafter" / "model.safetensors"
     save_file({f"model.{name}": tensor for name, tensor in load_file(path).items()}, path)
     BACKEND.prepare(deployment, tmp_path / "out")
     assert load_file(tmp_path / "out" / "draft" / "model.safetensors").keys() == random_tensors(config).keys()
+
+
+def test_a_prefixed_quantised_checkpoint_is_renamed_with_its_scales(tmp_path: Path) -> None:
+    config = tiny_drafter_config(intermediate_size=64)
+    deployment = tiny_deployment(tmp_path, config)
+    shutil.rmtree(tmp_path / "drafter")
+    path = write_quantized_drafter(tmp_path / "drafter", "fp8", config) / "model.safetensors"
+    state = load_file(path)
+    save_file({f"model.{name}": tensor for name, tensor in state.items()}, path)
+    BACKEND.prepare(deployment, tmp_path / "out")
+    draft = tmp_path / "out" / "draft"
+    written = load_file(draft / "model.safetensors")
+    assert written.keys() == state.keys()
+    assert all(torch.equal(written[name].float(), state[name].float()) for name in state)
+    assert read_quantization(draft) == Quantization("fp8", ("fc",))
 
 
 def test_a_plain_drafter_is_linked_and_needs_no_package(tmp_path: Path) -> None:

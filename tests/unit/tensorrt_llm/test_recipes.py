@@ -15,8 +15,8 @@ import yaml
 
 from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.plan import make_plan
-from dflash_tensorrt_llm.release import Release
+from dflash_tensorrt_llm.launch_plan import make_launch_plan
+from dflash_tensorrt_llm.upstream import Release
 from tests.unit.tensorrt_llm.conftest import RECIPES
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -28,7 +28,7 @@ def rendered(deployment: Deployment, release: str) -> str:
     backend = TensorRTLLMBackend(Release.parse(release))
     command = backend.command(deployment, FOLDER, host="0.0.0.0", port=8000)
     environment = "".join(f"{name}={value} " for name, value in command.env.items())
-    text = backend.yaml(make_plan(deployment, backend.release), FOLDER)
+    text = backend.yaml(make_launch_plan(deployment, backend.release), FOLDER)
     return f"# {environment}{shlex.join(command.argv)}\n{text}"
 
 

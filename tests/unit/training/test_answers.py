@@ -13,9 +13,9 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_target, load_tokenizer
 from dflash_serve.prompts.sources import jsonl_prompts
 from dflash_serve.training.answers import gather_prompts, make_data
+from dflash_serve.training.dataset import DataManifest, Example, read_manifest, read_shard
 from dflash_serve.training.decoding import BatchDecoder, Completion
 from dflash_serve.training.recipe import Recipe
-from dflash_serve.training.shards import Answer, Manifest, read_manifest, read_shard
 
 TEXTS = [f"the quick brown fox {i}" for i in range(12)]
 SECRET = "the lazy dog, an exam question"
@@ -34,7 +34,7 @@ def recipe(prompts: Path, target: Path, **answering: Any) -> Recipe:
         {"kind": "file", "name": "foxes", "path": prompts},
         {"kind": "synthesised", "name": "own", "count": 3, "openers": ["fox", ""], "max_new_tokens": 12},
     ]
-    settings = {"slots": 4, "max_new_tokens": 10, "shard_size": 5, **answering}
+    settings = {"max_batch_size": 4, "max_new_tokens": 10, "shard_size": 5, **answering}
     return Recipe.model_validate(
         {
             "target": {"model": str(target)},
@@ -45,13 +45,13 @@ def recipe(prompts: Path, target: Path, **answering: Any) -> Recipe:
     )
 
 
-def make(settings: Recipe, folder: Path) -> Manifest:
+def make(settings: Recipe, folder: Path) -> DataManifest:
     name = settings.target.model
     return make_data(settings, load_target(name), load_tokenizer(name), folder, lambda *_: None)
 
 
-def contents(manifest: Manifest, folder: Path) -> dict[int, list[int]]:
-    found: list[Answer] = [answer for entry in manifest.shards for answer in read_shard(folder, entry)]
+def contents(manifest: DataManifest, folder: Path) -> dict[int, list[int]]:
+    found: list[Example] = [answer for entry in manifest.shards for answer in read_shard(folder, entry)]
     return {answer.prompt_index: answer.tokens.tolist() for answer in found}
 
 

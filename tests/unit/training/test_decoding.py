@@ -10,8 +10,8 @@ import torch
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.loader import load_target
 from dflash_serve.models.target import TargetModel
+from dflash_serve.training.dataset import target_features
 from dflash_serve.training.decoding import BatchDecoder, Completion, Request
-from dflash_serve.training.target import target_features
 from dflash_torch.model_runner import TargetRunner
 from tests.support.tiny_target import EOS
 
@@ -35,34 +35,34 @@ def alone(target: TargetModel, prompt: list[int], limit: int) -> list[int]:
 
 
 def decode(
-    target: TargetModel, *, slots: int, temperature: float = 0.0, seed: int = 0, limit: int = 12
+    target: TargetModel, *, size: int, temperature: float = 0.0, seed: int = 0, limit: int = 12
 ) -> list[Completion]:
     decoder = BatchDecoder(
-        target, slots=slots, capacity=40, max_new_tokens=limit, stop_ids=[EOS], seed=seed, cut_loops=False
+        target, max_batch_size=size, capacity=40, max_new_tokens=limit, stop_ids=[EOS], seed=seed, cut_loops=False
     )
     requests = (Request(i, tuple(p), temperature) for i, p in enumerate(PROMPTS))
     return sorted(decoder.decode(requests), key=lambda c: c.request.index)
 
 
-@pytest.mark.parametrize("slots", [1, 3, 16])
-def test_greedy_answers_are_those_of_the_target_alone(target: TargetModel, slots: int) -> None:
-    answers = [completion.tokens for completion in decode(target, slots=slots)]
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_greedy_answers_are_those_of_the_target_alone(target: TargetModel, size: int) -> None:
+    answers = [completion.tokens for completion in decode(target, size=size)]
     assert answers == [alone(target, prompt, 12) for prompt in PROMPTS]
 
 
 def test_every_answer_keeps_to_the_limit_and_says_how_it_ended(target: TargetModel) -> None:
-    for completion in decode(target, slots=3, limit=5):
+    for completion in decode(target, size=3, limit=5):
         assert len(completion.tokens) <= 5
         assert completion.ended == (completion.tokens[-1] == EOS)
 
 
 def test_sampling_follows_the_seed(target: TargetModel) -> None:
-    first, same, other = ([c.tokens for c in decode(target, slots=4, temperature=1.0, seed=s)] for s in (1, 1, 2))
+    first, same, other = ([c.tokens for c in decode(target, size=4, temperature=1.0, seed=s)] for s in (1, 1, 2))
     assert first == same != other
 
 
 def test_an_answer_that_loops_is_cut(target: TargetModel) -> None:
-    decoder = BatchDecoder(target, slots=1, capacity=80, max_new_tokens=64, stop_ids=[], seed=0)
+    decoder = BatchDecoder(target, max_batch_size=1, capacity=80, max_new_tokens=64, stop_ids=[], seed=0)
     decoder.active[0] = completion = Completion(Request(0, (5,)), [11, 12, *[1, 2, 3] * 10])
     assert decoder._is_done(completion)
     assert completion.looped

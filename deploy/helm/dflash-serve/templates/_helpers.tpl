@@ -37,7 +37,7 @@ labels:
 {{- $gpu := dig "hardware" "gpu" "" $deployment | default "" -}}
 {{- $count := dig "hardware" "count" 1 $deployment | int -}}
 {{- $nodes := dig "parallel" "nodes" 1 $deployment | int -}}
-{{- $cpu := or (eq $gpu "none") (and (eq $gpu "") (eq .Values.backend "torch")) -}}
+{{- $cpu := or (eq $gpu "none") (and (eq $gpu "") (not (include "dflash-serve.engine" . | fromYaml).needsGpu)) -}}
 gpu: {{ $gpu | quote }}
 count: {{ $count }}
 nodes: {{ $nodes }}
@@ -55,27 +55,15 @@ width: {{ dig "speculation" "width" "auto" $deployment | default "auto" | toStri
 {{- ternary .Values.replicas .Values.autoscaling.maxReplicas (eq .Values.autoscaling.kind "none") | int -}}
 {{- end -}}
 
-{{- /* How each engine's own server is asked. */ -}}
-{{- define "dflash-serve.endpoints" -}}
-torch:
-  started: /ready
-  ready: /ready
-  metrics: /metrics
-  queued: dflash:num_requests_waiting
-sglang:
-  started: /health
-  ready: /health_generate
-  metrics: /metrics
-  queued: sglang:num_queue_reqs
-tensorrt-llm:
-  started: /health
-  ready: /health_generate
-  metrics: /prometheus/metrics
-  queued: trtllm_num_requests_waiting
+{{- /* The engine's own names: of the values, else of those that this chart knows. Read with fromYaml. */ -}}
+{{- define "dflash-serve.engine" -}}
+{{- $none := dict "probes" dict "serverFlags" list "environment" dict -}}
+{{- .Values.engine | default (get (.Files.Get "files/engines.yaml" | fromYaml) .Values.backend) | default $none | toYaml -}}
 {{- end -}}
 
-{{- define "dflash-serve.endpoint" -}}
-{{- get (get (include "dflash-serve.endpoints" .root | fromYaml) .root.Values.backend) .what -}}
+{{- /* Whether this chart knows the backend: has checks of it, and a script that sees its drafter accept. */ -}}
+{{- define "dflash-serve.isKnown" -}}
+{{- ternary "yes" "" (hasKey (.Files.Get "files/engines.yaml" | fromYaml) .Values.backend) -}}
 {{- end -}}
 
 {{- define "dflash-serve.model" -}}

@@ -18,31 +18,32 @@
 
 {{- define "dflash-serve.probes" -}}
 {{- $facts := include "dflash-serve.facts" . | fromYaml -}}
+{{- $probes := (include "dflash-serve.engine" . | fromYaml).probes -}}
 startupProbe:
-  httpGet: {path: {{ include "dflash-serve.endpoint" (dict "root" . "what" "started") }}, port: http}
+  httpGet: {path: {{ $probes.started }}, port: http}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: {{ divf (include "dflash-serve.startupSeconds" . | float64) 10 | ceil | int }}
 livenessProbe: # shallow: load never kills a server
-  httpGet: {path: /health, port: http}
+  httpGet: {path: {{ $probes.live }}, port: http}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
 readinessProbe:
-  {{- if and .Values.readiness.acceptance $facts.speculates }}
+  {{- if and .Values.readiness.acceptance $facts.speculates (include "dflash-serve.isKnown" .) }}
   exec:
     command:
       - python3
       - /etc/dflash-serve/ready.py
       - --backend={{ .Values.backend }}
-      - --ready={{ include "dflash-serve.endpoint" (dict "root" . "what" "ready") }}
+      - --ready={{ $probes.ready }}
       - --model={{ include "dflash-serve.model" . }}
       - --width={{ $facts.width }}
       {{- with .Values.secrets.apiKeys.name }}
       - --keys=/etc/dflash-serve-keys/keys
       {{- end }}
   {{- else }}
-  httpGet: {path: {{ include "dflash-serve.endpoint" (dict "root" . "what" "ready") }}, port: http}
+  httpGet: {path: {{ $probes.ready }}, port: http}
   {{- end }}
   periodSeconds: 10
   timeoutSeconds: 30

@@ -87,7 +87,7 @@ spec:
 - --host=0.0.0.0
 - --port=8000
 - --folder=/prepared
-{{- if eq .Values.backend "torch" }}
+{{- if has "drain-seconds" (include "dflash-serve.engine" . | fromYaml).serverFlags }}
 - --drain-seconds={{ .Values.drain.seconds }}
 {{- end }}
 {{- if .Values.secrets.apiKeys.name }}

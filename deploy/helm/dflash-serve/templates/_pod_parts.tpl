@@ -36,8 +36,8 @@ securityContext:
 - {name: XDG_CACHE_HOME, value: /cache}
 - {name: HF_HOME, value: /models/huggingface}
 - {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
-{{- if eq .Values.backend "sglang" }}
-- {name: SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION, value: "0"} # or /health would wait for a token, in a queue
+{{- range $name, $value := (include "dflash-serve.engine" . | fromYaml).environment }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
 {{- if eq .Values.models.kind "image" }}
 - {name: HF_HUB_OFFLINE, value: "1"}

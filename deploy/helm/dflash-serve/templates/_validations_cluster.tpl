@@ -94,7 +94,7 @@ startup.baseSeconds: engines start in no {{ .baseSeconds }} s; use 30 or more
 {{- end -}}
 
 {{- define "dflash-serve.problems.doors" -}}
-{{- if and .Values.secrets.apiKeys.name (ne .Values.backend "torch") }}
+{{- if and .Values.secrets.apiKeys.name (not (has "api-key-file" (include "dflash-serve.engine" . | fromYaml).serverFlags)) }}
 secrets.apiKeys.name: {{ .Values.backend }} is started without keys; let a gateway ask for them, or use backend torch
 {{- end }}
 {{- if and (ne .Values.service.type "ClusterIP") (not .Values.secrets.apiKeys.name) }}

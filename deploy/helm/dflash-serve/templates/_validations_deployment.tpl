@@ -1,6 +1,14 @@
 {{- /* What a Deployment asks for that this chart cannot give; each backend's own checks come with `serve`. */ -}}
 
+{{- define "dflash-serve.problems.engine" -}}
+{{- $known := .Files.Get "files/engines.yaml" | fromYaml | keys | sortAlpha | join ", " }}
+{{- if not (or .Values.engine (include "dflash-serve.isKnown" .)) }}
+backend: {{ .Values.backend | quote }} is none that this chart knows ({{ $known }}); give its `engine`, as `dflash-serve deploy --render helm` writes it
+{{- end }}
+{{- end -}}
+
 {{- define "dflash-serve.problems.devices" -}}
+{{- $engine := include "dflash-serve.engine" . | fromYaml }}
 {{- $facts := include "dflash-serve.facts" . | fromYaml }}
 {{- $parallel := get .Values.deployment "parallel" | default dict }}
 {{- $tensor := dig "tensor" 1 $parallel | int }}
@@ -8,13 +16,13 @@
 {{- $pipeline := dig "pipeline" 1 $parallel | int }}
 {{- $context := dig "context" 1 $parallel | int }}
 {{- $world := mul $tensor $pipeline $context }}
-{{- if and (eq $facts.gpu "none") (ne .Values.backend "torch") }}
+{{- if and (eq $facts.gpu "none") $engine.needsGpu }}
 deployment.hardware.gpu: {{ .Values.backend }} needs a GPU; name it, or set backend to torch
 {{- end }}
 {{- if and (eq .Values.backend "torch") (gt ($facts.count | int) 1) }}
 deployment.hardware.count: the embedded engine runs on one device, not {{ $facts.count }}; set it to 1 and raise replicas, or use sglang or tensorrt-llm
 {{- end }}
-{{- if and (ne .Values.backend "torch") (ne ($world | int) ($facts.count | int)) }}
+{{- if and $engine.needsGpu (ne ($world | int) ($facts.count | int)) }}
 deployment.parallel: tensor {{ $tensor }} x pipeline {{ $pipeline }} x context {{ $context }} = {{ $world }} devices, but hardware.count is {{ $facts.count }}; make them agree
 {{- end }}
 {{- if mod $tensor $expert }}

@@ -16,7 +16,7 @@ def install() -> None:
     replacements = {
         "sglang.kernels.ops.attention.table_qk_norm_rope.table_qk_norm_rope_": qk_norm_rope,
         "sglang.kernels.ops.kvcache.cache_move.copy_all_layer_kv_cache_func": _nothing,
-        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": assign_slots,
+        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": assign_entries,
     }
     for name, function in replacements.items():
         HookRegistry.register(name, function, HookType.REPLACE)
@@ -61,7 +61,7 @@ def qk_norm_rope(
     qkv[:, :width] = rotated.reshape(qkv.shape[0], -1).to(qkv.dtype)
 
 
-def assign_slots(
+def assign_entries(
     req_pool_indices: Tensor,
     req_to_token: Tensor,
     start_offset: Tensor,
@@ -69,7 +69,7 @@ def assign_slots(
     out_cache_loc: Tensor,
     batch_size: int,
 ) -> None:
-    """Notes the new K/V slots of each request in its row."""
+    """Notes the new K/V entries of each request in its row."""
     taken = 0
     spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     for row, start, end in spans:

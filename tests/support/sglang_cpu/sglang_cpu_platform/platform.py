@@ -46,6 +46,6 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 def cache_locations(
     *, req_pool_indices: Tensor, req_to_token: Tensor, start_offset: Tensor, end_offset: Tensor, **_: Any
 ) -> Tensor:
-    """The K/V slots of positions start..end of each request, one after the other."""
+    """The K/V entries of positions start..end of each request, one after the other."""
     spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     return torch.cat([req_to_token[row, start:end].to(torch.int64) for row, start, end in spans])

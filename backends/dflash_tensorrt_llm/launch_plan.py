@@ -1,0 +1,130 @@
+"""LaunchPlan: what a Deployment means for TensorRT-LLM, worked out from the config.json files of target and drafter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.quantization import Quantization
+from dflash_serve.checkpoint.reader import read_drafter
+from dflash_serve.checkpoint.source import drafter_source, local_folder
+from dflash_serve.checkpoint.target_layout import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.checkpoint.tensors import weight_bytes
+from dflash_serve.deployment import Deployment, Model
+from dflash_serve.deployment_checks import uses_drafter
+from dflash_serve.gpus import GPUS, Gpu
+
+from .upstream import Release
+
+Implementation = Literal["built-in", "plug-in"]
+ROWS = 8192
+"""TensorRT-LLM's default of max_num_tokens."""
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A Deployment with everything that its configuration, checks and command line follow from."""
+
+    deployment: Deployment
+    release: Release
+    gpu: Gpu | None
+    target: TargetLayout
+    drafter: DrafterConfig | None
+    """None = it does not speculate."""
+    quantization: Quantization | None
+    """The drafter's."""
+    needs_plug_in: tuple[str, ...]
+    """What of this drafter TensorRT-LLM's own implementation would get wrong in silence."""
+
+    @property
+    def implementation(self) -> Implementation:
+        """Which drafter runs: TensorRT-LLM's own, or ours."""
+        return "plug-in" if self.needs_plug_in else "built-in"
+
+    @property
+    def block_size(self) -> int:
+        """B that is served, the anchor counted."""
+        assert self.drafter is not None
+        speculation = self.deployment.speculation
+        block = speculation.block_size or self.drafter.block_size
+        return min(block, speculation.width) if isinstance(speculation.width, int) else block
+
+    @property
+    def attention_backend(self) -> str:
+        """VANILLA everywhere but where trtllm-gen's kernels run and the drafter is TensorRT-LLM's own.
+
+        Our plug-in attends over the contiguous arena. trtllm-gen has no two-sided window.
+        """
+        assert self.drafter is not None
+        two_sided = any(kind.window is not None and not kind.causal for kind in self.drafter.layers)
+        blackwell = self.gpu is not None and self.gpu.is_blackwell
+        return "TRTLLM" if blackwell and not two_sided and self.implementation == "built-in" else "VANILLA"
+
+    @property
+    def drafter_devices(self) -> int:
+        """Devices that share the drafter: attention data parallelism gives each a whole one."""
+        parallel = self.deployment.parallel
+        return 1 if parallel.attention_data else parallel.tensor
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer that are served."""
+        asked = self.deployment.limits.max_model_len
+        return asked or self.target.shape.max_position_embeddings or ROWS
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Rows of a step; grown where a full batch of blocks needs more than upstream's default."""
+        asked = self.deployment.limits.max_num_tokens
+        block = self.block_size if self.drafter else 1
+        return asked or max(ROWS, self.deployment.limits.max_batch_size * block)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Target and drafter on one device."""
+        target = self.target.weight_bytes // self.deployment.parallel.tensor
+        return target + (weight_bytes(self.drafter) // self.drafter_devices if self.drafter else 0)
+
+
+def make_launch_plan(deployment: Deployment, release: Release) -> LaunchPlan:
+    """The plan of a deployment; of hub models, only the configuration is fetched.
+
+    Raises:
+        UserError: target or drafter cannot be found or read.
+    """
+    target = read_target_layout(target_configuration(deployment.target), deployment.target)
+    config, quantization = None, None
+    if deployment.drafter is not None and uses_drafter(deployment):
+        config, quantization = read_drafter(drafter_configuration(deployment.drafter))
+    return LaunchPlan(
+        deployment=deployment,
+        release=release,
+        gpu=GPUS.get(deployment.hardware.gpu or ""),
+        target=target,
+        drafter=config,
+        quantization=quantization,
+        needs_plug_in=tuple(beyond_built_in(config, quantization)) if config else (),
+    )
+
+
+def drafter_configuration(model: Model) -> Path:
+    """A folder with the drafter's configuration, fetched where it is a hub id."""
+    return local_folder(drafter_source(model.model), model.revision, files=["*.json"])
+
+
+def beyond_built_in(config: DrafterConfig, quantization: Quantization | None) -> list[str]:
+    """What this drafter needs and `DFlashForCausalLM` (modeling_dflash.py @009d8fa) ignores without an error."""
+    two_sided = any(kind.window is not None and not kind.causal for kind in config.layers)
+    found = {
+        "quantised weights (its fused K/V product ignores their scales)": quantization is not None,
+        "a mask embedding of its own": config.has_mask_embedding,
+        "an embedding scale": config.embedding_scale != 1.0,
+        "an output multiplier": config.output_multiplier != 1.0,
+        "a soft-cap of the logits": config.final_logit_softcap is not None,
+        "windows that are not causal in the block": two_sided,
+        "full-attention layers that are causal": any(kind.causal and kind.window is None for kind in config.layers),
+        "feature layers out of order (it sorts them)": list(config.target_layer_ids) != sorted(config.target_layer_ids),
+    }
+    return [what for what, present in found.items() if present]

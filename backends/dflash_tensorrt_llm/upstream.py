@@ -1,0 +1,234 @@
+"""TensorRT-LLM as we know it: what each release can do, and a mirror of the part of its configuration that we write.
+
+The mirror refuses what upstream's models would. Names, defaults and rules: `tensorrt_llm/llmapi/llm_args.py` @0004396
+(1.3) and the reference pages of 1.3.0rc27 and 1.4.0rc1. Upstream's models forbid unknown keys, and so do these; a
+release's own limits are checked against `Release`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import total_ordering
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationInfo, model_validator
+
+from dflash_serve.errors import UserError
+
+_FINAL = 10_000
+"""Orders a final release after its candidates."""
+
+
+@total_ordering
+@dataclass(frozen=True, eq=True)
+class Release:
+    """A release by number; `candidate` is the n of rcn, None for a final one."""
+
+    major: int
+    minor: int
+    candidate: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Release:
+        """Reads a version such as 1.4, 1.3.0rc27 or 1.4.0rc1.post1.
+
+        Raises:
+            UserError: the text is no version.
+        """
+        found = re.match(r"(\d+)\.(\d+)(?:\.\d+)?(?:rc(\d+))?", text)
+        if found is None:
+            raise UserError(f"{text!r} is no version", where="TensorRT-LLM", do="give one such as 1.4.0rc1")
+        major, minor, candidate = found.groups()
+        return cls(int(major), int(minor), int(candidate) if candidate else None)
+
+    def _order(self) -> tuple[int, int, int]:
+        return self.major, self.minor, _FINAL if self.candidate is None else self.candidate
+
+    def __lt__(self, other: Release) -> bool:
+        return self._order() < other._order()
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}" + ("" if self.candidate is None else f".0rc{self.candidate}")
+
+    @property
+    def has_dflash(self) -> bool:
+        """DFlash came with PR #12794, between 1.3.0rc13 and rc14."""
+        return self >= FIRST
+
+    @property
+    def takes_plug_in(self) -> bool:
+        """`register_draft_model` is on main @e27249f; the first release that has it was not seen, 1.4 is after it."""
+        return self >= Release(1, 4, 0)
+
+    @property
+    def attention_backends(self) -> tuple[str, ...]:
+        """FA4 came with PR #18553; the reference pages of 1.3.0rc27 and 1.4.0rc1 list it."""
+        return ("VANILLA", "TRTLLM", "FA4") if self >= Release(1, 3, 27) else ("VANILLA", "TRTLLM")
+
+    @property
+    def checks_budget(self) -> bool:
+        """1.4 refuses a context arena that does not fit (test_dflash_config_budget.py @414ba69); 1.3 dies of it."""
+        return self >= Release(1, 4, 0)
+
+
+FIRST = Release(1, 3, 14)
+NEWEST = Release(1, 4)
+"""The newest whose sources were read."""
+
+
+def installed_release() -> Release:
+    """The installed package's release; where there is none, the newest we know (configuration for another machine)."""
+    try:
+        return Release.parse(version("tensorrt_llm"))
+    except PackageNotFoundError:
+        return NEWEST
+
+
+class Strict(BaseModel):
+    """Unknown keys are refused, as by upstream's StrictBaseModel."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def release_of(info: ValidationInfo) -> Release | None:
+    """The release a model is validated for; None = whichever."""
+    return info.context["release"] if info.context else None
+
+
+class DFlashDecodingConfig(Strict):
+    """`speculative_config` with decoding_type DFlash. `max_draft_len` is K = B - 1: the anchor does not count."""
+
+    decoding_type: Literal["DFlash"] = "DFlash"
+    max_draft_len: PositiveInt
+    speculative_model: str
+    mask_token_id: NonNegativeInt | None = None
+    target_layer_ids: tuple[NonNegativeInt, ...] | None = None
+    attention_backend: Literal["VANILLA", "TRTLLM", "FA4"] = "VANILLA"
+    max_concurrency: PositiveInt | None = None
+    draft_len_schedule: dict[PositiveInt, NonNegativeInt] | None = None
+    acceptance_rate_window_size: NonNegativeInt | None = None
+    acceptance_rate_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    use_rejection_sampling: bool = False
+    enable_penalty: bool = False
+    context_recompute_tail: NonNegativeInt | None = None
+    """1.4: prompt tokens that a prefix hit recomputes, so that the drafter sees at least those."""
+    skip_ctx_buffer_budget_check: bool | None = None
+
+    @model_validator(mode="after")
+    def _of_its_release(self, info: ValidationInfo) -> DFlashDecodingConfig:
+        release = release_of(info)
+        if release is None:
+            return self
+        if not release.has_dflash:
+            raise ValueError(f"TensorRT-LLM {release} has no DFlash; it came with 1.3.0rc14")
+        if self.attention_backend not in release.attention_backends:
+            raise ValueError(f"attention_backend {self.attention_backend} is not in TensorRT-LLM {release}")
+        for name in ("context_recompute_tail", "skip_ctx_buffer_budget_check"):
+            if getattr(self, name) is not None and not release.checks_budget:
+                raise ValueError(f"{name} is not in TensorRT-LLM {release}")
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_is_sound(self) -> DFlashDecodingConfig:
+        schedule = self.draft_len_schedule
+        if schedule is None:
+            return self
+        if self.max_concurrency is not None:
+            raise ValueError("max_concurrency and draft_len_schedule exclude each other")
+        if not schedule:
+            raise ValueError("draft_len_schedule is empty")
+        if schedule[min(schedule)] != self.max_draft_len:
+            raise ValueError(f"draft_len_schedule must begin with max_draft_len {self.max_draft_len}")
+        if max(schedule.values()) > self.max_draft_len:
+            raise ValueError(f"draft_len_schedule goes beyond max_draft_len {self.max_draft_len}")
+        return self
+
+
+class KvCacheConfig(Strict):
+    """`kv_cache_config`: the target's K/V pool."""
+
+    enable_block_reuse: bool = True
+    free_gpu_memory_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
+    dtype: Literal["auto", "bfloat16", "float16", "fp8", "nvfp4"] = "auto"
+    tokens_per_block: PositiveInt = 32
+    max_tokens: PositiveInt | None = None
+
+
+class CudaGraphConfig(Strict):
+    """`cuda_graph_config`: graphs of decoding batches of these sizes."""
+
+    enable_padding: bool = False
+    max_batch_size: NonNegativeInt = 0
+    batch_sizes: tuple[PositiveInt, ...] | None = None
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> CudaGraphConfig:
+        if self.batch_sizes and self.max_batch_size and max(self.batch_sizes) != self.max_batch_size:
+            raise ValueError(f"max_batch_size {self.max_batch_size} is not the largest of batch_sizes")
+        return self
+
+
+class MoeConfig(Strict):
+    """`moe_config`: which kernels run the experts."""
+
+    backend: Literal["AUTO", "CUTLASS", "CUTEDSL", "TRTLLM", "DEEPGEMM", "VANILLA", "TRITON"] = "AUTO"
+
+
+class LlmArgs(Strict):
+    """The root of `config.yaml` (upstream: TorchLlmArgs without `model`, which is on the command line)."""
+
+    tensor_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: PositiveInt = 1
+    context_parallel_size: PositiveInt = 1
+    moe_expert_parallel_size: PositiveInt | None = None
+    gpus_per_node: PositiveInt | None = None
+    enable_attention_dp: bool = False
+    revision: str | None = None
+    dtype: Literal["auto", "bfloat16", "float16"] = "auto"
+    max_batch_size: PositiveInt = 2048
+    max_num_tokens: PositiveInt = 8192
+    max_seq_len: PositiveInt | None = None
+    max_beam_width: PositiveInt = 1
+    guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = None
+    enable_chunked_prefill: bool = False
+    disable_overlap_scheduler: bool = False
+    enable_iter_perf_stats: bool = False
+    return_perf_metrics: bool = False
+    kv_cache_config: KvCacheConfig = KvCacheConfig()
+    cuda_graph_config: CudaGraphConfig | None = CudaGraphConfig()
+    moe_config: MoeConfig = MoeConfig()
+    speculative_config: DFlashDecodingConfig | None = None
+
+    @model_validator(mode="after")
+    def _speculates_soundly(self, info: ValidationInfo) -> LlmArgs:
+        speculative = self.speculative_config
+        if speculative is None:
+            return self
+        if self.pipeline_parallel_size > 1:
+            raise ValueError("DFlash does not run with pipeline parallelism")
+        if self.context_parallel_size > 1:
+            raise ValueError("DFlash does not run with context parallelism")
+        if self.max_beam_width > 1:
+            raise ValueError("DFlash does not run with beam search")
+        if speculative.use_rejection_sampling and self.guided_decoding_backend is not None:
+            raise ValueError("use_rejection_sampling and guided decoding exclude each other")
+        rows = self.max_batch_size * (speculative.max_draft_len + 1)
+        release = release_of(info)
+        if rows > self.max_num_tokens and (release is None or release.checks_budget):
+            raise ValueError(f"max_batch_size * (max_draft_len + 1) = {rows} exceeds max_num_tokens")
+        return self
+
+    def yaml_fields(self) -> dict[str, object]:
+        """What config.yaml says: only what we decided, upstream's defaults stay upstream's."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+def llm_args(fields: dict[str, object], release: Release) -> LlmArgs:
+    """The configuration as `release` would read it.
+
+    Raises:
+        pydantic.ValidationError: what that release refuses.
+    """
+    return LlmArgs.model_validate(fields, context={"release": release})

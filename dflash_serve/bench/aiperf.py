@@ -1,0 +1,256 @@
+"""aiperf, NVIDIA's load generator, as a command: the prompts it gets, one run of it, and the figures it wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from dflash_serve.common.files import sha256
+from dflash_serve.common.frozen import Frozen, PositiveInt
+from dflash_serve.common.processes import run_command
+from dflash_serve.errors import UserError
+from dflash_serve.prompts.sources import HUB, hub_options, hub_prompts, jsonl_prompts
+from dflash_serve.prompts.tasks import HUMAN_EVAL, human_eval_prompts
+
+RESULT = "profile_export_aiperf.json"
+KEY = "OPENAI_API_KEY"
+"""The environment variable in which aiperf looks for a key."""
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+AIPERF_FILES, AIPERF_PUBLIC = "speed_bench_", ("spec_al_", "spec_bench")
+SYNTHETIC = {"synthetic", "random", "sonnet", "shakespeare"}
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Either prompts, or the name of one of aiperf's own loaders."""
+
+    name: str
+    prompts: tuple[str, ...] | None = None
+    loader: str | None = None
+    """aiperf's name of it."""
+    source: Path | None = None
+    """The file that aiperf's loader reads; None = it fetches its own."""
+
+    @property
+    def sha256(self) -> str | None:
+        """Checksum of the prompts, or of the file that aiperf reads; None where aiperf fetches its own."""
+        if self.prompts is not None:
+            return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
+        return None if self.source is None else sha256(self.source)
+
+    def arguments(self, folder: Path) -> list[str]:
+        """aiperf's flags for it; prompts of ours are written into `folder` first."""
+        if self.prompts is not None:
+            path = folder / "prompts.jsonl"
+            lines = (json.dumps({"text": prompt}, ensure_ascii=False) for prompt in self.prompts)
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            return ["--input-file", str(path), "--custom-dataset-type", "single_turn"]
+        assert self.loader is not None
+        if self.source is not None:
+            return ["--input-file", str(self.source), "--custom-dataset-type", self.loader]
+        return ["--public-dataset", self.loader]
+
+
+def load_dataset(text: str) -> Dataset:
+    """A dataset by what the user calls it.
+
+    Args:
+        text: FILE.jsonl of {"prompt": ...} lines; `humaneval`; `hf:ORG/NAME,subset=...,split=...,column=...`;
+            `speed_bench_coding=FILE.jsonl` and aiperf's other SPEED-Bench loaders; `spec_al_gsm8k` and the like,
+            which aiperf fetches.
+
+    Raises:
+        UserError: synthetic prompts, a file that cannot be read, a name that nobody knows.
+    """
+    name, _, rest = text.partition("=")
+    where = f"--dataset {text}"
+    if text.lower() in SYNTHETIC:
+        raise UserError(
+            "made-up prompts mislead: a drafter is not asked what users ask, so acceptance, and with it throughput, "
+            "comes out wrong (random tokens overestimate throughput by about 23 %: SPEED-Bench, arXiv:2604.09557)",
+            where=where,
+            do=f"give a JSONL file of real prompts, {HUMAN_EVAL}, or a SPEED-Bench file",
+        )
+    if text.startswith(HUB):
+        repository, options = hub_options(text, where)
+        return Dataset(repository, tuple(hub_prompts(repository, where=where, **options)))
+    if name.startswith(AIPERF_FILES):
+        return _speed_bench(name, rest)
+    if text.startswith(AIPERF_PUBLIC):
+        return Dataset(text, loader=text)
+    if text == HUMAN_EVAL:
+        return Dataset("HumanEval", tuple(human_eval_prompts(where)))
+    do = f"give FILE.jsonl, {HUMAN_EVAL}, hf:ORG/NAME or speed_bench_coding=FILE.jsonl"
+    return Dataset(Path(text).name, tuple(jsonl_prompts(Path(text), where=where, do=do)))
+
+
+def _speed_bench(name: str, file: str) -> Dataset:
+    source = Path(file)
+    if not file or not source.is_file():
+        do = "give speed_bench_CATEGORY=FILE.jsonl; specdec_bench of NVIDIA's Model-Optimizer fetches the prompts"
+        raise UserError(f"cannot be read ({file or 'no file given'})", where=f"--dataset {name}", do=do)
+    return Dataset(f"SPEED-Bench, {name.removeprefix(AIPERF_FILES)}", loader=name, source=source)
+
+
+class RequestSettings(Frozen):
+    """What every request asks for. Runs with different ones are never put side by side."""
+
+    dataset: str
+    """Its name in the report."""
+    prompts_sha256: str | None
+    """Checksum of the prompts; None where aiperf fetches them itself."""
+    output_tokens: PositiveInt
+    """Length of the longest answer."""
+    ignore_eos: bool
+    """Every answer is as long as that."""
+    temperature: Annotated[float, Field(ge=0)]
+    """0 is greedy."""
+
+
+class Figures(Frozen):
+    """What aiperf measured in one run. A figure that is not known is None."""
+
+    requests: int
+    """Requests that were answered."""
+    errors: int
+    output_tokens: float
+    seconds: float
+    throughput: float
+    """Output tokens/s of the server."""
+    interactivity: float | None
+    """Tokens/s that one user sees while an answer comes: the median of 1 / inter-token latency over requests."""
+    first_token_ms: float | None
+    """Median."""
+    first_token_p99_ms: float | None
+    inter_token_ms: float | None
+    """Median."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What differs between two runs of aiperf."""
+
+    url: str
+    model: str
+    concurrency: int
+    requests: int
+    folder: Path
+    """Where aiperf leaves its files."""
+
+
+def find_aiperf() -> list[str]:
+    """How aiperf is started: from this environment, or from wherever PATH finds it.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if find_spec("aiperf") is not None:
+        return [sys.executable, "-m", "aiperf"]
+    found = shutil.which("aiperf")
+    if found is None:
+        do = "pip install 'dflash-serve[bench]', or aiperf in an environment of its own, on PATH"
+        raise UserError("not installed", where="aiperf", do=do)
+    return [found]
+
+
+@dataclass(frozen=True)
+class Aiperf:
+    """aiperf with what is the same in all runs."""
+
+    dataset: Sequence[str]
+    """Its flags for the prompts."""
+    request: RequestSettings
+    tokenizer: str | None
+    """A folder or a hub id; None = that of the model's name."""
+    api_key: str | None = None
+
+    def run(self, job: Job) -> Figures:
+        """Runs aiperf to its end.
+
+        Raises:
+            UserError: aiperf failed, or every request did; aiperf's own last words are in it.
+        """
+        shutil.rmtree(job.folder, ignore_errors=True)
+        job.folder.mkdir(parents=True)
+        log, result = job.folder / "aiperf.log", job.folder / RESULT
+        code = run_command(self.argv(job), log, env=self.environment())
+        if code != 0 or not result.is_file():
+            raise UserError(f"failed with exit code {code} ({_last_error(log)})", where="aiperf", do=f"see {log}")
+        return read_figures(json.loads(result.read_text(encoding="utf-8")), where=str(result))
+
+    def argv(self, job: Job) -> list[str]:
+        """The command line; token counts are the server's own."""
+        more = {"temperature": self.request.temperature} | ({"ignore_eos": True} if self.request.ignore_eos else {})
+        return [
+            *(*find_aiperf(), "profile", "--model", job.model, "--url", job.url),
+            *("--endpoint-type", "chat", "--streaming", "--use-server-token-count", "--use-legacy-max-tokens"),
+            *(*self.dataset, "--dataset-sampling-strategy", "sequential", "--random-seed", "0"),
+            *("--osl", str(self.request.output_tokens), "--extra-inputs", json.dumps(more)),
+            *("--concurrency", str(job.concurrency), "--request-count", str(job.requests)),
+            *(["--tokenizer", self.tokenizer] if self.tokenizer else []),
+            *("--no-gpu-telemetry", "--no-server-metrics", "--export-level", "summary", "--ui", "none"),
+            *("--artifact-dir", str(job.folder)),
+        ]
+
+    def environment(self) -> dict[str, str]:
+        """Our own environment, with the key where no process list shows it."""
+        env = {name: value for name, value in os.environ.items() if name != KEY}  # not somebody else's key
+        if self.api_key:
+            env[KEY] = self.api_key
+        if self.tokenizer and Path(self.tokenizer).is_dir():
+            for name in OFFLINE:  # with it aiperf 0.13 takes a folder for a hub id; a folder needs no hub anyway
+                env.pop(name, None)
+        return env
+
+
+def read_figures(export: Mapping[str, Any], *, where: str) -> Figures:
+    """The figures of aiperf's JSON export (schema 1.4).
+
+    Raises:
+        UserError: no request was answered.
+    """
+
+    def get(name: str, statistic: str = "avg") -> float | None:
+        metric = export.get(name)
+        value = metric.get(statistic) if isinstance(metric, Mapping) else None
+        return float(value) if isinstance(value, int | float) else None
+
+    requests, seconds, tokens = get("request_count"), get("benchmark_duration"), get("total_output_tokens")
+    throughput = get("output_token_throughput")
+    errors = sum(int(entry.get("count", 0)) for entry in export.get("error_summary") or [])
+    if not requests or seconds is None or tokens is None or throughput is None:
+        raise UserError(f"no request was answered, {errors} failed ({_first_failure(export)})", where=where)
+    return Figures(
+        requests=int(requests),
+        errors=errors,
+        output_tokens=tokens,
+        seconds=seconds,
+        throughput=throughput,
+        interactivity=get("output_token_throughput_per_user", "p50"),  # a burst at the end of one answer spoils a mean
+        first_token_ms=get("time_to_first_token", "p50"),
+        first_token_p99_ms=get("time_to_first_token", "p99"),
+        inter_token_ms=get("inter_token_latency", "p50"),
+    )
+
+
+def _first_failure(export: Mapping[str, Any]) -> str:
+    for entry in export.get("error_summary") or []:
+        details = entry.get("error_details") or {}
+        return " ".join(str(details.get("message") or details)[:200].split())
+    return "no reason given"
+
+
+def _last_error(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    said = [line for line in lines if "Error" in line or "ERROR" in line]
+    return " ".join((said or lines or ["it said nothing"])[-1].split())[:300]

@@ -1,0 +1,286 @@
+"""Everything a finished (or interrupted) bench says, in one value, and the files that say it."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dflash_serve.bench.aiperf import RequestSettings
+from dflash_serve.bench.pareto import Comparison, Spot, at_every_spot, headline
+from dflash_serve.bench.plots import colours, draw_pareto
+from dflash_serve.bench.results import Point, Run, points_of
+from dflash_serve.bench.settings import OFF, Settings, Variant
+from dflash_serve.common.files import write_whole
+from dflash_serve.common.provenance import Environment
+
+JSON, CSV, HTML, PARETO = "bench.json", "bench.csv", "report.html", "pareto.png"
+TEMPLATE, STYLE = "report.html.jinja", "report.css"
+UNKNOWN = "\N{EN DASH}"
+TOGETHER = (
+    "rounds over all concurrencies, at each all variants in turn, another one first each time; servers side by side"
+)
+IN_TURN = "rounds over all variants, one server at a time, for each all concurrencies; another one first in each round"
+SWEEP = {"concurrency", "rounds", "requests_per_user", "min_requests", "warm_up"}
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """What was asked for and what was measured; all that a report says follows from it."""
+
+    settings: Settings
+    request: RequestSettings
+    variants: Sequence[Variant]
+    runs: Sequence[Run]
+    planned: int
+    """Runs of a whole bench."""
+    environment: Environment
+    device: str = "device"
+    """What throughput is divided by, as a word."""
+
+    @property
+    def names(self) -> list[str]:
+        """The variants' names."""
+        return [variant.name for variant in self.variants]
+
+    @cached_property
+    def points(self) -> list[Point]:
+        """Medians over rounds, by variant, then by concurrency."""
+        return points_of(self.runs, self.devices, self.names)
+
+    @cached_property
+    def curves(self) -> dict[str, list[Spot]]:
+        """The spots of every variant that was measured."""
+        found: dict[str, list[Spot]] = {}
+        for point in self.points:
+            found.setdefault(point.variant, []).extend([] if point.spot is None else [point.spot])
+        return found
+
+    @property
+    def baseline(self) -> str:
+        """The variant that was named, else `off`, else the first."""
+        return self.settings.baseline or (OFF if OFF in self.names else self.names[0])
+
+    @cached_property
+    def comparison(self) -> Comparison | None:
+        """The comparison of the headline."""
+        return headline(self.curves, self.baseline, self.settings.interactivity)
+
+    @property
+    def sentence(self) -> str:
+        """The headline."""
+        if self.comparison is None:
+            return "One variant was measured, so there is nothing to compare it with."
+        return self.comparison.sentence(self.device)
+
+    @cached_property
+    def ratios(self) -> list[list[Comparison]]:
+        """The other variants at every interactivity of the baseline's frontier."""
+        return at_every_spot(self.curves, self.baseline)
+
+    @property
+    def devices(self) -> int:
+        """What throughput is divided by."""
+        deployed = [variant.deployment for variant in self.variants if variant.deployment is not None]
+        return self.settings.devices or (deployed[0].hardware.count if deployed else 1)
+
+    @property
+    def title(self) -> str:
+        """The target that was deployed, else the variants."""
+        deployed = [variant.deployment.target.model for variant in self.variants if variant.deployment is not None]
+        return deployed[0] if deployed else ", ".join(self.names)
+
+    @property
+    def local(self) -> bool:
+        """Whether the load generator shared the machine with servers."""
+        return any(variant.url is None for variant in self.variants)
+
+    @property
+    def order(self) -> str:
+        """In which order the runs were made."""
+        return IN_TURN if self.settings.one_at_a_time else TOGETHER
+
+    @property
+    def commits(self) -> list[str]:
+        """Of the runs; more than one where the bench was continued with another."""
+        return list(dict.fromkeys(run.commit for run in self.runs if run.commit))
+
+    @property
+    def dates(self) -> list[str]:
+        """Days of the runs, UTC."""
+        return sorted({run.started[:10] for run in self.runs})
+
+    @property
+    def served(self) -> list[tuple[str, str]]:
+        """What was served, as (term, words)."""
+        engines = {run.variant: run.acceptance.engine for run in reversed(self.runs)}
+        started = [(variant.name, variant.deployment) for variant in self.variants if variant.deployment is not None]
+        told: list[tuple[str, str]] = []
+        if started:
+            name, deployment = started[0]
+            names = ", ".join(each for each, _ in started)
+            told += [
+                ("Target", deployment.target.model),
+                ("Drafter", deployment.drafter.model if deployment.drafter is not None else "none"),
+                ("Variants", f"{names}; engine: {engines.get(name) or 'unknown'}"),
+                ("Limits", f"{deployment.limits.max_batch_size} users at once, {deployment.hardware.dtype} arithmetic"),
+            ]
+        for variant in self.variants:
+            if variant.url is not None:
+                told.append((f"“{variant.name}”", f"{variant.url}; engine: {engines.get(variant.name) or 'unknown'}"))
+        return told
+
+
+def write_report(report: ReportData, folder: Path) -> list[Path]:
+    """Writes JSON, CSV, PNG and HTML, each whole or not at all, and returns their paths.
+
+    Raises:
+        UserError: matplotlib is not installed, or a file cannot be written.
+    """
+    plot = draw_pareto(report.names, report.points, report.comparison, report.device)
+    contents: dict[str, str | bytes] = {
+        JSON: json.dumps(as_json(report), indent=1, ensure_ascii=False) + "\n",
+        CSV: as_csv(report),
+        PARETO: plot.png,
+        HTML: as_html(report, plot.svg),
+    }
+    for name, content in contents.items():
+        write_whole(folder / name, content, do="name another --output")
+    return [folder / name for name in contents]
+
+
+def as_json(report: ReportData) -> dict[str, Any]:
+    """All figures, for programs."""
+    comparison = report.comparison
+    return {
+        "sentence": report.sentence,
+        "comparison": comparison and {**asdict(comparison), "ratio": comparison.ratio},
+        "ratios": [[{**asdict(each), "ratio": each.ratio} for each in row] for row in report.ratios],
+        "served": dict(report.served),
+        "request": report.request.model_dump(),
+        "sweep": report.settings.model_dump(mode="json", include=SWEEP),
+        "order": report.order,
+        "environment": report.environment.model_dump(),
+        "commits": report.commits,
+        "dates": report.dates,
+        "devices": report.devices,
+        "runs": {"done": len(report.runs), "planned": report.planned},
+        "points": [_point(point) for point in report.points],
+    }
+
+
+def _point(point: Point) -> dict[str, Any]:
+    quotients = {"acceptance_length": point.acceptance.acceptance_length, "survival": point.survival or None}
+    return {**point.model_dump(mode="json"), "acceptance": {**point.acceptance.to_dict(), **quotients}}
+
+
+def as_csv(report: ReportData) -> str:
+    """A line for each variant and concurrency; an unknown figure is an empty field."""
+    out = io.StringIO()
+    names = list(_line(report.points[0])) if report.points else ["variant"]
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(_line(point) for point in report.points)
+    return out.getvalue()
+
+
+def _line(point: Point) -> dict[str, Any]:
+    return {
+        "variant": point.variant,
+        "concurrency": point.concurrency,
+        "rounds": point.rounds,
+        "tokens_per_s_per_device": round(point.throughput_per_device, 3),
+        "lowest": round(point.lowest, 3),
+        "highest": round(point.highest, 3),
+        "tokens_per_s_per_user": _rounded(point.interactivity),
+        "first_token_ms_p50": _rounded(point.first_token_ms),
+        "first_token_ms_p99": _rounded(point.first_token_p99_ms),
+        "inter_token_ms_p50": _rounded(point.inter_token_ms),
+        "acceptance_length": _rounded(point.acceptance.acceptance_length, 4),
+        "survival": " ".join(f"{share:.4f}" for share in point.survival),
+        "mean_width": _rounded(point.mean_width),
+        "requests": point.requests,
+        "errors": point.errors,
+    }
+
+
+def _rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def as_html(report: ReportData, plot: bytes) -> str:
+    """One HTML document that needs no network: style and picture (SVG) are inside it."""
+    from jinja2 import Environment, StrictUndefined
+
+    here = files(__package__)
+    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    jinja.filters.update(figure=_figure, counted=_counted)
+    best = {
+        users: max((p.throughput_per_device for p in report.points if p.concurrency == users), default=None)
+        for users in report.settings.concurrency
+    }
+    return jinja.from_string((here / TEMPLATE).read_text(encoding="utf-8")).render(
+        report=report,
+        style=(here / STYLE).read_text(encoding="utf-8"),
+        plot=base64.b64encode(plot).decode("ascii"),
+        colours=colours(report.names),
+        best=best,
+        caveats=list(caveats(report)),
+        unknown=UNKNOWN,
+    )
+
+
+def _figure(value: float | None, digits: int = 1, unit: str = "") -> str:
+    return UNKNOWN if value is None else f"{value:,.{digits}f}{unit}"
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}" + ("" if count == 1 else "s")
+
+
+def caveats(report: ReportData) -> Iterator[str]:
+    """What a careful reader has to know, from what happened."""
+    done, others = len(report.runs), [point for point in report.points if point.variant != report.baseline]
+    if done < report.planned:
+        yield f"Incomplete: {done} of {report.planned} runs are done. The same command goes on with the rest."
+    if report.settings.rounds == 1:
+        yield "One round: nothing is known of how much the figures scatter."
+    yield from _scatter(report.points)
+    errors = sum(point.errors for point in report.points)
+    if errors:
+        yield f"{errors} requests failed; figures are of those that were answered."
+    if len(report.commits) > 1:
+        yield f"The runs were made at {len(report.commits)} commits: {', '.join(report.commits)}."
+    if any(commit.endswith("-dirty") for commit in report.commits):
+        yield "Files of the source tree differed from its commit."
+    if report.local:
+        yield (
+            "aiperf ran on the same machine as the servers, and took its share of the processor, from all variants "
+            "alike."
+        )
+    if not report.request.ignore_eos:
+        yield "Answers end where the model ends them; with fixed lengths (--ignore-eos) a text goes on past its end."
+    yield (
+        "Prompts come in the same order in every run, so prefix caches help from the second run on, all variants alike."
+    )
+    yield (
+        "Acceptance at different concurrencies is over different numbers of the same prompts: compare variants, not "
+        "rows."
+    )
+    if any(point.acceptance.acceptance_length is None for point in others):
+        yield f"Where acceptance is “{UNKNOWN}”, the engine does not tell it, or nothing was drafted."
+
+
+def _scatter(points: Sequence[Point]) -> Iterator[str]:
+    spreads = [((point.highest - point.lowest) / point.throughput_per_device, point) for point in points]
+    spread, point = max(spreads, key=lambda pair: pair[0], default=(0.0, None))
+    if point is not None and spread > 0.1:
+        where = f"“{point.variant}”, {point.concurrency} users"
+        yield f"Rounds scatter by up to {spread:.0%} of their median ({where}): the machine was not quiet."

@@ -1,0 +1,140 @@
+"""Runs what is missing of a bench, in order, keeps each run as soon as it ends, and reports what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from dflash_serve.bench.aiperf import Aiperf, Job, RequestSettings, find_aiperf, load_dataset
+from dflash_serve.bench.report import ReportData, write_report
+from dflash_serve.bench.results import Run, RunFolder, claim_folder
+from dflash_serve.bench.settings import Cell, Settings, Variant, find_variants, read_deployment, schedule
+from dflash_serve.checkpoint.source import target_source
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.client.metrics import read_acceptance
+from dflash_serve.common.http import read_api_key
+from dflash_serve.common.processes import running_server, sigterm_interrupts
+from dflash_serve.common.provenance import commit, environment, now
+from dflash_serve.errors import UserError
+
+WORK = "work"
+"""Folder of the output: what aiperf and the servers leave behind, which nobody needs later."""
+
+
+class Bench:
+    """One bench, in one folder.
+
+    Args:
+        settings: what is asked for.
+
+    Raises:
+        UserError: a mistake in the settings; nothing is written then.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        deployment = read_deployment(settings)
+        self.settings, self.work = settings, settings.output / WORK
+        self.variants, self.backend = find_variants(settings, deployment)
+        self.dataset = load_dataset(settings.dataset)
+        self.request = RequestSettings(
+            dataset=self.dataset.name,
+            prompts_sha256=self.dataset.sha256,
+            output_tokens=settings.output_tokens,
+            ignore_eos=settings.ignore_eos,
+            temperature=settings.temperature,
+        )
+        self.api_key = read_api_key(settings.api_key_file)
+        own = str(target_source(deployment.target.model)) if deployment is not None else None
+        self.tokenizer = settings.tokenizer or own
+        self.folder = RunFolder(settings.output)
+        self.cells = schedule([variant.name for variant in self.variants], settings)
+
+    def run(self, report_run: Callable[[Run, int, int], None]) -> list[Path]:
+        """Measures what is missing, then writes the report.
+
+        Args:
+            report_run: gets each run as it ends, and how many are done of how many.
+
+        Returns:
+            The report's files.
+
+        Raises:
+            UserError: the folder is another bench's, a server or aiperf failed; finished runs are kept.
+            KeyboardInterrupt: finished runs are kept, and a report of them is written.
+        """
+        name = self.backend.name if self.backend is not None else None
+        claim_folder(self.settings.output, self.request, name, self.variants)
+        try:
+            with sigterm_interrupts():
+                if self.missing():
+                    find_aiperf()  # before minutes of starting servers
+                    self.measure(report_run)
+        except (UserError, KeyboardInterrupt):
+            if self.folder.runs():
+                write_report(self.report(), self.settings.output)
+            raise
+        return write_report(self.report(), self.settings.output)
+
+    def missing(self) -> list[Cell]:
+        """Runs that are not kept yet, in order."""
+        done = {run.cell for run in self.folder.runs()}
+        return [cell for cell in self.cells if cell not in done]
+
+    def measure(self, report_run: Callable[[Run, int, int], None]) -> None:
+        """Makes the runs that are missing.
+
+        Raises:
+            UserError: a server or aiperf failed.
+        """
+        self.work.mkdir(parents=True, exist_ok=True)
+        aiperf = Aiperf(self.dataset.arguments(self.work), self.request, self.tokenizer, self.api_key)
+        variants = {variant.name: variant for variant in self.variants}
+        running: dict[str, Endpoint] = {}
+        with ExitStack() as servers:
+            for cell in self.missing():
+                variant = variants[cell.variant]
+                if cell.variant not in running:
+                    if self.settings.one_at_a_time:
+                        servers.close()
+                        running.clear()
+                    running[cell.variant] = self._start(variant, servers, aiperf)
+                run = self._measure(cell, variant.slug, running[cell.variant], aiperf)
+                self.folder.keep(run, variant.slug)
+                report_run(run, len(self.cells) - len(self.missing()), len(self.cells))
+
+    def report(self) -> ReportData:
+        """What there is to say of the runs that are there."""
+        planned = set(self.cells)
+        return ReportData(
+            settings=self.settings,
+            request=self.request,
+            variants=self.variants,
+            runs=[run for run in self.folder.runs() if run.cell in planned],
+            planned=len(planned),
+            environment=environment(self.settings.hardware, local=any(each.url is None for each in self.variants)),
+        )
+
+    def _start(self, variant: Variant, servers: ExitStack, aiperf: Aiperf) -> Endpoint:
+        """The variant's server, warm; one that we start ends with `servers`."""
+        url = variant.url
+        if url is None:
+            assert self.backend is not None
+            assert variant.deployment is not None
+            server = running_server(self.backend, variant.deployment, self.work / f"{variant.slug}.server")
+            url = servers.enter_context(server)
+        endpoint = Endpoint(url, api_key=self.api_key)
+        if self.settings.warm_up:
+            users = max(self.settings.concurrency)
+            aiperf.run(Job(url, endpoint.served_model, users, users, self.work / f"{variant.slug}-warm-up"))
+        return endpoint
+
+    def _measure(self, cell: Cell, slug: str, server: Endpoint, aiperf: Aiperf) -> Run:
+        folder = self.work / f"{slug}-c{cell.concurrency:03d}-r{cell.round + 1}"
+        requests = self.settings.requests(cell.concurrency)
+        job = Job(server.base, server.served_model, cell.concurrency, requests, folder)
+        started, before = now(), read_acceptance(server.base, api_key=self.api_key)
+        figures = aiperf.run(job)
+        acceptance = read_acceptance(server.base, api_key=self.api_key).since(before)
+        made = {"acceptance": acceptance, "started": started, "commit": commit()}
+        return Run(**cell._asdict(), **made, **figures.model_dump())

@@ -1,0 +1,215 @@
+"""Which explanation fits what was observed: healthy, a fault, several that look alike from outside, or none.
+
+Being healthy has the prior 1/2, and the causes share the rest; variants of a cause share its part. So thirty faults
+that all change little cannot outvote a sound server, and a fault is named only where the evidence overcomes that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from dflash_serve.doctor.reference import Observation
+from dflash_serve.doctor.statistics import log_likelihood, p_value
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
+
+HEALTHY = "healthy"
+NAMED = 0.05
+"""Causes at least this probable are named."""
+IMPOSSIBLE = 1e-3
+"""An explanation whose prediction is this far off explains nothing."""
+COSTLY, EXCLUDED = 0.1, 0.2
+"""A fault that loses this share of the accepted tokens must not be overlooked: `healthy` asks that all such faults
+together are less probable than this. An observation that says nothing leaves them at their prior, the half."""
+SAME_ANSWER = 3.0
+"""Log-likelihood of an answer that is exactly the expected one: faults of the prompt change the answers."""
+
+
+class Verdict(StrEnum):
+    """What the doctor says; the exit code follows."""
+
+    HEALTHY = "healthy"
+    FAULT = "fault"
+    UNCLEAR = "could not tell"
+
+    @property
+    def exit_code(self) -> int:
+        return {"healthy": 0, "fault": 1, "could not tell": 2}[self.value]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One explanation and what it predicts."""
+
+    cause: str
+    """What it is about; `HEALTHY` for none."""
+    name: str
+    says: str
+    """How it comes about."""
+    predicted: tuple[AcceptanceStatistics, ...]
+    """By prompt."""
+    benign: bool = False
+    """A choice of precision rather than a mistake."""
+    answers: tuple[str, ...] | None = None
+    """The target's answers under it, by prompt."""
+
+    @cached_property
+    def acceptance_length(self) -> float | None:
+        """Predicted τ over all prompts; None where nothing would be drafted."""
+        return total(self.predicted).acceptance_length
+
+    @property
+    def shown_length(self) -> str:
+        """Predicted τ with two decimals."""
+        return "none" if self.acceptance_length is None else f"{self.acceptance_length:.2f}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A hypothesis against the observation."""
+
+    hypothesis: Hypothesis
+    posterior: float
+    """Probability of the hypothesis, given the observation."""
+    p_value: float
+    """Probability of an observation as far off as this one, given the hypothesis."""
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.hypothesis.cause == HEALTHY
+
+    def __str__(self) -> str:
+        return f"*{self.hypothesis.name}* (predicted {self.hypothesis.shown_length})"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The verdict and its reasons."""
+
+    verdict: Verdict
+    sentence: str
+    explanations: tuple[Explanation, ...]
+    """Most probable first; one for each hypothesis."""
+    named: tuple[str, ...]
+    """The causes that could be it."""
+    alike: tuple[str, ...]
+    """Faults that this evidence cannot tell from healthy."""
+
+
+def diagnose(observed: Observation, hypotheses: Sequence[Hypothesis]) -> Diagnosis:
+    """Weighs all hypotheses; exactly one of them has the cause `HEALTHY`."""
+    posteriors = _posteriors(observed, hypotheses)
+    explanations = sorted(
+        (Explanation(h, p, p_value(observed, h.predicted)) for h, p in zip(hypotheses, posteriors, strict=True)),
+        key=lambda explanation: -explanation.posterior,
+    )
+    named = _named(explanations)
+    harmless = sum(each.posterior for each in _harmless(explanations))
+    costly = sum(each.posterior for each in explanations if _loses_much(each, explanations))
+    if max(each.p_value for each in explanations if each.hypothesis.cause in named) < IMPOSSIBLE:
+        verdict, sentence = Verdict.UNCLEAR, _unknown_sentence(observed, explanations)
+    elif harmless >= 0.5 and costly < EXCLUDED:
+        verdict, sentence = Verdict.HEALTHY, _healthy_sentence(observed, explanations)
+    elif harmless < NAMED:
+        verdict, sentence = Verdict.FAULT, _fault_sentence(observed, explanations, named)
+    else:
+        verdict, sentence = Verdict.UNCLEAR, _undecided_sentence(observed, explanations)
+    return Diagnosis(verdict, sentence, tuple(explanations), named, _alike(explanations))
+
+
+def _posteriors(observed: Observation, hypotheses: Sequence[Hypothesis]) -> list[float]:
+    causes = {h.cause for h in hypotheses} - {HEALTHY}
+    logs = []
+    for hypothesis in hypotheses:
+        variants = sum(other.cause == hypothesis.cause for other in hypotheses)
+        prior = 0.5 if hypothesis.cause == HEALTHY else 0.5 / len(causes) / variants
+        evidence = log_likelihood(observed, hypothesis.predicted) + _answers_log_likelihood(observed, hypothesis)
+        logs.append(math.log(prior) + evidence)
+    best = max(logs)
+    weights = [math.exp(log - best) for log in logs]
+    return [weight / sum(weights) for weight in weights]
+
+
+def _answers_log_likelihood(observed: Observation, hypothesis: Hypothesis) -> float:
+    if observed.answers is None or hypothesis.answers is None:
+        return 0.0
+    pairs = zip(observed.answers, hypothesis.answers, strict=True)
+    return SAME_ANSWER * sum(theirs.strip() == expected.strip() for theirs, expected in pairs)
+
+
+def _named(explanations: Sequence[Explanation]) -> tuple[str, ...]:
+    """Causes that are probable enough to be named, the most probable first."""
+    causes: dict[str, float] = {}
+    for each in explanations:
+        causes[each.hypothesis.cause] = causes.get(each.hypothesis.cause, 0.0) + each.posterior
+    return tuple(sorted((c for c, p in causes.items() if p >= NAMED), key=lambda cause: -causes[cause]))
+
+
+def _healthy(explanations: Sequence[Explanation]) -> Explanation:
+    return next(each for each in explanations if each.is_healthy)
+
+
+def _loses_much(each: Explanation, explanations: Sequence[Explanation]) -> bool:
+    """Whether it predicts a costly loss of accepted tokens against healthy; all are lost where nothing is drafted."""
+    length, sound = each.hypothesis.acceptance_length, _healthy(explanations).hypothesis.acceptance_length
+    assert sound is not None
+    return length is None or length < 1 + (1 - COSTLY) * (sound - 1)
+
+
+def _harmless(explanations: Sequence[Explanation]) -> list[Explanation]:
+    """Healthy, and precisions that cost little."""
+    return [
+        each
+        for each in explanations
+        if each.is_healthy or (each.hypothesis.benign and not _loses_much(each, explanations))
+    ]
+
+
+def _alike(explanations: Sequence[Explanation]) -> tuple[str, ...]:
+    """Faults that predict what healthy predicts, as far as this evidence goes: their odds are nearly their prior's."""
+    healthy = _healthy(explanations).posterior
+    causes = len({each.hypothesis.cause for each in explanations}) - 1
+    return tuple(
+        each.hypothesis.name
+        for each in explanations
+        if not each.is_healthy and each.posterior * causes >= NAMED * healthy > 0
+    )
+
+
+def _healthy_sentence(observed: Observation, explanations: Sequence[Explanation]) -> str:
+    reference, first = _healthy(explanations).hypothesis, explanations[0]
+    text = f"healthy: {observed.acceptance_length:.2f} fits the reference ({reference.shown_length})"
+    return text if first.is_healthy else f"{text}; {first} would explain it, too"
+
+
+def _fault_sentence(observed: Observation, explanations: Sequence[Explanation], named: Sequence[str]) -> str:
+    best = [next(each for each in explanations if each.hypothesis.cause == cause) for cause in named]
+    text = f"your server's {observed.acceptance_length:.2f} fits {' or '.join(map(str, best))}"
+    if len(best) > 1:
+        return f"{text}: these cannot be told apart from outside"
+    rest = next((each for each in explanations if each.hypothesis.cause not in named), None)
+    odds = best[0].posterior / rest.posterior if rest and rest.posterior else math.inf
+    if rest is None or odds > 1 / IMPOSSIBLE:
+        return f"{text}; nothing else comes near"
+    return f"{text}; next, far less likely, {rest}"
+
+
+def _undecided_sentence(observed: Observation, explanations: Sequence[Explanation]) -> str:
+    """Names both sides: what would be harmless, and the likeliest faults."""
+    harmless = _harmless(explanations)
+    faults = [each for each in explanations if each not in harmless][:3]
+    return (
+        f"cannot tell from outside: {observed.acceptance_length:.2f} fits {harmless[0]} and faults such as "
+        f"{', '.join(map(str, faults))}; more prompts would tell more, and a server's own counts (--url) most"
+    )
+
+
+def _unknown_sentence(observed: Observation, explanations: Sequence[Explanation]) -> str:
+    reference = _healthy(explanations).hypothesis
+    return (
+        f"cannot tell: {observed.acceptance_length:.2f} is not the reference's {reference.shown_length}, "
+        f"and no known fault predicts it; the nearest is {explanations[0]}"
+    )

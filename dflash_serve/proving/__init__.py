@@ -1,1 +1,0 @@
-"""Proof that speculation is lossless, healthy and worth it: `verify`, `doctor`, `bench`."""

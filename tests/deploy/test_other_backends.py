@@ -1,0 +1,136 @@
+"""A backend that we have never heard of is deployed in every form: all that is its own comes from its facts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from dflash_serve import backend as registry
+from dflash_serve.backend import Command, EngineFacts, Probes
+from dflash_serve.cli.main import app
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import Problem, UserError
+from dflash_torch.facts import FACTS
+from tests.support.chart import DIGEST, Manifest, only, render, server, server_pod
+from tests.support.tiny_target import write_tiny_pair
+
+PROBES = Probes(started="/up", live="/alive", ready="/deep")
+METRICS = replace(FACTS.metrics, path="/figures", queued="acme:waiting")
+
+
+class Acme:
+    """A server backend as another package would bring it."""
+
+    name = "acme"
+    facts: EngineFacts = replace(
+        FACTS,
+        title="Acme",
+        engine_type="acme-serve",
+        probes=PROBES,
+        metrics=METRICS,
+        environment={"ACME_QUIET": "1"},
+        needs_gpu=True,
+        server_flags={},
+    )
+
+    def check(self, deployment: Deployment) -> list[Problem]:
+        return []
+
+    def prepare(self, deployment: Deployment, folder: Path) -> None: ...
+
+    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        return Command(("acme-serve", f"--host={host}", f"--port={port}"))
+
+
+acme = Acme()
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside ours, found by its entry point like any other."""
+    point = EntryPoint("acme", f"{__name__}:acme", registry.GROUP)
+    monkeypatch.setattr(type(point), "load", _load)
+    found = EntryPoints([*entry_points(group=registry.GROUP), point])
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: found.select(group=group))
+
+
+def _load(point: EntryPoint, _load: Any = EntryPoint.load) -> Any:
+    return acme if point.name == "acme" else _load(point)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deployment")
+    target, drafter = write_tiny_pair(folder)
+    path = folder / "deployment.yaml"
+    path.write_text(yaml.safe_dump({"target": {"model": str(target)}, "drafter": {"model": str(drafter)}}))
+    return path
+
+
+def deploy(file: Path, form: str, name: str = "acme") -> list[Manifest]:
+    words = ["deploy", str(file), "--backend", name, "--render", form, "--image", f"x/acme@{DIGEST}"]
+    result = CliRunner().invoke(app, words)
+    if result.exception is not None:
+        raise result.exception
+    return list(yaml.safe_load_all(result.stdout))
+
+
+def test_serve_starts_it(file: Path) -> None:
+    result = CliRunner().invoke(app, ["serve", str(file), "--backend", "acme", "--dry-run"])
+    assert result.stdout.split() == ["acme-serve", "--host=127.0.0.1", "--port=8000"]
+
+
+def test_compose(file: Path) -> None:
+    (found,) = deploy(file, "compose")
+    service = found["services"]["server"]
+    assert service["environment"]["ACME_QUIET"] == "1"
+    assert "http://127.0.0.1:8000/deep" in service["healthcheck"]["test"][3]
+    assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == 1
+    assert "--backend=acme" in service["entrypoint"]
+    assert not [word for word in service["entrypoint"] if "drain" in word]
+
+
+def test_kserve(file: Path) -> None:
+    service = deploy(file, "kserve")[1]
+    (container,) = service["spec"]["predictor"]["containers"]
+    probes = [container[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")]
+    assert probes == ["/up", "/alive", "/deep"]
+    assert service["metadata"]["labels"]["llm-d.ai/engine-type"] == "acme-serve"
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "1"}}
+
+
+def test_the_chart_runs_it_by_what_the_values_say_of_it(file: Path) -> None:
+    (values,) = deploy(file, "helm")
+    scaled = {"kind": "hpa"}
+    manifests = render({**values, "podMonitor": {"enabled": True}, "autoscaling": scaled})
+    container = server(manifests)
+    probes = [container[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")]
+    assert probes == ["/up", "/alive", "/deep"]
+    assert {"name": "ACME_QUIET", "value": "1"} in container["env"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert not [word for word in container["args"] if "drain" in word]
+    assert server_pod(manifests)["metadata"]["labels"]["llm-d.ai/engine-type"] == "acme-serve"
+    assert only(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"][0]["path"] == "/figures"
+    (metric,) = only(manifests, "HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] == "acme:waiting"
+
+
+def test_backends_that_the_chart_knows_need_no_engine_in_their_values(file: Path) -> None:
+    (values,) = deploy(file, "helm", "torch")
+    assert "engine" not in values
+
+
+def test_dynamo_says_that_it_does_not_know_it(file: Path) -> None:
+    with pytest.raises(UserError, match=r"--backend acme: Dynamo has no such engine"):
+        deploy(file, "dynamo")
+
+
+def test_an_engine_of_which_we_only_have_facts_is_refused_in_one_line(file: Path) -> None:
+    with pytest.raises(UserError, match=r"^--backend vllm: it has no server; use --backend torch$"):
+        deploy(file, "compose", "vllm")

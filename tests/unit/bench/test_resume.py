@@ -1,0 +1,194 @@
+"""Interrupted anywhere, a bench keeps what is finished, says so, and goes on with the rest only."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_serve.bench.aiperf import Aiperf, Job
+from dflash_serve.cli.main import app
+from dflash_serve.errors import UserError
+from tests.support.bench_sites import counting_server, instant
+
+pytest.importorskip("matplotlib", reason="the report has a plot: pip install 'dflash-serve[bench]'")
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with counting_server() as found:
+        yield found
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """Runs that were measured; aiperf answers at once."""
+    seen: list[Job] = []
+    monkeypatch.setattr("dflash_serve.bench.runner.find_aiperf", lambda: ["aiperf"])
+    monkeypatch.setattr(Aiperf, "run", instant(lambda job: 100 / job.concurrency, seen))
+    return seen
+
+
+def bench(url: str, tmp_path: Path, *more: str) -> Any:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "hello"}\n')
+    both = ["--endpoint", f"off={url}", "--endpoint", f"fast={url}/v1"]
+    small = ["--dataset", str(prompts), "--concurrency", "1,2", "--rounds", "2", "--output", str(tmp_path / "out")]
+    return CliRunner().invoke(app, ["bench", *both, *small, *more])
+
+
+def kept(tmp_path: Path) -> int:
+    return len(list((tmp_path / "out" / "runs").glob("*.json")))
+
+
+def test_all_runs_and_a_report(url: str, tmp_path: Path, jobs: list[Job]) -> None:
+    result = bench(url, tmp_path)
+    assert result.exit_code == 0, result.output
+    assert (len(jobs), kept(tmp_path)) == (8, 8)
+    assert "[8/8]" in result.output
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {
+        "bench.json",
+        "bench.csv",
+        "pareto.png",
+        "report.html",
+    }
+    assert not list((tmp_path / "out").rglob(".*"))
+    report = json.loads((tmp_path / "out" / "bench.json").read_text())
+    point = report["points"][0]["acceptance"]
+    assert (point["verifications"], point["acceptance_length"], point["survival"]) == (200, 1.9, [0.6, 0.3])
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_what_is_interrupted_goes_on_with_what_is_missing(
+    url: str, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    going = Aiperf.run
+
+    def stop(self: Aiperf, job: Job) -> Any:
+        if len(jobs) == after and not job.folder.name.endswith("warm-up"):
+            raise KeyboardInterrupt
+        return going(self, job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Aiperf, "run", stop)
+        result = bench(url, tmp_path)
+    assert result.exit_code == 130
+    assert "the same command goes on with the rest" in result.output
+    assert kept(tmp_path) == after
+    if after:
+        assert f"Incomplete: {after} of 8 runs" in (tmp_path / "out" / "report.html").read_text()
+    finished = {job.folder.name for job in jobs}
+    jobs.clear()
+    assert bench(url, tmp_path).exit_code == 0
+    assert len(jobs) == 8 - after
+    assert not finished & {job.folder.name for job in jobs}
+    assert "Incomplete" not in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_finished_bench_is_reported_anew_without_aiperf_or_servers(
+    url: str, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench(url, tmp_path).exit_code == 0
+    jobs.clear()
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", "/nowhere")
+    result = bench(url, tmp_path, "--interactivity", "50")
+    assert (result.exit_code, jobs) == (0, [])
+    assert result.output.startswith("At 50.0 tokens/s/user")
+
+
+def test_more_rounds_and_concurrencies_can_be_added(url: str, tmp_path: Path, jobs: list[Job]) -> None:
+    bench(url, tmp_path)
+    jobs.clear()
+    assert bench(url, tmp_path, "--rounds", "3", "--concurrency", "1,2,4").exit_code == 0
+    assert len(jobs) == 2 * 3 * 3 - 8
+
+
+def test_runs_of_another_request_are_never_mixed_in(url: str, tmp_path: Path, jobs: list[Job]) -> None:
+    bench(url, tmp_path)
+    result = bench(url, tmp_path, "--output-tokens", "32")
+    assert isinstance(result.exception, UserError)
+    assert "it holds runs of another request (output_tokens 128, not 32)" in str(result.exception)
+    other = CliRunner().invoke(
+        app,
+        [
+            "bench",
+            "--endpoint",
+            "off=http://b",
+            "--dataset",
+            str(tmp_path / "p.jsonl"),
+            "--output",
+            str(tmp_path / "out"),
+        ],
+    )
+    assert "it holds runs of another “off”" in str(other.exception)
+
+
+def test_a_server_that_fails_leaves_the_finished_runs(
+    url: str, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going = Aiperf.run
+
+    def fail(self: Aiperf, job: Job) -> Any:
+        if len(jobs) == 3:
+            raise UserError("no request was answered", where="aiperf")
+        return going(self, job)
+
+    monkeypatch.setattr(Aiperf, "run", fail)
+    result = bench(url, tmp_path)
+    assert isinstance(result.exception, UserError)
+    assert kept(tmp_path) == 3
+    assert "the same command goes on with the rest" in result.output
+
+
+def test_a_broken_run_file_is_named(url: str, tmp_path: Path, jobs: list[Job]) -> None:
+    bench(url, tmp_path)
+    (tmp_path / "out" / "runs" / "off-c001-r1.json").write_text("{")
+    assert "off-c001-r1.json: not a run of this bench; remove it" in str(bench(url, tmp_path).exception)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--concurrency", "1,x"], "no list of numbers of users"),
+        (["--baseline", "slow"], "there is no variant 'slow'; use one of: off, fast"),
+        (["--endpoint", "off=http://b"], "given twice"),
+        (["--dataset", "synthetic"], "made-up prompts mislead"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(url: str, tmp_path: Path, more: list[str], why: str) -> None:
+    result = bench(url, tmp_path, *more)
+    assert why in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_to_measure() -> None:
+    assert "nothing to measure" in str(CliRunner().invoke(app, ["bench"]).exception)
+
+
+def test_sigterm_stops_it_like_ctrl_c_and_takes_aiperf_along(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "pid"
+    program = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    for module in ("runner", "aiperf"):
+        monkeypatch.setattr(f"dflash_serve.bench.{module}.find_aiperf", lambda: [sys.executable, "-c", program])
+    threading.Thread(target=_kill_when, args=(note,), daemon=True).start()
+    assert bench(url, tmp_path).exit_code == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(note.read_text()), 0)
+
+
+def _kill_when(note: Path) -> None:
+    while not (note.exists() and note.read_text()):
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGTERM)

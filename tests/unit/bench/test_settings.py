@@ -1,0 +1,171 @@
+"""Variants, the order of runs, and what aiperf is told and tells."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_serve.bench.aiperf import Aiperf, Job, RequestSettings, find_aiperf, read_figures
+from dflash_serve.bench.settings import Cell, deployed_variants, endpoint_variants, schedule
+from dflash_serve.deployment import Deployment, Model, Speculation
+from dflash_serve.errors import UserError
+from tests.support.bench_sites import settings
+
+DEPLOYMENT = Deployment(target=Model(model="t"), drafter=Model(model="d"), speculation=Speculation(block_size=8))
+SETTINGS = settings(concurrency=(1, 4, 16), rounds=3, requests_per_user=2, min_requests=5)
+IN_TURN = SETTINGS.model_copy(update={"in_turn": True})
+REQUEST = RequestSettings(dataset="p", prompts_sha256=None, output_tokens=64, ignore_eos=False, temperature=0.0)
+
+
+def test_variants_are_the_deployment_at_each_width() -> None:
+    variants = deployed_variants(DEPLOYMENT, ["off", "fixed", "auto", "3", "8"])
+    assert [variant.name for variant in variants] == ["off", "fixed 8", "auto", "fixed 3"]  # 8 is the whole block
+    assert [variant.deployment.speculation.width for variant in variants if variant.deployment] == ["off", 8, "auto", 3]
+    assert all(variant.deployment and variant.deployment.target == DEPLOYMENT.target for variant in variants)
+
+
+def test_a_word_that_is_no_variant_and_speculation_without_a_drafter_are_refused() -> None:
+    with pytest.raises(UserError, match="'fast' is no variant of serving"):
+        deployed_variants(DEPLOYMENT, ["fast"])
+    with pytest.raises(UserError, match="there is no drafter"):
+        deployed_variants(Deployment(target=Model(model="t")), ["off", "auto"])
+
+
+def test_endpoints() -> None:
+    variants = endpoint_variants(["ours=http://a:8000/v1", "sglang=https://b/"])
+    assert [(variant.name, variant.url, variant.slug) for variant in variants] == [
+        ("ours", "http://a:8000", "ours"),
+        ("sglang", "https://b", "sglang"),
+    ]
+    for wrong in ("http://a:8000", "a=b", "=http://a"):
+        with pytest.raises(UserError, match="not NAME=http"):
+            endpoint_variants([wrong])
+    with pytest.raises(UserError, match="given twice"):
+        endpoint_variants(["a=http://a", "a=http://b"])
+
+
+def test_side_by_side_all_variants_take_turns_at_every_concurrency() -> None:
+    cells = schedule(["off", "fixed", "auto"], SETTINGS)
+    for start in range(0, len(cells), 3):
+        together = cells[start : start + 3]
+        assert {cell.variant for cell in together} == {"off", "fixed", "auto"}
+        assert len({cell[1:] for cell in together}) == 1
+    first = Counter(cell.variant for cell in cells[::3])
+    assert max(first.values()) - min(first.values()) <= 1  # nobody is always first
+
+
+def test_in_turn_a_server_is_started_once_a_round() -> None:
+    cells = schedule(["off", "auto"], IN_TURN)
+    changes = sum(one.variant != two.variant for one, two in pairwise(cells))
+    assert changes <= 2 * SETTINGS.rounds - 1
+    assert [cells[0].variant, cells[6].variant] == ["off", "auto"]  # another one is first in the second round
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_every_run_is_made_once(in_turn: bool) -> None:
+    cells = schedule(["off", "auto"], IN_TURN if in_turn else SETTINGS)
+    assert len(cells) == len(set(cells)) == 2 * 3 * 3
+    assert set(cells) == {Cell(w, c, r) for w in ("off", "auto") for c in (1, 4, 16) for r in range(3)}
+
+
+def test_requests_grow_with_users() -> None:
+    assert [SETTINGS.requests(users) for users in SETTINGS.concurrency] == [5, 8, 32]
+
+
+def argv(**more: Any) -> list[str]:
+    request = REQUEST.model_copy(update=more)
+    return Aiperf(["--input-file", "p"], request, "/tok").argv(Job("http://a", "m", 4, 8, Path("out")))
+
+
+def test_aiperf_is_told_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_serve.bench.aiperf.find_aiperf", lambda: ["aiperf"])
+    words = argv()
+    told = dict(pairwise(words))
+    assert (told["--concurrency"], told["--request-count"], told["--osl"]) == ("4", "8", "64")
+    assert (told["--model"], told["--url"], told["--tokenizer"]) == ("m", "http://a", "/tok")
+    assert "--streaming" in words
+    assert "--use-server-token-count" in words
+    assert json.loads(told["--extra-inputs"]) == {"temperature": 0.0}
+    longer = argv(ignore_eos=True, temperature=0.7)
+    assert json.loads(longer[longer.index("--extra-inputs") + 1]) == {"temperature": 0.7, "ignore_eos": True}
+
+
+def test_a_key_is_never_on_the_command_line_nor_somebody_elses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("dflash_serve.bench.aiperf.find_aiperf", lambda: ["aiperf"])
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-openai")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ours = Aiperf([], REQUEST, str(tmp_path), api_key="sk-ours")
+    assert "sk-ours" not in " ".join(ours.argv(Job("http://a", "m", 1, 1, tmp_path)))
+    assert ours.environment()["OPENAI_API_KEY"] == "sk-ours"
+    open_door = Aiperf([], REQUEST, "org/model").environment()
+    assert "OPENAI_API_KEY" not in open_door
+    assert open_door["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in ours.environment()  # a folder needs no hub, and aiperf would take it for an id
+
+
+def test_without_aiperf_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_serve.bench.aiperf.find_spec", lambda _: None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match=r"aiperf: not installed; pip install 'dflash-serve\[bench\]'"):
+        find_aiperf()
+
+
+def test_an_aiperf_on_path_will_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "aiperf").write_text("#!/bin/sh\n")
+    (tmp_path / "aiperf").chmod(0o755)
+    monkeypatch.setattr("dflash_serve.bench.aiperf.find_spec", lambda _: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_aiperf() == [str(tmp_path / "aiperf")]
+
+
+REPORT: dict[str, Any] = {
+    "schema_version": "1.4",
+    "request_count": {"unit": "requests", "avg": 8.0},
+    "benchmark_duration": {"unit": "sec", "avg": 0.54},
+    "total_output_tokens": {"unit": "tokens", "avg": 128.0},
+    "output_token_throughput": {"unit": "tokens/sec", "avg": 235.7},
+    "output_token_throughput_per_user": {"unit": "tokens/sec/user", "avg": 207.1, "p50": 243.1},
+    "time_to_first_token": {"unit": "ms", "avg": 26.8, "p50": 27.9, "p99": 34.5},
+    "inter_token_latency": {"unit": "ms", "avg": 6.0, "p50": 4.1},
+    "error_summary": [],
+}
+"""From an export of aiperf 0.13.0."""
+REFUSED = [{"error_details": {"code": 429, "type": "TooManyRequests", "message": "queue\n is full"}, "count": 3}]
+
+
+def test_figures_are_aiperfs() -> None:
+    found = read_figures(REPORT, where="x")
+    assert (found.requests, found.errors, found.output_tokens, found.seconds) == (8, 0, 128, 0.54)
+    assert (found.throughput, found.interactivity) == (235.7, 243.1)
+    assert (found.first_token_ms, found.first_token_p99_ms, found.inter_token_ms) == (27.9, 34.5, 4.1)
+
+
+def test_a_figure_that_is_missing_is_unknown_and_failures_are_counted() -> None:
+    found = read_figures({**REPORT, "inter_token_latency": None, "error_summary": REFUSED}, where="x")
+    assert (found.inter_token_ms, found.errors) == (None, 3)
+
+
+def test_a_run_without_answers_says_why() -> None:
+    with pytest.raises(UserError, match=r"no request was answered, 3 failed \(queue is full\)"):
+        read_figures({"error_summary": REFUSED}, where="x")
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("print('ERROR    Tokenizer not found'); raise SystemExit(1)", r"exit code 1 \(ERROR Tokenizer not found\)"),
+        ("pass", r"exit code 0 \(it said nothing\)"),
+    ],
+)
+def test_an_aiperf_that_fails_is_quoted(
+    program: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("dflash_serve.bench.aiperf.find_aiperf", lambda: [sys.executable, "-c", program])
+    with pytest.raises(UserError, match=why):
+        Aiperf([], REQUEST, None).run(Job("http://a", "m", 1, 1, tmp_path / "run"))

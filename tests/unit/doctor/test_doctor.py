@@ -1,0 +1,171 @@
+"""What a server tells of itself, prompt by prompt, and the command on a tiny pair."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dflash_serve.cli.main import run
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.common.journal import Journal
+from dflash_serve.doctor.examination import Examination
+from dflash_serve.doctor.reference import Fault, Observation, Prediction
+from dflash_serve.doctor.suspect import constant_width, interview
+from dflash_serve.errors import UserError
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
+from dflash_torch.faults.reference import EmbeddedReference
+from tests.support.embedded import answers, tiny_engine
+from tests.support.serving import Running, running
+from tests.support.tiny_target import write_tiny_pair
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12)
+PROMPTS = [[{"role": "user", "content": text}] for text in ("the quick brown fox", "over", "lazy dog")]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def served(pair: tuple[Path, Path]) -> Iterator[Running]:
+    with running(tiny_engine(pair, width=4)) as server:
+        yield server
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["dflash-serve", "doctor", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        run()
+    return int(stopped.value.code or 0)
+
+
+def given(pair: tuple[Path, Path], tmp_path: Path) -> tuple[object, ...]:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"messages": prompt}) + "\n" for prompt in PROMPTS))
+    report = tmp_path / "report.json"
+    return "--target", pair[0], "--drafter", pair[1], "--prompts", prompts, "--max-tokens", 12, "--output", report
+
+
+def test_a_server_is_read_prompt_by_prompt(served: Running, pair: tuple[Path, Path]) -> None:
+    told = interview(Endpoint(served.url), PROMPTS, PARAMS, 4)
+    outputs = answers(tiny_engine(pair, width=4).fixed(4), PROMPTS, PARAMS)
+    expected = [output.statistics for output in outputs]
+    assert told.observation.each is not None
+    assert [one.acceptance_lengths for one in told.observation.each] == [one.acceptance_lengths for one in expected]
+    assert told.observation.whole.acceptance_lengths == total(expected).acceptance_lengths
+    assert told.observation.whole.survival(4) == total(expected).survival(4)
+    assert told.observation.answers == tuple(output.text for output in outputs)
+    assert (told.width, told.engine, told.notes) == (4, "dflash-serve", ())
+
+
+def test_a_server_that_does_not_speculate_says_nothing(pair: tuple[Path, Path]) -> None:
+    with running(tiny_engine(pair, width=1)) as server, pytest.raises(UserError, match="nothing of its acceptance"):
+        interview(Endpoint(server.url), PROMPTS, PARAMS, 4)
+
+
+def counted(steps: float, drafted: float) -> AcceptanceStatistics:
+    return AcceptanceStatistics(steps, drafted, None, None, None, None)
+
+
+def chosen(**steps: float) -> AcceptanceStatistics:
+    """Steps by width, given as w8=90."""
+    widths = {int(name[1:]): count for name, count in steps.items()}
+    return AcceptanceStatistics(None, None, None, None, None, widths)
+
+
+def test_a_width_that_changes_is_refused_and_a_constant_one_is_found() -> None:
+    assert constant_width(chosen(w1=40, w8=90, w3=5), 4, 8, "x") == 8
+    assert constant_width(counted(100, 700), 4, 8, "x") == 8
+    assert constant_width(counted(100, 680), 4, 8, "x") == 8
+    assert constant_width(counted(100, 300), 4, 8, "x") == 4
+    assert constant_width(AcceptanceStatistics.unknown(reported_length=2.0), 4, 8, "x") == 8
+    assert constant_width(chosen(w8=30, w5=14, w2=14), 4, 8, "x") == 8  # the ends of short answers
+    for changing in (chosen(w2=50, w8=50), chosen(w8=60, w4=30), counted(100, 350)):
+        with pytest.raises(UserError, match="width changes"):
+            constant_width(changing, 4, 8, "x")
+
+
+def test_a_server_of_the_pair_is_examined(
+    monkeypatch: pytest.MonkeyPatch, served: Running, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    code = call(monkeypatch, *given(pair, tmp_path), "--url", served.url)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["evidence"] == "paired"
+    assert report["observed"]["acceptance_length"] == report["explanations"][0]["predicted"]["acceptance_length"]
+    assert {"healthy": 0, "fault": 1, "could not tell": 2}[report["verdict"]] == code
+    assert not list(tmp_path.glob("*.partial.jsonl"))
+
+
+def test_an_interrupted_examination_goes_on_where_it_stopped(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    predict = EmbeddedReference.predict
+
+    def interrupted(self: EmbeddedReference, fault: str | None) -> Prediction:
+        asked.append(fault or "as it is")
+        if len(asked) == 6:
+            raise KeyboardInterrupt
+        return predict(self, fault)
+
+    monkeypatch.setattr(EmbeddedReference, "predict", interrupted)
+    arguments = (*given(pair, tmp_path), "--observed", 1.5)
+    assert call(monkeypatch, *arguments) == 130
+    said = capsys.readouterr().err
+    assert "5 finished probes are kept" in said
+    assert "--resume" in said
+    assert not (tmp_path / "report.json").exists()
+    first = asked[:5]
+    assert call(monkeypatch, *arguments, "--resume") == 2
+    assert not set(first) & set(asked[6:])
+    assert (tmp_path / "report.json").exists()
+
+
+def test_a_pair_alone_is_examined(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, *given(pair, tmp_path)) == 2  # three prompts cannot show anything
+    assert "3 prompts cannot show that a setting helps, 9 could" in " ".join(capsys.readouterr().out.split())
+    assert json.loads((tmp_path / "report.json").read_text())["first_difference"] is None
+
+
+def test_what_cannot_be_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "--url", "http://127.0.0.1:9", "--observed", 2) == 2
+    assert "--observed" in capsys.readouterr().err
+    assert call(monkeypatch, "--url", "http://127.0.0.1:9", "--drafter", "smollm2") == 2
+    assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+class Silent:
+    """Answers that end at once: nothing is ever drafted."""
+
+    def faults(self) -> list[Fault]:
+        return []
+
+    settings = faults
+
+    def predict(self, fault: str | None) -> Prediction:
+        return Prediction((AcceptanceStatistics(),) * 3, ("",) * 3)
+
+
+def test_prompts_for_which_nothing_is_drafted_are_one_line() -> None:
+    examination = Examination(Silent(), Journal(None, {}))
+    with pytest.raises(UserError, match="nothing is drafted"):
+        examination.examine_suspect(Observation.of_length(2.0))
+    with pytest.raises(UserError, match="nothing is drafted"):
+        examination.examine_pair(lambda: None)
+
+
+def test_a_backend_that_cannot_be_given_faults_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dflash_serve.cli.doctor.embedded_backend", lambda: SimpleNamespace(name="torch"))
+    assert call(monkeypatch, *given(pair, tmp_path)) == 2
+    assert "backend torch: it cannot be given faults on purpose" in capsys.readouterr().err

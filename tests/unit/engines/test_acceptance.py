@@ -1,0 +1,105 @@
+"""Every drafter is measured on the same prompts at the whole block, and held against the unquantised one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_engines import acceptance
+from dflash_engines.acceptance import measure, standard_error
+from dflash_engines.pipeline import Work
+from dflash_engines.recipe import Acceptance
+from dflash_serve.checkpoint.reader import load_weights, read_config
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+from dflash_serve.outputs import RequestOutput
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+from tests.support.tiny import tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
+
+CONFIG = tiny_drafter_config(intermediate_size=64)
+
+
+class FakeEngine:
+    """Accepts 2 of 3 drafted tokens of an unquantised drafter, 1 of a quantised one that was decoded."""
+
+    def __init__(self, deployment: Deployment, measured: list[Any]) -> None:
+        assert deployment.drafter is not None
+        self.measured, self.width = measured, 0
+        self.drafter = Path(deployment.drafter.model)
+        config, weights = load_weights(self.drafter)
+        assert all(isinstance(weight, Tensor) for weight in weights.values())
+        self.block_size = config.block_size
+
+    def fixed(self, width: int) -> FakeEngine:
+        self.width = width
+        return self
+
+    def stream(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> Any:
+        self.measured.append((self.drafter.name, self.width, [prompt[0]["content"] for prompt in prompts]))
+        statistics = AcceptanceStatistics()
+        statistics.record(self.width, 2 if self.drafter.name == "drafter" else 1, steps=5)
+        one = RequestOutput([1], [2, 3], "", "length", statistics)
+
+        class Finished:
+            def __iter__(self) -> Any:
+                return iter(())
+
+            def outputs(self) -> list[RequestOutput]:
+                return [one for _ in prompts]
+
+        return Finished()
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Work:
+    """A drafter, the same in FP8, and four prompts."""
+    write_tiny_drafter(tmp_path / "drafter", CONFIG, dtype=torch.bfloat16)
+    write_quantized_drafter(tmp_path / "drafter-fp8", "fp8", CONFIG)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"prompt {number}"}) + "\n" for number in range(4)))
+    (tmp_path / "out").mkdir()
+    names = ("target", "drafter", "drafter-fp8")
+    inputs = {"acceptance prompts": prompts, **{name: tmp_path / name for name in names}}
+    return Work(tmp_path / "out", inputs, lambda line: None)
+
+
+def test_quantised_drafters_are_held_against_the_unquantised_one(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+
+    class FakeBackend:
+        def engine(self, deployment: Deployment) -> FakeEngine:
+            return FakeEngine(deployment, measured)
+
+    monkeypatch.setattr(acceptance, "embedded_backend", FakeBackend)
+    deployment = Deployment.model_validate({"target": {"model": "t"}, "limits": {"max_model_len": 64}})
+    found = measure(work, deployment, Acceptance(count=2, skip=1, max_tokens=8), ["fp8"])
+    asked = ["prompt 1", "prompt 2"]
+    assert measured == [("drafter", 4, asked), (".fp8", 4, asked)]
+    assert found["bf16"] == {"acceptance_length": 3.0, "standard_error": 0.0, "steps": 10}
+    assert found["fp8"] == {
+        "acceptance_length": 2.0, "standard_error": 0.0, "steps": 10, "of_bf16": 0.6667, "enough": False,
+    }  # fmt: skip
+    assert list(work.folder.iterdir()) == []
+    assert read_config(work.inputs["drafter-fp8"])[0] == CONFIG
+
+
+def test_answers_without_a_step_are_no_measurement(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "measure_drafter", lambda *_: AcceptanceStatistics())
+    with pytest.raises(UserError, match="no answer had a step to measure"):
+        measure(work, Deployment.model_validate({"target": {"model": "t"}}), Acceptance(count=1), [])
+
+
+def test_the_standard_error_is_that_of_the_mean() -> None:
+    statistics = AcceptanceStatistics()
+    statistics.record(4, 0, steps=8)
+    statistics.record(4, 3, steps=8)
+    # Lengths 1 and 4, half of the time each: deviation 1.5, over the root of 16.
+    assert standard_error(statistics) == pytest.approx(1.5 / 4)
+    assert standard_error(AcceptanceStatistics()) is None

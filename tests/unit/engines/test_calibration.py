@@ -1,0 +1,91 @@
+"""A drafter is calibrated on the features that its target really gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_engines import calibration
+from dflash_engines.calibration import AMAX, ANSWERS, OPENERS, answer, drafter_ranges, free_ranges, read_answers
+from dflash_engines.graph import Sample
+from dflash_engines.pipeline import Work
+from dflash_engines.recipe import Prompts
+from dflash_serve.deployment import Deployment
+from dflash_serve.models.loader import load_drafter
+from dflash_serve.outputs import RequestOutput
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+from tests.support.tiny_target import write_tiny_pair
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Work:
+    """A tiny target and drafter, and an answer of 20 tokens to a prompt of 8."""
+    target, drafter = write_tiny_pair(tmp_path)
+    folders = {"target": target, "drafter": drafter, "answers": tmp_path / "answers"}
+    folders["answers"].mkdir()
+    (tmp_path / "out").mkdir()
+    line = {"prompt": list(range(4, 12)), "answer": [10 + n * 7 % 50 for n in range(20)]}
+    (folders["answers"] / ANSWERS).write_text(json.dumps(line) + "\n")
+    return Work(tmp_path / "out", folders, lambda line: None)
+
+
+def test_features_are_the_targets_hidden_states(work: Work) -> None:
+    from transformers import AutoModelForCausalLM
+
+    measured = drafter_ranges(work)
+    sample = Sample.load(work.folder)
+    assert measured["blocks"] == len(sample.anchors) == 4
+    assert (sample.anchors[0], sample.anchors[-1]) == (8, 27)
+    (prompt, reply), *_ = read_answers(work.inputs["answers"])
+    oracle = AutoModelForCausalLM.from_pretrained(work.inputs["target"], dtype=torch.float32).eval()
+    with torch.inference_mode():
+        hidden = oracle(torch.tensor([prompt + reply]), output_hidden_states=True).hidden_states
+    drafter = load_drafter(work.inputs["drafter"])
+    wanted = torch.cat([hidden[layer + 1][0] for layer in drafter.config.target_layer_ids], dim=-1)
+    torch.testing.assert_close(sample.features, wanted, rtol=1e-4, atol=1e-4)
+    embedding = oracle.get_input_embeddings().weight
+    torch.testing.assert_close(sample.noise[:, 0], embedding[torch.tensor(prompt + reply)[list(sample.anchors)]])
+
+
+def test_every_product_has_the_range_of_its_inputs(work: Work) -> None:
+    drafter_ranges(work)
+    ranges = load_file(work.folder / AMAX)
+    products = {name.removesuffix(".weight") for name in load_drafter(work.inputs["drafter"]).state_dict()}
+    assert {name for name in products if name.endswith("_proj")} <= ranges.keys()
+    assert all(0 < float(largest) < float("inf") for largest in ranges.values())
+    free_ranges(work)
+    assert set(load_file(work.folder / AMAX)) <= ranges.keys()
+    assert {float(largest) for largest in load_file(work.folder / AMAX).values()} == {448.0}
+
+
+def test_answers_are_kept_as_token_ids(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class FakeStream:
+        def __init__(self, prompts: Any, params: Any) -> None:
+            asked.append((prompts, [(each.temperature, each.max_tokens) for each in params]))
+            self.finished = [RequestOutput([1, n], [7] * n, "", "stop", AcceptanceStatistics()) for n in (2, 3)]
+
+        def __iter__(self) -> Any:
+            return iter(())
+
+        def outputs(self) -> list[RequestOutput]:
+            return self.finished
+
+    class FakeBackend:
+        def engine(self, deployment: Deployment) -> Any:
+            assert deployment.drafter is None
+            assert deployment.target.model == str(work.inputs["target"])
+            return type("FakeEngine", (), {"stream": staticmethod(FakeStream)})
+
+    monkeypatch.setattr(calibration, "embedded_backend", FakeBackend)
+    deployment = Deployment.model_validate({"target": {"model": "t"}, "limits": {"max_model_len": 64}})
+    measured = answer(work, deployment, Prompts(count=2, max_tokens=9))
+    assert measured == {"prompts": 2, "answer_tokens": 5, "openers": True}
+    assert asked == [([[{"role": "user", "content": opener}] for opener in OPENERS[:2]], [(0, 9), (0, 9)])]
+    assert list(read_answers(work.folder)) == [([1, 2], [7, 7]), ([1, 3], [7, 7, 7])]

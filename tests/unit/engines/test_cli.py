@@ -1,0 +1,50 @@
+"""`dflash-serve build`: shows its plan, and finds what was changed in a finished build."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_engines.pipeline import Measured, Step, Work, run
+from dflash_engines.sources import Source
+from dflash_serve.cli.main import app
+
+RECIPE = str(Path(__file__).parents[3] / "engines" / "recipes" / "smollm2.yaml")
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["build", *arguments])
+    return result.exit_code, result.output
+
+
+def test_a_dry_run_lists_the_steps_and_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PROMPTS", raising=False)
+    code, text = invoke(RECIPE, "--dry-run")
+    assert code == 0
+    assert text.index("drafter-fp8") < text.index("onnx-fp8") < text.index("rtx-fp8")
+    assert "acceptance is left out" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_is_there_as_json() -> None:
+    code, text = invoke(RECIPE, "--dry-run", "--json")
+    assert code == 0
+    assert json.loads(text)[0]["step"] == "answers"
+
+
+def test_verify_ends_with_2_where_a_byte_was_flipped(tmp_path: Path) -> None:
+    def write(work: Work) -> Measured:
+        (work.folder / "engine").write_bytes(bytes(100))
+        return {}
+
+    run([Step("rtx", write, ("source",))], {"source": Source(tmp_path, "0", {})}, tmp_path / "out")
+    code, text = invoke(RECIPE, "--output", str(tmp_path / "out"), "--verify")
+    assert (code, "every file is what it was built as" in text) == (0, True)
+    (tmp_path / "out" / "rtx" / "engine").write_bytes(bytes(99) + b"\1")
+    code, text = invoke(RECIPE, "--output", str(tmp_path / "out"), "--verify")
+    assert code == 2
+    assert "sha256 differs" in text
