@@ -174,7 +174,7 @@ def _plan(
 
 def _dtype(given: str | None) -> Precision:
     """Servers compute in bfloat16 unless somebody says otherwise."""
-    if given not in (None, "float32", "bfloat16"):
+    if given not in (None, "auto", "float32", "bfloat16"):
         raise UserError(f"{given!r} is not float32 or bfloat16", where="--dtype")
     return "float32" if given == "float32" else "bfloat16"
 
