@@ -122,11 +122,15 @@ def test_nothing_is_prepared_of_a_bad_deployment(fields: dict[str, Any], tmp_pat
 
 
 def test_the_command_goes_with_the_folder_that_was_prepared(fields: dict[str, Any], tmp_path: Path) -> None:
-    deployment, sglang = Deployment.model_validate(fields), SGLangBackend()
-    sglang.prepare(deployment, tmp_path / "prepared")
+    def block_size(backend: SGLangBackend) -> str:
+        argv = backend.command(deployment, tmp_path / "prepared").argv
+        return argv[argv.index("--speculative-num-draft-tokens") + 1]
+
+    deployment, preparing = Deployment.model_validate(fields), SGLangBackend()
+    preparing.prepare(deployment, tmp_path / "prepared")
     edit_json(tmp_path / "drafter" / "config.json", {"block_size": 4})
-    assert "8" in sglang.command(deployment, tmp_path / "prepared").argv
-    assert sglang.check(deployment) == []
+    assert block_size(preparing) == "8"
+    assert block_size(SGLangBackend()) == "4"
 
 
 def test_the_registry_knows_it_as_a_server_that_has_no_engine_in_this_process() -> None:
