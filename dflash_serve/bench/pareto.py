@@ -26,7 +26,7 @@ Curves = Mapping[str, Sequence[Spot]]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class FrontierComparison:
     """A variant against the baseline at one interactivity. Unknown is None."""
 
     variant: str
@@ -94,20 +94,20 @@ def common_interactivity(curves: Curves, variant: str, baseline: str) -> float |
     return min(reaches) if len(reaches) == 2 else None
 
 
-def compare(curves: Curves, variant: str, baseline: str, interactivity: float) -> Comparison:
+def compare(curves: Curves, variant: str, baseline: str, interactivity: float) -> FrontierComparison:
     """Both variants at one interactivity, interpolated on their frontiers."""
     reached, reference = (throughput_at(curves.get(name, ()), interactivity) for name in (variant, baseline))
-    return Comparison(variant, baseline, interactivity, reached, reference)
+    return FrontierComparison(variant, baseline, interactivity, reached, reference)
 
 
-def at_every_spot(curves: Curves, baseline: str) -> list[list[Comparison]]:
+def at_every_spot(curves: Curves, baseline: str) -> list[list[FrontierComparison]]:
     """The other variants at every interactivity of the baseline's frontier, lowest first."""
     others = [name for name in curves if name != baseline]
     line = frontier(curves.get(baseline, ()))
     return [[compare(curves, name, baseline, spot.interactivity) for name in others] for spot in line]
 
 
-def headline(curves: Curves, baseline: str, interactivity: float | None) -> Comparison | None:
+def headline(curves: Curves, baseline: str, interactivity: float | None) -> FrontierComparison | None:
     """The comparison of the first line: of `auto` where there is one, else of the variant with the highest ratio.
 
     Args:

@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dflash_serve.bench.pareto import Comparison, Spot, frontier
+from dflash_serve.bench.pareto import FrontierComparison, Spot, frontier
 from dflash_serve.bench.results import Point
 from dflash_serve.errors import UserError
 
@@ -43,7 +43,7 @@ def colours(variants: Sequence[str]) -> dict[str, str]:
 
 
 def draw_pareto(
-    variants: Sequence[str], points: Sequence[Point], comparison: Comparison | None, device: str = "device"
+    variants: Sequence[str], points: Sequence[Point], comparison: FrontierComparison | None, device: str = "device"
 ) -> Plot:
     """Tokens/s/device against tokens/s/user, a line for each variant, a mark for each concurrency.
 
@@ -95,7 +95,7 @@ def _columns(spots: Sequence[Spot]) -> tuple[list[float], list[float]]:
     return [spot.interactivity for spot in spots], [spot.throughput for spot in spots]
 
 
-def _mark(axes: Any, found: Comparison) -> None:
+def _mark(axes: Any, found: FrontierComparison) -> None:
     if found.ratio is None or found.throughput is None or found.baseline_throughput is None:
         return
     at = found.interactivity

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_serve.bench.aiperf import RequestSettings
-from dflash_serve.bench.pareto import Comparison, Spot, at_every_spot, headline
+from dflash_serve.bench.pareto import FrontierComparison, Spot, at_every_spot, headline
 from dflash_serve.bench.plots import colours, draw_pareto
 from dflash_serve.bench.results import Point, Run, points_of
 from dflash_serve.bench.settings import OFF, Settings, Variant
@@ -69,7 +69,7 @@ class ReportData:
         return self.settings.baseline or (OFF if OFF in self.names else self.names[0])
 
     @cached_property
-    def comparison(self) -> Comparison | None:
+    def comparison(self) -> FrontierComparison | None:
         """The comparison of the headline."""
         return headline(self.curves, self.baseline, self.settings.interactivity)
 
@@ -81,7 +81,7 @@ class ReportData:
         return self.comparison.sentence(self.device)
 
     @cached_property
-    def ratios(self) -> list[list[Comparison]]:
+    def ratios(self) -> list[list[FrontierComparison]]:
         """The other variants at every interactivity of the baseline's frontier."""
         return at_every_spot(self.curves, self.baseline)
 

@@ -19,7 +19,7 @@ import yaml
 from dflash_serve.backend import EngineFacts, backend
 from dflash_serve.errors import UserError
 
-from .chart_values import Engine, EngineProbes, Values
+from .chart_values import EngineProbes, EngineValues, Values
 from .dashboard import dashboard
 from .workload import Document, Workload, yaml_text
 
@@ -53,7 +53,7 @@ def values(workload: Workload) -> Iterator[Document]:
 def _engine(facts: EngineFacts) -> Document:
     """An engine's facts as the chart's templates read them."""
     probes = EngineProbes(started=facts.probes.started, live=facts.probes.live, ready=facts.probes.ready)
-    engine = Engine(
+    engine = EngineValues(
         probes=probes,
         metrics_path=facts.metrics.path,
         queued=facts.metrics.queued,

@@ -24,7 +24,7 @@ from .workload import (
 )
 
 
-class Section(BaseModel):
+class ValuesSection(BaseModel):
     """Unknown keys are refused; names are Kubernetes' style."""
 
     model_config = ConfigDict(
@@ -37,7 +37,7 @@ class Section(BaseModel):
     )
 
 
-class PinnedImage(Section):
+class PinnedImage(ValuesSection):
     """A container image by digest."""
 
     repository: str = ""
@@ -52,7 +52,7 @@ class Image(PinnedImage):
     pull_secrets: list[str] = []
 
 
-class Resources(Section):
+class Resources(ValuesSection):
     """Of one pod, beside the GPUs, which are counted from the deployment."""
 
     cpu: str = "8"
@@ -61,7 +61,7 @@ class Resources(Section):
     """Extended resources by name, such as rdma/ib."""
 
 
-class Topology(Section):
+class Topology(ValuesSection):
     """Where all pods of a replica meet."""
 
     key: str = ""
@@ -70,7 +70,7 @@ class Topology(Section):
     """No other replica there."""
 
 
-class Placement(Section):
+class Placement(ValuesSection):
     """On which nodes."""
 
     products: list[str] = []
@@ -84,7 +84,7 @@ class Placement(Section):
     priority_class_name: str = ""
 
 
-class Models(Section):
+class Models(ValuesSection):
     """Where weights are kept: /models."""
 
     kind: Literal["emptyDir", "volume", "claim", "image"] = "emptyDir"
@@ -96,28 +96,28 @@ class Models(Section):
     """repository@sha256:<64 hexadecimal digits>."""
 
 
-class HubToken(Section):
+class HubToken(ValuesSection):
     """A Secret of this namespace; no name = none."""
 
     name: str = ""
     key: str = "token"
 
 
-class ApiKeys(Section):
+class ApiKeys(ValuesSection):
     """A Secret of this namespace; no name = an open server. One key a line; backend torch only."""
 
     name: str = ""
     key: str = "keys"
 
 
-class Secrets(Section):
+class Secrets(ValuesSection):
     """By reference only."""
 
     hugging_face_token: HubToken = HubToken()
     api_keys: ApiKeys = ApiKeys()
 
 
-class Build(Section):
+class Build(ValuesSection):
     """`dflash-serve build` as a Job that servers wait for."""
 
     enabled: bool = False
@@ -130,7 +130,7 @@ class Build(Section):
     deadline_seconds: int = 14400
 
 
-class Startup(Section):
+class Startup(ValuesSection):
     """How long a load may take."""
 
     base_seconds: int = BASE_SECONDS
@@ -139,14 +139,14 @@ class Startup(Section):
     gigabytes_per_second: float = GIGABYTES_PER_SECOND
 
 
-class Readiness(Section):
+class Readiness(ValuesSection):
     """When a pod gets traffic."""
 
     acceptance: bool = True
     """Not before its drafter was seen to accept a token."""
 
 
-class Drain(Section):
+class Drain(ValuesSection):
     """How a pod ends; the sum is its terminationGracePeriodSeconds."""
 
     pre_stop_seconds: int = PRE_STOP_SECONDS
@@ -154,25 +154,22 @@ class Drain(Section):
     margin_seconds: int = MARGIN_SECONDS
 
 
-class Rollout(Section):
+class Rollout(ValuesSection):
     """How a new version comes."""
 
     max_surge: int = Field(0, ge=0)
     max_unavailable: int = Field(1, ge=0)
 
 
-class EngineProbes(Section):
-    """Paths that the engine's own server answers."""
+class EngineProbes(ValuesSection):
+    """Paths that the engine's own server answers; see `backend.Probes`."""
 
     started: str
-    """Everything is loaded."""
     live: str
-    """Shallow: says no only when a new process would help."""
     ready: str
-    """Deep: new requests are taken and answered."""
 
 
-class Engine(Section):
+class EngineValues(ValuesSection):
     """How a backend is run and asked; `deploy --render helm` writes it for one that the chart does not know."""
 
     probes: EngineProbes
@@ -187,14 +184,14 @@ class Engine(Section):
     """Variables of its container."""
 
 
-class Disruption(Section):
+class Disruption(ValuesSection):
     """The PodDisruptionBudget."""
 
     enabled: bool = True
     max_unavailable: int = 1
 
 
-class Autoscaling(Section):
+class Autoscaling(ValuesSection):
     """On requests that wait in the engines' queues."""
 
     kind: Literal["none", "hpa", "keda"] = "none"
@@ -205,7 +202,7 @@ class Autoscaling(Section):
     prometheus_address: str = ""
 
 
-class Service(Section):
+class Service(ValuesSection):
     """The Kubernetes Service in front of the pods."""
 
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
@@ -213,7 +210,7 @@ class Service(Section):
     annotations: dict[str, str] = {}
 
 
-class NetworkPolicy(Section):
+class NetworkPolicy(ValuesSection):
     """Who may come in, and where pods may go."""
 
     enabled: bool = True
@@ -222,7 +219,7 @@ class NetworkPolicy(Section):
     egress_ports: list[int] = [443]
 
 
-class PodMonitor(Section):
+class PodMonitor(ValuesSection):
     """For the Prometheus operator."""
 
     enabled: bool = False
@@ -230,14 +227,14 @@ class PodMonitor(Section):
     labels: dict[str, str] = {}
 
 
-class Dashboards(Section):
+class Dashboards(ValuesSection):
     """A ConfigMap for Grafana's sidecar."""
 
     enabled: bool = False
     labels: dict[str, str] = {"grafana_dashboard": "1"}
 
 
-class ServiceAccount(Section):
+class ServiceAccount(ValuesSection):
     """Never with a mounted token."""
 
     create: bool = True
@@ -245,7 +242,7 @@ class ServiceAccount(Section):
     annotations: dict[str, str] = {}
 
 
-class Verify(Section):
+class Verify(ValuesSection):
     """`dflash-serve verify` as a `helm test`."""
 
     enabled: bool = False
@@ -253,24 +250,24 @@ class Verify(Section):
     """Base URL of a server of the same target, without a drafter."""
 
 
-class Tests(Section):
+class Tests(ValuesSection):
     """What `helm test` does besides."""
 
     verify: Verify = Verify()
 
 
-class Variable(Section):
+class Variable(ValuesSection):
     """Of the server's environment. Secrets do not belong here."""
 
     name: str
     value: str
 
 
-class Values(Section):
+class Values(ValuesSection):
     """values.yaml."""
 
     backend: str = "sglang"
-    engine: Engine | None = None
+    engine: EngineValues | None = None
     """None = backend is one that the chart knows."""
     deployment: Deployment
     image: Image = Image()

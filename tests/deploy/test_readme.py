@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -72,24 +73,44 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"HF_HUB_CACHE": str(folder), "HF_HUB_OFFLINE": "1"}
 
 
-@pytest.fixture(scope="module", params=[HELM_3, HELM_4], ids=["helm3", "helm4"])
-def place(request: pytest.FixtureRequest, hub: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like the repository, with the page's files, after all its commands."""
-    layer: Layer = request.param
-    folder: Path = tmp_path_factory.mktemp("place")
-    for name in ("deploy", "engines"):
-        (folder / name).symlink_to(ROOT / name)
-    for block in BLOCKS:
-        if block.info != "console":
-            (folder / block.info.partition("file=")[2]).write_text(block.text)
-    path = f"{helm(layer).parent}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, **hub, "PATH": path}
-    for command in RUN:
+def needs_helm(command: str) -> bool:
+    return command.startswith("helm ") or "--render manifests" in command
+
+
+def run(commands: list[str], folder: Path, environment: dict[str, str]) -> None:
+    """In this order; what each prints is kept under its place on the page."""
+    for command in commands:
         done = subprocess.run(
             ["sh", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         (folder / f"{RUN.index(command)}.out").write_text(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def prepared(hub: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the repository, with the page's files, after its commands that no helm is needed for."""
+    folder: Path = tmp_path_factory.mktemp("prepared")
+    for name in ("deploy", "engines"):
+        (folder / name).symlink_to(ROOT / name)
+    for block in BLOCKS:
+        if block.info != "console":
+            (folder / block.info.partition("file=")[2]).write_text(block.text)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    run([command for command in RUN if not needs_helm(command)], folder, {**os.environ, **hub, "PATH": path})
+    return folder
+
+
+@pytest.fixture(scope="module", params=[HELM_3, HELM_4], ids=["helm3", "helm4"])
+def place(
+    request: pytest.FixtureRequest, prepared: Path, hub: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """That folder after all of the page's commands; its helm commands read what the others have written."""
+    layer: Layer = request.param
+    folder: Path = tmp_path_factory.mktemp("place") / "root"
+    shutil.copytree(prepared, folder, symlinks=True)
+    path = f"{helm(layer).parent}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    run([command for command in RUN if needs_helm(command)], folder, {**os.environ, **hub, "PATH": path})
     return folder
 
 

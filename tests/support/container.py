@@ -19,11 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.container_init import ENTERED
+from tests.support.container_init import ENTERED, IMAGE, ROOT
 
 INIT = Path(__file__).with_name("container_init.py")
-ROOT = Path(__file__).parents[2]
-PATH = f"{sys.prefix}/bin:/usr/bin:/bin"
 UNPRIVILEGED = ("--clear-groups", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all")
 
 
@@ -108,7 +106,7 @@ class Container:
     @property
     def environment(self) -> dict[str, str]:
         """The pod's, and what an image would set."""
-        return {"PATH": PATH, "PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "PASSIVE", **self.spec.environment}
+        return {**IMAGE, **self.spec.environment}
 
     def terminate(self) -> None:
         """What the kubelet does after preStop."""

@@ -19,6 +19,14 @@ from typing import Any
 SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x1 | 0x40
 ENTERED = "the container begins"
 """In its log: from here on it is what it will be."""
+ROOT = Path(__file__).parents[2]
+IMAGE = {
+    "PATH": f"{sys.prefix}/bin:/usr/bin:/bin",
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "backends", ROOT / "engines"))),
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""The environment that an image would set; this checkout, wherever that environment has installed the project from."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
@@ -86,10 +94,9 @@ def main() -> None:
     os.chdir("/")
     rights = ("--clear-groups", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all")
     user = (f"--reuid={spec['user']}", f"--regid={spec['user']}")
-    image = {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = ["setpriv", *user, *rights, "--", *spec["command"]]
     print(ENTERED, flush=True)
-    os.execve("/usr/bin/setpriv", command, {**image, **spec["environment"]})
+    os.execve("/usr/bin/setpriv", command, {**IMAGE, **spec["environment"]})
 
 
 if __name__ == "__main__":
