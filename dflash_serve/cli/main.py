@@ -27,6 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich would take "[default: ...]" for a style, and cuts option names at 80 columns
 )
 for verb in (generate, serve, inspect, convert, train, evaluate, verify, doctor, bench, deploy):
     app.command()(verb)

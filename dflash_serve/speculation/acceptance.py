@@ -93,7 +93,7 @@ def accept_sampled(
         probabilities: [N, W, V] float, what the target samples from (`sampling.probabilities`).
         noise: the random numbers of this block (`BlockNoise.of`).
         draft_probabilities: [N, W-1, V] float, the q that each drafted token was sampled from, with noise of
-            `Stream.DRAFT`; None if the draft is a point mass (the drafter took its most probable token).
+            `NoiseStream.DRAFT`; None if the draft is a point mass (the drafter took its most probable token).
 
     Raises:
         ValueError: the shapes disagree.

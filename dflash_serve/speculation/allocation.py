@@ -1,4 +1,13 @@
-"""Which widths give the most tokens per second."""
+"""Which widths give the most tokens per second: those that maximise
+
+    sum_i (1 + sum_{k=1}^{w_i - 1} S_ik) / (T_draft(n) + T_target(sum_i w_i)),    T_draft = 0 if all w_i = 1.
+
+The optimum is exact. (1) Fix the total number R of drafted rows; the denominator is then fixed. A choice of widths adds R
+of the numbers S_ik to the numerator, so no more than the sum of the R largest. (2) That sum is attained: S_ik does not
+increase with k, so the R largest, ties taken in order of k, hold slot k of a request only together with its slots before
+k; that is a choice of widths. (3) Trying every R, 0 included, with these widths therefore meets the best choice of all.
+One sort and one look at the cost model per row.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,15 +22,7 @@ def choose_widths(
     max_width: int,
     allowed_widths: Sequence[int] | None = None,
 ) -> list[int]:
-    """Choose each request's width in 1..max_width so that expected tokens per second are highest:
-
-        sum_i (1 + sum_{k=1}^{w_i - 1} S_ik) / (T_draft(n) + T_target(sum_i w_i)),    T_draft = 0 if all w_i = 1.
-
-    The optimum is exact. (1) Fix the total number R of drafted rows; the denominator is then fixed. A choice of widths
-    adds R of the numbers S_ik to the numerator, so no more than the sum of the R largest. (2) That sum is attained:
-    S_ik does not increase with k, so the R largest, ties taken in order of k, hold slot k of a request only together
-    with its slots before k; that is a choice of widths. (3) Trying every R, 0 included, with these widths therefore
-    meets the best choice of all. One sort and one look at the cost model per row.
+    """Chooses each request's width in 1..max_width so that expected tokens per second are highest.
 
     Args:
         survivals: per request, P(slot k is accepted) for k = 1, 2, ...; one that is shorter than max_width - 1 caps

@@ -16,7 +16,7 @@ from torch import Tensor
 _CHUNK: Final = 128  # divides the usual vocabulary sizes, so that `draw` seldom pads
 
 
-class Stream(IntEnum):
+class NoiseStream(IntEnum):
     """What a random number is for; streams are independent of one another."""
 
     DRAW = 0  # the target's own sample: plain sampling, bonus tokens, residuals
@@ -34,7 +34,7 @@ class BlockNoise(NamedTuple):
     def of(cls, seeds: Tensor, first: Tensor, rows: int) -> "BlockNoise":
         """seeds [N] int64, one per request; first [N] int64, output tokens committed so far; rows is W."""
         positions = block_positions(first, rows)
-        return cls(uniforms(seeds, positions, Stream.DRAW), uniforms(seeds, positions[:, :-1], Stream.ACCEPT))
+        return cls(uniforms(seeds, positions, NoiseStream.DRAW), uniforms(seeds, positions[:, :-1], NoiseStream.ACCEPT))
 
 
 def fresh_seed() -> int:
@@ -47,7 +47,7 @@ def block_positions(first: Tensor, rows: int) -> Tensor:
     return first[:, None] + torch.arange(rows, device=first.device)
 
 
-def uniforms(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
+def uniforms(seeds: Tensor, positions: Tensor, stream: NoiseStream) -> Tensor:
     """Uniform numbers in [0, 1), multiples of 2**-53.
 
     seeds [N] int64 (any value), positions [N, ...] int64; returns float64 of the shape of `positions`.

@@ -13,7 +13,7 @@ from torch import Tensor
 from dflash_serve.speculation import acceptance, penalties
 from dflash_serve.speculation.acceptance import accept_sampled
 from dflash_serve.speculation.batch import SamplingBatch
-from dflash_serve.speculation.noise import BlockNoise, Stream, block_positions, draw, uniforms
+from dflash_serve.speculation.noise import BlockNoise, NoiseStream, block_positions, draw, uniforms
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.penalties import TokenCounts
 from dflash_serve.speculation.sampling import probabilities
@@ -53,7 +53,9 @@ def speculate(params: Sequence[SamplingParams], seeds: Tensor, *, sampled: bool,
         ends = start - 1 + done[:, None]
         anchor, before = tokens.gather(1, ends), tokens.gather(1, ends - 1)
         q = DRAFTER[anchor[:, 0], : rows - 1].softmax(-1)
-        draft = draw(q, uniforms(seeds, block_positions(done, rows - 1), Stream.DRAFT)) if sampled else q.argmax(-1)
+        draft = (
+            draw(q, uniforms(seeds, block_positions(done, rows - 1), NoiseStream.DRAFT)) if sampled else q.argmax(-1)
+        )
         block = torch.cat([before, anchor, draft], dim=1)
         p = probabilities(TARGET[block[:, :-1], block[:, 1:]], batch, counts, draft)
         widths = (seeds + done) % rows + 1
