@@ -2,11 +2,11 @@
 
     sum_i (1 + sum_{k=1}^{w_i - 1} S_ik) / (T_draft(n) + T_target(sum_i w_i)),    T_draft = 0 if all w_i = 1.
 
-The optimum is exact. (1) Fix the total number R of drafted rows; the denominator is then fixed. A choice of widths adds R
-of the numbers S_ik to the numerator, so no more than the sum of the R largest. (2) That sum is attained: S_ik does not
-increase with k, so the R largest, ties taken in order of k, hold slot k of a request only together with its slots before
-k; that is a choice of widths. (3) Trying every R, 0 included, with these widths therefore meets the best choice of all.
-One sort and one look at the cost model per row.
+The optimum is exact. (1) Fix the total number R of drafted rows; the denominator is then fixed. A choice of widths
+adds R of the numbers S_ik to the numerator, so no more than the sum of the R largest. (2) That sum is attained: S_ik
+does not increase with k, so the R largest, ties taken in order of k, hold slot k of a request only together with its
+slots before k; that is a choice of widths. (3) Trying every R, 0 included, with these widths therefore meets the best
+choice of all. One sort and one look at the cost model per row.
 """
 
 from collections.abc import Sequence
