@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.checkpoint.dialects import DIALECTS, Target
-from dflash_serve.checkpoint.headers import INDEX, SINGLE
+from dflash_serve.checkpoint.files import INDEX, SINGLE
 from dflash_serve.checkpoint.quantization import IN_CONFIG, QUANT_CONFIG
 from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint, read_tensors
 from dflash_serve.common.files import whole_folder

@@ -1,5 +1,5 @@
 """Holds a checkpoint's tensors against what its config.json asks for: each one found once, in the shape and dtype of
-its storage format, with the scales that belong to it, and no others.
+its storage format, with the scales that belong to it, and no others. Knows what published checkpoints call them.
 """
 
 from __future__ import annotations
@@ -10,25 +10,33 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects.heads import DO, head_of_tensor
-from dflash_serve.checkpoint.headers import Header
-from dflash_serve.checkpoint.tensors import (
-    FLOATS,
-    RECOMPUTED,
-    SCALES,
-    VOCABULARY_MAPS,
-    is_packed,
-    parts_of,
-    stored_tensors,
-)
+from dflash_serve.checkpoint.config import DrafterConfig, attention_rows, expected_tensors
+from dflash_serve.checkpoint.dialects import head_of_tensor
+from dflash_serve.checkpoint.dialects.dialect import PLAIN_DRAFTER
+from dflash_serve.checkpoint.files import Header
 from dflash_serve.errors import Problem
 
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.formats import Format
 
+ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+"""Names that SGLang's and vLLM's mappers know as well."""
+RECOMPUTED = "rotary_emb."
+"""Rotary buffers of old checkpoints."""
+VOCABULARY_MAPS = ("d2t", "t2d", "draft_id_to_target_id")
+FLOATS: Collection[str] = {"F64", "F32", "F16", "BF16"}
+"""safetensors' dtypes of plain weights."""
 STORED_AS: Mapping[Format, str] = {"fp8": "F8_E4M3", "nvfp4": "U8"}
 """safetensors' dtype of a quantised weight."""
+SCALES = ("weight_scale", "weight_scale_2", "input_scale")
+"""What ModelOpt puts beside a quantised weight."""
+BLOCK = 16
+"""Values along the input that share an NVFP4 scale."""
+PACKED = (
+    *("_packed", "_scale", "_scale_2", "_scale_inv", "_zero_point"),
+    *("weight_shape", "qweight", "qzeros", "scales", "g_idx"),
+)
+"""Endings of the tensors that quantisers (compressed-tensors, ModelOpt, GPTQ, AWQ) put beside or instead of weights."""
 ONE_DRAFTER = "use weights and config.json of one drafter"
 
 
@@ -61,7 +69,7 @@ def match_tensors(
         format: of the quantised weights; None = the checkpoint does not say that it has any.
     """
     ours = {name: header for name, header in headers.items() if name not in copies and RECOMPUTED not in name}
-    packed = next((name for name, h in ours.items() if is_packed(name, h.dtype) and not _is_map(name)), None)
+    packed = next((name for name, h in ours.items() if _is_packed(name, h.dtype)), None)
     if format is None and packed is not None:  # every other complaint would be a consequence
         what = f"the weights are quantised (tensor {packed} is {ours[packed].dtype}), but no file of it says how"
         problems.append(Problem(what, str(ours[packed].file), "use the bf16 drafter, or add its hf_quant_config.json"))
@@ -138,7 +146,7 @@ class _Match:
     def _extra(self, name: str, header: Header) -> tuple[str, str]:
         head, shape = head_of_tensor(name), list(header.shape)
         if head is not None:
-            return f"tensor {name} {shape} belongs to a {head} head, which is not supported yet", DO
+            return f"tensor {name} {shape} belongs to a {head} head, which is not supported yet", PLAIN_DRAFTER
         if _is_map(name):
             what = (
                 f"tensor {name} {shape} maps a reduced draft vocabulary, which needs a head of its own; "
@@ -151,6 +159,11 @@ class _Match:
         return f"tensor {name} {shape} is not part of a DFlash drafter of this config.json", ONE_DRAFTER
 
 
+def _is_packed(name: str, dtype: str) -> bool:
+    """Whether a tensor belongs to a quantised checkpoint, by its name or by its safetensors dtype."""
+    return (name.endswith(PACKED) or dtype not in FLOATS) and not _is_map(name)
+
+
 def _is_map(name: str) -> bool:
     return name.removeprefix("model.") in VOCABULARY_MAPS
 
@@ -161,3 +174,52 @@ def _misshapen(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], confi
         return what, ONE_DRAFTER
     what += f" = [hidden_size, {len(config.target_layer_ids)} target_layer_ids x hidden_size]"
     return what, f"correct target_layer_ids, or {ONE_DRAFTER}"
+
+
+def proper_name(name: str) -> str:
+    """A checkpoint's tensor name without optional prefix and aliases."""
+    name = name.removeprefix("model.")
+    return ALIASES.get(name, name)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of our tensors inside a checkpoint's: rows [start, start + length) of a fused one, or all of it."""
+
+    name: str
+    start: int | None = None
+
+
+def parts_of(name: str, config: DrafterConfig) -> list[Part]:
+    """What a checkpoint's tensor holds of ours: itself by its proper name, or the pieces of a fused one."""
+    name = proper_name(name)
+    gate_up = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+    for fused, pieces in (("qkv_proj", attention_rows(config)), ("gate_up_proj", gate_up)):
+        if f".{fused}." in name:
+            parts, start = [], 0
+            for piece, rows in pieces.items():
+                parts.append(Part(name.replace(f".{fused}.", f".{piece}."), start))
+                start += rows
+            return parts
+    return [Part(name)]
+
+
+def stored_tensors(
+    config: DrafterConfig, format: Format | None, quantised: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor as a checkpoint stores it: quantised modules with their scales.
+
+    FP8: weight [out, in], one scale. NVFP4: weight [out, in / 2], a scale for 16 values [out, in / 16], and one more.
+    Both may have an input_scale, of the activations. (ModelOpt 0.47.)
+    """
+    shapes = expected_tensors(config)
+    for module in quantised:
+        if format is None or f"{module}.weight" not in shapes:
+            continue
+        rows, *columns = shapes[f"{module}.weight"]
+        scales: dict[str, tuple[int, ...]] = {"weight_scale": (), "input_scale": ()}
+        if format == "nvfp4" and columns:
+            shapes[f"{module}.weight"] = (rows, columns[0] // 2)
+            scales |= {"weight_scale": (rows, columns[0] // BLOCK), "weight_scale_2": ()}
+        shapes |= {f"{module}.{name}": shape for name, shape in scales.items()}
+    return shapes

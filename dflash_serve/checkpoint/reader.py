@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import Dialect, parse
-from dflash_serve.checkpoint.headers import Header, read_headers
-from dflash_serve.checkpoint.json_file import read_object
-from dflash_serve.checkpoint.matching import Piece, match_tensors
+from dflash_serve.checkpoint.files import Header, read_headers, read_object
+from dflash_serve.checkpoint.matching import SCALES, Piece, match_tensors, proper_name
 from dflash_serve.checkpoint.quantization import IN_CONFIG, Quantization, find_quantization, plain_only
 from dflash_serve.checkpoint.source import drafter_source, local_folder
-from dflash_serve.checkpoint.tensors import SCALES, proper_name
 from dflash_serve.errors import Problem, raise_problems
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.dialects import DIALECTS, Target
-from dflash_serve.checkpoint.headers import SINGLE
-from dflash_serve.checkpoint.tensors import expected_tensors
+from dflash_serve.checkpoint.files import SINGLE
 from dflash_serve.common.files import whole_folder
 from dflash_serve.errors import UserError
 

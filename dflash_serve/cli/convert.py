@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.config import DrafterConfig
-    from dflash_serve.checkpoint.target_shape import TargetShape
+    from dflash_serve.checkpoint.target import TargetShape
 
 
 class To(StrEnum):
@@ -38,7 +38,7 @@ def convert(
     from dflash_serve.checkpoint.dialects import Target
     from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
     from dflash_serve.checkpoint.source import target_source
-    from dflash_serve.checkpoint.target_shape import read_target_shape
+    from dflash_serve.checkpoint.target import read_target_shape
     from dflash_serve.checkpoint.writer import write_drafter
 
     checkpoint = open_checkpoint(source, revision)
@@ -64,7 +64,7 @@ def _of_target(config: DrafterConfig, target: TargetShape) -> DrafterConfig:
     Raises:
         UserError: the drafter is not this target's.
     """
-    from dflash_serve.checkpoint.pairing import check_pairing
+    from dflash_serve.deployment_checks import check_pairing
     from dflash_serve.errors import raise_problems
 
     raise_problems(check_pairing(config, target), hint="`dflash-serve inspect --target` shows all")

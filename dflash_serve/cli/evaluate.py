@@ -73,7 +73,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure what a drafter is worth, task by task."""
-    from dflash_serve.prompts.tasks import task_prompts
+    from dflash_serve.prompts import task_prompts
 
     tasks = {name: _messages(texts[:prompts]) for name, texts in map(task_prompts, task)}
     if width == "auto" and controls:

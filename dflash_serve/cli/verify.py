@@ -89,7 +89,7 @@ def verify(
 ) -> None:
     """Prove that speculation changed nothing, on any engine; or show what it changed."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
-    from dflash_serve.prompts.prompt_set import read_prompt_set
+    from dflash_serve.prompts import read_prompt_set
 
     asked = read_prompt_set(prompts, raw=raw)
     speculation = {"block_size": block_size, "width": width}
@@ -158,7 +158,7 @@ def _plan(
     settings: dict[str, Any],
 ) -> VerifyPlan:
     """The plan, with the defaults that depend on what answers."""
-    from dflash_serve.prompts.prompt_set import prompts_digest
+    from dflash_serve.prompts import prompts_digest
     from dflash_serve.verify.questions import VerifyPlan
 
     computed_in = pair.dtype or _dtype(dtype)

@@ -16,7 +16,7 @@ import torch
 from dflash_serve.common.files import write_whole
 from dflash_serve.errors import UserError
 from dflash_serve.models.target import TargetModel
-from dflash_serve.prompts.sources import jsonl_prompts
+from dflash_serve.prompts import jsonl_prompts
 from dflash_serve.training.dataset import (
     DataManifest,
     Example,

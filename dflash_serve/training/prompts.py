@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dflash_serve.models.target import TargetModel
-from dflash_serve.prompts.sources import hub_prompts, jsonl_prompts
+from dflash_serve.prompts import hub_prompts, jsonl_prompts
 from dflash_serve.training.decoding import BatchDecoder, Request
 from dflash_serve.training.recipe import DatasetPrompts, FilePrompts, Prompts, SynthesisedPrompts
 

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.formats import Format, quantize
-from dflash_serve.checkpoint.tensors import expected_tensors
 from dflash_serve.checkpoint.writer import write_drafter
 
 SLIDING = AttentionKind(window=6, causal=True)

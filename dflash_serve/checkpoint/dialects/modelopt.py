@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import zlab
-from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressible, one_value
-from dflash_serve.checkpoint.dialects.section import ConfigSection
+from dflash_serve.checkpoint.dialects.dialect import ConfigSection, Dialect, Target, inexpressible, one_value
 from dflash_serve.checkpoint.dialects.transformer_keys import FULL, SLIDING, make_kinds, read_windows
 
 NAME = "modelopt"

@@ -8,9 +8,14 @@ inside the block; sliding ones are causal unless `sliding_window_non_causal`.
 from __future__ import annotations
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressible, one_value
-from dflash_serve.checkpoint.dialects.heads import refuse_other_slots
-from dflash_serve.checkpoint.dialects.section import ConfigSection
+from dflash_serve.checkpoint.dialects.dialect import (
+    ConfigSection,
+    Dialect,
+    Target,
+    inexpressible,
+    one_value,
+    refuse_other_slots,
+)
 from dflash_serve.checkpoint.dialects.transformer_keys import (
     make_kinds,
     read_transformer,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, RopeConfig
-from dflash_serve.checkpoint.dialects.section import ConfigSection
+from dflash_serve.checkpoint.dialects.dialect import ConfigSection
 from dflash_serve.checkpoint.quantization import BUILD
 
 FULL, SLIDING = "full_attention", "sliding_attention"

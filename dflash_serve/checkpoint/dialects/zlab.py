@@ -13,9 +13,14 @@ Windows follow August's rule: a `sliding_attention` layer is causal inside the b
 from __future__ import annotations
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
-from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressible, one_value
-from dflash_serve.checkpoint.dialects.heads import refuse_other_slots
-from dflash_serve.checkpoint.dialects.section import ConfigSection
+from dflash_serve.checkpoint.dialects.dialect import (
+    ConfigSection,
+    Dialect,
+    Target,
+    inexpressible,
+    one_value,
+    refuse_other_slots,
+)
 from dflash_serve.checkpoint.dialects.transformer_keys import (
     make_kinds,
     read_transformer,

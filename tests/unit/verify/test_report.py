@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from dflash_serve.errors import UserError
-from dflash_serve.prompts.prompt_set import read_prompt_set
+from dflash_serve.prompts import read_prompt_set
 from dflash_serve.verify.distributions import DistributionComparison, Look
 from dflash_serve.verify.findings import FaultKind, Findings
 from dflash_serve.verify.questions import VerifyPlan
