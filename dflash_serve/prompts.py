@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from dflash_serve.backend import Prompt
-from dflash_serve.errors import UserError
+from dflash_serve.errors import UserError, first_line
 
 BUNDLED = Path(__file__).with_name("assets") / "prompts.jsonl"
 FORMS = '{"prompt": text}, {"messages": [...]} or {"token_ids": [...]}'
@@ -52,7 +52,7 @@ def _read_lines(file: Path, *, where: str, do: str) -> list[tuple[str, object]]:
     """Every line of a JSONL file that is not blank: its place for messages, and what it holds (None = no JSON).
 
     Raises:
-        UserError: no such file, or it is not UTF-8.
+        UserError: no such file, it is not UTF-8, or there is nothing in it.
     """
     try:
         lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: a prompt may hold U+2028
@@ -60,7 +60,10 @@ def _read_lines(file: Path, *, where: str, do: str) -> list[tuple[str, object]]:
         raise UserError(f"cannot be read ({error.strerror})", where=where, do=do) from None
     except UnicodeDecodeError:
         raise UserError("not UTF-8", where=where, do=do) from None
-    return [(f"{where}:{number}", _parse(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    found = [(f"{where}:{number}", _parse(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise UserError("no prompts in it", where=where, do="give one JSON object a line")
+    return found
 
 
 def _parse(line: str) -> object:
@@ -80,11 +83,7 @@ def jsonl_prompts(path: Path, *, where: str | None = None, do: str = "check the 
     Raises:
         UserError: no such file, no prompt in it, a line that is not JSON, or one without a prompt.
     """
-    where = where or str(path)
-    prompts = [_text(entry, place) for place, entry in _read_lines(path, where=where, do=do)]
-    if not prompts:
-        raise UserError("no prompts in it", where=where)
-    return prompts
+    return [_text(entry, place) for place, entry in _read_lines(path, where=where or str(path), do=do)]
 
 
 def _text(entry: object, place: str) -> str:
@@ -106,10 +105,7 @@ def read_prompt_set(path: Path | None = None, *, raw: bool = False) -> list[Prom
     """
     where = str(path or "bundled prompts")
     lines = _read_lines(path or BUNDLED, where=where, do="check the prompts' path")
-    prompts = [_prompt(entry, place, raw) for place, entry in lines]
-    if not prompts:
-        raise UserError("it has no prompts", where=where, do=f"give one JSON object a line: {FORMS}")
-    return prompts
+    return [_prompt(entry, place, raw) for place, entry in lines]
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
@@ -195,8 +191,7 @@ def _rows(
     try:
         return [dict(row) for row in load(repository, subset, split=split)]
     except Exception as error:  # the package raises what its many formats raise
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"cannot be loaded ({why})", where=where) from None
+        raise UserError(f"cannot be loaded ({first_line(error)})", where=where) from None
 
 
 def task_prompts(text: str) -> tuple[str, list[str]]:

@@ -128,6 +128,7 @@ def uniform_target_layer_ids(num_target_layers: int, count: int) -> tuple[int, .
 def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor, in z-lab's names: 11 L + 3, more with biases or a mask embedding."""
     hidden, head = config.hidden_size, config.head_dim
+    kv = config.num_key_value_heads * head
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, config.feature_size),
         "hidden_norm.weight": (hidden,),
@@ -137,7 +138,7 @@ def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         shapes["mask_embedding"] = (hidden,)
     for index in range(config.num_layers):
         layer = f"layers.{index}."
-        for name, out in attention_rows(config).items():
+        for name, out in (("q_proj", config.num_attention_heads * head), ("k_proj", kv), ("v_proj", kv)):
             shapes[f"{layer}self_attn.{name}.weight"] = (out, hidden)
             if config.attention_bias:
                 shapes[f"{layer}self_attn.{name}.bias"] = (out,)
@@ -152,12 +153,6 @@ def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{layer}{name}.weight"] = (hidden,)
     return shapes
-
-
-def attention_rows(config: DrafterConfig) -> dict[str, int]:
-    """Rows of q, k and v, in their order in a fused qkv_proj."""
-    kv = config.num_key_value_heads * config.head_dim
-    return {"q_proj": config.num_attention_heads * config.head_dim, "k_proj": kv, "v_proj": kv}
 
 
 def weight_bytes(config: DrafterConfig) -> int:

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_serve.checkpoint.config import DrafterConfig, attention_rows, expected_tensors
+from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.dialects import head_of_tensor
 from dflash_serve.checkpoint.dialects.dialect import PLAIN_DRAFTER
 from dflash_serve.checkpoint.files import Header
@@ -74,14 +74,10 @@ def match_tensors(
         what = f"the weights are quantised (tensor {packed} is {ours[packed].dtype}), but no file of it says how"
         problems.append(Problem(what, str(ours[packed].file), "use the bf16 drafter, or add its hf_quant_config.json"))
         return {}
-    return _Match(config, problems, format, _quantised_modules(ours, config, format)).run(ours, where)
-
-
-def _quantised_modules(headers: Mapping[str, Header], config: DrafterConfig, format: Format | None) -> set[str]:
-    """Modules whose weight is stored in `format`, by our names."""
-    stored = [name for name, header in headers.items() if format is not None and header.dtype == STORED_AS[format]]
-    parts = [part.name for name in stored if name.endswith(".weight") for part in parts_of(name, config)]
-    return {name.removesuffix(".weight") for name in parts}
+    stored = [name for name, header in ours.items() if format is not None and header.dtype == STORED_AS[format]]
+    weights = [part for name in stored if name.endswith(".weight") for part in parts_of(name)]
+    quantised = {name.removesuffix(".weight") for name in weights}
+    return _Match(config, problems, format, quantised).run(ours, where)
 
 
 class _Match:
@@ -105,24 +101,24 @@ class _Match:
         return {name: piece for name, piece in self.pieces.items() if name not in self.unusable}
 
     def _take(self, name: str, header: Header) -> None:
-        parts = parts_of(name, self.config)
-        if any(part.name not in self.shapes for part in parts):
+        parts = parts_of(name)
+        if any(part not in self.shapes for part in parts):
             self._note(header, *self._extra(name, header))
             return
-        shapes = [self.shapes[part.name] for part in parts]
+        shapes = [self.shapes[part] for part in parts]
         wanted = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
-        fault = self._fault(name, header, wanted, parts[0].name)
+        fault = self._fault(name, header, wanted, parts[0])
         if fault:
             self._note(header, *fault)
+            self.unusable.update(parts)
+        start = 0
         for part, shape in zip(parts, shapes, strict=True):
-            if part.name in self.pieces:
-                twice = f"tensor {part.name} is there twice: {self.pieces[part.name].stored_name} and {name}"
+            if part in self.pieces:
+                twice = f"tensor {part} is there twice: {self.pieces[part].stored_name} and {name}"
                 self._note(header, twice, "keep one")
-            start = part.start or 0
             rows = slice(start, start + shape[0]) if shape and len(parts) > 1 else None
-            self.pieces[part.name] = Piece(header.file, name, rows)
-            if fault:
-                self.unusable.add(part.name)
+            self.pieces[part] = Piece(header.file, name, rows)
+            start = rows.stop if rows else 0
 
     def _note(self, header: Header, what: str, do: str) -> None:
         self.problems.append(Problem(what, str(header.file), do))
@@ -153,7 +149,7 @@ class _Match:
                 "we, SGLang and TensorRT-LLM draft through the target's"
             )
             return what, "train with the full vocabulary"
-        weights = [part.name.rpartition(".")[0] + ".weight" for part in parts_of(name, self.config)]
+        weights = [part.rpartition(".")[0] + ".weight" for part in parts_of(name)]
         if name.endswith(SCALES) and all(weight in self.shapes for weight in weights):
             return f"tensor {name} {shape} belongs to no quantised weight", ONE_DRAFTER
         return f"tensor {name} {shape} is not part of a DFlash drafter of this config.json", ONE_DRAFTER
@@ -182,26 +178,13 @@ def proper_name(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-@dataclass(frozen=True)
-class Part:
-    """One of our tensors inside a checkpoint's: rows [start, start + length) of a fused one, or all of it."""
-
-    name: str
-    start: int | None = None
-
-
-def parts_of(name: str, config: DrafterConfig) -> list[Part]:
-    """What a checkpoint's tensor holds of ours: itself by its proper name, or the pieces of a fused one."""
+def parts_of(name: str) -> list[str]:
+    """What a checkpoint's tensor holds of ours, in order: itself, or the pieces of a fused one."""
     name = proper_name(name)
-    gate_up = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-    for fused, pieces in (("qkv_proj", attention_rows(config)), ("gate_up_proj", gate_up)):
+    for fused, pieces in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
         if f".{fused}." in name:
-            parts, start = [], 0
-            for piece, rows in pieces.items():
-                parts.append(Part(name.replace(f".{fused}.", f".{piece}."), start))
-                start += rows
-            return parts
-    return [Part(name)]
+            return [name.replace(f".{fused}.", f".{piece}.") for piece in pieces]
+    return [name]
 
 
 def stored_tensors(

@@ -94,11 +94,9 @@ def read_config(folder_or_id: str | Path, revision: str | None = None) -> tuple[
     Raises:
         UserError: config.json is absent, broken, of no dialect we know, or describes a drafter we cannot run.
     """
-    checkpoint = _describe(local_folder(drafter_source(folder_or_id), revision), [])
-    raise_problems(checkpoint.problems, hint=HINT)
-    assert checkpoint.config is not None
+    config, checkpoint = _read(folder_or_id, revision)
     assert checkpoint.dialect is not None
-    return checkpoint.config, checkpoint.dialect.name
+    return config, checkpoint.dialect.name
 
 
 def read_drafter(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, Quantization | None]:
@@ -107,20 +105,15 @@ def read_drafter(folder_or_id: str | Path, revision: str | None = None) -> tuple
     Raises:
         UserError: as `read_config`.
     """
+    config, checkpoint = _read(folder_or_id, revision)
+    return config, checkpoint.quantization
+
+
+def _read(folder_or_id: str | Path, revision: str | None) -> tuple[DrafterConfig, Checkpoint]:
     checkpoint = _describe(local_folder(drafter_source(folder_or_id), revision), [])
     raise_problems(checkpoint.problems, hint=HINT)
     assert checkpoint.config is not None
-    return checkpoint.config, checkpoint.quantization
-
-
-def problems(folder_or_id: str | Path, revision: str | None = None, *, weights: bool = True) -> list[Problem]:
-    """Everything wrong with a drafter; `weights` also reads every number, looking for NaN and infinity (needs torch).
-
-    Raises:
-        UserError: neither a folder nor an id that can be fetched.
-    """
-    checkpoint = open_checkpoint(folder_or_id, revision)
-    return checkpoint.problems + (weight_problems(checkpoint) if weights else [])
+    return checkpoint.config, checkpoint
 
 
 def weight_problems(checkpoint: Checkpoint) -> list[Problem]:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from dflash_serve.common.files import cache_home, sha256, whole_folder
-from dflash_serve.errors import UserError
+from dflash_serve.errors import UserError, first_line
 
 ALIAS = "smollm2"
 """The bundled target, and its drafter."""
@@ -78,9 +78,8 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files or DRAFTER_FILES))
     except Exception as error:  # the hub's own, httpx's and the system's errors all mean: not to be had
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"neither a folder nor to be fetched from the hub ({reason})",
+            f"neither a folder nor to be fetched from the hub ({first_line(error)})",
             where=name,
             do="check the name, the revision and the network",
         ) from None

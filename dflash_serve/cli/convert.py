@@ -35,7 +35,6 @@ def convert(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Write a drafter in another dialect. Weights keep their values and dtypes; nothing half-written is left behind."""
-    from dflash_serve.checkpoint.dialects import Target
     from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
     from dflash_serve.checkpoint.source import target_source
     from dflash_serve.checkpoint.target import read_target_shape
@@ -47,7 +46,7 @@ def convert(
     assert checkpoint.dialect is not None
     shape = None if target is None else read_target_shape(target_source(target))
     config = checkpoint.config if shape is None else _of_target(checkpoint.config, shape)
-    write_drafter(destination, config, tensors, dialect=to.value, target=Target(target), overwrite=overwrite)
+    write_drafter(destination, config, tensors, dialect=to.value, target=target, overwrite=overwrite)
     note = _note(config, to, target)
     if as_json:
         report = {"source": str(checkpoint.folder), "from": checkpoint.dialect.name, "destination": str(destination)}

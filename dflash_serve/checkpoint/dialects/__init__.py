@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import modelopt, speculators, zlab
-from dflash_serve.checkpoint.dialects.dialect import PLAIN_DRAFTER, ConfigSection, Dialect, Target
+from dflash_serve.checkpoint.dialects.dialect import PLAIN_DRAFTER, ConfigSection, Dialect
 from dflash_serve.errors import Problem
 
-__all__ = ["DIALECTS", "Dialect", "Target", "detect", "head_of_tensor", "parse"]
+__all__ = ["DIALECTS", "Dialect", "head_of_tensor", "parse"]
 
 DIALECTS: Mapping[str, Dialect] = {d.name: d for d in (speculators.DIALECT, modelopt.DIALECT, zlab.DIALECT)}
 """The most telling first: ModelOpt's form is z-lab's with more keys."""
@@ -28,18 +28,12 @@ HEADS_BY_TENSOR = {
 """Parts of tensor names that only such a head has (z-lab, ModelOpt and DeepSpec exports)."""
 
 
-def detect(raw: Mapping[str, object], path: Path) -> Dialect | None:
-    """The dialect of a config.json, None where it is no DFlash drafter's."""
-    section = ConfigSection(raw, str(path), [])
-    return next((dialect for dialect in DIALECTS.values() if dialect.matches(section)), None)
-
-
 def parse(
     raw: Mapping[str, object], path: Path, problems: list[Problem], *, has_mask_embedding: bool = False
 ) -> tuple[DrafterConfig | None, Dialect | None]:
     """Reads a config.json, adding everything wrong with it to `problems`; then the config is None."""
     section = ConfigSection(raw, str(path), problems)
-    dialect = detect(raw, path)
+    dialect = next((one for one in DIALECTS.values() if one.matches(ConfigSection(raw, str(path), []))), None)
     inner = section.section("dflash_config", falls_back=True)
     head = _head_of_config(inner)
     if head is not None:  # its other keys would only be noise
@@ -72,13 +66,8 @@ def head_of_tensor(name: str) -> str | None:
 
 def _head_of_config(config: ConfigSection) -> str | None:
     """The head that the configuration asks for: by architecture, projector type, or the sizes only that head has."""
-    named = " ".join(
-        [
-            *(config.strings("architectures") or ()),
-            config.text("projector_type") or "",
-            config.text("speculators_model_type") or "",
-        ]
-    ).lower()
+    keys = (config.text(key) or "" for key in ("projector_type", "speculators_model_type"))
+    named = " ".join([*(config.strings("architectures") or ()), *keys]).lower()
     for head in (*HEADS_BY_TENSOR, "MuseGlimmer", "xPress", "DFlare"):
         if head.lower() in named:
             return head

@@ -5,7 +5,7 @@ read key by key. What is wrong is noted, and reading goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -18,6 +18,7 @@ ABSENT = object()
 Kind = TypeVar("Kind")
 
 
+@dataclass(frozen=True)
 class ConfigSection:
     """A JSON object whose lookups may fall back to an outer one, and which collects problems instead of raising.
 
@@ -25,17 +26,11 @@ class ConfigSection:
     whoever reads must look at `problems` before using what was read. A JSON null is the same as an absent key.
     """
 
-    def __init__(
-        self,
-        raw: Mapping[str, object],
-        where: str,
-        problems: list[Problem],
-        *,
-        path: str = "",
-        fallback: ConfigSection | None = None,
-    ) -> None:
-        self.raw, self.where, self.problems = raw, where, problems
-        self.path, self.fallback = path, fallback
+    raw: Mapping[str, object]
+    where: str
+    problems: list[Problem]
+    path: str = ""
+    fallback: ConfigSection | None = None
 
     def note(self, what: str, do: str = "") -> None:
         """Adds a problem of this file."""
@@ -156,14 +151,6 @@ class ConfigSection:
 
 
 @dataclass(frozen=True)
-class Target:
-    """What a config.json may say of the target beyond DrafterConfig; None and empty = not known."""
-
-    name: str | None = None
-    architectures: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Dialect:
     """Reads and writes one config.json dialect. Tensors have the same names in all of them."""
 
@@ -171,9 +158,9 @@ class Dialect:
     matches: Callable[[ConfigSection], bool]
     read: Callable[[ConfigSection, bool], dict[str, object]]
     """(config.json, whether the weights bring a mask embedding) -> DrafterConfig's fields; problems are noted."""
-    write: Callable[[DrafterConfig, Target], dict[str, object]]
-    """UserError where the dialect has no words for the drafter."""
-    copies_of_target: frozenset[str] = field(default_factory=frozenset)
+    write: Callable[[DrafterConfig, str | None], dict[str, object]]
+    """(drafter, the target's name if known) -> config.json; UserError where the dialect has no words for it."""
+    copies_of_target: frozenset[str] = frozenset()
     """Tensors that merely repeat the target's, and are skipped."""
 
 

@@ -86,7 +86,7 @@ def test_the_bundled_prompts_are_read_and_so_are_a_users(tmp_path: Path) -> None
 @pytest.mark.parametrize("line", ["", "nonsense", '{"text": "a"}', '{"prompt": ""}', '{"token_ids": ["a"]}', "[1]"])
 def test_what_is_no_prompt_is_one_clear_line(tmp_path: Path, line: str) -> None:
     (tmp_path / "p.jsonl").write_text(line + "\n")
-    with pytest.raises(UserError, match=r"prompts?; give one JSON object a line"):
+    with pytest.raises(UserError, match=r"no prompt(s in it)?; give one JSON object a line"):
         read_prompt_set(tmp_path / "p.jsonl")
     with pytest.raises(UserError, match="cannot be read"):
         read_prompt_set(tmp_path / "missing")
