@@ -29,12 +29,15 @@ def train(
     from dflash_serve.common.malloc import keep_freed_memory
 
     keep_freed_memory()  # before torch
+    import torch
+
     from dflash_serve.models.loader import load_target, load_tokenizer
     from dflash_serve.training.recipe import load_recipe
     from dflash_serve.training.run import choose_device, run
 
     settings = load_recipe(recipe)
-    place, dtype = choose_device(device)
-    target = load_target(settings.target.model, dtype=dtype, device=place, revision=settings.target.revision)
-    tokenizer = load_tokenizer(settings.target.model, settings.target.revision)
+    model, revision = settings.target.model, settings.target.revision
+    # Never fp16: features reach 25,000, too near its end.
+    target = load_target(model, dtype=torch.bfloat16, device=choose_device(device), revision=revision)
+    tokenizer = load_tokenizer(model, revision)
     run(settings, target, tokenizer, output, resume=resume, data_only=stage is Stage.data)
