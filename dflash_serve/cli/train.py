@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from dflash_serve.cli import options
+
 
 class Stage(StrEnum):
     """The stages of a training run at which it can stop."""
@@ -21,7 +23,7 @@ def train(
     output: Annotated[Path, typer.Option(help="Folder for data, checkpoints, log and the finished drafter.")] = Path(
         "drafter"
     ),
-    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint in the output folder.")] = False,
+    resume: options.Resume = False,
     device: Annotated[str, typer.Option(help="Where to train: auto, cpu, cuda or cuda:N.")] = "auto",
     stage: Annotated[Stage, typer.Option(help="How far to go; data: until the answers are there.")] = Stage.all,
 ) -> None:
