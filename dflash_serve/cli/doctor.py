@@ -15,18 +15,21 @@ from dflash_serve.backend import Engine, Prompt, embedded_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.figures import number, survival_text
 from dflash_serve.common.extras import need
-from dflash_serve.common.journal import Journal, resumable
+from dflash_serve.common.journal import resumable
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dflash_serve.client.endpoint import Endpoint
     from dflash_serve.doctor.examination import PairReport, SuspectReport
-    from dflash_serve.doctor.reference import DiagnosableBackend, Observation
+    from dflash_serve.doctor.reference import DiagnosableBackend
     from dflash_serve.doctor.suspect import Interview
 
+URL = "Address of a running server of this pair, which nobody else uses meanwhile."
+Url = Annotated[str | None, typer.Option(help=URL)]
+SEEN = "Acceptance length that was seen, of a server that is not there to be asked."
+Observed = Annotated[float | None, typer.Option(help=SEEN, min=1)]
 Progress = Callable[[str, int], None]
 """Called with the name of what is about to run, and how many of its kind there are."""
 SHOWN = 8
@@ -60,13 +63,8 @@ class ExaminedPair:
 def doctor(
     target: options.Target = options.BUNDLED,
     drafter: options.Drafter = options.BUNDLED,
-    url: Annotated[
-        str | None, typer.Option(help="Address of a running server of this pair, which nobody else uses meanwhile.")
-    ] = None,
-    observed: Annotated[
-        float | None,
-        typer.Option(help="Acceptance length that was seen, of a server that is not there to be asked.", min=1),
-    ] = None,
+    url: Url = None,
+    observed: Observed = None,
     model: options.ServedModel = None,
     api_key_file: options.ApiKeyFile = None,
     block_size: options.BlockSize = None,
@@ -81,7 +79,7 @@ def doctor(
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
     from dflash_serve.client.endpoint import Endpoint
     from dflash_serve.common.http import read_api_key
-    from dflash_serve.doctor.reference import Observation
+    from dflash_serve.doctor.suspect import interview
     from dflash_serve.prompts.prompt_set import read_prompt_set
 
     if url is not None and observed is not None:
@@ -90,67 +88,50 @@ def doctor(
     pair = ExaminedPair(target or options.BUNDLED, drafter or options.BUNDLED, block_size, dtype, asked, max_tokens)
     endpoint = Endpoint(url, model, read_api_key(api_key_file)) if url else None
     with _progress() as advance:
-        told = _interview(endpoint, pair, advance) if endpoint else None
-        seen = told.observation if told else Observation.of_length(observed) if observed else None
-        report = _examine(pair, told, seen, output, resume, advance)
+
+        def answered() -> None:
+            advance("asking the server", len(asked))
+
+        told = interview(endpoint, asked, pair.params, pair.drafter_block_size, answered) if endpoint else None
+        report = _examine(pair, told, observed, output, resume, advance)
     _show(report, output)
     raise typer.Exit(report.verdict.exit_code)
 
 
-def _interview(endpoint: Endpoint, pair: ExaminedPair, advance: Progress) -> Interview:
-    from dflash_serve.doctor.suspect import interview
-
-    def answered() -> None:
-        advance("asking the server", len(pair.prompts))
-
-    return interview(endpoint, pair.prompts, pair.params, pair.drafter_block_size, answered)
-
-
 def _examine(
-    pair: ExaminedPair, told: Interview | None, seen: Observation | None, output: Path, resume: bool, advance: Progress
+    pair: ExaminedPair, told: Interview | None, observed: float | None, output: Path, resume: bool, advance: Progress
 ) -> SuspectReport | PairReport:
     """Starts our own loop, at the width that the server verifies, examines, and writes the report."""
     from dflash_serve.common.files import write_whole
+    from dflash_serve.doctor.examination import Examination
+    from dflash_serve.doctor.reference import Observation
 
     advance("loading target and drafter", 1)
-    backend = _diagnosable_backend()
-    width = told.width if told else pair.block_size or pair.drafter_block_size
-    block_size = pair.block_size
+    backend, block_size = _diagnosable_backend(), pair.block_size
+    width = told.width if told else block_size or pair.drafter_block_size
     if told is not None and block_size is None and told.engine != "dflash-serve":
         block_size = told.width  # other engines draft as many slots as they verify
     engine = _engine(backend, pair, block_size, width)
-    belongs_to = _belongs_to(pair, engine, width)
-    with resumable(output, belongs_to, "finished probes", resume=resume) as journal:
-        report = _run(backend, engine, pair, width, seen, journal, advance)
-        if told is not None:
-            report = report.model_copy(update={"notes": (*report.notes, *told.notes)})
-        text = json.dumps({"pair": belongs_to, **report.model_dump(mode="json")}, indent=1, ensure_ascii=False)
-        write_whole(output, text + "\n", do="name another --output")
-    return report
-
-
-def _run(
-    backend: DiagnosableBackend,
-    engine: Engine,
-    pair: ExaminedPair,
-    width: int,
-    seen: Observation | None,
-    journal: Journal,
-    advance: Progress,
-) -> SuspectReport | PairReport:
-    """Examines a server of which something was seen, or else the pair alone."""
-    from dflash_serve.doctor.examination import Examination
-
     reference = backend.reference(engine, pair.drafter, pair.prompts, pair.params, width)
-    examination = Examination(reference, journal, advance)
-    if seen is not None:
-        return examination.examine_suspect(seen)
 
     def first_difference() -> object | None:
         advance("comparing tensors with transformers", 1)
         return backend.first_difference(engine, pair.target, pair.drafter, pair.prompts[0])
 
-    return examination.examine_pair(first_difference)
+    belongs_to = _belongs_to(pair, engine, width)
+    with resumable(output, belongs_to, "finished probes", resume=resume) as journal:
+        examination = Examination(reference, journal, advance)
+        report: SuspectReport | PairReport
+        if told is not None:
+            report = examination.examine_suspect(told.observation)
+            report = report.model_copy(update={"notes": (*report.notes, *told.notes)})
+        elif observed is not None:
+            report = examination.examine_suspect(Observation.of_length(observed))
+        else:
+            report = examination.examine_pair(first_difference)
+        text = json.dumps({"pair": belongs_to, **report.model_dump(mode="json")}, indent=1, ensure_ascii=False)
+        write_whole(output, text + "\n", do="name another --output")
+    return report
 
 
 def _diagnosable_backend() -> DiagnosableBackend:
