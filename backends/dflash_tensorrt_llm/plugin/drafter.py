@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.quantization import read_quantization
 from dflash_serve.checkpoint.reader import assemble, read_drafter
@@ -26,12 +26,10 @@ from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.rope import rotate
 
 from ..draft_folder import NEUTRAL
-from .operators import ArenaAttention, Product, Reduce, mask_arguments
-from .weights import Layout, Loaded, load
+from .weights import Layout, Product, Reduce, load
 
-
-class Borrowed(nn.Module):
-    """A place for the target's modules under the names the worker looks for."""
+EVERYTHING = (-1, -1)
+"""flash-attn's window_size of a layer without a window."""
 
 
 class AdjustedLogits(nn.Module):
@@ -43,6 +41,54 @@ class AdjustedLogits(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.adjust(self.inner(*args, **kwargs))
+
+
+def mask_arguments(kind: AttentionKind) -> tuple[bool, tuple[int, int]]:
+    """flash-attn's `causal` and `window_size`: W tokens are the query itself and W - 1 to its left (and right)."""
+    if kind.window is None:
+        return kind.causal, EVERYTHING
+    return kind.causal, (kind.window - 1, 0 if kind.causal else kind.window - 1)
+
+
+class ArenaAttention:
+    """An `Attend` that appends the blocks' K/V behind each request's context and attends over both.
+
+    Args:
+        attention: `flash_attn_with_kvcache`.
+        kinds: of the layers.
+        keys, values: the arena [entries, layers, capacity, kv_heads, head_dim].
+        lengths: context tokens of each request [requests].
+        entries: each request's entry of the arena [requests].
+    """
+
+    def __init__(
+        self,
+        attention: Callable[..., Tensor],
+        kinds: tuple[AttentionKind, ...],
+        keys: Tensor,
+        values: Tensor,
+        lengths: Tensor,
+        entries: Tensor,
+    ) -> None:
+        self.attention, self.kinds, self.keys, self.values = attention, kinds, keys, values
+        self.lengths, self.entries = lengths.to(torch.int32), entries.to(torch.int32)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        causal, window = mask_arguments(self.kinds[layer])
+        requests = len(self.entries)
+        dtype = self.keys.dtype
+        out = self.attention(
+            q=q.view(requests, -1, *q.shape[1:]).to(dtype),
+            k_cache=self.keys[:, layer],
+            v_cache=self.values[:, layer],
+            k=k.view(requests, -1, *k.shape[1:]).to(dtype),
+            v=v.view(requests, -1, *v.shape[1:]).to(dtype),
+            cache_seqlens=self.lengths[:requests],
+            cache_batch_idx=self.entries,
+            causal=causal,
+            window_size=window,
+        )
+        return out.reshape(q.shape).to(q.dtype)
 
 
 class PlugInDrafter(nn.Module):
@@ -78,8 +124,8 @@ class PlugInDrafter(nn.Module):
         # The worker embeds this token for the masked slots; with an embedding of our own we overwrite the rows.
         self.mask_token_id = config.mask_token_id or 0
         self.target_layer_ids = list(config.target_layer_ids)
-        self.draft_model_full: Any = Borrowed()
-        self.draft_model_full.model = Borrowed()
+        self.draft_model_full: Any = nn.Module()  # where the worker looks for the target's embedding and head
+        self.draft_model_full.model = nn.Module()
         self.model = self.draft_model_full.model
         self.lm_head: Any = None
         self.logits_processor: Any = None
@@ -129,9 +175,9 @@ class PlugInDrafter(nn.Module):
             UserError: all that does not fit.
         """
         whole = assemble(dict(weights.items()), self.config, self.format)
-        loaded: Loaded = load(whole, self.config, self.layout, self.reduce, self.dtype, self.device)
-        self.drafter, self._context, self._k_norms = loaded.drafter, loaded.context, loaded.k_norms
-        self.fc, self.hidden_norm = self.drafter.fc, self.drafter.hidden_norm
+        drafter, self._context = load(whole, self.config, self.layout, self.reduce, self.dtype, self.device)
+        self._k_norms = torch.stack([layer.self_attn.k_norm.weight for layer in drafter.layers])[:, None]
+        self.drafter, self.fc, self.hidden_norm = drafter, drafter.fc, drafter.hidden_norm
 
     def load_weights_from_target_model(self, target_model: Any) -> None:
         """Shares the target's embedding and head."""
