@@ -20,9 +20,8 @@ from dflash_serve.common.extras import import_extra
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 
-from .compare import BOUNDS, compare, read_checkpoint
-from .pipeline import Measured, Work
-from .quantize import quantized_model, quietly
+from .pipeline import Measured, Work, quietly
+from .quantize import BOUNDS, compare, quantized_model, source_in_bf16
 from .recipe import Checkpoints
 
 DECODERS = {"llama": "llama", "mistral": "llama", "qwen2": "qwen", "qwen3": "qwen"}
@@ -39,7 +38,7 @@ def write_checkpoints(work: Work, deployment: Deployment, wanted: Checkpoints) -
     if decoder is None:
         what = f"model_type {raw['model_type']!r} has no TensorRT-LLM checkpoint of ours"
         raise UserError(what, where="build.checkpoints", do=f"leave it out; there are: {', '.join(DECODERS)}")
-    source = {name: t.to(torch.bfloat16).float() for name, t in read_checkpoint(work.inputs["target"]).items()}
+    source = source_in_bf16(work)
     with quietly():
         model = quantized_model(work, "fp8" if wanted.precision == "fp8" else None)
     measured: Measured = {"legacy": f"trtllm-build ended with {LAST}"}
