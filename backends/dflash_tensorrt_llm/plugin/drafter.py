@@ -9,6 +9,7 @@ to bring a kernel that reads them: ours has flash-attn's only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,6 @@ from dflash_serve.models.rope import rotate
 from ..draft_folder import NEUTRAL
 from .weights import Layout, Product, Reduce, load
 
-EVERYTHING = (-1, -1)
-"""flash-attn's window_size of a layer without a window."""
-
 
 class AdjustedLogits(nn.Module):
     """The target's logits processor, followed by the drafter's own multiplier and soft-cap."""
@@ -44,34 +42,29 @@ class AdjustedLogits(nn.Module):
 
 
 def mask_arguments(kind: AttentionKind) -> tuple[bool, tuple[int, int]]:
-    """flash-attn's `causal` and `window_size`: W tokens are the query itself and W - 1 to its left (and right)."""
+    """flash-attn's `causal` and `window_size`: W tokens are the query itself and W - 1 to its left (and right), -1 all."""
     if kind.window is None:
-        return kind.causal, EVERYTHING
+        return kind.causal, (-1, -1)
     return kind.causal, (kind.window - 1, 0 if kind.causal else kind.window - 1)
 
 
+@dataclass(frozen=True)
 class ArenaAttention:
     """An `Attend` that appends the blocks' K/V behind each request's context and attends over both.
 
-    Args:
-        attention: `flash_attn_with_kvcache`.
-        kinds: of the layers.
-        keys, values: the arena [entries, layers, capacity, kv_heads, head_dim].
-        lengths: context tokens of each request [requests].
-        entries: each request's entry of the arena [requests].
+    The arena's `keys` and `values` are [entries, layers, capacity, kv_heads, head_dim].
     """
 
-    def __init__(
-        self,
-        attention: Callable[..., Tensor],
-        kinds: tuple[AttentionKind, ...],
-        keys: Tensor,
-        values: Tensor,
-        lengths: Tensor,
-        entries: Tensor,
-    ) -> None:
-        self.attention, self.kinds, self.keys, self.values = attention, kinds, keys, values
-        self.lengths, self.entries = lengths.to(torch.int32), entries.to(torch.int32)
+    attention: Callable[..., Tensor]
+    """`flash_attn_with_kvcache`."""
+    kinds: tuple[AttentionKind, ...]
+    """Of the layers."""
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
+    """Context tokens of each request: int32 [requests]."""
+    entries: Tensor
+    """Each request's entry of the arena: int32 [requests]."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         causal, window = mask_arguments(self.kinds[layer])
@@ -124,9 +117,9 @@ class PlugInDrafter(nn.Module):
         # The worker embeds this token for the masked slots; with an embedding of our own we overwrite the rows.
         self.mask_token_id = config.mask_token_id or 0
         self.target_layer_ids = list(config.target_layer_ids)
-        self.draft_model_full: Any = nn.Module()  # where the worker looks for the target's embedding and head
-        self.draft_model_full.model = nn.Module()
-        self.model = self.draft_model_full.model
+        # Where the worker looks for the target's embedding and head.
+        self.draft_model_full: Any = nn.Module()
+        self.draft_model_full.model = self.model = nn.Module()
         self.lm_head: Any = None
         self.logits_processor: Any = None
         self.drafter: Drafter | None = None
@@ -234,9 +227,8 @@ class PlugInDrafter(nn.Module):
         noise = noise_embedding.to(self.dtype)
         if drafter.mask_embedding is not None:
             noise = torch.cat([noise[:, :1], drafter.mask_embedding.to(noise).expand_as(noise[:, 1:])], dim=1)
-        attend = ArenaAttention(
-            self.attention, self.config.layers, ctx_k_cache, ctx_v_cache, num_ctx_per_req, ctx_cache_batch_idx
-        )
+        lengths, entries = num_ctx_per_req.to(torch.int32), ctx_cache_batch_idx.to(torch.int32)
+        attend = ArenaAttention(self.attention, self.config.layers, ctx_k_cache, ctx_v_cache, lengths, entries)
         rows = noise.reshape(-1, noise.shape[-1]) * self.config.embedding_scale
         out: Tensor = drafter(rows, query_positions.reshape(-1), attend)
         return out

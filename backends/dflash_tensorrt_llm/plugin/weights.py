@@ -1,7 +1,4 @@
-"""The drafter's weights on one rank: which rows and columns live here, and the core's drafter with its products cut.
-
-A product may be quantised: what it keeps of its scales is what upstream's fused K/V product leaves out.
-"""
+"""The drafter's weights on one rank: which rows and columns live here, and the core's drafter with its products cut."""
 
 from __future__ import annotations
 
@@ -131,17 +128,14 @@ class RowParallel(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, product: Product, reduce: Reduce | None) -> None:
+    def __init__(self, product: Product, reduce: Reduce) -> None:
         super().__init__()
         self.product, self.reduce = product, reduce
-        self.register_buffer("bias", None if reduce is None else product.bias)
-        if reduce is not None:
-            product.bias = None
+        self.register_buffer("bias", product.bias)
+        product.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.product(x)
-        if self.reduce is not None:
-            y = self.reduce(y)
+        y = self.reduce(self.product(x))
         return y if self.bias is None else y + self.bias
 
 
@@ -169,8 +163,8 @@ def load(
     for index, layer in enumerate(drafter.layers):
         for parent, names in PROJECTIONS.items():
             for name in names:
-                module = _product([f"layers.{index}.{parent}.{name}"], mine, dtype)
-                parallel = RowParallel(module, reduce) if name in ROW_PARALLEL else module
+                product = _product([f"layers.{index}.{parent}.{name}"], mine, dtype)
+                parallel = RowParallel(product, reduce) if reduce and name in ROW_PARALLEL else product
                 setattr(getattr(layer, parent), name, parallel)
     left = {name: mine[name] for name, _ in drafter.named_parameters()}  # norms, fc, mask embedding
     state = dequantized(left, dtype)
