@@ -160,9 +160,8 @@ class Sample:
 
     def save(self, folder: Path) -> None:
         """Writes it into a step's folder."""
-        save_file(
-            {"features": self.features, "noise": self.noise, "anchors": torch.tensor(self.anchors)}, folder / SAMPLE
-        )
+        tensors = {"features": self.features, "noise": self.noise, "anchors": torch.tensor(self.anchors)}
+        save_file(tensors, folder / SAMPLE)
 
     @classmethod
     def load(cls, folder: Path) -> Sample:

@@ -86,15 +86,12 @@ def quantized_state(tensors: Mapping[str, Tensor], ranges: Mapping[str, Tensor],
             kind, block = utils.get_quantization_format(linear), utils.get_weight_block_size(linear)
             state[name] = utils.to_quantized_weight(linear.weight, scale, kind, scale_2, block).detach()
             state[f"{module}.weight_scale"] = scale.detach().squeeze() if format == "fp8" else scale.detach()
-            state[f"{module}.input_scale"] = input_scale(ranges[module], format)
+            # Of the activations: amax / 448, and NVFP4's second level another 6.
+            largest = FP8_MAX * (FP4_MAX if format == "nvfp4" else 1.0)
+            state[f"{module}.input_scale"] = ranges[module].float().reshape(()) / largest
             if scale_2 is not None:
                 state[f"{module}.weight_scale_2"] = scale_2.detach().float().squeeze()
     return state
-
-
-def input_scale(amax: Tensor, format: Format) -> Tensor:
-    """Scale of the activations, fp32: amax / 448, and NVFP4's second level another 6."""
-    return amax.float().reshape(()) / (FP8_MAX * (FP4_MAX if format == "nvfp4" else 1.0))
 
 
 def _is_product(name: str) -> bool:

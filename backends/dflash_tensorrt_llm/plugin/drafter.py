@@ -42,7 +42,7 @@ class AdjustedLogits(nn.Module):
 
 
 def mask_arguments(kind: AttentionKind) -> tuple[bool, tuple[int, int]]:
-    """flash-attn's `causal` and `window_size`: W tokens are the query itself and W - 1 to its left (and right), -1 all."""
+    """flash-attn's `causal` and `window_size`: W is the query itself and W - 1 to its left (and right); -1 = all."""
     if kind.window is None:
         return kind.causal, (-1, -1)
     return kind.causal, (kind.window - 1, 0 if kind.causal else kind.window - 1)
