@@ -49,7 +49,7 @@ class Settings(Frozen):
     rounds: PositiveInt
     requests_per_user: PositiveInt
     min_requests: PositiveInt
-    output_tokens: PositiveInt
+    max_tokens: PositiveInt
     ignore_eos: bool
     temperature: Annotated[float, Field(ge=0)]
     interactivity: float | None
