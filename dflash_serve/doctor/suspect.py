@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dflash_serve.backend import Prompt
-from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.client.endpoint import Endpoint, Reply
 from dflash_serve.client.metrics import read_acceptance
-from dflash_serve.client.reply import Reply
 from dflash_serve.doctor.reference import Observation
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from dflash_serve.backend import Prompt
-from dflash_serve.client.reply import Reply
+from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.journal import Journal
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.distributions import DistributionComparison, Look, p_value, repeats, smallest_deviation
-from dflash_serve.verify.findings import Findings, conclude
 from dflash_serve.verify.questions import SEEDED, WITH, WITHOUT, Case, Question, VerifyPlan, prompt_index, questions
+from dflash_serve.verify.report import Findings, conclude
 from dflash_serve.verify.subjects import Subject, SubjectPair
 from dflash_serve.verify.tokens import TOP, AnswerPair, Piece, ScoredAnswer, TokenComparison, again, compare_tokens
 
@@ -152,8 +152,8 @@ class Verification:
 
     def _look(self, speculating: Subject, case: Case) -> DistributionComparison:
         """Looks at growing numbers of answers until they differ or are all there."""
-        samples, looks = 0, list[Look]()
-        found = DistributionComparison(case=case.name, prompt=prompt_index(case, len(self.prompts)) + 1, samples=0)
+        index = prompt_index(case, len(self.prompts))
+        found, looks = DistributionComparison(case=case.name, prompt=index + 1, samples=0), list[Look]()
         for samples, rate in self.plan.looks:
             self._ask(speculating, WITH, case, samples)
             if case.name in self.record.refused:
@@ -163,17 +163,11 @@ class Verification:
             looks.append(Look(samples=samples, p_value=p, false_alarm=rate))
             if p <= rate:
                 break
-        differs = looks[-1].p_value <= looks[-1].false_alarm
-        return DistributionComparison(
-            case=case.name,
-            prompt=found.prompt,
-            samples=samples,
-            looks=tuple(looks),
-            differs=differs,
-            smallest_deviation=None if differs else smallest_deviation(plain, samples, rate, self.plan.power),
-            repeats_without=repeats(plain),
-            repeats_with=repeats(other),
-        )
+        told = {"repeats_without": repeats(plain), "repeats_with": repeats(other)}
+        differs = p <= rate
+        least = None if differs else smallest_deviation(plain, samples, rate, self.plan.power)
+        told |= {"samples": samples, "looks": tuple(looks), "differs": differs, "smallest_deviation": least}
+        return found.model_copy(update=told)
 
     def _parted(self) -> list[tuple[Case, int, int]]:
         """(greedy case, prompt, first differing position) of all answers that both sides have given."""
@@ -204,9 +198,8 @@ class Verification:
         No score tells how close a seeded draw was to the edge between two tokens: seeded differences stay unscored.
         """
         if case.name in self.record.refused:
-            why = self.record.refused[case.name]
-            return TokenComparison(
-                case=case.name, prompts=self.plan.prompts, identical=0, tokens=0, compared=0, refused=why
+            return compare_tokens(case, [], 0.0).model_copy(
+                update={"prompts": self.plan.prompts, "refused": self.record.refused[case.name]}
             )
         return compare_tokens(case, self.record.pairs(case, self.plan.prompts), self.plan.noise)
 

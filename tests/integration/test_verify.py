@@ -17,14 +17,13 @@ import torch
 
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.cli.main import run
-from dflash_serve.client.reply import Reply
+from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.journal import Journal
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.verify import verification
-from dflash_serve.verify.findings import FaultKind, Findings
 from dflash_serve.verify.questions import GREEDY, SAMPLED, Question, VerifyPlan
-from dflash_serve.verify.report import VerifyReport, read_report
+from dflash_serve.verify.report import FaultKind, Findings, VerifyReport, read_report
 from dflash_serve.verify.subjects import EngineSubject, SubjectPair, server_started_twice
 from dflash_serve.verify.verification import Verification
 from dflash_torch.backend import EmbeddedBackend
