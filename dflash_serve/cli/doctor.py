@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 
     from dflash_serve.client.endpoint import Endpoint
     from dflash_serve.common.journal import Journal
+    from dflash_serve.doctor.evidence import DiagnosableBackend, Interview, Observation
     from dflash_serve.doctor.examination import PairReport, SuspectReport
-    from dflash_serve.doctor.reference import DiagnosableBackend, Observation
-    from dflash_serve.doctor.suspect import Interview
 
 Progress = Callable[[str, int], None]
 """Called with the name of what is about to run, and how many of its kind there are."""
@@ -78,7 +77,7 @@ def doctor(
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
     from dflash_serve.client.endpoint import Endpoint
     from dflash_serve.common.http import read_api_key
-    from dflash_serve.doctor.reference import Observation
+    from dflash_serve.doctor.evidence import Observation
     from dflash_serve.prompts.prompt_set import read_prompt_set
 
     if url is not None and observed is not None:
@@ -96,7 +95,7 @@ def doctor(
 
 def _interview(endpoint: Endpoint, pair: ExaminedPair, advance: Progress) -> Interview:
     from dflash_serve.checkpoint.reader import read_config
-    from dflash_serve.doctor.suspect import interview
+    from dflash_serve.doctor.evidence import interview
 
     block_size, count = read_config(pair.drafter)[0].block_size, len(pair.prompts)
     return interview(endpoint, pair.prompts, pair.params, block_size, lambda: advance("asking the server", count))
@@ -156,7 +155,7 @@ def _diagnosable_backend() -> DiagnosableBackend:
     Raises:
         UserError: it is not installed, or is one that cannot be given faults.
     """
-    from dflash_serve.doctor.reference import DiagnosableBackend
+    from dflash_serve.doctor.evidence import DiagnosableBackend
 
     found = embedded_backend()
     if not isinstance(found, DiagnosableBackend):

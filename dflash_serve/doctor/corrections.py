@@ -36,7 +36,6 @@ class Alternative:
     """Another setting and what it would give."""
 
     cause: str
-    name: str
     setting: str
     predicted: tuple[AcceptanceStatistics, ...]
     """By prompt."""

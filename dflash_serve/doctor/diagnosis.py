@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from dflash_serve.doctor.reference import Observation
+from dflash_serve.doctor.evidence import Observation
 from dflash_serve.doctor.statistics import log_likelihood, p_value
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 

@@ -163,11 +163,16 @@ class Verification:
             looks.append(Look(samples=samples, p_value=p, false_alarm=rate))
             if p <= rate:
                 break
-        told = {"repeats_without": repeats(plain), "repeats_with": repeats(other)}
-        differs = p <= rate
-        least = None if differs else smallest_deviation(plain, samples, rate, self.plan.power)
-        told |= {"samples": samples, "looks": tuple(looks), "differs": differs, "smallest_deviation": least}
-        return found.model_copy(update=told)
+        return DistributionComparison(
+            case=case.name,
+            prompt=found.prompt,
+            samples=samples,
+            looks=tuple(looks),
+            differs=p <= rate,
+            smallest_deviation=None if p <= rate else smallest_deviation(plain, samples, rate, self.plan.power),
+            repeats_without=repeats(plain),
+            repeats_with=repeats(other),
+        )
 
     def _parted(self) -> list[tuple[Case, int, int]]:
         """(greedy case, prompt, first differing position) of all answers that both sides have given."""
