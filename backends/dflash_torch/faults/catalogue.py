@@ -6,7 +6,7 @@ Upstream cases are named where they are known; the rest are the conventions in w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,16 @@ from dflash_serve.checkpoint.config import DrafterConfig, RopeConfig, uniform_ta
 
 from ..speculator import Speculator
 from . import changes
-from .fault import DrafterFault, PromptFault, block_input, configured, disturbed, drafter_changed, drafts_shifted
+from .fault import (
+    Disturbance,
+    DisturbedSpeculator,
+    DrafterFault,
+    PromptFault,
+    block_input,
+    configured,
+    drafter_changed,
+    drafts_shifted,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +37,7 @@ THETAS = (1e4, 1e5, 1e6)
 
 def catalogue(speculator: Speculator) -> list[DrafterFault]:
     """Every fault that means something for this pair, faults of the prompt excepted; their names are unique."""
-    return [*settings(speculator), *_block(speculator), *_context(speculator), *_weights(speculator)]
+    return [*settings(speculator), *_block(speculator), *_context(), *_weights(speculator)]
 
 
 def settings(speculator: Speculator) -> Iterator[DrafterFault]:
@@ -48,18 +57,21 @@ def settings(speculator: Speculator) -> Iterator[DrafterFault]:
     target = speculator.target.config
     yield from mask_tokens(config, (0, *target.eos_token_ids[:1], target.vocab_size - 1))
     yield from _attention(config, speculator.block_size)
-    yield from _rope(config, speculator.target.config.rope)
+    yield from _rope(config, target.rope)
     scale = 1.0 if config.embedding_scale != 1.0 else config.hidden_size**0.5
     says = "the block's embeddings are multiplied as Gemma's are, or no longer are"
-    change = configured(embedding_scale=scale)
-    yield DrafterFault(
-        "embedding scale", f"embedding scale {scale:g}", says, f"input_embedding_scale = {scale:g}", change=change
-    )
+    setting = f"input_embedding_scale = {scale:g}"
+    yield _other("embedding scale", f"embedding scale {scale:g}", says, setting, embedding_scale=scale)
+
+
+def _other(cause: str, name: str, says: str, setting: str, **fields: object) -> DrafterFault:
+    """Other fields of DrafterConfig, as the setting would make them."""
+    return DrafterFault(cause, name, says, setting, change=configured(**fields))
 
 
 def _other_layers(cause: str, name: str, says: str, ids: tuple[int, ...]) -> DrafterFault:
     """Features of as many other target layers."""
-    return DrafterFault(cause, name, says, f"target_layer_ids = {list(ids)}", change=configured(target_layer_ids=ids))
+    return _other(cause, name, says, f"target_layer_ids = {list(ids)}", target_layer_ids=ids)
 
 
 def mask_tokens(config: DrafterConfig, tokens: Iterable[int]) -> Iterator[DrafterFault]:
@@ -69,37 +81,33 @@ def mask_tokens(config: DrafterConfig, tokens: Iterable[int]) -> Iterator[Drafte
     for token in dict.fromkeys(tokens):
         if token != config.mask_token_id and 0 <= token < config.vocab_size:
             says = "masked slots are filled with another token: a fallback, or padding"
-            change = configured(mask_token_id=token)
-            yield DrafterFault("mask token", f"mask token {token}", says, f"mask_token_id = {token}", change=change)
+            yield _other("mask token", f"mask token {token}", says, f"mask_token_id = {token}", mask_token_id=token)
 
 
 def _attention(config: DrafterConfig, block_size: int) -> Iterator[DrafterFault]:
     causal = all(kind.causal for kind in config.layers)
     layers = tuple(kind.model_copy(update={"causal": not causal}) for kind in config.layers)
     name, says = ("bidirectional", "is_causal was lost") if causal else ("causal", "the default of most attention code")
-    change = configured(layers=layers)
-    yield DrafterFault(
-        "block attention", f"{name} block attention", says, f"is_causal = {str(not causal).lower()}", change=change
-    )
+    setting = f"is_causal = {str(not causal).lower()}"
+    yield _other("block attention", f"{name} block attention", says, setting, layers=layers)
     windowed = any(kind.window for kind in config.layers)
     window = None if windowed else 4 * block_size
     layers = tuple(kind.model_copy(update={"window": window}) for kind in config.layers)
     name = "window ignored" if windowed else f"window of {window} tokens"
     says = "layer_types say full while use_swa is set (ModelOpt), or a draft window was given to the engine"
-    yield DrafterFault("window", name, says, f"sliding_window = {window or 'null'}", change=configured(layers=layers))
+    yield _other("window", name, says, f"sliding_window = {window or 'null'}", layers=layers)
 
 
 def _rope(config: DrafterConfig, target: RopeConfig) -> Iterator[DrafterFault]:
     rope, says = config.rope, "rope_theta was not read, or is another model's"
     for theta in dict.fromkeys((*THETAS, target.theta)):
         if theta != rope.theta:
-            change = configured(rope=rope.model_copy(update={"theta": theta}))
-            yield DrafterFault("RoPE theta", f"RoPE theta {theta:g}", says, f"rope_theta = {theta:g}", change=change)
+            changed = rope.model_copy(update={"theta": theta})
+            yield _other("RoPE theta", f"RoPE theta {theta:g}", says, f"rope_theta = {theta:g}", rope=changed)
     other = RopeConfig(theta=rope.theta) if rope.scaling else _scaled(rope, target)
     name = "RoPE scaling ignored" if rope.scaling else f"RoPE scaled ({other.scaling}, {other.factor:g}x)"
     says = "rope_scaling was not read, or the target's is applied to a drafter that was trained without"
-    change = configured(rope=other)
-    yield DrafterFault("RoPE scaling", name, says, f"rope_scaling = {other.scaling or 'null'}", change=change)
+    yield _other("RoPE scaling", name, says, f"rope_scaling = {other.scaling or 'null'}", rope=other)
 
 
 def _scaled(rope: RopeConfig, target: RopeConfig) -> RopeConfig:
@@ -121,27 +129,24 @@ def _block(speculator: Speculator) -> Iterator[DrafterFault]:
     yield DrafterFault("slot convention", "drafts read one slot late", says, change=drafts_shifted(1))
 
 
-def _context(speculator: Speculator) -> Iterator[DrafterFault]:
-    yield DrafterFault(
-        "features", "features shuffled", "rows land at the wrong positions", change=disturbed(changes.Shuffled)
-    )
-    yield DrafterFault(
-        "features", "features zeroed", "no feature reaches the drafter", change=disturbed(lambda: changes.zeroed)
-    )
+def _context() -> Iterator[DrafterFault]:
+    yield _rows("features", "features shuffled", "rows land at the wrong positions", changes.Shuffled)
+    yield _rows("features", "features zeroed", "no feature reaches the drafter", lambda: changes.zeroed)
     says = "features are shifted by one token, as EAGLE's drafters want them"
-    yield DrafterFault("feature rows", "features one position late", says, change=disturbed(changes.DelayedByOne))
+    yield _rows("feature rows", "features one position late", says, changes.DelayedByOne)
     says = "a prefix hit or a prefill server left the drafter without the prompt (TensorRT-LLM #16005, #19352)"
-    for share, name in ((1.0, "the prompt"), (0.5, "half of the prompt")):
-        change = disturbed(lambda share=share: changes.without_prompt(share))  # type: ignore[misc]
-        yield DrafterFault("prompt context", f"no drafter context of {name}", says, change=change)
+    yield _rows("prompt context", "no drafter context of the prompt", says, changes.without_prompt)
+    half = partial(changes.without_prompt, 0.5)
+    yield _rows("prompt context", "no drafter context of half of the prompt", says, half)
     says = "features of accepted tokens are not injected: only each step's anchor's are"
-    yield DrafterFault(
-        "stale context", "accepted tokens not injected", says, change=disturbed(lambda: changes.anchors_only)
-    )
+    yield _rows("stale context", "accepted tokens not injected", says, lambda: changes.anchors_only)
     says = "nothing is injected after the prefill"
-    yield DrafterFault(
-        "stale context", "no drafter context of the answer", says, change=disturbed(lambda: changes.without_answer)
-    )
+    yield _rows("stale context", "no drafter context of the answer", says, lambda: changes.without_answer)
+
+
+def _rows(cause: str, name: str, says: str, make: Callable[[], Disturbance]) -> DrafterFault:
+    """Other feature rows; `make` is called for every run, since a disturbance may remember requests."""
+    return DrafterFault(cause, name, says, change=lambda speculator: DisturbedSpeculator(speculator, make()))
 
 
 def _weights(speculator: Speculator) -> Iterator[DrafterFault]:

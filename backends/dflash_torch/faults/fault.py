@@ -63,11 +63,6 @@ class DisturbedSpeculator(Speculator):
         super().inject(requests)
 
 
-def disturbed(make: Callable[[], Disturbance]) -> Change:
-    """Other feature rows; `make` is called for every run, since a disturbance may remember requests."""
-    return lambda speculator: DisturbedSpeculator(speculator, make())
-
-
 def drafter_changed(change: Callable[[Drafter], None]) -> Change:
     """A change of a twin of the drafter."""
 
