@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Literal
 
 from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.frozen import Frozen
@@ -55,10 +55,10 @@ class TokenComparison(Frozen):
 
     case: str
     prompts: int
-    identical: int
-    tokens: int
+    identical: int = 0
+    tokens: int = 0
     """Of the answers without speculation."""
-    compared: int
+    compared: int = 0
     """Of them, those up to the first difference: what comes after it follows from it."""
     differences: tuple[Difference, ...] = ()
     refused: str | None = None
@@ -85,11 +85,6 @@ class ScoredAnswer:
             return None
         there = reply.logprobs[position]
         return cls(list(reply.pieces), there.text, there.logprob, dict(there.top))
-
-    @classmethod
-    def read(cls, value: Any) -> ScoredAnswer | None:
-        """The inverse of `vars`, from a journal; None stays None."""
-        return None if value is None else cls(**value)
 
     def says(self, piece: Piece | None, agreed: Pieces) -> bool:
         """Whether that piece comes after the agreed ones; an end (None) would have been this token."""

@@ -65,13 +65,15 @@ class AnswerRecord:
 
     def pairs(self, case: Case, count: int) -> list[AnswerPair]:
         """Both sides' first `count` answers, with what they said when asked again."""
+        answers = zip(self.answers(WITHOUT, case, count), self.answers(WITH, case, count), strict=True)
         return [
-            AnswerPair(
-                *(self.journal[_key(side, case, index)] for side in (WITHOUT, WITH)),
-                *(ScoredAnswer.read(self.journal.get(_again(side, case, index))) for side in (WITHOUT, WITH)),
-            )
-            for index in range(count)
+            AnswerPair(plain, other, self._score(WITHOUT, case, index), self._score(WITH, case, index))
+            for index, (plain, other) in enumerate(answers)
         ]
+
+    def _score(self, side: str, case: Case, index: int) -> ScoredAnswer | None:
+        kept = self.journal.get(_again(side, case, index))
+        return None if kept is None else ScoredAnswer(**kept)
 
     def is_scored(self, side: str, case: Case, index: int) -> bool:
         """Whether it was asked again, with log-probabilities."""
@@ -152,12 +154,11 @@ class Verification:
 
     def _look(self, speculating: Subject, case: Case) -> DistributionComparison:
         """Looks at growing numbers of answers until they differ or are all there."""
-        index = prompt_index(case, len(self.prompts))
-        found, looks = DistributionComparison(case=case.name, prompt=index + 1, samples=0), list[Look]()
+        prompt, looks = prompt_index(case, len(self.prompts)) + 1, list[Look]()
         for samples, rate in self.plan.looks:
             self._ask(speculating, WITH, case, samples)
-            if case.name in self.record.refused:
-                return found.model_copy(update={"refused": self.record.refused[case.name]})
+            if why := self.record.refused.get(case.name):
+                return DistributionComparison(case=case.name, prompt=prompt, samples=0, refused=why)
             plain, other = (self.record.answers(side, case, samples) for side in (WITHOUT, WITH))
             p = p_value(plain, other, rate, seed=crc32(case.name.encode()))
             looks.append(Look(samples=samples, p_value=p, false_alarm=rate))
@@ -165,7 +166,7 @@ class Verification:
                 break
         return DistributionComparison(
             case=case.name,
-            prompt=found.prompt,
+            prompt=prompt,
             samples=samples,
             looks=tuple(looks),
             differs=p <= rate,
@@ -202,10 +203,8 @@ class Verification:
 
         No score tells how close a seeded draw was to the edge between two tokens: seeded differences stay unscored.
         """
-        if case.name in self.record.refused:
-            return compare_tokens(case, [], 0.0).model_copy(
-                update={"prompts": self.plan.prompts, "refused": self.record.refused[case.name]}
-            )
+        if why := self.record.refused.get(case.name):
+            return TokenComparison(case=case.name, prompts=self.plan.prompts, refused=why)
         return compare_tokens(case, self.record.pairs(case, self.plan.prompts), self.plan.noise)
 
     def _acceptance(self, speculating: Subject) -> AcceptanceStatistics:
