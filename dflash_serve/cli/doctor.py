@@ -22,9 +22,8 @@ from dflash_serve.speculation.params import SamplingParams
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dflash_serve.doctor.evidence import DiagnosableBackend, Interview
     from dflash_serve.doctor.examination import PairReport, SuspectReport
-    from dflash_serve.doctor.reference import DiagnosableBackend
-    from dflash_serve.doctor.suspect import Interview
 
 URL = "Address of a running server of this pair, which nobody else uses meanwhile."
 Url = Annotated[str | None, typer.Option(help=URL)]
@@ -79,7 +78,7 @@ def doctor(
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
     from dflash_serve.client.endpoint import Endpoint
     from dflash_serve.common.http import read_api_key
-    from dflash_serve.doctor.suspect import interview
+    from dflash_serve.doctor.evidence import interview
     from dflash_serve.prompts import read_prompt_set
 
     if url is not None and observed is not None:
@@ -103,8 +102,8 @@ def _examine(
 ) -> SuspectReport | PairReport:
     """Starts our own loop, at the width that the server verifies, examines, and writes the report."""
     from dflash_serve.common.files import write_whole
+    from dflash_serve.doctor.evidence import Observation
     from dflash_serve.doctor.examination import Examination
-    from dflash_serve.doctor.reference import Observation
 
     advance("loading target and drafter", 1)
     backend, block_size = _diagnosable_backend(), pair.block_size
@@ -140,7 +139,7 @@ def _diagnosable_backend() -> DiagnosableBackend:
     Raises:
         UserError: it is not installed, or is one that cannot be given faults.
     """
-    from dflash_serve.doctor.reference import DiagnosableBackend
+    from dflash_serve.doctor.evidence import DiagnosableBackend
 
     found = embedded_backend()
     if not isinstance(found, DiagnosableBackend):

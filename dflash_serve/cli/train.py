@@ -28,7 +28,7 @@ def train(
     stage: Annotated[Stage, typer.Option(help="How far to go; data: until the answers are there.")] = Stage.all,
 ) -> None:
     """Train a drafter for a target on answers the target writes itself."""
-    from dflash_serve.common.malloc import keep_freed_memory
+    from dflash_serve.training.malloc import keep_freed_memory
 
     keep_freed_memory()  # before torch
     import torch

@@ -162,8 +162,7 @@ def _run(plan: VerifyPlan, prompts: Sequence[Prompt], pair: SubjectPair, output:
     """Verifies, writes the report and shows it; the exit code."""
     from rich.console import Console
 
-    from dflash_serve.verify.findings import EXIT_CODES
-    from dflash_serve.verify.report import report_of, show, write_report
+    from dflash_serve.verify.report import EXIT_CODES, report_of, show, write_report
     from dflash_serve.verify.verification import Verification
 
     belongs_to = {"plan": plan.model_dump(mode="json"), "subjects": pair.descriptions}

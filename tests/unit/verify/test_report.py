@@ -12,9 +12,8 @@ from rich.console import Console
 from dflash_serve.errors import UserError
 from dflash_serve.prompts import read_prompt_set
 from dflash_serve.verify.distributions import DistributionComparison, Look
-from dflash_serve.verify.findings import FaultKind, Findings
 from dflash_serve.verify.questions import VerifyPlan
-from dflash_serve.verify.report import VerifyReport, read_report, report_of, show, write_report
+from dflash_serve.verify.report import FaultKind, Findings, VerifyReport, read_report, report_of, show, write_report
 from dflash_serve.verify.tokens import Difference, TokenComparison
 
 SUBJECTS = {"with": {"url": "http://a"}, "without": {"url": "http://b"}}
