@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dflash_serve.cli import options
+
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.config import DrafterConfig
     from dflash_serve.checkpoint.target import TargetShape
@@ -26,15 +28,15 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a drafter in any dialect.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
     to: Annotated[To, typer.Option("--to", help="Dialect to write.")],
-    target: Annotated[
-        str | None,
-        typer.Option(metavar="PATH_OR_ID", help="The drafter's target: checked, and named in what is written."),
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Commit of SRC's hub repository.")] = None,
+    target: options.Target = None,
+    revision: options.Revision = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DST.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Write a drafter in another dialect. Weights keep their values and dtypes; nothing half-written is left behind."""
+    """Write a drafter in another dialect. Weights keep their values and dtypes; nothing half-written is left behind.
+
+    A --target that is given is checked against the drafter, and named in what is written.
+    """
     from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
     from dflash_serve.checkpoint.source import target_source
     from dflash_serve.checkpoint.target import read_target_shape

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dflash_serve.cli import options
+
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.config import DrafterConfig
     from dflash_serve.checkpoint.quantization import Quantization
@@ -17,13 +19,11 @@ if TYPE_CHECKING:
 
 def inspect(
     drafter: Annotated[str, typer.Argument(metavar="PATH_OR_ID", help="Folder or hub id of a drafter.")],
-    target: Annotated[
-        str | None, typer.Option(metavar="PATH_OR_ID", help="Target to check it against, folder or hub id.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Commit of the drafter's hub repository.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    target: options.Target = None,
+    revision: options.Revision = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Describe a drafter and list everything wrong with it. Exit code 2 where there is anything."""
+    """Describe a drafter and list everything wrong with it, by itself or for a --target; exit code 2 if anything is."""
     from dflash_serve.checkpoint.reader import open_checkpoint, weight_problems
     from dflash_serve.checkpoint.source import target_source
     from dflash_serve.checkpoint.target import read_target_shape
