@@ -13,7 +13,7 @@ from dflash_serve.cli import options
 
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.config import DrafterConfig
-    from dflash_serve.checkpoint.target_shape import TargetShape
+    from dflash_serve.checkpoint.target import TargetShape
 
 
 class To(StrEnum):
@@ -37,10 +37,9 @@ def convert(
 
     A --target that is given is checked against the drafter, and named in what is written.
     """
-    from dflash_serve.checkpoint import dialects
     from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
     from dflash_serve.checkpoint.source import target_source
-    from dflash_serve.checkpoint.target_shape import read_target_shape
+    from dflash_serve.checkpoint.target import read_target_shape
     from dflash_serve.checkpoint.writer import write_drafter
 
     checkpoint = open_checkpoint(source, revision)
@@ -49,7 +48,7 @@ def convert(
     assert checkpoint.dialect is not None
     shape = None if target is None else read_target_shape(target_source(target))
     config = checkpoint.config if shape is None else _of_target(checkpoint.config, shape)
-    write_drafter(destination, config, tensors, dialect=to.value, target=dialects.Target(target), overwrite=overwrite)
+    write_drafter(destination, config, tensors, dialect=to.value, target=target, overwrite=overwrite)
     note = _note(config, to, target)
     if as_json:
         report = {"source": str(checkpoint.folder), "from": checkpoint.dialect.name, "destination": str(destination)}
@@ -66,7 +65,7 @@ def _of_target(config: DrafterConfig, target: TargetShape) -> DrafterConfig:
     Raises:
         UserError: the drafter is not this target's.
     """
-    from dflash_serve.checkpoint.pairing import check_pairing
+    from dflash_serve.deployment_checks import check_pairing
     from dflash_serve.errors import raise_problems
 
     raise_problems(check_pairing(config, target), hint="`dflash-serve inspect --target` shows all")

@@ -80,7 +80,7 @@ def doctor(
     from dflash_serve.client.endpoint import Endpoint
     from dflash_serve.common.http import read_api_key
     from dflash_serve.doctor.suspect import interview
-    from dflash_serve.prompts.prompt_set import read_prompt_set
+    from dflash_serve.prompts import read_prompt_set
 
     if url is not None and observed is not None:
         raise UserError("the server says it itself", where="--observed", do="leave it out, or --url")
@@ -170,7 +170,7 @@ def _belongs_to(pair: ExaminedPair, engine: Engine, width: int) -> dict[str, obj
     """All that a probe's counts depend on."""
     from dflash_serve.checkpoint.manifest import file_entries
     from dflash_serve.checkpoint.source import drafter_folder
-    from dflash_serve.prompts.prompt_set import prompts_digest
+    from dflash_serve.prompts import prompts_digest
 
     return {
         "target": pair.target,

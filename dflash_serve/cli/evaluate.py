@@ -74,7 +74,7 @@ def evaluate(
     as_json: options.Json = False,
 ) -> None:
     """Measure what a drafter is worth, task by task."""
-    from dflash_serve.prompts.tasks import task_prompts
+    from dflash_serve.prompts import task_prompts
 
     tasks = {name: _messages(texts[:num_prompts]) for name, texts in map(task_prompts, task)}
     if width == "auto" and controls:

@@ -24,10 +24,10 @@ def inspect(
     as_json: options.Json = False,
 ) -> None:
     """Describe a drafter and list everything wrong with it, by itself or for a --target; exit code 2 if anything is."""
-    from dflash_serve.checkpoint.pairing import check_pairing
     from dflash_serve.checkpoint.reader import open_checkpoint, weight_problems
     from dflash_serve.checkpoint.source import target_source
-    from dflash_serve.checkpoint.target_shape import read_target_shape
+    from dflash_serve.checkpoint.target import read_target_shape
+    from dflash_serve.deployment_checks import check_pairing
 
     checkpoint = open_checkpoint(drafter, revision)
     problems = checkpoint.problems + weight_problems(checkpoint)
@@ -50,7 +50,7 @@ def _sizes(checkpoint: Checkpoint) -> tuple[int, int]:
     """Parameters and bytes of everything stored; scales are no parameters, and a byte of NVFP4 holds two."""
     from math import prod
 
-    from dflash_serve.checkpoint.tensors import SCALES
+    from dflash_serve.checkpoint.matching import SCALES
 
     weights = [header for name, header in checkpoint.headers.items() if not name.endswith(SCALES)]
     parameters = sum(prod(header.shape) * (2 if header.dtype == "U8" else 1) for header in weights)

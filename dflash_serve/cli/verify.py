@@ -75,7 +75,7 @@ def verify(
 ) -> None:
     """Prove that speculation changed nothing, on any engine; or show what it changed."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
-    from dflash_serve.prompts.prompt_set import read_prompt_set
+    from dflash_serve.prompts import read_prompt_set
 
     asked = read_prompt_set(prompts, raw=raw)
     if with_url or without_url:
@@ -136,7 +136,7 @@ def _deployed(deployment: Deployment, backend_name: str, concurrency: int) -> Su
 
 def _plan(given: Mapping[str, Any], asked: Sequence[Prompt], pair: SubjectPair) -> VerifyPlan:
     """The plan for the options that are given, with the defaults that depend on what answers."""
-    from dflash_serve.prompts.prompt_set import prompts_digest
+    from dflash_serve.prompts import prompts_digest
     from dflash_serve.verify.questions import VerifyPlan
 
     dtype, samples, same_seeds = pair.dtype or _dtype(given["dtype"]), given["samples"], given["same_seeds"]

@@ -18,7 +18,7 @@ import torch
 from dflash_serve.common.files import write_whole
 from dflash_serve.errors import UserError
 from dflash_serve.models.target import TargetModel
-from dflash_serve.prompts.sources import hub_prompts, jsonl_prompts
+from dflash_serve.prompts import hub_prompts, jsonl_prompts
 from dflash_serve.training.dataset import (
     DataManifest,
     Example,

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from dflash_serve.common.frozen import Frozen, PositiveInt
-from dflash_serve.deployment import describe
+from dflash_serve.common.yaml_file import describe, read_recipe_file
 from dflash_serve.errors import UserError
-from dflash_serve.recipe_file import read_recipe_file
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
