@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from dflash_serve.backend import EngineFacts, MetricNames, Probes, SpeculationLines
-from dflash_serve.common.prometheus import Samples, Scrape
-from dflash_serve.common.promql import rate
+from dflash_serve.common.prometheus import Samples, Scrape, rate
 from dflash_serve.errors import Problem
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 

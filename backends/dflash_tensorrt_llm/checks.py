@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.pairing import check_pairing
-from dflash_serve.deployment_checks import block_problems, length_problems
+from dflash_serve.deployment import GIB, PER_NODE
+from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems
 from dflash_serve.errors import Problem
-from dflash_serve.gpus import GIB, PER_NODE
 
 from .launch_plan import ACTIVATIONS, OVERHEAD, PAGE, LaunchPlan
 from .upstream import FIRST

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects import DIALECTS, Target
-from dflash_serve.checkpoint.headers import INDEX, SINGLE
+from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.files import INDEX, SINGLE
 from dflash_serve.checkpoint.quantization import IN_CONFIG, QUANT_CONFIG
 from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint, read_tensors
 from dflash_serve.common.files import whole_folder
@@ -46,7 +46,7 @@ def _config_json(config: DrafterConfig, checkpoint: Checkpoint) -> dict[str, obj
     if not kinds <= {True}:
         layers = tuple(kind.model_copy(update={"causal": kind.window is not None}) for kind in config.layers)
         config = config.model_copy(update={"layers": layers})
-    fields = DIALECTS["zlab"].write(config, Target())
+    fields = DIALECTS["zlab"].write(config, None)
     original = json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8"))
     if IN_CONFIG in original:
         fields[IN_CONFIG] = original[IN_CONFIG]

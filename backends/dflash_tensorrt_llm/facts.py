@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from dflash_serve.backend import EngineFacts, MetricNames, Probes, SpeculationLines
-from dflash_serve.common.prometheus import Scrape
-from dflash_serve.common.promql import gauge, rate
+from dflash_serve.common.prometheus import Scrape, gauge, rate
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 ITERATIONS, PROMETHEUS = "/metrics", "/prometheus/metrics"

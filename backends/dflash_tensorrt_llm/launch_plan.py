@@ -11,15 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import read_drafter
 from dflash_serve.checkpoint.source import drafter_source, local_folder
-from dflash_serve.checkpoint.target_layout import TargetLayout, read_target_layout, target_configuration
-from dflash_serve.checkpoint.tensors import context_bytes, weight_bytes
-from dflash_serve.deployment import Deployment, Model
+from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu, Model
 from dflash_serve.deployment_checks import uses_drafter
-from dflash_serve.gpus import GIB, GPUS, Gpu
 
 from .upstream import Release
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dflash_serve.backend import EngineFacts, MetricNames, Probes, SpeculationLines
-from dflash_serve.common.prometheus import Scrape
-from dflash_serve.common.promql import gauge, rate
+from dflash_serve.common.prometheus import Scrape, gauge, rate
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 PREFIX = "dflash:"

@@ -2,7 +2,7 @@
 
 vLLM and SGLang give token ids for `return_token_ids`; older ones ignore it. TensorRT-LLM refuses fields that it does
 not know, and gives ids where `detokenize` is false. All give the tokens' texts with log-probabilities. The first
-request to each path tries these in turn, and what worked is kept.
+request to each path tries these in turn, and what worked is kept. Replies are read with tolerance.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from threading import Lock
 from typing import Any
 
 from dflash_serve.backend import Prompt
-from dflash_serve.client.reply import Reply, read_reply
 from dflash_serve.common.http import Connection, RefusedError
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
@@ -28,6 +27,39 @@ WAYS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 """How to ask for tokens, finest first; the last is text alone."""
 ALWAYS = {"temperature", "top_p"}
 """Sent even at their defaults: some servers would fill in the model's own. The rest is sent where it is set."""
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """One generated token: its text, its log-probability, and the most probable tokens at its place."""
+
+    text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back for one request. What a server did not say is None."""
+
+    text: str
+    token_ids: tuple[int, ...] | None = None
+    logprobs: tuple[ScoredToken, ...] | None = None
+    completion_tokens: int | None = None
+
+    @property
+    def pieces(self) -> tuple[str | int, ...]:
+        """The finest thing to compare two answers by: token ids, else token texts, else characters."""
+        if self.token_ids is not None:
+            return self.token_ids
+        return tuple(self.text) if self.logprobs is None else tuple(token.text for token in self.logprobs)
+
+    @property
+    def unit(self) -> str:
+        """What `pieces` are."""
+        if self.token_ids is not None:
+            return "token ids"
+        return "characters" if self.logprobs is None else "tokens"
 
 
 @dataclass(frozen=True)
@@ -94,10 +126,11 @@ class Endpoint:
         body = {"model": self.served_model, **_prompt(prompt), **_sampling(params)}
         if top_logprobs is not None:
             body |= {"logprobs": True, "top_logprobs": top_logprobs} if path == CHAT else {"logprobs": top_logprobs}
-        if path in self._ways:
-            return self._ask(path, {**self._ways[path], **body})
-        with self._finding:  # the others wait for the first to find the way
-            return self._find(path, body)
+        if path not in self._ways:
+            with self._finding:  # the others wait for the first to find the way
+                if path not in self._ways:
+                    return self._find(path, body)
+        return self._ask(path, {**self._ways[path], **body})
 
     def complete_all(
         self, asked: Sequence[tuple[Prompt, SamplingParams]], *, top_logprobs: int | None = None
@@ -116,8 +149,6 @@ class Endpoint:
 
     def _find(self, path: str, body: Mapping[str, Any]) -> Reply:
         """Asks in every way until one brings tokens, and keeps it. A request refused in all ways is refused."""
-        if path in self._ways:
-            return self._ask(path, {**self._ways[path], **body})
         refused: RefusedError | None = None
         for way in WAYS[path]:
             try:
@@ -125,7 +156,7 @@ class Endpoint:
             except RefusedError as error:
                 refused = error
                 continue
-            found = reply.token_ids is not None or ("logprobs" in way and reply.tokens is not None)
+            found = reply.token_ids is not None or ("logprobs" in way and reply.logprobs is not None)
             if found or (not way and reply.text):
                 self._ways[path] = way
             if found or not way:
@@ -136,7 +167,7 @@ class Endpoint:
     def _ask(self, path: str, body: Mapping[str, Any]) -> Reply:
         completion = self._connection.json("POST", path, body)
         try:
-            return read_reply(completion)
+            return _reply(completion)
         except (KeyError, IndexError, TypeError, ValueError):
             do = "give the address of an OpenAI-compatible server"
             raise UserError("its answer is no completion", where=self.base + path, do=do) from None
@@ -163,3 +194,49 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
     if params.logit_bias:
         given["logit_bias"] = {str(token): value for token, value in params.logit_bias.items()}
     return given
+
+
+def _reply(body: Mapping[str, Any]) -> Reply:
+    """The first choice of a chat or plain completion.
+
+    Raises:
+        KeyError, IndexError, TypeError, ValueError: it has none, or is no completion at all.
+    """
+    choice = body["choices"][0]
+    text = choice["message"].get("content") if choice.get("message") is not None else choice["text"]
+    ids = choice.get("token_ids")
+    return Reply(
+        text=text or "",
+        token_ids=None if ids is None else tuple(int(token) for token in ids),
+        logprobs=_logprobs(choice.get("logprobs")),
+        completion_tokens=(body.get("usage") or {}).get("completion_tokens"),
+    )
+
+
+def _logprobs(given: Mapping[str, Any] | None) -> tuple[ScoredToken, ...] | None:
+    """Chat's list of entries, or completions' parallel lists."""
+    if not given:
+        return None
+    if given.get("content") is not None:
+        return tuple(_entry(entry) for entry in given["content"])
+    if not given.get("tokens"):
+        return None
+    tops = given.get("top_logprobs") or [None] * len(given["tokens"])
+    return tuple(
+        ScoredToken(token, float(logprob), tuple((top or {}).items()))
+        for token, logprob, top in zip(given["tokens"], given["token_logprobs"], tops, strict=True)
+        if logprob is not None
+    )
+
+
+def _entry(entry: Mapping[str, Any]) -> ScoredToken:
+    top = tuple((_name(other), float(other["logprob"])) for other in entry.get("top_logprobs") or ())
+    return ScoredToken(_name(entry), float(entry["logprob"]), top)
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    """The token's text; its bytes as Latin-1 where they are half a character, which as text would all look alike."""
+    raw = entry.get("bytes")
+    if raw is None or "\ufffd" not in entry["token"]:
+        return str(entry["token"])
+    return bytes(raw).decode("latin-1")

@@ -37,7 +37,7 @@ class RefusedError(UserError):
 
 @dataclass(frozen=True)
 class Connection:
-    """To one server; safe to use from several threads.
+    """A connection to one server; safe to use from several threads.
 
     Args:
         url: http or https, with or without /v1, without a user name or password.

@@ -1,4 +1,4 @@
-"""A server's metrics pages: fetched once each, and Prometheus text as samples by name."""
+"""A server's metrics pages, fetched once each, as samples by name; and PromQL of our pods' series for the dashboard."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 
 from dflash_serve.errors import UserError
+
+WHERE = 'namespace=~"$namespace", app_kubernetes_io_instance=~"$release"'
+"""Labels that the chart's PodMonitor puts on every series."""
+WINDOW = "$__rate_interval"
 
 
 class Samples:
@@ -95,3 +99,18 @@ def _is_json(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def rate(metric: str, *, by: str, extra: str = "") -> str:
+    """Per second over the window, summed by labels."""
+    return f"sum by ({by}) (rate({metric}{{{WHERE}{extra}}}[{WINDOW}]))"
+
+
+def gauge(metric: str, *, by: str = "pod", fold: str = "sum") -> str:
+    """A gauge as it stands."""
+    return f"{fold} by ({by}) ({metric}{{{WHERE}}})"
+
+
+def quantile(q: float, histogram: str) -> str:
+    """The q-quantile of a histogram, over all pods."""
+    return f"histogram_quantile({q}, {rate(histogram + '_bucket', by='le')})"

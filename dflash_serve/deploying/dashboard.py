@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dflash_serve.backend import EngineFacts, Line, backend, installed
-from dflash_serve.common.promql import gauge, quantile, rate
+from dflash_serve.common.prometheus import gauge, quantile, rate
 
 from .workload import Document
 

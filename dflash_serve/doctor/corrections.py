@@ -36,7 +36,6 @@ class Alternative:
     """Another setting and what it would give."""
 
     cause: str
-    name: str
     setting: str
     predicted: tuple[AcceptanceStatistics, ...]
     """By prompt."""
@@ -65,11 +64,7 @@ class Correction(Frozen):
 
 
 def corrections(reference: Sequence[AcceptanceStatistics], alternatives: Sequence[Alternative]) -> list[Correction]:
-    """Those that raise acceptance significantly and materially, the best first.
-
-    Args:
-        reference: as configured, by prompt; the same prompts as the alternatives'.
-    """
+    """Those that raise acceptance significantly and materially over `reference` (as configured), the best first."""
     limit = FALSE_ALARMS / max(1, len(alternatives))
     compared = [correction for each in alternatives if (correction := _compare(reference, each)) is not None]
     return sorted((c for c in compared if c.p_value <= limit), key=lambda correction: -correction.after)

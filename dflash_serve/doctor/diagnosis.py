@@ -7,12 +7,13 @@ that all change little cannot outvote a sound server, and a fault is named only 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from dflash_serve.doctor.reference import Observation
+from dflash_serve.doctor.evidence import Observation
 from dflash_serve.doctor.statistics import log_likelihood, p_value
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
@@ -142,9 +143,9 @@ def _answers_log_likelihood(observed: Observation, hypothesis: Hypothesis) -> fl
 
 def _named(explanations: Sequence[Explanation]) -> tuple[str, ...]:
     """Causes that are probable enough to be named, the most probable first."""
-    causes: dict[str, float] = {}
+    causes = defaultdict[str, float](float)
     for each in explanations:
-        causes[each.hypothesis.cause] = causes.get(each.hypothesis.cause, 0.0) + each.posterior
+        causes[each.hypothesis.cause] += each.posterior
     return tuple(sorted((c for c, p in causes.items() if p >= NAMED), key=lambda cause: -causes[cause]))
 
 

@@ -9,7 +9,7 @@ from dflash_serve.common.frozen import Frozen
 from dflash_serve.common.journal import Journal
 from dflash_serve.doctor.corrections import Alternative, Correction, corrections, fewest_prompts
 from dflash_serve.doctor.diagnosis import HEALTHY, Hypothesis, Verdict, diagnose
-from dflash_serve.doctor.reference import Fault, Observation, Prediction, Reference
+from dflash_serve.doctor.evidence import Fault, Observation, Prediction, Reference
 from dflash_serve.doctor.statistics import length_error
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
@@ -117,7 +117,7 @@ class Examination:
     def alternatives(self) -> tuple[Prediction, list[Alternative]]:
         """The prediction as configured, and every other setting of the checkpoint."""
         sound, found = self._predictions(self.reference.settings())
-        return sound, [Alternative(f.cause, f.name, f.setting or f.name, one.counts) for f, one in found]
+        return sound, [Alternative(f.cause, f.setting or f.name, one.counts) for f, one in found]
 
     def examine_suspect(self, observation: Observation) -> SuspectReport:
         """Which explanation fits what was observed of a server."""

@@ -19,7 +19,7 @@ from itertools import zip_longest
 
 from scipy import special, stats
 
-from dflash_serve.doctor.reference import Observation
+from dflash_serve.doctor.evidence import Observation
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 ROUNDING = 0.005 / math.sqrt(3)

@@ -6,10 +6,13 @@ anywhere is a quotient of its counts. What a source does not tell is None, never
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
+
+Count = TypeVar("Count", float, list[float], dict[int, float])
+"""A number, one for each slot, or one for each width."""
 
 
 @dataclass
@@ -57,20 +60,14 @@ class AcceptanceStatistics:
         self.verifications = (self.verifications or 0) + steps
         self.drafted = (self.drafted or 0) + steps * (width - 1)
         self.accepted = (self.accepted or 0) + steps * accepted
-        _count(self.offered_by_slot, width - 1, steps)
-        _count(self.accepted_by_slot, accepted, steps, slots=width - 1)
+        for by_slot, reached in ((self.offered_by_slot, width - 1), (self.accepted_by_slot, accepted)):
+            by_slot.extend([0] * (width - 1 - len(by_slot)))
+            for slot in range(reached):
+                by_slot[slot] += steps
 
     def __add__(self, other: AcceptanceStatistics) -> AcceptanceStatistics:
         """Both together; what one of them does not know is not known of the sum."""
-        return AcceptanceStatistics(
-            _plus(self.verifications, other.verifications),
-            _plus(self.drafted, other.drafted),
-            _plus(self.accepted, other.accepted),
-            _plus_each(self.offered_by_slot, other.offered_by_slot),
-            _plus_each(self.accepted_by_slot, other.accepted_by_slot),
-            _plus_widths(self.widths, other.widths),
-            self.engine or other.engine,
-        )
+        return self._merged(other)
 
     def since(self, earlier: AcceptanceStatistics) -> AcceptanceStatistics:
         """What happened between two readings; all unknown where a counter went backwards (a restart).
@@ -80,27 +77,31 @@ class AcceptanceStatistics:
         if self.drained:
             return self
         if self.verifications is None:  # its length is the engine's own word on its last window
-            drafted, accepted = _minus(self.drafted, earlier.drafted or 0), _minus(self.accepted, earlier.accepted or 0)
+            drafted, accepted = (
+                _plus(self.drafted, earlier.drafted or 0, -1),
+                _plus(self.accepted, earlier.accepted or 0, -1),
+            )
             return replace(self, drafted=drafted, accepted=accepted)
-        then = earlier if earlier.verifications else earlier._with_zeros()
-        counters = [
-            (self.verifications, then.verifications),
-            (self.drafted, then.drafted),
-            (self.accepted, then.accepted),
-            *_pairs(self.offered_by_slot, then.offered_by_slot),
-            *_pairs(self.accepted_by_slot, then.accepted_by_slot),
-        ]
-        if any(before and (now is None or now < before) for now, before in counters):
-            return AcceptanceStatistics.unknown(self.engine)
+        between = self._merged(earlier if earlier.verifications else earlier._with_zeros(), -1)
+        return AcceptanceStatistics.unknown(self.engine) if between._went_backwards else between
+
+    def _merged(self, other: AcceptanceStatistics, sign: int = 1) -> AcceptanceStatistics:
         return AcceptanceStatistics(
-            _minus(self.verifications, then.verifications),
-            _minus(self.drafted, then.drafted),
-            _minus(self.accepted, then.accepted),
-            _minus_each(self.offered_by_slot, then.offered_by_slot),
-            _minus_each(self.accepted_by_slot, then.accepted_by_slot),
-            _minus_widths(self.widths, then.widths),
-            self.engine,
+            _plus(self.verifications, other.verifications, sign),
+            _plus(self.drafted, other.drafted, sign),
+            _plus(self.accepted, other.accepted, sign),
+            _plus(self.offered_by_slot, other.offered_by_slot, sign),
+            _plus(self.accepted_by_slot, other.accepted_by_slot, sign),
+            _plus(self.widths, other.widths, sign),
+            self.engine or other.engine,
         )
+
+    @property
+    def _went_backwards(self) -> bool:
+        """Whether this difference of two readings has a negative count."""
+        totals = (self.verifications, self.drafted, self.accepted)
+        by_slot = (*(self.offered_by_slot or ()), *(self.accepted_by_slot or ()))
+        return any(count is not None and count < 0 for count in (*totals, *by_slot, *(self.widths or {}).values()))
 
     def _with_zeros(self) -> AcceptanceStatistics:
         """The same counts, 0 where they are unknown."""
@@ -151,10 +152,7 @@ class AcceptanceStatistics:
         Args:
             block_size: B; None = as many slots as were ever verified.
         """
-        offered, accepted = self.offered_by_slot, self.accepted_by_slot
-        if offered is None or accepted is None:
-            offered, accepted = [], []
-        known = [_ratio(ok, n) for ok, n in zip(accepted, offered, strict=False)]
+        known = [_ratio(ok, n) for ok, n in zip(self.accepted_by_slot or (), self.offered_by_slot or (), strict=False)]
         wanted = sum(share is not None for share in known) if block_size is None else block_size - 1
         return (known + [None] * wanted)[:wanted]
 
@@ -183,43 +181,17 @@ def total(many: Iterable[AcceptanceStatistics]) -> AcceptanceStatistics:
     return AcceptanceStatistics.unknown(engine, sum(lengths) / len(lengths) if lengths else None)
 
 
-def _count(by_slot: list[float], reached: int, steps: int, *, slots: int | None = None) -> None:
-    """Adds `steps` to the first `reached` of at least `slots` slots."""
-    by_slot.extend([0] * ((slots or reached) - len(by_slot)))
-    for slot in range(reached):
-        by_slot[slot] += steps
-
-
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:
     return numerator / denominator if numerator is not None and denominator else None
 
 
-def _plus(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a + b
-
-
-def _plus_each(a: Sequence[float] | None, b: Sequence[float] | None) -> list[float] | None:
-    return None if a is None or b is None else [x + y for x, y in zip_longest(a, b, fillvalue=0)]
-
-
-def _plus_widths(a: Mapping[int, float] | None, b: Mapping[int, float] | None) -> dict[int, float] | None:
-    return None if a is None or b is None else {width: a.get(width, 0) + b.get(width, 0) for width in sorted({*a, *b})}
-
-
-def _pairs(now: Sequence[float] | None, then: Sequence[float] | None) -> list[tuple[float | None, float | None]]:
-    return [] if now is None or then is None else list(zip_longest(now, then))
-
-
-def _minus(now: float | None, then: float | None) -> float | None:
-    return None if now is None or then is None else now - then
-
-
-def _minus_each(now: Sequence[float] | None, then: Sequence[float] | None) -> list[float] | None:
-    return None if now is None or then is None else [x - y for x, y in zip_longest(now, then, fillvalue=0)]
-
-
-def _minus_widths(now: Mapping[int, float] | None, then: Mapping[int, float] | None) -> dict[int, float] | None:
-    if now is None or then is None:
+def _plus(a: Count | None, b: Count | None, sign: int = 1) -> Count | None:
+    """a + sign * b, of each slot or width where there are several; None where either is unknown."""
+    if a is None or b is None:
         return None
-    spent = {width: count - then.get(width, 0) for width, count in now.items()}
-    return {width: count for width, count in spent.items() if count}
+    if isinstance(a, dict) and isinstance(b, dict):
+        sums = {width: a.get(width, 0) + sign * b.get(width, 0) for width in sorted(a | b)}
+        return {width: count for width, count in sums.items() if count}
+    if isinstance(a, list) and isinstance(b, list):
+        return [x + sign * y for x, y in zip_longest(a, b, fillvalue=0)]
+    return a + sign * b

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from math import ceil
+from math import ceil, comb
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,38 +79,28 @@ def begins_and_places(answer: Pieces) -> Iterator[tuple[tuple[str, int], Hashabl
             yield ("place", length), answer[length - 1]
 
 
-@dataclass(frozen=True)
 class CountTable:
-    """features[i, j]: whether answer i has what count j counts; one column of each kind takes what is rare."""
+    """What is counted: whatever enough answers share, and for each kind all that is rarer together (value None).
 
-    features: Floats
-    columns: dict[tuple[tuple[str, int], Hashable], int]
+    Args:
+        answers: those of both sides together.
+    """
 
-    @classmethod
-    def of(cls, answers: Sequence[Pieces]) -> CountTable:
-        """The table of all answers, those of both sides together."""
+    def __init__(self, answers: Sequence[Pieces]) -> None:
         counts = Counter(entry for answer in answers for entry in begins_and_places(answer))
         kept = [entry for entry, count in counts.items() if count >= SMALLEST]
-        rare = sorted({(kind, None) for kind, _ in counts})
-        columns: dict[tuple[tuple[str, int], Hashable], int] = {
-            entry: n for n, entry in enumerate([*kept, *((kind, _Rare) for kind, _ in rare)])
-        }
-        table = cls(np.zeros((0, len(columns)), np.float32), columns)
-        return cls(table.rows(answers), columns)
+        kinds = sorted({kind for kind, _ in counts})
+        self.columns = {entry: n for n, entry in enumerate([*kept, *((kind, None) for kind in kinds)])}
 
     def rows(self, answers: Sequence[Pieces]) -> Floats:
-        """The features of any answers, [answers, columns]."""
+        """Features of any answers, [answers, columns]: 1 where an answer has what the column counts."""
         rows = np.zeros((len(answers), len(self.columns)), np.float32)
         for row, answer in zip(rows, answers, strict=True):
             for kind, value in begins_and_places(answer):
-                column = self.columns.get((kind, value), self.columns.get((kind, _Rare)))
+                column = self.columns.get((kind, value), self.columns.get((kind, None)))
                 if column is not None:
                     row[column] = 1
         return rows
-
-
-class _Rare:
-    """The value that stands for all rare ones."""
 
 
 def statistic(differences: Floats, totals: Floats) -> Floats:
@@ -127,7 +116,8 @@ def p_value(first: Sequence[Pieces], second: Sequence[Pieces], rate: float, seed
     """
     if not first or not second:
         return 1.0
-    features = CountTable.of([*first, *second]).features
+    both = [*first, *second]
+    features = CountTable(both).rows(both)
     totals = features.sum(0)
     side = np.ones(len(features), np.float32)
     side[len(first) :] = -1
@@ -152,13 +142,9 @@ def repeats(answers: Sequence[Pieces]) -> float | None:
     longest = max(map(len, answers), default=0)
     for length in range(1, longest - 1):
         whole = [tuple(answer[: length + 1]) for answer in answers if len(answer) > length]
-        alike += _pairs(Counter(begin[:-1] for begin in whole))
-        same += _pairs(Counter(whole))
+        alike += sum(comb(count, 2) for count in Counter(begin[:-1] for begin in whole).values())
+        same += sum(comb(count, 2) for count in Counter(whole).values())
     return same / alike if alike else None
-
-
-def _pairs(counts: Counter[tuple[str | int, ...]]) -> int:
-    return sum(count * (count - 1) // 2 for count in counts.values())
 
 
 def smallest_deviation(
@@ -169,55 +155,37 @@ def smallest_deviation(
     By simulation from all answers seen, so it is an estimate (to some 10 % of itself). None if even the largest
     deviation of this kind would go unseen, or answers have no second token.
     """
-    random = np.random.default_rng(seed)
     known = Counter(tuple(answer) for answer in answers if len(answer) > 1)
     if not known:
         return None
     mode, count = Counter(answer[1] for answer in known.elements()).most_common(1)[0]
-    common, total = count / known.total(), known.total()
+    common = count / known.total()
     distinct = [*known, (next(iter(known))[0], NEW)]  # one more that never came, in case there was only one
-    p = np.array([*(number / total for number in known.values()), 0.0])
+    p = np.array([*(number / known.total() for number in known.values()), 0.0])
     wanted = np.array([(answer[1] == mode) == (common < 0.5) for answer in distinct], float)
-    other = wanted * np.maximum(p, 1e-9)
-    features = CountTable.of(list(known.elements())).rows(distinct)
-    draw = _Trials(features, p, other / other.sum(), samples, random)
-    limit = _upper_quantile(draw.statistics(0.0, 2 * TRIALS), rate)
-    if not draw.seen(1.0, limit, power):
+    other = wanted * np.maximum(p, 1e-9) / (wanted * np.maximum(p, 1e-9)).sum()
+    features, random = CountTable(list(known.elements())).rows(distinct), np.random.default_rng(seed)
+
+    def simulated(share: float, runs: int) -> Floats:
+        """S of each run, `share` of the second side's answers being drawn from `other`."""
+        a, b = (random.multinomial(samples, q, runs) @ features for q in (p, (1 - share) * p + share * other))
+        return statistic(a - b, a + b)
+
+    def seen(share: float) -> bool:
+        return float((simulated(share, TRIALS) > limit).mean()) >= power
+
+    limit = _upper_quantile(simulated(0.0, 2 * TRIALS), rate)
+    if not seen(1.0):
         return None
     low, high = 0.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (low, middle) if draw.seen(middle, limit, power) else (middle, high)
+        low, high = (low, middle) if seen(middle) else (middle, high)
     return high * (1 - common if common < 0.5 else common)
 
 
-class _Trials:
-    """Simulated answers of two sides, of which the second deviates."""
-
-    def __init__(
-        self, features: Floats, p: np.ndarray, other: np.ndarray, samples: int, random: np.random.Generator
-    ) -> None:
-        self.features, self.p, self.other, self.samples, self.random = features, p, other, samples, random
-
-    def statistics(self, share: float, trials: int) -> Floats:
-        """S of each trial, `share` of the second side's answers being drawn from `other`."""
-        first = self.random.multinomial(self.samples, self.p, trials) @ self.features
-        second = (
-            self.random.multinomial(self.samples, (1 - share) * self.p + share * self.other, trials) @ self.features
-        )
-        return statistic(first - second, first + second)
-
-    def seen(self, share: float, limit: float, power: float) -> bool:
-        """Whether a deviation of that share has S above the limit with the power wanted."""
-        return float((self.statistics(share, TRIALS) > limit).mean()) >= power
-
-
 def _upper_quantile(values: Floats, rate: float) -> float:
-    """What S exceeds with probability `rate` where nothing deviates: a shifted gamma (Pearson III) fitted by moments.
-
-    Args:
-        values: S of simulated runs.
-    """
+    """What S exceeds with probability `rate`, if it is a shifted gamma (Pearson III) with these values' moments."""
     mean, spread = float(values.mean()), float(values.std())
     if spread == 0:
         return mean

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dflash_serve.backend import Prompt
 from dflash_serve.common.frozen import Frozen
@@ -36,8 +36,7 @@ class Case:
         return self.params.penalised
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """One request."""
 
     prompt: Prompt
@@ -116,22 +115,20 @@ class VerifyPlan(Frozen):
 
 def questions(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str) -> list[Question]:
     """What a side is asked: greedy and seeded cases the plan's prompts, each sampled case one, again and again."""
+
+    def question(prompt: Prompt, tokens: int, seed: int | None = None) -> Question:
+        return Question(prompt, case.params.model_copy(update={"max_tokens": tokens, "seed": seed}))
+
     chosen = prompts[: plan.prompts]
     if case in GREEDY:
-        return [_question(case, prompt, plan.max_tokens) for prompt in chosen]
+        return [question(prompt, plan.max_tokens) for prompt in chosen]
     if case is SEEDED:
-        tokens = min(SEEDED_TOKENS, plan.max_tokens)
-        return [_question(case, prompt, tokens, seed) for seed, prompt in enumerate(chosen)]
+        return [question(prompt, min(SEEDED_TOKENS, plan.max_tokens), seed) for seed, prompt in enumerate(chosen)]
     prompt = prompts[prompt_index(case, len(prompts))]
     first = FIRST_SEED[side] + SAMPLED.index(case) * SEEDS_A_CASE
-    # Engines without seeds ignore them.
-    return [_question(case, prompt, plan.sample_tokens, first + n) for n in range(plan.samples)]
+    return [question(prompt, plan.sample_tokens, first + n) for n in range(plan.samples)]  # some engines ignore seeds
 
 
 def prompt_index(case: Case, count: int) -> int:
     """Which of `count` prompts a sampled case asks."""
     return SAMPLED.index(case) % count
-
-
-def _question(case: Case, prompt: Prompt, tokens: int, seed: int | None = None) -> Question:
-    return Question(prompt, case.params.model_copy(update={"max_tokens": tokens, "seed": seed}))

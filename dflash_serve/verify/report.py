@@ -1,4 +1,17 @@
-"""The signed report of a verification, and how a reader at a terminal sees it. It holds no secrets."""
+"""What a verification found: the kinds of fault, the verdict, the signed report, and how a reader at a terminal sees it.
+
+| what fails | fault | what it means |
+|---|---|---|
+| greedy answers without penalties | stale state | the target saw something else than the accepted tokens: K/V of rejected tokens kept, positions off, tokens committed that were not accepted. Everything sampled fails with it, so nothing else is named. |
+| greedy answers, but only with penalties | penalties | penalties inside a block do not count the block's own tokens |
+| sampled answers, and with speculation a beginning fixes its next token (`distributions.repeats`) where plainly it does not | sampling turned greedy | drafted tokens are judged against the most probable token instead of a draw |
+| sampled answers otherwise, greedy ones being right | wrong distribution | the rule of acceptance or the residual is wrong |
+| sampled answers, but only with penalties | penalties | as above |
+| only answers of the same seed | seeds | the distribution stands as far as was seen, but not the promise that a seed gives the same tokens |
+
+A pattern is evidence, not proof: a fault that shows in only some of its comparisons may be taken for a neighbour.
+The report holds no secrets.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -6,8 +19,10 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -16,18 +31,134 @@ from rich.table import Table
 
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.frozen import Frozen
-from dflash_serve.common.provenance import now, versions
+from dflash_serve.common.provenance import PACKAGES, now, versions
 from dflash_serve.errors import UserError
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.distributions import DistributionComparison
-from dflash_serve.verify.findings import Findings
-from dflash_serve.verify.questions import LOOKS, NOISE, VerifyPlan
+from dflash_serve.verify.questions import LOOKS, PENALISED, VerifyPlan
 from dflash_serve.verify.subjects import Description
 from dflash_serve.verify.tokens import TokenComparison
 
-PACKAGES = ("dflash-serve", "torch", "transformers", "sglang", "tensorrt-llm", "vllm", "numpy", "scipy")
+Verdict = Literal["lossless", "not lossless", "could not tell"]
+EXIT_CODES: dict[Verdict, int] = {"lossless": 0, "not lossless": 1, "could not tell": 2}
+FEWEST = 64
+"""Samples a side below which no deviation worth the name could be seen."""
 COLOURS = {"lossless": "green", "not lossless": "red", "could not tell": "yellow"}
 SHOWN = 10
 """Differences of a case that are printed; the report has all."""
+SEED_SLIPS = 1
+"""Seeded answers that rounding may change: a draw may fall on the edge between two tokens, once in some 10^5."""
+
+
+class FaultKind(StrEnum):
+    """What kind of fault the failed comparisons fit, by the table above."""
+
+    STALE_STATE = "stale state"
+    PENALTIES = "penalties"
+    GREEDY_SAMPLING = "sampling turned greedy"
+    DISTRIBUTION = "wrong distribution"
+    SEEDS = "seeds"
+
+
+class Findings(Frozen):
+    """Everything that was compared, and what it comes to."""
+
+    verdict: Verdict
+    faults: tuple[FaultKind, ...]
+    reasons: tuple[str, ...]
+    """Why it could not be told, or what restricts the verdict."""
+    unit: str
+    """What was compared: token ids, tokens, or characters."""
+    greedy: tuple[TokenComparison, ...]
+    sampled: tuple[DistributionComparison, ...]
+    seeded: TokenComparison | None
+    accepted: float | None
+    """Drafted tokens that were accepted on the way; None = the engine does not say."""
+    acceptance_length: float | None
+
+
+def conclude(
+    greedy: Sequence[TokenComparison],
+    sampled: Sequence[DistributionComparison],
+    seeded: TokenComparison | None,
+    acceptance: AcceptanceStatistics,
+    unit: str,
+) -> Findings:
+    """The verdict and all that it rests on; `acceptance` is that of the speculating side while it answered."""
+    found = faults(greedy, sampled, seeded)
+    reasons = tuple(doubts(greedy, sampled, acceptance.accepted, seeded))
+    return Findings(
+        verdict=verdict_of(found, reasons),
+        faults=found,
+        reasons=reasons,
+        unit=unit,
+        greedy=tuple(greedy),
+        sampled=tuple(sampled),
+        seeded=seeded,
+        accepted=acceptance.accepted,
+        acceptance_length=acceptance.acceptance_length,
+    )
+
+
+def faults(
+    greedy: Sequence[TokenComparison], sampled: Sequence[DistributionComparison], seeded: TokenComparison | None
+) -> tuple[FaultKind, ...]:
+    """The kinds of fault that the failed comparisons fit, by the table above."""
+    broken = {one.case for one in greedy if one.of_kind("fault")}
+    shifted = [one for one in sampled if one.differs]
+    if broken - PENALISED:
+        return (FaultKind.STALE_STATE,)
+    found = []
+    plainly = [one for one in shifted if one.case not in PENALISED]
+    if plainly:
+        found.append(FaultKind.GREEDY_SAMPLING if any(map(turned_greedy, plainly)) else FaultKind.DISTRIBUTION)
+    if broken or (shifted and not plainly):
+        found.append(FaultKind.PENALTIES)
+    if not found and seeded is not None and len(seeded.differences) > SEED_SLIPS:
+        found.append(FaultKind.SEEDS)
+    return tuple(found)
+
+
+def turned_greedy(comparison: DistributionComparison) -> bool:
+    """Whether the beginning of an answer fixes its next token with speculation, and much less so without."""
+    with_, without = comparison.repeats_with, comparison.repeats_without
+    return with_ is not None and with_ > 0.8 and with_ > (without or 0.0) + 0.2
+
+
+def verdict_of(found: Sequence[FaultKind], reasons: Sequence[str]) -> Verdict:
+    """A fault is certain whatever else could not be told."""
+    if found:
+        return "not lossless"
+    return "could not tell" if reasons else "lossless"
+
+
+def doubts(
+    greedy: Sequence[TokenComparison],
+    sampled: Sequence[DistributionComparison],
+    accepted: float | None,
+    seeded: TokenComparison | None = None,
+) -> Iterator[str]:
+    """Why the comparisons that did not fail prove less than they should."""
+    for one in (*greedy, *([seeded] if seeded else ())):
+        if one.refused:
+            without = "; `--no-penalties` verifies the rest" if one.case in PENALISED else ""
+            yield f"{one.case}: refused ({one.refused}){without}"
+    for one in greedy:
+        if unstable := one.of_kind("unstable"):
+            yield f"{one.case}: the plain side does not repeat its own answer to {unstable} prompts"
+        if unscored := one.of_kind("unscored"):
+            yield f"{one.case}: {unscored} differences, and the engine does not say how close the tokens were"
+        if one.of_kind("near-tie") and one.compared < one.tokens / 2:
+            yield f"{one.case}: near-ties left {one.compared} of {one.tokens} tokens to compare"
+    if greedy and not any(one.tokens for one in greedy):
+        yield "no greedy answer has any token"
+    for drawn in sampled:
+        if drawn.refused:
+            yield f"{drawn.case}: refused ({drawn.refused}); `--samples 0` verifies greedy decoding alone"
+        elif not drawn.differs and drawn.samples < FEWEST:
+            yield f"{drawn.case}: {drawn.samples} samples a side are too few, {FEWEST} are the least"
+    if accepted == 0:
+        yield "no drafted token was accepted: speculation had no chance to change anything"
 
 
 class VerifyReport(Frozen):
@@ -47,34 +178,24 @@ class VerifyReport(Frozen):
     sha256: str = ""
     """Of the report's canonical JSON (sorted keys, no spaces) without this field."""
 
-    def signed(self) -> VerifyReport:
-        """The same with its digest."""
-        return self.model_copy(update={"sha256": self._digest()})
-
-    def is_intact(self) -> bool:
-        """Whether nothing in it was changed since it was signed."""
-        return self.sha256 == self._digest()
-
-    def _digest(self) -> str:
+    @property
+    def digest(self) -> str:
+        """What `sha256` must be; it is another where something was changed."""
         content = self.model_dump(mode="json", exclude={"sha256"})
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def report_of(plan: VerifyPlan, subjects: Mapping[str, Description], findings: Findings) -> VerifyReport:
     """A signed report of now and here."""
-    installed = {"python": platform.python_version(), "platform": sys.platform, **versions(*PACKAGES)}
-    noise = NOISE[plan.dtype]
-    return VerifyReport(
-        date=now(), versions=installed, subjects=subjects, plan=plan, noise=noise, findings=findings
-    ).signed()
+    installed = {"python": platform.python_version(), "platform": sys.platform, **versions(*PACKAGES, "numpy", "scipy")}
+    report = VerifyReport(
+        date=now(), versions=installed, subjects=subjects, plan=plan, noise=plan.noise, findings=findings
+    )
+    return report.model_copy(update={"sha256": report.digest})
 
 
 def write_report(report: VerifyReport, path: Path) -> None:
-    """Writes JSON.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Writes it as JSON; UserError where it cannot be written."""
     write_whole(path, report.model_dump_json(indent=1) + "\n", do="name another --output")
 
 
@@ -88,7 +209,7 @@ def read_report(path: Path) -> VerifyReport:
         report = VerifyReport.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError, UnicodeDecodeError):
         raise UserError("cannot be read as a report of verify", where=str(path)) from None
-    if not report.is_intact():
+    if report.sha256 != report.digest:
         raise UserError("was changed after it was signed (sha256 differs)", where=str(path), do="verify again")
     return report
 
@@ -96,10 +217,9 @@ def read_report(path: Path) -> VerifyReport:
 def show(report: VerifyReport, console: Console) -> None:
     """Prints what was compared, and the verdict last."""
     found = report.findings
-    console.print(_tokens(found, report.plan.prompts))
-    for comparison in found.greedy:
-        for line in _differences(comparison):
-            console.print(line, soft_wrap=True)
+    console.print(_tokens(found))
+    for line in (line for comparison in found.greedy for line in _differences(comparison)):
+        console.print(line, soft_wrap=True)
     if found.sampled:
         console.print(_distributions(found))
         console.print(
@@ -111,17 +231,15 @@ def show(report: VerifyReport, console: Console) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _tokens(found: Findings, prompts: int) -> Table:
+def _tokens(found: Findings) -> Table:
     table = Table("token for token", "prompts", "identical", f"{found.unit} compared", "near-ties", "faults")
     for one in (*found.greedy, *((found.seeded,) if found.seeded else ())):
         if one.refused:
-            table.add_row(one.case, "refused", "", "", "", "")
+            table.add_row(one.case, "refused")
             continue
-        other = one.of_kind("fault", "unstable", "unscored")
-        compared = f"{one.compared} of {one.tokens}"
-        table.add_row(
-            one.case, str(one.prompts), str(one.identical), compared, str(one.of_kind("near-tie")), str(other)
-        )
+        compared, wrong = f"{one.compared} of {one.tokens}", one.of_kind("fault", "unstable", "unscored")
+        figures = (one.prompts, one.identical, compared, one.of_kind("near-tie"), wrong)
+        table.add_row(one.case, *map(str, figures))
     return table
 
 
@@ -141,18 +259,13 @@ def _distributions(found: Findings) -> Table:
     table = Table("sampled", "samples a side", "least p-value", "distribution", "smallest visible deviation")
     for one in found.sampled:
         if one.refused:
-            table.add_row(one.case, "0", "", "refused", "")
+            table.add_row(one.case, "0", "", "refused")
             continue
-        least = min(look.p_value for look in one.looks)
-        differs = "[red]differs[/red]" if one.differs else "no difference seen"
-        table.add_row(one.case, str(one.samples), f"{least:.2g}", differs, _deviation(one))
+        least = f"{min(look.p_value for look in one.looks):.2g}"
+        visible = "none" if one.smallest_deviation is None else f"{one.smallest_deviation:.3f}"
+        outcome = ("[red]differs[/red]", "") if one.differs else ("no difference seen", visible)
+        table.add_row(one.case, str(one.samples), least, *outcome)
     return table
-
-
-def _deviation(one: DistributionComparison) -> str:
-    if one.differs:
-        return ""
-    return "none" if one.smallest_deviation is None else f"{one.smallest_deviation:.3f}"
 
 
 def _verdict(found: Findings) -> Iterator[str]:

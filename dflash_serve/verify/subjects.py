@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from dflash_serve.backend import EMBEDDED, Engine, ServerBackend, embedded_backend
-from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.client.endpoint import Endpoint, Reply, ScoredToken
 from dflash_serve.client.metrics import read_acceptance
-from dflash_serve.client.reply import Reply, ScoredToken
 from dflash_serve.common.processes import PATIENCE_SECONDS, running_server
 from dflash_serve.deployment import Deployment, Speculation
 from dflash_serve.errors import UserError, raise_problems
@@ -55,14 +54,13 @@ class SubjectPair:
 
 
 class EngineSubject:
-    """An engine in this process."""
+    """An engine in this process, which batches the questions; its own count of acceptance."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.statistics = AcceptanceStatistics()
 
     def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
-        """As they are finished; the engine batches them."""
         params = [question.params.model_copy(update={"logprobs": top_logprobs}) for question in questions]
         token_ids: list[list[int]] = [[] for _ in questions]
         logprobs: list[list[TokenLogprob]] = [[] for _ in questions]
@@ -71,25 +69,18 @@ class EngineSubject:
                 token_ids[chunk.index] += chunk.token_ids
                 logprobs[chunk.index] += chunk.logprobs or []
                 if chunk.finish_reason is not None:
-                    yield chunk.index, self._reply(token_ids[chunk.index], logprobs[chunk.index], chunk.finish_reason)
+                    yield chunk.index, self._reply(token_ids[chunk.index], logprobs[chunk.index])
             self.statistics += total(output.statistics for output in stream.outputs())
 
     def acceptance(self) -> AcceptanceStatistics:
-        """By the engine's own count, over all that was asked here."""
         return self.statistics
 
-    def _reply(self, token_ids: list[int], logprobs: list[TokenLogprob], finish_reason: str) -> Reply:
+    def _reply(self, token_ids: list[int], logprobs: list[TokenLogprob]) -> Reply:
         scored = tuple(
             ScoredToken(self._name(one.token_id), one.logprob, tuple((self._name(t), value) for t, value in one.top))
             for one in logprobs
         )
-        return Reply(
-            text=str(self.engine.tokenizer.decode(token_ids)),
-            token_ids=tuple(token_ids),
-            logprobs=scored or None,
-            tokens=tuple(token.text for token in scored) or None,
-            finish_reason=finish_reason,
-        )
+        return Reply(str(self.engine.tokenizer.decode(token_ids)), tuple(token_ids), scored or None)
 
     def _name(self, token_id: int) -> str:
         """As the vocabulary spells it: no two tokens look alike."""
@@ -97,19 +88,16 @@ class EngineSubject:
 
 
 class ServerSubject:
-    """A server."""
+    """A server, asked several questions at a time; acceptance by its metrics since this subject was opened."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.before = self._reading()
 
     def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
-        """In the order of the questions, several requests at a time."""
-        asked = [(question.prompt, question.params) for question in questions]
-        yield from enumerate(self.endpoint.complete_all(asked, top_logprobs=top_logprobs))
+        yield from enumerate(self.endpoint.complete_all(questions, top_logprobs=top_logprobs))
 
     def acceptance(self) -> AcceptanceStatistics:
-        """By the server's own metrics, since this subject was opened."""
         return self._reading().since(self.before)
 
     def _reading(self) -> AcceptanceStatistics:
@@ -127,12 +115,13 @@ def two_servers(speculating: Endpoint, plain: Endpoint) -> SubjectPair:
     """
     if speculating.base == plain.base:
         raise UserError("both are the same server", where=plain.base, do="start a second one without speculation")
-    descriptions: dict[str, Description] = {
-        side: {"url": endpoint.base, "model": endpoint.served_model}
-        for side, endpoint in ((WITH, speculating), (WITHOUT, plain))
-    }
     return SubjectPair(
-        lambda: nullcontext(ServerSubject(speculating)), lambda: nullcontext(ServerSubject(plain)), descriptions
+        lambda: nullcontext(ServerSubject(speculating)),
+        lambda: nullcontext(ServerSubject(plain)),
+        {
+            side: {"url": endpoint.base, "model": endpoint.served_model}
+            for side, endpoint in ((WITH, speculating), (WITHOUT, plain))
+        },
     )
 
 
@@ -147,7 +136,7 @@ def engine_in_process(deployment: Deployment) -> SubjectPair:
     return SubjectPair(
         lambda: nullcontext(speculating),
         lambda: nullcontext(plain),
-        _descriptions(EMBEDDED, deployment, _without_drafter(deployment)),
+        {WITH: _description(EMBEDDED, deployment), WITHOUT: _description(EMBEDDED, _without_drafter(deployment))},
         "float32" if engine.dtype == "float32" else "bfloat16",
         embedded=True,
     )
@@ -184,17 +173,13 @@ def server_started_twice(
     return SubjectPair(
         lambda: started(deployment, WITH),
         lambda: started(plain, WITHOUT),
-        _descriptions(backend.name, deployment, plain),
+        {WITH: _description(backend.name, deployment), WITHOUT: _description(backend.name, plain)},
         "float32" if deployment.hardware.dtype == "float32" else "bfloat16",
     )
 
 
 def _without_drafter(deployment: Deployment) -> Deployment:
     return deployment.model_copy(update={"drafter": None, "speculation": Speculation()})
-
-
-def _descriptions(backend: str, speculating: Deployment, plain: Deployment) -> dict[str, Description]:
-    return {WITH: _description(backend, speculating), WITHOUT: _description(backend, plain)}
 
 
 def _description(backend: str, deployment: Deployment) -> Description:

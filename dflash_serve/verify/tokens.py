@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import zip_longest
+from typing import Literal
 
-from dflash_serve.client.reply import Reply
+from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.frozen import Frozen
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.verify.questions import Case
@@ -54,10 +55,10 @@ class TokenComparison(Frozen):
 
     case: str
     prompts: int
-    identical: int
-    tokens: int
+    identical: int = 0
+    tokens: int = 0
     """Of the answers without speculation."""
-    compared: int
+    compared: int = 0
     """Of them, those up to the first difference: what comes after it follows from it."""
     differences: tuple[Difference, ...] = ()
     refused: str | None = None
@@ -85,11 +86,6 @@ class ScoredAnswer:
         there = reply.logprobs[position]
         return cls(list(reply.pieces), there.text, there.logprob, dict(there.top))
 
-    @classmethod
-    def read(cls, value: Any) -> ScoredAnswer | None:
-        """The inverse of `vars`, from a journal; None stays None."""
-        return None if value is None else cls(**value)
-
     def says(self, piece: Piece | None, agreed: Pieces) -> bool:
         """Whether that piece comes after the agreed ones; an end (None) would have been this token."""
         position = len(agreed)
@@ -110,10 +106,8 @@ class AnswerPair:
     @property
     def position(self) -> int | None:
         """The first at which they differ, the end counted; None if they are the same."""
-        for position, (one, other) in enumerate(zip(self.plain, self.other, strict=False)):
-            if one != other:
-                return position
-        return None if len(self.plain) == len(self.other) else min(len(self.plain), len(self.other))
+        places = enumerate(zip_longest(self.plain, self.other))
+        return next((position for position, (plain, other) in places if plain != other), None)
 
 
 def compare_tokens(case: Case, pairs: Sequence[AnswerPair], noise: float) -> TokenComparison:
@@ -156,7 +150,7 @@ def classify(pair: AnswerPair, position: int, *, params: SamplingParams, noise: 
     agreed = pair.plain[:position]
     if plain.pieces[:position] != agreed:
         return "unstable", None
-    here, there = _at(pair.plain, position), _at(pair.other, position)
+    here, there = ([*answer, None][position] for answer in (pair.plain, pair.other))
     known = {**plain.top, plain.token: plain.logprob}
     own = _name(here, agreed, plain, other)
     if own is None or own not in known:
@@ -189,8 +183,9 @@ def _shown(pieces: Pieces, position: int, scored: ScoredAnswer | None) -> str | 
     if position >= len(pieces):
         return None
     piece = pieces[position]
-    same = scored is not None and scored.pieces[position : position + 1] == [piece]
-    return str(piece) if scored is None or not same or scored.token == piece else f"{scored.token!r} ({piece})"
+    if scored is None or scored.pieces[position : position + 1] != [piece] or scored.token == piece:
+        return str(piece)
+    return f"{scored.token!r} ({piece})"
 
 
 def _gap(known: dict[str, float], own: str, theirs: str | None) -> tuple[float | None, bool]:
@@ -202,10 +197,6 @@ def _gap(known: dict[str, float], own: str, theirs: str | None) -> tuple[float |
     return (known[own] - others[0 if theirs is None else -1] if others else None), False
 
 
-def _at(pieces: Pieces, position: int) -> Piece | None:
-    return pieces[position] if position < len(pieces) else None
-
-
 def _name(piece: Piece | None, agreed: Pieces, *answers: ScoredAnswer | None) -> str | None:
     """How the engine spells a piece: the first answer that has it there says so."""
     return next((answer.token for answer in answers if answer is not None and answer.says(piece, agreed)), None)
@@ -213,5 +204,5 @@ def _name(piece: Piece | None, agreed: Pieces, *answers: ScoredAnswer | None) ->
 
 def _penalty(agreed: Pieces, piece: Piece | None, params: SamplingParams) -> float:
     """What presence and frequency take off a piece's logit after the agreed ones."""
-    count = 0 if piece is None else list(agreed).count(piece)
+    count = sum(one == piece for one in agreed)
     return params.presence_penalty * (count > 0) + params.frequency_penalty * count

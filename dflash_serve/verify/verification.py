@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from dflash_serve.backend import Prompt
-from dflash_serve.client.reply import Reply
+from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.journal import Journal
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.distributions import DistributionComparison, Look, p_value, repeats, smallest_deviation
-from dflash_serve.verify.findings import Findings, conclude
 from dflash_serve.verify.questions import SEEDED, WITH, WITHOUT, Case, Question, VerifyPlan, prompt_index, questions
+from dflash_serve.verify.report import Findings, conclude
 from dflash_serve.verify.subjects import Subject, SubjectPair
 from dflash_serve.verify.tokens import TOP, AnswerPair, Piece, ScoredAnswer, TokenComparison, again, compare_tokens
 
@@ -65,13 +65,15 @@ class AnswerRecord:
 
     def pairs(self, case: Case, count: int) -> list[AnswerPair]:
         """Both sides' first `count` answers, with what they said when asked again."""
+        answers = zip(self.answers(WITHOUT, case, count), self.answers(WITH, case, count), strict=True)
         return [
-            AnswerPair(
-                *(self.journal[_key(side, case, index)] for side in (WITHOUT, WITH)),
-                *(ScoredAnswer.read(self.journal.get(_again(side, case, index))) for side in (WITHOUT, WITH)),
-            )
-            for index in range(count)
+            AnswerPair(plain, other, self._score(WITHOUT, case, index), self._score(WITH, case, index))
+            for index, (plain, other) in enumerate(answers)
         ]
+
+    def _score(self, side: str, case: Case, index: int) -> ScoredAnswer | None:
+        kept = self.journal.get(_again(side, case, index))
+        return None if kept is None else ScoredAnswer(**kept)
 
     def is_scored(self, side: str, case: Case, index: int) -> bool:
         """Whether it was asked again, with log-probabilities."""
@@ -152,25 +154,23 @@ class Verification:
 
     def _look(self, speculating: Subject, case: Case) -> DistributionComparison:
         """Looks at growing numbers of answers until they differ or are all there."""
-        samples, looks = 0, list[Look]()
-        found = DistributionComparison(case=case.name, prompt=prompt_index(case, len(self.prompts)) + 1, samples=0)
+        prompt, looks = prompt_index(case, len(self.prompts)) + 1, list[Look]()
         for samples, rate in self.plan.looks:
             self._ask(speculating, WITH, case, samples)
-            if case.name in self.record.refused:
-                return found.model_copy(update={"refused": self.record.refused[case.name]})
+            if why := self.record.refused.get(case.name):
+                return DistributionComparison(case=case.name, prompt=prompt, samples=0, refused=why)
             plain, other = (self.record.answers(side, case, samples) for side in (WITHOUT, WITH))
             p = p_value(plain, other, rate, seed=crc32(case.name.encode()))
             looks.append(Look(samples=samples, p_value=p, false_alarm=rate))
             if p <= rate:
                 break
-        differs = looks[-1].p_value <= looks[-1].false_alarm
         return DistributionComparison(
             case=case.name,
-            prompt=found.prompt,
+            prompt=prompt,
             samples=samples,
             looks=tuple(looks),
-            differs=differs,
-            smallest_deviation=None if differs else smallest_deviation(plain, samples, rate, self.plan.power),
+            differs=p <= rate,
+            smallest_deviation=None if p <= rate else smallest_deviation(plain, samples, rate, self.plan.power),
             repeats_without=repeats(plain),
             repeats_with=repeats(other),
         )
@@ -203,11 +203,8 @@ class Verification:
 
         No score tells how close a seeded draw was to the edge between two tokens: seeded differences stay unscored.
         """
-        if case.name in self.record.refused:
-            why = self.record.refused[case.name]
-            return TokenComparison(
-                case=case.name, prompts=self.plan.prompts, identical=0, tokens=0, compared=0, refused=why
-            )
+        if why := self.record.refused.get(case.name):
+            return TokenComparison(case=case.name, prompts=self.plan.prompts, refused=why)
         return compare_tokens(case, self.record.pairs(case, self.plan.prompts), self.plan.noise)
 
     def _acceptance(self, speculating: Subject) -> AcceptanceStatistics:

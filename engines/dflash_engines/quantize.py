@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects import DIALECTS, Target
+from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.files import INDEX, SINGLE
 from dflash_serve.checkpoint.formats import (
     FP4_MAX,
     FP8_MAX,
@@ -31,10 +32,9 @@ from dflash_serve.checkpoint.formats import (
     quantize,
     relative_error,
 )
-from dflash_serve.checkpoint.headers import INDEX, SINGLE
+from dflash_serve.checkpoint.matching import SCALES
 from dflash_serve.checkpoint.quantization import QUANT_CONFIG
 from dflash_serve.checkpoint.reader import load_tensors, load_weights, open_checkpoint
-from dflash_serve.checkpoint.tensors import SCALES
 from dflash_serve.common.extras import import_extra
 from dflash_serve.errors import UserError
 
@@ -123,7 +123,7 @@ def _config_files(config: DrafterConfig, format: Format) -> dict[str, dict[str, 
     if format == "nvfp4":
         facts["group_size"] = GROUP
     inline = {"quant_method": "modelopt", "producer": producer, **facts, "ignore": excluded}
-    fields = DIALECTS["zlab"].write(config, Target())
+    fields = DIALECTS["zlab"].write(config, None)
     return {
         "config.json": {**fields, "dtype": "bfloat16", "torch_dtype": "bfloat16", "quantization_config": inline},
         QUANT_CONFIG: {"producer": producer, "quantization": facts},

@@ -26,9 +26,8 @@ from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.journal import Journal
 from dflash_serve.doctor.corrections import Alternative, corrections
 from dflash_serve.doctor.diagnosis import Diagnosis, Hypothesis, Verdict, diagnose
+from dflash_serve.doctor.evidence import Observation, interview
 from dflash_serve.doctor.examination import Examination
-from dflash_serve.doctor.reference import Observation
-from dflash_serve.doctor.suspect import interview
 from dflash_serve.models.attention import Attend
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter
@@ -302,7 +301,7 @@ def test_a_checkpoint_that_is_wrong_about_itself_is_corrected(
     before = reference.predict(None).counts
     tried = [fault for fault in reference.settings() if fault.cause == cause]
     found = corrections(
-        before, [Alternative(f.cause, f.name, f.setting or "", reference.predict(f.name).counts) for f in tried]
+        before, [Alternative(f.cause, f.setting or "", reference.predict(f.name).counts) for f in tried]
     )
     best = known.hypotheses[0].acceptance_length
     assert found[0].after == pytest.approx(best, abs=0.02)

@@ -17,14 +17,13 @@ import torch
 
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.cli.main import run
-from dflash_serve.client.reply import Reply
+from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.journal import Journal
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.verify import verification
-from dflash_serve.verify.findings import FaultKind, Findings
 from dflash_serve.verify.questions import GREEDY, SAMPLED, Question, VerifyPlan
-from dflash_serve.verify.report import VerifyReport, read_report
+from dflash_serve.verify.report import FaultKind, Findings, VerifyReport, read_report
 from dflash_serve.verify.subjects import EngineSubject, SubjectPair, server_started_twice
 from dflash_serve.verify.verification import Verification
 from dflash_torch.backend import EmbeddedBackend
@@ -46,7 +45,7 @@ BROKEN: dict[FaultKind, Break] = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny matrices are done before a second thread has woken up."""
     before = torch.get_num_threads()
@@ -88,8 +87,13 @@ class RememberingSubject(EngineSubject):
 
 
 @pytest.fixture(scope="module")
-def plain(folders: Folders) -> RememberingSubject:
-    return RememberingSubject(tiny_engine(folders, width=1, max_batch_size=broken_loops.SLOTS))
+def plain_engine(folders: Folders) -> EmbeddedEngine:
+    return tiny_engine(folders, width=1, max_batch_size=broken_loops.SLOTS)
+
+
+@pytest.fixture(scope="module")
+def plain(plain_engine: EmbeddedEngine) -> RememberingSubject:
+    return RememberingSubject(plain_engine)
 
 
 def verified(engine: EmbeddedEngine, plain: RememberingSubject, plan: VerifyPlan) -> Findings:
@@ -156,18 +160,31 @@ def quick(folders: Folders, file: Path) -> list[object]:
     return [*pair, "--prompts", file, "--max-tokens", 16, "--samples", 64]
 
 
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "key"
+    path.write_text("sesame")
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain_server(plain_engine: EmbeddedEngine, key: Path) -> Iterator[str]:
+    with running(plain_engine, queue=64, api_key_file=key) as server:
+        yield server.url
+
+
 def test_two_servers_are_compared_over_real_sockets(
-    folders: Folders, likely: Likely, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Folders,
+    likely: Likely,
+    file: Path,
+    key: Path,
+    plain_server: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    key = tmp_path / "key"
-    key.write_text("sesame")
     output = tmp_path / "report.json"
-    keys: dict[str, Any] = {"api_key_file": key}
-    with (
-        running(guessing_engine(folders, likely), queue=64, **keys) as speculating,
-        running(tiny_engine(folders, width=1, max_batch_size=8), queue=64, **keys) as plain,
-    ):
-        urls = ["--with", speculating.url, "--without", plain.url + "/v1", "--api-key-file", key]
+    with running(guessing_engine(folders, likely), queue=64, api_key_file=key) as speculating:
+        urls = ["--with", speculating.url, "--without", plain_server + "/v1", "--api-key-file", key]
         given = ["--prompts", file, "--raw", "--dtype", "float32", "--max-tokens", 16, "--samples", 64]
         assert call(monkeypatch, *urls, *given, "--same-seeds", "--output", output) == 0
     report = read_report(output)
@@ -181,16 +198,18 @@ def test_a_broken_server_is_not_lossless_and_the_position_is_shown(
     folders: Folders,
     likely: Likely,
     file: Path,
+    key: Path,
+    plain_server: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     engine = guessing_engine(folders, likely)
     broken_loops.stale_state(engine, monkeypatch)
-    with running(engine, queue=64) as speculating, running(tiny_engine(folders, width=1), queue=64) as plain:
-        urls = ["--with", speculating.url, "--without", plain.url, "--output", tmp_path / "r.json"]
+    with running(engine, queue=64, api_key_file=key) as speculating:
+        urls = ["--with", speculating.url, "--without", plain_server, "--api-key-file", key]
         given = ["--prompts", file, "--raw", "--dtype", "float32", "--max-tokens", 24, "--samples", 0]
-        assert call(monkeypatch, *urls, *given) == 1
+        assert call(monkeypatch, *urls, *given, "--output", tmp_path / "r.json") == 1
     report = read_report(tmp_path / "r.json")
     assert report.findings.faults == (FaultKind.STALE_STATE,)
     faults = [one for one in report.findings.greedy[0].differences if one.kind == "fault"]
@@ -317,7 +336,7 @@ def test_the_bundled_pair_is_lossless(tmp_path: Path, monkeypatch: pytest.Monkey
         target_folder("smollm2")
     except UserError as error:
         pytest.skip(str(error))
-    given = ["--width", 8, "--greedy", 4, "--max-tokens", 32, "--samples", 0, "--output", tmp_path / "r.json"]
+    given = ["--width", 8, "--num-prompts", 2, "--max-tokens", 32, "--samples", 0, "--output", tmp_path / "r.json"]
     assert call(monkeypatch, *given) == 0
     report = read_report(tmp_path / "r.json")
     assert report.findings.acceptance_length is not None

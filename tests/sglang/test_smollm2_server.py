@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from dflash_serve import LLM, SamplingParams
-from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.client.endpoint import Endpoint, Reply
 from dflash_serve.client.metrics import read_acceptance
-from dflash_serve.client.reply import Reply
 from dflash_serve.common.journal import Journal
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
-from dflash_serve.verify.findings import Findings
 from dflash_serve.verify.questions import SAMPLED, Question, VerifyPlan
+from dflash_serve.verify.report import Findings
 from dflash_serve.verify.subjects import SubjectPair, two_servers
 from dflash_serve.verify.verification import Verification
 from tests.support.prompts import word_problems

@@ -78,9 +78,7 @@ def test_there_is_no_circle_type_hints_counted() -> None:
 
 
 def test_no_two_public_classes_of_one_package_have_one_name() -> None:
-    """But for a Protocol and what implements it."""
-    allowed = {"dflash_torch: Fault"}
-    assert {name: places for name, places in HOUSE.homonyms.items() if name not in allowed} == {}
+    assert HOUSE.homonyms == {}
 
 
 def test_a_file_is_one_idea() -> None:

@@ -6,8 +6,7 @@ Upstream cases are named where they are known; the rest are the conventions in w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,16 @@ from dflash_serve.checkpoint.config import DrafterConfig, RopeConfig, uniform_ta
 
 from ..speculator import Speculator
 from . import changes
-from .fault import Change, Fault, block_input, configured, disturbed, drafter_changed, drafts_shifted
+from .fault import (
+    Disturbance,
+    DisturbedSpeculator,
+    DrafterFault,
+    PromptFault,
+    block_input,
+    configured,
+    drafter_changed,
+    drafts_shifted,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,100 +35,79 @@ THETAS = (1e4, 1e5, 1e6)
 """transformers' default and what published targets use."""
 
 
-@dataclass(frozen=True)
-class PromptFault(Fault):
-    """A fault in what the target is given: its answers differ, so it needs a run of its own."""
-
-    prompts: tuple[tuple[int, ...], ...] = ()
-    """Token ids of what it makes of each prompt."""
-
-
-def catalogue(speculator: Speculator) -> list[Fault]:
+def catalogue(speculator: Speculator) -> list[DrafterFault]:
     """Every fault that means something for this pair, faults of the prompt excepted; their names are unique."""
-    return [*settings(speculator), *_block(speculator), *_context(speculator), *_weights(speculator)]
+    return [*settings(speculator), *_block(speculator), *_context(), *_weights(speculator)]
 
 
-def settings(speculator: Speculator) -> Iterator[Fault]:
+def settings(speculator: Speculator) -> Iterator[DrafterFault]:
     """Faults that a line of the checkpoint's configuration would have as well."""
     config, depth = speculator.drafter.config, speculator.target.config.num_layers
+    listed = config.target_layer_ids
     for by, who in ((1, "ids were raised twice"), (-1, "an id counted from 1 (speculators, GGUF) is read as from 0")):
-        ids = [min(max(layer + by, 0), depth - 1) for layer in config.target_layer_ids]
-        says = f"features of target layers {ids}: {who}"
-        yield Fault("layer ids", f"layer ids {by:+d}", says, _other_layers(ids), f"target_layer_ids = {ids}")
-    if len(config.target_layer_ids) > 1:
-        ids = list(config.target_layer_ids[::-1])
+        ids = tuple(min(max(layer + by, 0), depth - 1) for layer in listed)
+        says = f"features of target layers {list(ids)}: {who}"
+        yield _other_layers("layer ids", f"layer ids {by:+d}", says, ids)
+    if len(listed) > 1:
         says = "the layers are concatenated in another order than fc takes them"
-        name = "target layers in reverse order"
-        yield Fault("layer order", name, says, _other_layers(ids), f"target_layer_ids = {ids}")
-    yield from _formula(config, depth)
-    yield from mask_tokens(config, _usual_mask_tokens(speculator))
+        yield _other_layers("layer order", "target layers in reverse order", says, listed[::-1])
+    if depth >= 4 and (ids := uniform_target_layer_ids(depth, len(listed))) != listed:
+        says = "the list in the checkpoint is not read; the formula's takes its place"
+        yield _other_layers("layer ids", "layer ids by formula", says, ids)
+    target = speculator.target.config
+    yield from mask_tokens(config, (0, *target.eos_token_ids[:1], target.vocab_size - 1))
     yield from _attention(config, speculator.block_size)
-    yield from _rope(config, speculator.target.config.rope)
+    yield from _rope(config, target.rope)
     scale = 1.0 if config.embedding_scale != 1.0 else config.hidden_size**0.5
     says = "the block's embeddings are multiplied as Gemma's are, or no longer are"
-    change = configured(embedding_scale=scale)
-    yield Fault("embedding scale", f"embedding scale {scale:g}", says, change, f"input_embedding_scale = {scale:g}")
+    setting = f"input_embedding_scale = {scale:g}"
+    yield _other("embedding scale", f"embedding scale {scale:g}", says, setting, embedding_scale=scale)
 
 
-def _other_layers(ids: Sequence[int]) -> Change:
+def _other(cause: str, name: str, says: str, setting: str, **fields: object) -> DrafterFault:
+    """Other fields of DrafterConfig, as the setting would make them."""
+    return DrafterFault(cause, name, says, setting, change=configured(**fields))
+
+
+def _other_layers(cause: str, name: str, says: str, ids: tuple[int, ...]) -> DrafterFault:
     """Features of as many other target layers."""
-    return configured(target_layer_ids=tuple(ids))
+    return _other(cause, name, says, f"target_layer_ids = {list(ids)}", target_layer_ids=ids)
 
 
-def _formula(config: DrafterConfig, depth: int) -> Iterator[Fault]:
-    """The layers an engine chooses that does not find the checkpoint's list."""
-    count = len(config.target_layer_ids)
-    if depth < 4:
-        return
-    ids = uniform_target_layer_ids(depth, count)
-    if ids != config.target_layer_ids:
-        says = "the list in the checkpoint is not read; the formula's takes its place"
-        name = "layer ids by formula"
-        yield Fault("layer ids", name, says, _other_layers(ids), f"target_layer_ids = {list(ids)}")
-
-
-def mask_tokens(config: DrafterConfig, tokens: Iterable[int]) -> Iterator[Fault]:
-    """Other mask tokens than the configured one."""
+def mask_tokens(config: DrafterConfig, tokens: Iterable[int]) -> Iterator[DrafterFault]:
+    """Other mask tokens than the configured one: readers fall back to padding, end of text, the first or last token."""
     if config.mask_token_id is None:
         return
     for token in dict.fromkeys(tokens):
         if token != config.mask_token_id and 0 <= token < config.vocab_size:
             says = "masked slots are filled with another token: a fallback, or padding"
-            change = configured(mask_token_id=token)
-            yield Fault("mask token", f"mask token {token}", says, change, f"mask_token_id = {token}")
+            yield _other("mask token", f"mask token {token}", says, f"mask_token_id = {token}", mask_token_id=token)
 
 
-def _usual_mask_tokens(speculator: Speculator) -> tuple[int, ...]:
-    """What readers fall back to: padding and end of text, the first and the last token."""
-    target = speculator.target.config
-    return (0, *target.eos_token_ids[:1], target.vocab_size - 1)
-
-
-def _attention(config: DrafterConfig, block_size: int) -> Iterator[Fault]:
+def _attention(config: DrafterConfig, block_size: int) -> Iterator[DrafterFault]:
     causal = all(kind.causal for kind in config.layers)
     layers = tuple(kind.model_copy(update={"causal": not causal}) for kind in config.layers)
     name, says = ("bidirectional", "is_causal was lost") if causal else ("causal", "the default of most attention code")
-    change = configured(layers=layers)
-    yield Fault("block attention", f"{name} block attention", says, change, f"is_causal = {str(not causal).lower()}")
+    setting = f"is_causal = {str(not causal).lower()}"
+    yield _other("block attention", f"{name} block attention", says, setting, layers=layers)
     windowed = any(kind.window for kind in config.layers)
     window = None if windowed else 4 * block_size
     layers = tuple(kind.model_copy(update={"window": window}) for kind in config.layers)
     name = "window ignored" if windowed else f"window of {window} tokens"
     says = "layer_types say full while use_swa is set (ModelOpt), or a draft window was given to the engine"
-    yield Fault("window", name, says, configured(layers=layers), f"sliding_window = {window or 'null'}")
+    yield _other("window", name, says, f"sliding_window = {window or 'null'}", layers=layers)
 
 
-def _rope(config: DrafterConfig, target: RopeConfig) -> Iterator[Fault]:
+def _rope(config: DrafterConfig, target: RopeConfig) -> Iterator[DrafterFault]:
     rope, says = config.rope, "rope_theta was not read, or is another model's"
     for theta in dict.fromkeys((*THETAS, target.theta)):
         if theta != rope.theta:
-            change = configured(rope=rope.model_copy(update={"theta": theta}))
-            yield Fault("RoPE theta", f"RoPE theta {theta:g}", says, change, f"rope_theta = {theta:g}")
+            changed = rope.model_copy(update={"theta": theta})
+            yield _other("RoPE theta", f"RoPE theta {theta:g}", says, f"rope_theta = {theta:g}", rope=changed)
     other = RopeConfig(theta=rope.theta) if rope.scaling else _scaled(rope, target)
     name = "RoPE scaling ignored" if rope.scaling else f"RoPE scaled ({other.scaling}, {other.factor:g}x)"
     says = "rope_scaling was not read, or the target's is applied to a drafter that was trained without"
-    change = configured(rope=other)
-    yield Fault("RoPE scaling", name, says, change, f"rope_scaling = {other.scaling or 'null'}")
+    yield _other("RoPE scaling", name, says, f"rope_scaling = {other.scaling or 'null'}", rope=other)
 
 
 def _scaled(rope: RopeConfig, target: RopeConfig) -> RopeConfig:
@@ -129,53 +116,60 @@ def _scaled(rope: RopeConfig, target: RopeConfig) -> RopeConfig:
     return RopeConfig(theta=rope.theta, scaling="linear", factor=4.0)
 
 
-def _block(speculator: Speculator) -> Iterator[Fault]:
+def _block(speculator: Speculator) -> Iterator[DrafterFault]:
     size = speculator.block_size
     change = block_input(lambda rows, at: (torch.cat([rows[:, 1:2], rows[:, 1:]], dim=1), at), size)
     says = "slot 0 holds the mask's embedding, not the anchor's (hipfire #483: 1.46 instead of 6.34)"
-    yield Fault("anchor", "anchor embedding missing in slot 0", says, change)
+    yield DrafterFault("anchor", "anchor embedding missing in slot 0", says, change=change)
     for by, name in ((1, "late"), (-1, "early")):
         change = block_input(lambda rows, at, by=by: (rows, (at + by).clamp(min=0)), size)  # type: ignore[misc]
         says = "the block's positions do not follow on the context's"
-        yield Fault("positions", f"block positions one {name}", says, change)
+        yield DrafterFault("positions", f"block positions one {name}", says, change=change)
     says = "slot j is read as the token after its position (DSpark, Domino: sample_from_anchor, shift_label)"
-    yield Fault("slot convention", "drafts read one slot late", says, drafts_shifted(1))
+    yield DrafterFault("slot convention", "drafts read one slot late", says, change=drafts_shifted(1))
 
 
-def _context(speculator: Speculator) -> Iterator[Fault]:
-    yield Fault("features", "features shuffled", "rows land at the wrong positions", disturbed(changes.Shuffled))
-    yield Fault("features", "features zeroed", "no feature reaches the drafter", disturbed(lambda: changes.zeroed))
+def _context() -> Iterator[DrafterFault]:
+    yield _rows("features", "features shuffled", "rows land at the wrong positions", changes.Shuffled)
+    yield _rows("features", "features zeroed", "no feature reaches the drafter", lambda: changes.zeroed)
     says = "features are shifted by one token, as EAGLE's drafters want them"
-    yield Fault("feature rows", "features one position late", says, disturbed(changes.DelayedByOne))
+    yield _rows("feature rows", "features one position late", says, changes.DelayedByOne)
     says = "a prefix hit or a prefill server left the drafter without the prompt (TensorRT-LLM #16005, #19352)"
-    for share, name in ((1.0, "the prompt"), (0.5, "half of the prompt")):
-        change = disturbed(lambda share=share: changes.without_prompt(share))  # type: ignore[misc]
-        yield Fault("prompt context", f"no drafter context of {name}", says, change)
+    yield _rows("prompt context", "no drafter context of the prompt", says, changes.without_prompt)
+    half = partial(changes.without_prompt, 0.5)
+    yield _rows("prompt context", "no drafter context of half of the prompt", says, half)
     says = "features of accepted tokens are not injected: only each step's anchor's are"
-    yield Fault("stale context", "accepted tokens not injected", says, disturbed(lambda: changes.anchors_only))
+    yield _rows("stale context", "accepted tokens not injected", says, lambda: changes.anchors_only)
     says = "nothing is injected after the prefill"
-    yield Fault("stale context", "no drafter context of the answer", says, disturbed(lambda: changes.without_answer))
+    yield _rows("stale context", "no drafter context of the answer", says, lambda: changes.without_answer)
 
 
-def _weights(speculator: Speculator) -> Iterator[Fault]:
+def _rows(cause: str, name: str, says: str, make: Callable[[], Disturbance]) -> DrafterFault:
+    """Other feature rows; `make` is called for every run, since a disturbance may remember requests."""
+    return DrafterFault(cause, name, says, change=lambda speculator: DisturbedSpeculator(speculator, make()))
+
+
+def _weights(speculator: Speculator) -> Iterator[DrafterFault]:
     last = speculator.drafter.config.num_layers - 1
     for index in sorted({0, last // 2, last}):
         says = "its tensors have other names and are skipped in silence"
         change = drafter_changed(partial(changes.skip_layer, index=index))
-        yield Fault(f"layer {index}", f"weights of drafter layer {index} missing", says, change)
+        yield DrafterFault(f"layer {index}", f"weights of drafter layer {index} missing", says, change=change)
     says = "fc was skipped in silence and is random (SGLang #39087: fc.weight_packed)"
-    yield Fault("fc", "fc not loaded", says, drafter_changed(changes.random_fc))
+    yield DrafterFault("fc", "fc not loaded", says, change=drafter_changed(changes.random_fc))
     says = "the context goes to the layers without hidden_norm"
-    yield Fault("hidden_norm", "hidden_norm missing", says, drafter_changed(changes.without_context_norm))
+    yield DrafterFault("hidden_norm", "hidden_norm missing", says, change=drafter_changed(changes.without_context_norm))
     says = "the head gets the last layer's output without norm"
-    yield Fault("norm", "final norm missing", says, drafter_changed(changes.without_final_norm))
+    yield DrafterFault("norm", "final norm missing", says, change=drafter_changed(changes.without_final_norm))
     other = torch.bfloat16 if speculator.target.embedding.dtype == torch.float32 else torch.float32
     name = f"drafter in {str(other).removeprefix('torch.')}"
     change = drafter_changed(partial(changes.in_dtype, dtype=other))
-    yield Fault("dtype", name, "another precision than the reference's", change, benign=True)
+    yield DrafterFault("dtype", name, "another precision than the reference's", change=change, benign=True)
     says = "the drafter's linear layers are rounded to FP8"
-    yield Fault("quantised drafter", "drafter in FP8", says, drafter_changed(changes.in_fp8), benign=True)
-    yield Fault("quantised head", "head in FP8", "the head drafts from is rounded", changes.fp8_head, benign=True)
+    yield DrafterFault("quantised drafter", "drafter in FP8", says, change=drafter_changed(changes.in_fp8), benign=True)
+    yield DrafterFault(
+        "quantised head", "head in FP8", "the head drafts from is rounded", change=changes.fp8_head, benign=True
+    )
 
 
 def prompt_faults(
@@ -191,25 +185,20 @@ def prompt_faults(
     if tokenizer.chat_template and all(text is not None for text in texts):
         bare = tuple(tuple(tokenizer(text)["input_ids"]) for text in texts)
         says = "prompts reach the target without the chat template that the drafter was trained behind"
-        yield PromptFault("chat template", "chat template missing", says, _unchanged, prompts=bare)
+        yield PromptFault("chat template", "chat template missing", says, prompts=bare)
     bos = tokenizer.bos_token_id
     if bos is None:
         return
     has = all(ids[0] == bos for ids in token_ids)
     more = tuple((bos, *ids) for ids in token_ids)
     name = "BOS doubled" if has else "BOS added"
-    yield PromptFault("BOS", name, "template and tokenizer both add it", _unchanged, prompts=more)
+    yield PromptFault("BOS", name, "template and tokenizer both add it", prompts=more)
     if has:
         fewer = tuple(tuple(ids[1:]) for ids in token_ids)
-        yield PromptFault("BOS", "BOS missing", "neither template nor tokenizer adds it", _unchanged, prompts=fewer)
+        yield PromptFault("BOS", "BOS missing", "neither template nor tokenizer adds it", prompts=fewer)
 
 
 def _without_template(prompt: Prompt) -> str | None:
     """The text of messages without their template; None for what has none."""
     turns = [turn for turn in prompt if isinstance(turn, Mapping)]
     return "\n".join(turn["content"] for turn in turns) if turns else None
-
-
-def _unchanged(speculator: Speculator) -> Speculator:
-    """The change of a fault that lies in the prompt."""
-    return speculator

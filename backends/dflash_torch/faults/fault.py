@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from dflash_serve.doctor.evidence import Fault
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.layers import RotaryEmbedding
 
@@ -28,19 +29,18 @@ Disturbance = Callable[[Tensor, Request], Tensor]
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One thing wrong; a `dflash_serve.doctor.reference.Fault`."""
+class DrafterFault(Fault):
+    """A fault in how the drafter is served: drafts change, and the target's answers do not."""
 
-    cause: str
-    """What it is about; variants of one cause are one explanation."""
-    name: str
-    says: str
-    """How an engine or a checkpoint comes to it."""
-    change: Change
-    setting: str | None = None
-    """The line of the checkpoint's configuration that would have this effect; None where none would."""
-    benign: bool = False
-    """A choice of precision rather than a mistake."""
+    change: Change = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class PromptFault(Fault):
+    """A fault in what the target is given: its answers differ, so it needs a run of its own."""
+
+    prompts: tuple[tuple[int, ...], ...] = ()
+    """Token ids of what it makes of each prompt."""
 
 
 class DisturbedSpeculator(Speculator):
@@ -61,11 +61,6 @@ class DisturbedSpeculator(Speculator):
             if request.features:
                 request.features = [self.disturb(torch.cat(request.features), request)]
         super().inject(requests)
-
-
-def disturbed(make: Callable[[], Disturbance]) -> Change:
-    """Other feature rows; `make` is called for every run, since a disturbance may remember requests."""
-    return lambda speculator: DisturbedSpeculator(speculator, make())
 
 
 def drafter_changed(change: Callable[[Drafter], None]) -> Change:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dflash_serve.backend import Prompt
 from dflash_serve.checkpoint.config import uniform_target_layer_ids
-from dflash_serve.doctor.reference import Prediction
+from dflash_serve.doctor.evidence import Prediction
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.target import TargetModel
@@ -31,8 +31,8 @@ from ..engine import EmbeddedEngine
 from ..model_runner import TargetRunner
 from ..request import Request
 from ..speculator import Speculator
-from .catalogue import PromptFault, catalogue, mask_tokens, prompt_faults, settings
-from .fault import Fault
+from .catalogue import catalogue, mask_tokens, prompt_faults, settings
+from .fault import DrafterFault, PromptFault
 
 MOST_MASK_TOKENS = 32
 """Special tokens that are tried as the mask token of a checkpoint."""
@@ -41,7 +41,7 @@ PREFILL_ROWS = 1024
 
 
 class EmbeddedReference:
-    """Our own loop over the doctor's prompts; a `dflash_serve.doctor.reference.Reference`.
+    """Our own loop over the doctor's prompts; a `dflash_serve.doctor.evidence.Reference`.
 
     Args:
         engine: the sound engine.
@@ -60,11 +60,11 @@ class EmbeddedReference:
         self.speculator = Speculator(drafter, target, block_size=engine.block_size, max_batch_size=1, capacity=1)
         self.prompts = [engine.tokenize(prompt) for prompt in prompts]
 
-    def faults(self) -> list[Fault]:
+    def faults(self) -> list[DrafterFault | PromptFault]:
         """Every fault of a server that is known, those of the prompt included."""
         return [*catalogue(self.speculator), *prompt_faults(self.engine.tokenizer, self.asked, self.prompts)]
 
-    def settings(self) -> list[Fault]:
+    def settings(self) -> list[DrafterFault]:
         """Every fault that another line in the checkpoint's configuration would mend."""
         special = sorted(self.engine.tokenizer.get_added_vocab().values())[:MOST_MASK_TOKENS]
         found = [*settings(self.speculator), *mask_tokens(self.speculator.drafter.config, special)]
@@ -82,7 +82,7 @@ class EmbeddedReference:
         return _prediction(self._outputs)
 
     @cached_property
-    def _by_name(self) -> dict[str, Fault]:
+    def _by_name(self) -> dict[str, DrafterFault | PromptFault]:
         return {fault.name: fault for fault in (*self.faults(), *self.settings())}
 
     @cached_property
@@ -174,7 +174,7 @@ class Replay:
         self.ends = set(speculator.target.config.eos_token_ids)
 
     @torch.inference_mode()
-    def run(self, fault: Fault | None = None) -> list[AcceptanceStatistics]:
+    def run(self, fault: DrafterFault | None = None) -> list[AcceptanceStatistics]:
         """The statistics of each recording, as the real loop would count them."""
         speculator = self.speculator if fault is None else fault.change(self.speculator)
         layer_ids = speculator.target_layer_ids

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow
     model = _transformers(target)
     states = _hidden_states(model, request.token_ids[:verified])
     chosen = [states[layer + 1] for layer in config.target_layer_ids]
-    rows = _last_step(request)
+    rows = 1 + request.steps[-1][1]  # those that the last step verified: the anchor and what was accepted
     flow = _features(config.target_layer_ids, [state[verified - rows :] for state in chosen])
     cache = KVCache(
         layers=config.num_layers,
@@ -125,11 +126,6 @@ def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow
     found["drafts"] = logits.gather(1, found["drafts"])
     flow["drafts"] = logits.max(dim=1, keepdim=True).values
     return flow
-
-
-def _last_step(request: Request) -> int:
-    """Rows that the last step verified: the anchor and what was accepted."""
-    return 1 + request.steps[-1][1]
 
 
 def _transformers(target: Path) -> Any:
@@ -162,29 +158,23 @@ def _context(cache: KVCache, entry: int, verified: int) -> Flow:
 def _watched(drafter: Drafter, flow: Flow, verified: int) -> Iterator[None]:
     """Keeps the block's input and positions (from its anchor on), and what each layer and the whole drafter put out."""
 
-    def whole(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-        flow["block output"] = _kept(out)
-
     def entered(module: nn.Module, args: tuple[Any, ...]) -> None:
         flow["block input"] = _kept(args[0])
         # From the anchor on and from 1 on: one late must not vanish in the relative error of a long context.
         flow["block positions"] = _kept(1.0 + args[1][:, None] - verified)
 
-    hooks = [drafter.register_forward_pre_hook(entered), drafter.register_forward_hook(whole)]
+    def left(name: str, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        flow[name] = _kept(out)
+
+    hooks = [drafter.register_forward_pre_hook(entered)]
     for index, layer in enumerate(drafter.layers):
-        hooks.append(layer.register_forward_hook(_keeper(flow, f"output of drafter layer {index}")))
+        hooks.append(layer.register_forward_hook(partial(left, f"output of drafter layer {index}")))
+    hooks.append(drafter.register_forward_hook(partial(left, "block output")))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _keeper(flow: Flow, name: str) -> Any:
-    def keep(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-        flow[name] = _kept(out)
-
-    return keep
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from dflash_serve.deployment import Deployment, describe
+from dflash_serve.common.yaml_file import describe
+from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 
 from ..facts import SETTINGS_PREFIX

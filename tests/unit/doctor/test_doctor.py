@@ -13,9 +13,8 @@ import pytest
 from dflash_serve.cli.main import run
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.journal import Journal
+from dflash_serve.doctor.evidence import Fault, Observation, Prediction, constant_width, interview
 from dflash_serve.doctor.examination import Examination
-from dflash_serve.doctor.reference import Fault, Observation, Prediction
-from dflash_serve.doctor.suspect import constant_width, interview
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total

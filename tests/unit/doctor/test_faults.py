@@ -12,7 +12,7 @@ from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.faults.catalogue import catalogue
-from dflash_torch.faults.fault import Fault, twin
+from dflash_torch.faults.fault import DrafterFault, twin
 from dflash_torch.faults.reference import EmbeddedReference
 from dflash_torch.faults.tensors import first_difference
 from tests.support.embedded import answers, tiny_engine
@@ -59,7 +59,7 @@ def engine(folders: tuple[Path, Path]) -> EmbeddedEngine:
 
 
 @pytest.fixture(scope="module")
-def faults(engine: EmbeddedEngine) -> dict[str, Fault]:
+def faults(engine: EmbeddedEngine) -> dict[str, DrafterFault]:
     assert engine.scheduler.speculator is not None
     return {fault.name: fault for fault in catalogue(engine.scheduler.speculator)}
 
@@ -69,7 +69,7 @@ def test_a_sound_engine_differs_nowhere(engine: EmbeddedEngine, folders: tuple[P
 
 
 def test_every_fault_is_found_where_it_shows_first(
-    engine: EmbeddedEngine, faults: dict[str, Fault], folders: tuple[Path, Path]
+    engine: EmbeddedEngine, faults: dict[str, DrafterFault], folders: tuple[Path, Path]
 ) -> None:
     found = {}
     for fault in faults.values():
@@ -87,7 +87,7 @@ def test_every_fault_is_found_where_it_shows_first(
     assert wrong == {}
 
 
-def test_the_sound_speculator_is_left_as_it_was(engine: EmbeddedEngine, faults: dict[str, Fault]) -> None:
+def test_the_sound_speculator_is_left_as_it_was(engine: EmbeddedEngine, faults: dict[str, DrafterFault]) -> None:
     speculator = engine.scheduler.speculator
     assert speculator is not None
     config, state = speculator.drafter.config, {n: t.clone() for n, t in speculator.drafter.state_dict().items()}
@@ -120,7 +120,9 @@ def test_a_replay_counts_what_the_real_loop_counts(engine: EmbeddedEngine, folde
         assert [output.token_ids for output in found] == [output.token_ids for output in sound]
 
 
-def test_a_disturbed_speculator_shares_the_sound_ones_cache(engine: EmbeddedEngine, faults: dict[str, Fault]) -> None:
+def test_a_disturbed_speculator_shares_the_sound_ones_cache(
+    engine: EmbeddedEngine, faults: dict[str, DrafterFault]
+) -> None:
     speculator = engine.scheduler.speculator
     assert speculator is not None
     made = faults["features zeroed"].change(speculator)

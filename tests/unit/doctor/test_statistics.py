@@ -11,7 +11,7 @@ from scipy import stats
 
 from dflash_serve.doctor.corrections import Alternative, corrections, fewest_prompts, gain_interval, gain_p_value
 from dflash_serve.doctor.diagnosis import HEALTHY, Hypothesis, Verdict, diagnose
-from dflash_serve.doctor.reference import Observation
+from dflash_serve.doctor.evidence import Observation
 from dflash_serve.doctor.statistics import (
     _beta_binomial,
     length_error,
@@ -198,10 +198,10 @@ def test_a_better_setting_is_proposed_and_a_like_one_never() -> None:
     alarms = 0
     for seed in range(40):
         sound = sample(SOUND, seed)
-        equals = [Alternative("x", f"{n}", f"x = {n}", sample(SOUND, 900 + 31 * seed + n)) for n in range(6)]
+        equals = [Alternative("x", f"x = {n}", sample(SOUND, 900 + 31 * seed + n)) for n in range(6)]
         alarms += bool(corrections(sound, equals))
     assert alarms <= 4
-    (found,) = corrections(sample(BROKEN, 1), [Alternative("mask", "mask 3", "mask_token_id = 3", sample(SOUND, 1))])
+    (found,) = corrections(sample(BROKEN, 1), [Alternative("mask", "mask_token_id = 3", sample(SOUND, 1))])
     assert found.gain_95[0] < found.after - found.before < found.gain_95[1]
     assert found.p_value <= 1e-3
     assert "with mask_token_id = 3 τ rises from" in str(found)
@@ -209,7 +209,7 @@ def test_a_better_setting_is_proposed_and_a_like_one_never() -> None:
 
 def test_too_few_prompts_cannot_be_significant() -> None:
     needed = fewest_prompts(20)
-    gains = [Alternative("x", str(n), "x", sample((0.9,) * 4, n, prompts=needed - 1)) for n in range(20)]
+    gains = [Alternative("x", "x", sample((0.9,) * 4, n, prompts=needed - 1)) for n in range(20)]
     assert corrections(sample(BROKEN, 1, prompts=needed - 1), gains) == []
-    gains = [Alternative("x", str(n), "x", sample((0.9,) * 4, n, prompts=needed)) for n in range(20)]
+    gains = [Alternative("x", "x", sample((0.9,) * 4, n, prompts=needed)) for n in range(20)]
     assert corrections(sample(BROKEN, 1, prompts=needed), gains)

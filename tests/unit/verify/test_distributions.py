@@ -24,7 +24,7 @@ def answers(count: int, shift: float, seed: int) -> Answers:
 def test_p_is_the_share_of_all_dealings_that_are_as_large() -> None:
     first: Answers = [[token] for token in "aaaaaab"]
     second: Answers = [[token] for token in "aabbbbb"]
-    features = CountTable.of([*first, *second]).features
+    features = CountTable([*first, *second]).rows([*first, *second])
     totals = features.sum(0)
 
     def value(chosen: tuple[int, ...]) -> float:

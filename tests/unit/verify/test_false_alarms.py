@@ -15,7 +15,7 @@ import torch
 from scipy.stats import binom
 from torch import Tensor
 
-from dflash_serve.client.reply import Reply
+from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.journal import Journal
 from dflash_serve.speculation.acceptance import accept_sampled
 from dflash_serve.speculation.batch import SamplingBatch
@@ -24,8 +24,8 @@ from dflash_serve.speculation.penalties import TokenCounts
 from dflash_serve.speculation.sampling import probabilities
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify import verification
-from dflash_serve.verify.findings import Findings
 from dflash_serve.verify.questions import FIRST_SEED, SAMPLED, SEEDS_A_CASE, WITH, WITHOUT, Case, Question, VerifyPlan
+from dflash_serve.verify.report import Findings
 from dflash_serve.verify.subjects import SubjectPair
 from dflash_serve.verify.verification import Verification
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dflash_serve.verify.distributions import DistributionComparison
-from dflash_serve.verify.findings import FaultKind, doubts, faults, verdict_of
 from dflash_serve.verify.questions import GREEDY, LOOKS, SAMPLED, VerifyPlan
+from dflash_serve.verify.report import FaultKind, doubts, faults, verdict_of
 from dflash_serve.verify.tokens import Difference, Kind, TokenComparison
 
 PLAIN, PENALISED = (case.name for case in GREEDY)
