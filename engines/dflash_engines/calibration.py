@@ -104,14 +104,10 @@ def drafter_ranges(work: Work) -> Measured:
     drafter = load_drafter(work.inputs["drafter"], dtype=torch.float32)
     target = load_target(str(work.inputs["target"]), dtype=torch.float32)
     amax: dict[str, Tensor] = {}
-    hooks = [
-        module.register_forward_pre_hook(_recorder(name, amax))
-        for name, module in drafter.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
+    for name, module in drafter.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(_recorder(name, amax))
     samples = [_draft_over(drafter, target, *answer) for answer in read_answers(work.inputs["answers"])]
-    for hook in hooks:
-        hook.remove()
     save_file(amax, work.folder / AMAX)
     samples[0].save(work.folder)
     largest = max(amax, key=lambda name: float(amax[name]))

@@ -70,9 +70,7 @@ def _list_steps(recipe: Recipe, as_json: bool, console: Console) -> None:
     if as_json:
         typer.echo(json.dumps([{"step": s.name, "needs": s.needs, "about": s.about} for s in steps]))
         return
-    table = Table(box=None, pad_edge=False)
-    for column in ("step", "after", "what"):
-        table.add_column(column)
+    table = Table("step", "after", "what", box=None, pad_edge=False)
     for step in steps:
         table.add_row(step.name, ", ".join(step.needs), step.about)
     console.print(table)
