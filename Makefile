@@ -14,7 +14,13 @@ demo: .venv/demo
 	$(BIN)/dflash-serve generate --compare --max-tokens 160 \
 	  "Lena reads 15 pages before school and 25 pages after dinner every day. Her book has 320 pages. How many days does she need to finish it?"
 
-test: lint types unit test-deploy test-sglang
+# The environments are made side by side; the suites follow one another.
+test:
+	$(MAKE) --jobs=3 environments
+	$(MAKE) lint types unit test-deploy test-sglang
+
+.PHONY: environments
+environments: .venv/deploy .venv-deploy/ready .venv-sglang/ready
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -23,8 +29,9 @@ lint: .venv/test
 types: .venv/test
 	$(BIN)/mypy
 
+# Two workers of one thread each: most tests keep one core busy, whatever they are given.
 unit: .venv/test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
 
 # The doctor against faults of the bundled drafter, on SmolLM2: ten minutes on two cores.
 .PHONY: test-doctor

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks.decoding import measured_on
 from dflash_serve.common.provenance import versions
-from dflash_serve.models.linear import pack_linear
+from dflash_serve.models.layers import pack_linear
 
 LAYERS = 30
 SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576)]

@@ -7,17 +7,21 @@ nowhere else.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from dflash_serve.common.frozen import Frozen, PositiveInt
+from dflash_serve.common.yaml_file import describe, read_yaml
 from dflash_serve.errors import UserError
 
 ENV_PREFIX = "DFLASH_SERVE_"
+GIB = 1 << 30
+PER_NODE = 8
+"""Most GPUs of one node; NVL72 racks are reached as several nodes."""
 
 Quantization = Literal["none", "fp8", "nvfp4", "mxfp4"]
 
@@ -37,9 +41,12 @@ class Model(Frozen):
     """A model by hub id, local folder or bundled alias."""
 
     model: str
+    """Hub id (`Qwen/Qwen3-8B`), local folder, or `smollm2`, the bundled pair."""
     revision: str | None = None
     """A commit of the hub repository; checkpoints are replaced in place there, so pin it."""
     quantization: Quantization = "none"
+    """Number format to serve the weights in; none = as the checkpoint has them. SGLang makes fp8 of bf16 weights while
+    loading; any other format must be the checkpoint's own already (`dflash-serve build` makes fp8 and nvfp4)."""
 
 
 class Speculation(Frozen):
@@ -56,23 +63,28 @@ class Parallel(Frozen):
     """How the model is spread over devices."""
 
     tensor: PositiveInt = 1
+    """GPUs that share every layer (tensor parallelism), on all nodes together."""
     expert: PositiveInt = 1
     """How many of the tensor-parallel devices share out the experts instead of slicing them."""
     pipeline: PositiveInt = 1
+    """Groups of GPUs that each hold a share of the layers (pipeline parallelism); 1 = every GPU has all of them."""
     context: PositiveInt = 1
     """Devices that share one sequence (context parallelism; TensorRT-LLM: Helix)."""
     attention_data: bool = False
     """Attention runs data-parallel: each device holds all of it, for requests of its own."""
     nodes: PositiveInt = 1
+    """Machines that one server spans; its GPUs are shared evenly among them."""
 
 
 class Limits(Frozen):
     """What one server takes on."""
 
     max_batch_size: PositiveInt = 32
+    """Requests that run at the same time; further ones wait in the queue."""
     max_model_len: PositiveInt | None = None
     """Tokens of prompt and answer together; None = what the target was made for."""
     max_queued_requests: PositiveInt = 256
+    """Requests that may wait for a place in the batch; beyond them new ones are refused at once."""
     max_num_tokens: PositiveInt | None = None
     """Rows in one step of the target, prompts and blocks together; None = the engine's own."""
 
@@ -92,10 +104,38 @@ class Hardware(Frozen):
     """Where it runs."""
 
     gpu: Literal["none", "h100", "h200", "b200", "b300"] | None = None
-    """None = whatever is there."""
+    """Kind of GPU, checked for memory and number formats before launch; `none` = a CPU, None = whatever is there."""
     count: PositiveInt = 1
+    """GPUs that one server takes, on all its nodes together; `parallel` must come out at the same number."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of weights and K/V; auto = float32 on a CPU and bfloat16 on a GPU."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that a Deployment can name."""
+
+    name: str
+    memory: int
+    """Bytes that a process finds free on an empty device."""
+    compute: int
+    """90 = SM90."""
+
+    @property
+    def is_blackwell(self) -> bool:
+        """SM100 or SM103: has FP4 arithmetic and the trtllm-gen attention kernels."""
+        return self.compute in (100, 103)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("h100", 79 * GIB, 90),
+        Gpu("h200", 139 * GIB, 90),
+        Gpu("b200", 178 * GIB, 100),
+        Gpu("b300", 267 * GIB, 103),
+    )
+}
 
 
 class Deployment(Frozen):
@@ -137,29 +177,6 @@ def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = 
         return Deployment.model_validate(merged)
     except ValidationError as error:
         raise UserError(describe(error), where=str(path or "deployment")) from None
-
-
-def describe(error: ValidationError) -> str:
-    """The first mistake pydantic found, in one line."""
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("constrained", "literal", "int")))
-    if first["type"] == "extra_forbidden":
-        return f"unknown key {field}"
-    return f"{field}: {first['msg'].removeprefix('Value error, ')} (given: {first['input']!r})"
-
-
-def read_yaml(path: Path) -> object:
-    """What a YAML file holds.
-
-    Raises:
-        UserError: it cannot be read, or is not YAML.
-    """
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
-    except yaml.YAMLError as error:
-        raise UserError(f"not valid YAML ({' '.join(str(error).split())})", where=str(path)) from None
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

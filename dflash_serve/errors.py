@@ -37,6 +37,11 @@ class Problem:
         return UserError(self.what, where=self.where, do=self.do)
 
 
+def first_line(error: Exception) -> str:
+    """What an error of somebody else's says, in one line; its type where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def raise_problems(problems: Sequence[Problem], *, hint: str = "") -> None:
     """Does nothing where there are none.
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_serve.deployment import Gpu
 from dflash_serve.errors import UserError
-from dflash_serve.gpus import Gpu
 
 from .launch_plan import LaunchPlan
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.pairing import check_pairing
 from dflash_serve.checkpoint.quantization import plain_only
-from dflash_serve.deployment_checks import block_problems, length_problems
+from dflash_serve.deployment import GIB
+from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems
 from dflash_serve.errors import Problem
-from dflash_serve.gpus import GIB
 
 from .facts import DATA_PARALLEL_ATTENTION, installed_version, parse_release, release_problems
 from .launch_plan import GRAPH_BYTES, OURS, RUNTIME_BYTES, LaunchPlan

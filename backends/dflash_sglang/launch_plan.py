@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
 from dflash_serve.checkpoint.source import drafter_source
-from dflash_serve.checkpoint.target_layout import TargetLayout, read_target_layout, target_configuration
-from dflash_serve.checkpoint.tensors import context_bytes, weight_bytes
-from dflash_serve.deployment import ENV_PREFIX, Deployment
+from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.deployment import ENV_PREFIX, GIB, GPUS, Deployment, Gpu
 from dflash_serve.deployment_checks import uses_drafter
-from dflash_serve.gpus import GIB, GPUS, Gpu
 
 NATIVE, OURS = "DFLASH", "DFLASH_SERVE"
 """SGLang's own algorithm, and the one our plug-in registers, whose width follows the policy."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.tensors import context_bytes
+from dflash_serve.checkpoint.config import DrafterConfig, context_bytes
+from dflash_serve.deployment import GIB, Gpu
 from dflash_serve.errors import Problem
-from dflash_serve.gpus import GIB, Gpu
 
 from .launch_plan import LaunchPlan
 

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from dflash_serve.backend import Command
 from dflash_serve.common.files import write_whole
-from dflash_serve.deployment import Deployment, describe
+from dflash_serve.common.yaml_file import describe
+from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import changed_files
 from dflash_serve.errors import Problem, UserError, raise_problems
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dflash_serve.checkpoint.pairing import check_pairing
-from dflash_serve.deployment_checks import block_problems, length_problems
+from dflash_serve.deployment import PER_NODE
+from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems
 from dflash_serve.errors import Problem
-from dflash_serve.gpus import PER_NODE
 
 from .arena import memory_problems
 from .launch_plan import LaunchPlan

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
-from dflash_serve.checkpoint.dialects import DIALECTS, Target
-from dflash_serve.checkpoint.headers import INDEX, SINGLE
+from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.files import INDEX, SINGLE
 from dflash_serve.checkpoint.quantization import IN_CONFIG, QUANT_CONFIG
 from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint, read_tensors
 from dflash_serve.common.files import whole_folder
@@ -44,7 +44,7 @@ def _config_json(config: DrafterConfig, checkpoint: Checkpoint) -> dict[str, obj
     """z-lab's form of the config; what it has no words for stays in the neutral file, for the plug-in."""
     kinds = {kind.causal for kind in config.layers if kind.window is not None}
     plain = config if kinds <= {True} else config.model_copy(update={"layers": _sliding_causal(config)})
-    fields = DIALECTS["zlab"].write(plain, Target())
+    fields = DIALECTS["zlab"].write(plain, None)
     original = json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8"))
     if IN_CONFIG in original:
         fields[IN_CONFIG] = original[IN_CONFIG]

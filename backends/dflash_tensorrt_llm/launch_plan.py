@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.config import DrafterConfig, weight_bytes
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import read_drafter
 from dflash_serve.checkpoint.source import drafter_source, local_folder
-from dflash_serve.checkpoint.target_layout import TargetLayout, read_target_layout, target_configuration
-from dflash_serve.checkpoint.tensors import weight_bytes
-from dflash_serve.deployment import Deployment, Model
+from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.deployment import GPUS, Deployment, Gpu, Model
 from dflash_serve.deployment_checks import uses_drafter
-from dflash_serve.gpus import GPUS, Gpu
 
 from .upstream import Release
 

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_serve.backend import Command, Engine, Prompt, ServerBackend
-from dflash_serve.checkpoint.pairing import check_pairing
 from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.checkpoint.reader import read_config, read_drafter
 from dflash_serve.checkpoint.source import drafter_folder, local_folder, target_folder, target_source
-from dflash_serve.checkpoint.target_layout import read_target_layout
-from dflash_serve.checkpoint.target_shape import read_target_shape
+from dflash_serve.checkpoint.target import read_target_layout, read_target_shape
 from dflash_serve.deployment import Deployment
-from dflash_serve.deployment_checks import block_problems, length_problems, uses_drafter
+from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems, uses_drafter
 from dflash_serve.doctor.evidence import DiagnosableBackend
 from dflash_serve.errors import Problem, raise_problems
 from dflash_serve.models.target_config import read_target_config

@@ -12,9 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.target_layout import TargetLayout
-from dflash_serve.checkpoint.tensors import BF16, context_bytes, weight_bytes
+from dflash_serve.checkpoint.config import BF16, DrafterConfig, context_bytes, weight_bytes
+from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import Problem
 

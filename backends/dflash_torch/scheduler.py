@@ -19,10 +19,9 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.speculation.width import WidthPolicy
 
-from .cache_manager import KVCacheManager
 from .grammar import Grammar
 from .model_runner import TargetRunner
-from .request import Allocation, Request
+from .request import Allocation, KVCacheManager, Request
 from .sampler import StepResult, last_rows, sample
 from .speculator import Speculator
 

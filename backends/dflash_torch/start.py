@@ -26,7 +26,7 @@ from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.models.target import TargetModel
-from dflash_serve.speculation.cost import CostModel
+from dflash_serve.speculation.allocation import CostModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.speculation.width import AutoWidth, FixedWidth, WidthPolicy

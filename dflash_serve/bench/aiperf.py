@@ -19,8 +19,7 @@ from dflash_serve.common.files import sha256
 from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.common.processes import run_command
 from dflash_serve.errors import UserError
-from dflash_serve.prompts.sources import HUB, hub_options, hub_prompts, jsonl_prompts
-from dflash_serve.prompts.tasks import HUMAN_EVAL, human_eval_prompts
+from dflash_serve.prompts import HUB, HUMAN_EVAL, hub_options, hub_prompts, human_eval_prompts, jsonl_prompts
 
 RESULT = "profile_export_aiperf.json"
 KEY = "OPENAI_API_KEY"

@@ -40,7 +40,7 @@ class Bench:
         self.request = RequestSettings(
             dataset=self.dataset.name,
             prompts_sha256=self.dataset.sha256,
-            output_tokens=settings.output_tokens,
+            output_tokens=settings.max_tokens,
             ignore_eos=settings.ignore_eos,
             temperature=settings.temperature,
         )

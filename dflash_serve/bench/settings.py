@@ -53,7 +53,7 @@ class Settings(Frozen):
     """Runs of each variant at each concurrency."""
     requests_per_user: PositiveInt
     min_requests: PositiveInt
-    output_tokens: PositiveInt
+    max_tokens: PositiveInt
     ignore_eos: bool
     temperature: Annotated[float, Field(ge=0)]
     interactivity: float | None

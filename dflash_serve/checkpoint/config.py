@@ -1,15 +1,20 @@
-"""DrafterConfig: the neutral description of a DFlash drafter, whatever dialect its checkpoint is written in.
+"""DrafterConfig: the neutral description of a DFlash drafter, whatever dialect its checkpoint is written in, and what
+follows from it alone: names, shapes and bytes of its tensors.
 
 No torch here: `inspect`, the engine adapters and the chart read drafters on machines that have none.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from dflash_serve.common.frozen import Frozen, PositiveInt
+
+BF16 = 2
+"""Bytes of a number in bfloat16."""
 
 
 class AttentionKind(Frozen):
@@ -118,3 +123,44 @@ def uniform_target_layer_ids(num_target_layers: int, count: int) -> tuple[int, .
     if count == 1:
         return (num_target_layers // 2,)
     return tuple(round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count))
+
+
+def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor, in z-lab's names: 11 L + 3, more with biases or a mask embedding."""
+    hidden, head = config.hidden_size, config.head_dim
+    kv = config.num_key_value_heads * head
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, config.feature_size),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    if config.has_mask_embedding:
+        shapes["mask_embedding"] = (hidden,)
+    for index in range(config.num_layers):
+        layer = f"layers.{index}."
+        for name, out in (("q_proj", config.num_attention_heads * head), ("k_proj", kv), ("v_proj", kv)):
+            shapes[f"{layer}self_attn.{name}.weight"] = (out, hidden)
+            if config.attention_bias:
+                shapes[f"{layer}self_attn.{name}.bias"] = (out,)
+        shapes[f"{layer}self_attn.o_proj.weight"] = (hidden, config.num_attention_heads * head)
+        if config.attention_bias:
+            shapes[f"{layer}self_attn.o_proj.bias"] = (hidden,)
+        for name in ("q_norm", "k_norm"):
+            shapes[f"{layer}self_attn.{name}.weight"] = (head,)
+        for name in ("gate_proj", "up_proj"):
+            shapes[f"{layer}mlp.{name}.weight"] = (config.intermediate_size, hidden)
+        shapes[f"{layer}mlp.down_proj.weight"] = (hidden, config.intermediate_size)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}{name}.weight"] = (hidden,)
+    return shapes
+
+
+def weight_bytes(config: DrafterConfig) -> int:
+    """Bytes of all tensors of a drafter in bfloat16."""
+    return BF16 * sum(prod(shape) for shape in expected_tensors(config).values())
+
+
+def context_bytes(config: DrafterConfig, kv_heads: int | None = None) -> int:
+    """Bytes of one context token's K and V in all layers, in bfloat16; `kv_heads`: of one device, None = all."""
+    heads = config.num_key_value_heads if kv_heads is None else kv_heads
+    return 2 * config.num_layers * heads * config.head_dim * BF16

@@ -1,5 +1,5 @@
 """Holds a checkpoint's tensors against what its config.json asks for: each one found once, in the shape and dtype of
-its storage format, with the scales that belong to it, and no others.
+its storage format, with the scales that belong to it, and no others. Knows what published checkpoints call them.
 """
 
 from __future__ import annotations
@@ -10,25 +10,33 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects.heads import DO, head_of_tensor
-from dflash_serve.checkpoint.headers import Header
-from dflash_serve.checkpoint.tensors import (
-    FLOATS,
-    RECOMPUTED,
-    SCALES,
-    VOCABULARY_MAPS,
-    is_packed,
-    parts_of,
-    stored_tensors,
-)
+from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
+from dflash_serve.checkpoint.dialects import head_of_tensor
+from dflash_serve.checkpoint.dialects.dialect import PLAIN_DRAFTER
+from dflash_serve.checkpoint.files import Header
 from dflash_serve.errors import Problem
 
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.formats import Format
 
+ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+"""Names that SGLang's and vLLM's mappers know as well."""
+RECOMPUTED = "rotary_emb."
+"""Rotary buffers of old checkpoints."""
+VOCABULARY_MAPS = ("d2t", "t2d", "draft_id_to_target_id")
+FLOATS: Collection[str] = {"F64", "F32", "F16", "BF16"}
+"""safetensors' dtypes of plain weights."""
 STORED_AS: Mapping[Format, str] = {"fp8": "F8_E4M3", "nvfp4": "U8"}
 """safetensors' dtype of a quantised weight."""
+SCALES = ("weight_scale", "weight_scale_2", "input_scale")
+"""What ModelOpt puts beside a quantised weight."""
+BLOCK = 16
+"""Values along the input that share an NVFP4 scale."""
+PACKED = (
+    *("_packed", "_scale", "_scale_2", "_scale_inv", "_zero_point"),
+    *("weight_shape", "qweight", "qzeros", "scales", "g_idx"),
+)
+"""Endings of the tensors that quantisers (compressed-tensors, ModelOpt, GPTQ, AWQ) put beside or instead of weights."""
 ONE_DRAFTER = "use weights and config.json of one drafter"
 
 
@@ -61,19 +69,15 @@ def match_tensors(
         format: of the quantised weights; None = the checkpoint does not say that it has any.
     """
     ours = {name: header for name, header in headers.items() if name not in copies and RECOMPUTED not in name}
-    packed = next((name for name, h in ours.items() if is_packed(name, h.dtype) and not _is_map(name)), None)
+    packed = next((name for name, h in ours.items() if _is_packed(name, h.dtype)), None)
     if format is None and packed is not None:  # every other complaint would be a consequence
         what = f"the weights are quantised (tensor {packed} is {ours[packed].dtype}), but no file of it says how"
         problems.append(Problem(what, str(ours[packed].file), "use the bf16 drafter, or add its hf_quant_config.json"))
         return {}
-    return _Match(config, problems, format, _quantised_modules(ours, config, format)).run(ours, where)
-
-
-def _quantised_modules(headers: Mapping[str, Header], config: DrafterConfig, format: Format | None) -> set[str]:
-    """Modules whose weight is stored in `format`, by our names."""
-    stored = [name for name, header in headers.items() if format is not None and header.dtype == STORED_AS[format]]
-    parts = [part.name for name in stored if name.endswith(".weight") for part in parts_of(name, config)]
-    return {name.removesuffix(".weight") for name in parts}
+    stored = [name for name, header in ours.items() if format is not None and header.dtype == STORED_AS[format]]
+    weights = [part for name in stored if name.endswith(".weight") for part in parts_of(name)]
+    quantised = {name.removesuffix(".weight") for name in weights}
+    return _Match(config, problems, format, quantised).run(ours, where)
 
 
 class _Match:
@@ -97,24 +101,24 @@ class _Match:
         return {name: piece for name, piece in self.pieces.items() if name not in self.unusable}
 
     def _take(self, name: str, header: Header) -> None:
-        parts = parts_of(name, self.config)
-        if any(part.name not in self.shapes for part in parts):
+        parts = parts_of(name)
+        if any(part not in self.shapes for part in parts):
             self._note(header, *self._extra(name, header))
             return
-        shapes = [self.shapes[part.name] for part in parts]
+        shapes = [self.shapes[part] for part in parts]
         wanted = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
-        fault = self._fault(name, header, wanted, parts[0].name)
+        fault = self._fault(name, header, wanted, parts[0])
         if fault:
             self._note(header, *fault)
+            self.unusable.update(parts)
+        start = 0
         for part, shape in zip(parts, shapes, strict=True):
-            if part.name in self.pieces:
-                twice = f"tensor {part.name} is there twice: {self.pieces[part.name].stored_name} and {name}"
+            if part in self.pieces:
+                twice = f"tensor {part} is there twice: {self.pieces[part].stored_name} and {name}"
                 self._note(header, twice, "keep one")
-            start = part.start or 0
             rows = slice(start, start + shape[0]) if shape and len(parts) > 1 else None
-            self.pieces[part.name] = Piece(header.file, name, rows)
-            if fault:
-                self.unusable.add(part.name)
+            self.pieces[part] = Piece(header.file, name, rows)
+            start = rows.stop if rows else 0
 
     def _note(self, header: Header, what: str, do: str) -> None:
         self.problems.append(Problem(what, str(header.file), do))
@@ -138,17 +142,22 @@ class _Match:
     def _extra(self, name: str, header: Header) -> tuple[str, str]:
         head, shape = head_of_tensor(name), list(header.shape)
         if head is not None:
-            return f"tensor {name} {shape} belongs to a {head} head, which is not supported yet", DO
+            return f"tensor {name} {shape} belongs to a {head} head, which is not supported yet", PLAIN_DRAFTER
         if _is_map(name):
             what = (
                 f"tensor {name} {shape} maps a reduced draft vocabulary, which needs a head of its own; "
                 "we, SGLang and TensorRT-LLM draft through the target's"
             )
             return what, "train with the full vocabulary"
-        weights = [part.name.rpartition(".")[0] + ".weight" for part in parts_of(name, self.config)]
+        weights = [part.rpartition(".")[0] + ".weight" for part in parts_of(name)]
         if name.endswith(SCALES) and all(weight in self.shapes for weight in weights):
             return f"tensor {name} {shape} belongs to no quantised weight", ONE_DRAFTER
         return f"tensor {name} {shape} is not part of a DFlash drafter of this config.json", ONE_DRAFTER
+
+
+def _is_packed(name: str, dtype: str) -> bool:
+    """Whether a tensor belongs to a quantised checkpoint, by its name or by its safetensors dtype."""
+    return (name.endswith(PACKED) or dtype not in FLOATS) and not _is_map(name)
 
 
 def _is_map(name: str) -> bool:
@@ -161,3 +170,39 @@ def _misshapen(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], confi
         return what, ONE_DRAFTER
     what += f" = [hidden_size, {len(config.target_layer_ids)} target_layer_ids x hidden_size]"
     return what, f"correct target_layer_ids, or {ONE_DRAFTER}"
+
+
+def proper_name(name: str) -> str:
+    """A checkpoint's tensor name without optional prefix and aliases."""
+    name = name.removeprefix("model.")
+    return ALIASES.get(name, name)
+
+
+def parts_of(name: str) -> list[str]:
+    """What a checkpoint's tensor holds of ours, in order: itself, or the pieces of a fused one."""
+    name = proper_name(name)
+    for fused, pieces in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+        if f".{fused}." in name:
+            return [name.replace(f".{fused}.", f".{piece}.") for piece in pieces]
+    return [name]
+
+
+def stored_tensors(
+    config: DrafterConfig, format: Format | None, quantised: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor as a checkpoint stores it: quantised modules with their scales.
+
+    FP8: weight [out, in], one scale. NVFP4: weight [out, in / 2], a scale for 16 values [out, in / 16], and one more.
+    Both may have an input_scale, of the activations. (ModelOpt 0.47.)
+    """
+    shapes = expected_tensors(config)
+    for module in quantised:
+        if format is None or f"{module}.weight" not in shapes:
+            continue
+        rows, *columns = shapes[f"{module}.weight"]
+        scales: dict[str, tuple[int, ...]] = {"weight_scale": (), "input_scale": ()}
+        if format == "nvfp4" and columns:
+            shapes[f"{module}.weight"] = (rows, columns[0] // 2)
+            scales |= {"weight_scale": (rows, columns[0] // BLOCK), "weight_scale_2": ()}
+        shapes |= {f"{module}.{name}": shape for name, shape in scales.items()}
+    return shapes

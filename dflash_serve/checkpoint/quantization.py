@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from dflash_serve.checkpoint.json_file import read_object
+from dflash_serve.checkpoint.files import read_object
 from dflash_serve.errors import Problem, raise_problems
 
 if TYPE_CHECKING:

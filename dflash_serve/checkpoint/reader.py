@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import Dialect, parse
-from dflash_serve.checkpoint.headers import Header, read_headers
-from dflash_serve.checkpoint.json_file import read_object
-from dflash_serve.checkpoint.matching import Piece, match_tensors
+from dflash_serve.checkpoint.files import Header, read_headers, read_object
+from dflash_serve.checkpoint.matching import SCALES, Piece, match_tensors, proper_name
 from dflash_serve.checkpoint.quantization import IN_CONFIG, Quantization, find_quantization, plain_only
 from dflash_serve.checkpoint.source import drafter_source, local_folder
-from dflash_serve.checkpoint.tensors import SCALES, proper_name
 from dflash_serve.errors import Problem, raise_problems
 
 if TYPE_CHECKING:
@@ -96,11 +94,9 @@ def read_config(folder_or_id: str | Path, revision: str | None = None) -> tuple[
     Raises:
         UserError: config.json is absent, broken, of no dialect we know, or describes a drafter we cannot run.
     """
-    checkpoint = _describe(local_folder(drafter_source(folder_or_id), revision), [])
-    raise_problems(checkpoint.problems, hint=HINT)
-    assert checkpoint.config is not None
+    config, checkpoint = _read(folder_or_id, revision)
     assert checkpoint.dialect is not None
-    return checkpoint.config, checkpoint.dialect.name
+    return config, checkpoint.dialect.name
 
 
 def read_drafter(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, Quantization | None]:
@@ -109,20 +105,15 @@ def read_drafter(folder_or_id: str | Path, revision: str | None = None) -> tuple
     Raises:
         UserError: as `read_config`.
     """
+    config, checkpoint = _read(folder_or_id, revision)
+    return config, checkpoint.quantization
+
+
+def _read(folder_or_id: str | Path, revision: str | None) -> tuple[DrafterConfig, Checkpoint]:
     checkpoint = _describe(local_folder(drafter_source(folder_or_id), revision), [])
     raise_problems(checkpoint.problems, hint=HINT)
     assert checkpoint.config is not None
-    return checkpoint.config, checkpoint.quantization
-
-
-def problems(folder_or_id: str | Path, revision: str | None = None, *, weights: bool = True) -> list[Problem]:
-    """Everything wrong with a drafter; `weights` also reads every number, looking for NaN and infinity (needs torch).
-
-    Raises:
-        UserError: neither a folder nor an id that can be fetched.
-    """
-    checkpoint = open_checkpoint(folder_or_id, revision)
-    return checkpoint.problems + (weight_problems(checkpoint) if weights else [])
+    return checkpoint.config, checkpoint
 
 
 def weight_problems(checkpoint: Checkpoint) -> list[Problem]:

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects import DIALECTS, Target
-from dflash_serve.checkpoint.headers import SINGLE
-from dflash_serve.checkpoint.tensors import expected_tensors
+from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
+from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.files import SINGLE
 from dflash_serve.common.files import whole_folder
 from dflash_serve.errors import UserError
 
@@ -24,7 +23,7 @@ def write_drafter(
     tensors: Mapping[str, Tensor],
     *,
     dialect: str = "zlab",
-    target: Target | None = None,
+    target: str | None = None,
     overwrite: bool = False,
 ) -> None:
     """Writes config.json and model.safetensors, first into a folder beside `folder`, which then takes its name.
@@ -34,7 +33,7 @@ def write_drafter(
         config: what the drafter is.
         tensors: by our names, in the dtypes they are to be stored in.
         dialect: `zlab` (SGLang, TensorRT-LLM, vLLM and z-lab's code read it), `speculators` or `modelopt`.
-        target: what is known of the target, for the dialects that name it.
+        target: hub id or folder of the target, for the dialects that name it.
         overwrite: replace what is there.
 
     Raises:
@@ -44,7 +43,7 @@ def write_drafter(
     folder = Path(folder).resolve()
     if dialect not in DIALECTS:
         raise UserError(f"no dialect {dialect!r}", where="--to", do=f"there are: {', '.join(DIALECTS)}")
-    fields = DIALECTS[dialect].write(config, target or Target())
+    fields = DIALECTS[dialect].write(config, target)
     _check_tensors(config, tensors)
     _check_destination(folder, overwrite)
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from dflash_serve.backend import EMBEDDED
-from dflash_serve.cli.options import ApiKeyFile, Backend, Drafter, Target, Temperature
+from dflash_serve.cli import options
 from dflash_serve.common.extras import need
 from dflash_serve.errors import UserError
 
@@ -18,34 +18,33 @@ if TYPE_CHECKING:
     from dflash_serve.bench.results import Run
     from dflash_serve.bench.runner import Bench
 
-File = Annotated[Path | None, Argument(help="YAML file of what to serve as each of --variants.")]
-Variants = Annotated[str, Option(help="Widths to serve with: off, fixed (the whole block), auto and numbers.")]
-Endpoint = Annotated[list[str] | None, Option(help="NAME=http://host:port of a running server; once for each.")]
+Variants = Annotated[str, Option(help="Widths to serve with: off, fixed (the whole block), auto, numbers.")]
+Endpoint = Annotated[list[str] | None, Option(help="Running server, NAME=http://host:port; once for each.")]
 DATASETS = "FILE.jsonl of {'prompt': ...}, humaneval, hf:ORG/NAME, speed_bench_coding=FILE, spec_al_..."
-DatasetName = Annotated[str, Option(help=DATASETS)]
-Concurrency = Annotated[str, Option(help="Users at once, one run each.")]
-Rounds = Annotated[int, Option(help="Runs of each kind; medians are reported.", min=1)]
-RequestsPerUser = Annotated[int, Option(help="Requests of a run for each user.", min=1)]
-MinRequests = Annotated[int, Option(help="Requests of a run at least.", min=1)]
-OutputTokens = Annotated[int, Option(help="Longest answer.", min=2)]
-IgnoreEos = Annotated[bool, Option(help="Make every answer that long.")]
-AT = "Tokens/s/user to compare at. [default: the most that both reach]"
+DatasetName = Annotated[str, Option(help=f"Prompts: {DATASETS}")]
+Concurrency = Annotated[str, Option(help="Requests in flight to a server, a run for each number.")]
+Rounds = Annotated[int, Option(help="Runs of each variant and concurrency; medians are reported.", min=1)]
+RequestsPerUser = Annotated[int, Option(help="Requests of a run, for each one in flight.", min=1)]
+MinRequests = Annotated[int, Option(help="Fewest requests of a run.", min=1)]
+MaxTokens = Annotated[int, Option(help=options.MAX_TOKENS, min=2)]
+IgnoreEos = Annotated[bool, Option(help="Make every answer --max-tokens long.")]
+AT = "Tokens/s/user at which variants are compared. [default: the most that both reach]"
 Interactivity = Annotated[float | None, Option(help=AT, min=0)]
 Baseline = Annotated[str | None, Option(help="Variant to compare with. [default: off, or the first]")]
-Tokenizer = Annotated[str | None, Option(help="Folder or hub id. [default: the target's]")]
-Hardware = Annotated[str | None, Option(help="What servers elsewhere run on, for the report.")]
-Devices = Annotated[int | None, Option(help="Divides throughput. [default: hardware.count]", min=1)]
-InTurn = Annotated[bool | None, Option(help="One server at a time. [default: not with the embedded backend]")]
-WarmUp = Annotated[bool, Option(help="Each server first answers a request for each user.")]
-Output = Annotated[Path, Option(help="Folder of runs and report; what is there is kept.")]
+Tokenizer = Annotated[str | None, Option(help="Tokenizer: hub id or folder. [default: the target's]")]
+Hardware = Annotated[str | None, Option(help="What the running servers run on, for the report.")]
+Devices = Annotated[int | None, Option(help="Devices that throughput is divided by. [default: hardware.count]", min=1)]
+InTurn = Annotated[bool | None, Option(help="Run one server at a time. [default: not with the embedded backend]")]
+WarmUp = Annotated[bool, Option(help="Ask each server as many requests as are in flight, before it is measured.")]
+Output = Annotated[Path, Option(help="Folder for runs and report; what is there is kept.")]
 
 
 def bench(
     context: typer.Context,
-    deployment: File = None,
-    target: Target = None,
-    drafter: Drafter = None,
-    backend: Backend = EMBEDDED,
+    deployment: options.DeploymentFile = None,
+    target: options.Target = None,
+    drafter: options.Drafter = None,
+    backend: options.Backend = EMBEDDED,
     variants: Variants = "off,fixed,auto",
     endpoint: Endpoint = None,
     dataset: DatasetName = "humaneval",
@@ -53,12 +52,12 @@ def bench(
     rounds: Rounds = 3,
     requests_per_user: RequestsPerUser = 4,
     min_requests: MinRequests = 8,
-    output_tokens: OutputTokens = 128,
+    max_tokens: MaxTokens = 128,
     ignore_eos: IgnoreEos = False,
-    temperature: Temperature = 0.0,
+    temperature: options.Temperature = 0.0,
     interactivity: Interactivity = None,
     baseline: Baseline = None,
-    api_key_file: ApiKeyFile = None,
+    api_key_file: options.ApiKeyFile = None,
     tokenizer: Tokenizer = None,
     hardware: Hardware = None,
     devices: Devices = None,

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dflash_serve.cli import options
+
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.config import DrafterConfig
-    from dflash_serve.checkpoint.target_shape import TargetShape
+    from dflash_serve.checkpoint.target import TargetShape
 
 
 class To(StrEnum):
@@ -26,19 +28,18 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a drafter in any dialect.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
     to: Annotated[To, typer.Option("--to", help="Dialect to write.")],
-    target: Annotated[
-        str | None,
-        typer.Option(metavar="PATH_OR_ID", help="The drafter's target: checked, and named in what is written."),
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Commit of SRC's hub repository.")] = None,
+    target: options.Target = None,
+    revision: options.Revision = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DST.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Write a drafter in another dialect. Weights keep their values and dtypes; nothing half-written is left behind."""
-    from dflash_serve.checkpoint.dialects import Target
+    """Write a drafter in another dialect. Weights keep their values and dtypes; nothing half-written is left behind.
+
+    A --target that is given is checked against the drafter, and named in what is written.
+    """
     from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
     from dflash_serve.checkpoint.source import target_source
-    from dflash_serve.checkpoint.target_shape import read_target_shape
+    from dflash_serve.checkpoint.target import read_target_shape
     from dflash_serve.checkpoint.writer import write_drafter
 
     checkpoint = open_checkpoint(source, revision)
@@ -47,7 +48,7 @@ def convert(
     assert checkpoint.dialect is not None
     shape = None if target is None else read_target_shape(target_source(target))
     config = checkpoint.config if shape is None else _of_target(checkpoint.config, shape)
-    write_drafter(destination, config, tensors, dialect=to.value, target=Target(target), overwrite=overwrite)
+    write_drafter(destination, config, tensors, dialect=to.value, target=target, overwrite=overwrite)
     note = _note(config, to, target)
     if as_json:
         report = {"source": str(checkpoint.folder), "from": checkpoint.dialect.name, "destination": str(destination)}
@@ -64,7 +65,7 @@ def _of_target(config: DrafterConfig, target: TargetShape) -> DrafterConfig:
     Raises:
         UserError: the drafter is not this target's.
     """
-    from dflash_serve.checkpoint.pairing import check_pairing
+    from dflash_serve.deployment_checks import check_pairing
     from dflash_serve.errors import raise_problems
 
     raise_problems(check_pairing(config, target), hint="`dflash-serve inspect --target` shows all")

@@ -8,7 +8,7 @@ from typing import Annotated, cast, get_args
 import typer
 
 from dflash_serve.backend import EMBEDDED, server_backend
-from dflash_serve.cli.options import Backend
+from dflash_serve.cli import options
 from dflash_serve.cli.serve import prepared
 from dflash_serve.common.files import write_whole
 from dflash_serve.deploying.render import Form, render
@@ -18,14 +18,14 @@ from dflash_serve.errors import UserError, raise_problems
 
 
 def deploy(
-    deployment: Annotated[Path, typer.Argument(help="YAML file of the deployment; the environment beats it.")],
+    deployment: Annotated[Path, typer.Argument(help=options.DEPLOYMENT)],
     form: Annotated[str | None, typer.Option("--render", help=f"Form to render: {', '.join(get_args(Form))}.")] = None,
-    backend_name: Backend = EMBEDDED,
+    backend_name: options.Backend = EMBEDDED,
     name: Annotated[str, typer.Option(help="Name of the release, service or project.")] = "dflash-serve",
     image: Annotated[
-        str | None, typer.Option(help="Image, REPOSITORY@sha256:... [default: as deploy/docker names it]")
+        str | None, typer.Option(help="Container image, REPOSITORY@sha256:... [default: as deploy/docker names it]")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="File to write. [default: the terminal]")] = None,
+    output: Annotated[Path | None, typer.Option(help="File for what is rendered. [default: the terminal]")] = None,
     prepare: Annotated[
         Path | None, typer.Option(help="Folder to write what the engine reads to, instead of rendering.")
     ] = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,30 +12,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_serve.backend import Engine, Prompt, embedded_backend
-from dflash_serve.cli.options import (
-    BUNDLED,
-    ApiKeyFile,
-    BlockSize,
-    Drafter,
-    Dtype,
-    PromptFile,
-    Resume,
-    ServedModel,
-    Target,
-)
-from dflash_serve.cli.resumable import resumable
+from dflash_serve.cli import options
+from dflash_serve.cli.figures import number, survival_text
 from dflash_serve.common.extras import need
+from dflash_serve.common.journal import resumable
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dflash_serve.client.endpoint import Endpoint
-    from dflash_serve.common.journal import Journal
-    from dflash_serve.doctor.evidence import DiagnosableBackend, Interview, Observation
+    from dflash_serve.doctor.evidence import DiagnosableBackend, Interview
     from dflash_serve.doctor.examination import PairReport, SuspectReport
 
+URL = "Address of a running server of this pair, which nobody else uses meanwhile."
+Url = Annotated[str | None, typer.Option(help=URL)]
+SEEN = "Acceptance length that was seen, of a server that is not there to be asked."
+Observed = Annotated[float | None, typer.Option(help=SEEN, min=1)]
 Progress = Callable[[str, int], None]
 """Called with the name of what is about to run, and how many of its kind there are."""
 SHOWN = 8
@@ -55,98 +48,89 @@ class ExaminedPair:
 
     @property
     def params(self) -> SamplingParams:
+        """Greedy."""
         return SamplingParams(temperature=0, max_tokens=self.max_tokens)
+
+    @property
+    def drafter_block_size(self) -> int:
+        """B as the drafter was trained."""
+        from dflash_serve.checkpoint.reader import read_config
+
+        return read_config(self.drafter)[0].block_size
 
 
 def doctor(
-    target: Target = BUNDLED,
-    drafter: Drafter = BUNDLED,
-    url: Annotated[str | None, typer.Option(help="A server of this pair that nobody else uses meanwhile.")] = None,
-    observed: Annotated[float | None, typer.Option(help="An acceptance length that was seen.", min=1)] = None,
-    model: ServedModel = None,
-    api_key_file: ApiKeyFile = None,
-    block_size: BlockSize = None,
-    dtype: Dtype = "auto",
-    prompts: PromptFile = None,
-    count: Annotated[int, typer.Option(help="Prompts to use.", min=2)] = 16,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=8)] = 64,
-    output: Annotated[Path, typer.Option(help="File for the report, JSON.")] = Path("doctor-report.json"),
-    resume: Resume = False,
+    target: options.Target = options.BUNDLED,
+    drafter: options.Drafter = options.BUNDLED,
+    url: Url = None,
+    observed: Observed = None,
+    model: options.ServedModel = None,
+    api_key_file: options.ApiKeyFile = None,
+    block_size: options.BlockSize = None,
+    dtype: options.Dtype = "auto",
+    prompts: options.PromptFile = None,
+    num_prompts: Annotated[int, typer.Option(help=options.NUM_PROMPTS, min=2)] = 16,
+    max_tokens: Annotated[int, typer.Option(help=options.MAX_TOKENS, min=8)] = 64,
+    output: options.Report = Path("doctor-report.json"),
+    resume: options.Resume = False,
 ) -> None:
     """Say why acceptance is low: of a server, or of a pair whose checkpoint may be wrong about itself."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
     from dflash_serve.client.endpoint import Endpoint
     from dflash_serve.common.http import read_api_key
-    from dflash_serve.doctor.evidence import Observation
-    from dflash_serve.prompts.prompt_set import read_prompt_set
+    from dflash_serve.doctor.evidence import interview
+    from dflash_serve.prompts import read_prompt_set
 
     if url is not None and observed is not None:
         raise UserError("the server says it itself", where="--observed", do="leave it out, or --url")
-    asked = tuple(read_prompt_set(prompts)[:count])
-    pair = ExaminedPair(target or BUNDLED, drafter or BUNDLED, block_size, dtype, asked, max_tokens)
+    asked = tuple(read_prompt_set(prompts)[:num_prompts])
+    pair = ExaminedPair(target or options.BUNDLED, drafter or options.BUNDLED, block_size, dtype, asked, max_tokens)
     endpoint = Endpoint(url, model, read_api_key(api_key_file)) if url else None
     with _progress() as advance:
-        told = _interview(endpoint, pair, advance) if endpoint else None
-        seen = told.observation if told else Observation.of_length(observed) if observed else None
-        report = _examine(pair, told, seen, output, resume, advance)
+
+        def answered() -> None:
+            advance("asking the server", len(asked))
+
+        told = interview(endpoint, asked, pair.params, pair.drafter_block_size, answered) if endpoint else None
+        report = _examine(pair, told, observed, output, resume, advance)
     _show(report, output)
     raise typer.Exit(report.verdict.exit_code)
 
 
-def _interview(endpoint: Endpoint, pair: ExaminedPair, advance: Progress) -> Interview:
-    from dflash_serve.checkpoint.reader import read_config
-    from dflash_serve.doctor.evidence import interview
-
-    block_size, count = read_config(pair.drafter)[0].block_size, len(pair.prompts)
-    return interview(endpoint, pair.prompts, pair.params, block_size, lambda: advance("asking the server", count))
-
-
 def _examine(
-    pair: ExaminedPair, told: Interview | None, seen: Observation | None, output: Path, resume: bool, advance: Progress
+    pair: ExaminedPair, told: Interview | None, observed: float | None, output: Path, resume: bool, advance: Progress
 ) -> SuspectReport | PairReport:
     """Starts our own loop, at the width that the server verifies, examines, and writes the report."""
-    from dflash_serve.checkpoint.reader import read_config
     from dflash_serve.common.files import write_whole
+    from dflash_serve.doctor.evidence import Observation
+    from dflash_serve.doctor.examination import Examination
 
     advance("loading target and drafter", 1)
-    backend = _diagnosable_backend()
-    width = told.width if told else pair.block_size or read_config(pair.drafter)[0].block_size
-    block_size = pair.block_size
+    backend, block_size = _diagnosable_backend(), pair.block_size
+    width = told.width if told else block_size or pair.drafter_block_size
     if told is not None and block_size is None and told.engine != "dflash-serve":
         block_size = told.width  # other engines draft as many slots as they verify
     engine = _engine(backend, pair, block_size, width)
-    belongs_to = _belongs_to(pair, engine, width)
-    with resumable(output, belongs_to, "finished probes", resume=resume) as journal:
-        report = _run(backend, engine, pair, width, seen, journal, advance)
-        if told is not None:
-            report = report.model_copy(update={"notes": (*report.notes, *told.notes)})
-        text = json.dumps({"pair": belongs_to, **report.model_dump(mode="json")}, indent=1, ensure_ascii=False)
-        write_whole(output, text + "\n", do="name another --output")
-    return report
-
-
-def _run(
-    backend: DiagnosableBackend,
-    engine: Engine,
-    pair: ExaminedPair,
-    width: int,
-    seen: Observation | None,
-    journal: Journal,
-    advance: Progress,
-) -> SuspectReport | PairReport:
-    """Examines a server of which something was seen, or else the pair alone."""
-    from dflash_serve.doctor.examination import Examination
-
     reference = backend.reference(engine, pair.drafter, pair.prompts, pair.params, width)
-    examination = Examination(reference, journal, advance)
-    if seen is not None:
-        return examination.examine_suspect(seen)
 
     def first_difference() -> object | None:
         advance("comparing tensors with transformers", 1)
         return backend.first_difference(engine, pair.target, pair.drafter, pair.prompts[0])
 
-    return examination.examine_pair(first_difference)
+    belongs_to = _belongs_to(pair, engine, width)
+    with resumable(output, belongs_to, "finished probes", resume=resume) as journal:
+        examination = Examination(reference, journal, advance)
+        report: SuspectReport | PairReport
+        if told is not None:
+            report = examination.examine_suspect(told.observation)
+            report = report.model_copy(update={"notes": (*report.notes, *told.notes)})
+        elif observed is not None:
+            report = examination.examine_suspect(Observation.of_length(observed))
+        else:
+            report = examination.examine_pair(first_difference)
+        text = json.dumps({"pair": belongs_to, **report.model_dump(mode="json")}, indent=1, ensure_ascii=False)
+        write_whole(output, text + "\n", do="name another --output")
+    return report
 
 
 def _diagnosable_backend() -> DiagnosableBackend:
@@ -172,16 +156,12 @@ def _engine(backend: DiagnosableBackend, pair: ExaminedPair, block_size: int | N
 
     characters = max(len(str(prompt)) for prompt in pair.prompts)  # no fewer than tokens; the template's come on top
     context = read_target_config(target_folder(pair.target)).max_position_embeddings
-    flags = {
-        "target": {"model": pair.target},
-        "drafter": {"model": pair.drafter},
-        "speculation": {"block_size": block_size, "width": width},
-        "hardware": {"dtype": pair.dtype},
-        "limits": {
-            "max_batch_size": len(pair.prompts),
-            "max_model_len": min(context, characters + 512 + pair.max_tokens),
-        },
+    room = {
+        "max_batch_size": len(pair.prompts),
+        "max_model_len": min(context, characters + 512 + pair.max_tokens),
     }
+    given = {"target": pair.target, "drafter": pair.drafter, "dtype": pair.dtype, **room}
+    flags = options.deployment_flags({**given, "block_size": block_size, "width": width})
     return backend.engine(load_deployment(flags=flags))
 
 
@@ -189,7 +169,7 @@ def _belongs_to(pair: ExaminedPair, engine: Engine, width: int) -> dict[str, obj
     """All that a probe's counts depend on."""
     from dflash_serve.checkpoint.manifest import file_entries
     from dflash_serve.checkpoint.source import drafter_folder
-    from dflash_serve.prompts.prompt_set import prompts_digest
+    from dflash_serve.prompts import prompts_digest
 
     return {
         "target": pair.target,
@@ -243,13 +223,8 @@ def _table(report: SuspectReport) -> Table:
 
     table = Table("explanation", "τ", "survival by slot", "probability", "how it comes about")
     observed = report.observed
-    table.add_row("(observed)", f"{observed.acceptance_length:.3f}", _survival(observed.survival), "", "")
+    table.add_row("(observed)", number(observed.acceptance_length, 3), survival_text(observed.survival), "", "")
     for row in report.explanations[:SHOWN]:
-        length = row.predicted.acceptance_length
-        shown = "none" if length is None else f"{length:.3f}"
-        table.add_row(row.name, shown, _survival(row.predicted.survival), f"{row.posterior:.2g}", row.says)
+        length, survival = number(row.predicted.acceptance_length, 3), survival_text(row.predicted.survival)
+        table.add_row(row.name, length, survival, f"{row.posterior:.2g}", row.says)
     return table
-
-
-def _survival(values: Sequence[float | None]) -> str:
-    return " ".join("?" if value is None else f"{value:.2f}" for value in values) or "unknown"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dflash_serve.backend import Engine, Prompt, embedded_backend
-from dflash_serve.cli.comparison import speed_up
-from dflash_serve.cli.options import BUNDLED, Drafter, Json, Target, Temperature
+from dflash_serve.cli import options
+from dflash_serve.cli.figures import compare_with_plain, number, survival_text, time_run
 from dflash_serve.common.frozen import Frozen
 from dflash_serve.common.provenance import Environment, environment
 from dflash_serve.errors import UserError
@@ -18,6 +18,13 @@ from dflash_serve.speculation.params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+TASKS = "Task: gsm8k, math500, mbpp, mt-bench (from the hub), humaneval, or NAME=FILE.jsonl; once for each."
+Tasks = Annotated[list[str], typer.Option(help=TASKS)]
+SPOILT = "Measure with spoilt features, too. [default: yes, but not at --width auto]"
+Controls = Annotated[bool | None, typer.Option(help=SPOILT)]
+TIMED = "How many prompts of a task to time alone, with and without speculation in turns."
+Speed = Annotated[int, typer.Option(help=TIMED, min=0)]
 
 AS_IT_IS = "as it is"
 """The drafter with its own features, as opposed to the controls."""
@@ -53,33 +60,27 @@ class EvaluationReport(Frozen):
 
 
 def evaluate(
-    task: Annotated[
-        list[str], typer.Option(help="gsm8k, math500, mbpp, mt-bench (from the hub), humaneval, or NAME=FILE.jsonl.")
-    ],
-    target: Target = BUNDLED,
-    drafter: Drafter = BUNDLED,
-    prompts: Annotated[int, typer.Option(help="Prompts of each task.", min=1)] = 20,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2)] = 128,
-    width: Annotated[
-        str | None, typer.Option(help="Slots verified a step: a number or auto. [default: the whole block]")
-    ] = None,
-    temperature: Temperature = 0.0,
-    batch: Annotated[int, typer.Option(help="Prompts at once.", min=1)] = 16,
-    controls: Annotated[
-        bool | None, typer.Option(help="Repeat with spoilt features. [default: yes, but not at --width auto]")
-    ] = None,
-    speed: Annotated[int, typer.Option(help="Prompts timed alone, with and without speculation in turns.", min=0)] = 4,
-    output: Annotated[Path | None, typer.Option(help="File for the figures, JSON.")] = None,
-    as_json: Json = False,
+    task: Tasks,
+    target: options.Target = options.BUNDLED,
+    drafter: options.Drafter = options.BUNDLED,
+    num_prompts: Annotated[int, typer.Option(help=options.NUM_PROMPTS, min=1)] = 20,
+    max_tokens: Annotated[int, typer.Option(help=options.MAX_TOKENS, min=2)] = 128,
+    width: Annotated[str | None, typer.Option(help=f"{options.WIDTH} [default: the whole block]")] = None,
+    temperature: options.Temperature = 0.0,
+    max_batch_size: options.MaxBatchSize = 16,
+    controls: Controls = None,
+    speed: Speed = 4,
+    output: Annotated[Path | None, typer.Option(help=options.REPORT)] = None,
+    as_json: options.Json = False,
 ) -> None:
     """Measure what a drafter is worth, task by task."""
-    from dflash_serve.prompts.tasks import task_prompts
+    from dflash_serve.prompts import task_prompts
 
-    tasks = {name: _messages(texts[:prompts]) for name, texts in map(task_prompts, task)}
+    tasks = {name: _messages(texts[:num_prompts]) for name, texts in map(task_prompts, task)}
     if width == "auto" and controls:
         raise UserError("controls need a fixed width", where="--controls", do="give --width a number, or leave it out")
-    target, drafter = target or BUNDLED, drafter or BUNDLED
-    engine, chosen = _start(target, drafter, width, batch)
+    target, drafter = target or options.BUNDLED, drafter or options.BUNDLED
+    engine, chosen = _start(target, drafter, width, max_batch_size)
     evaluation = _Evaluation(engine, chosen, SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0))
     report = EvaluationReport(
         target=target,
@@ -98,7 +99,9 @@ def _messages(texts: list[str]) -> list[Prompt]:
     return [[{"role": "user", "content": text}] for text in texts]
 
 
-def _start(target: str, drafter: str, width: str | None, batch: int) -> tuple[Engine, int | Literal["auto"]]:
+def _start(
+    target: str, drafter: str, width: str | None, max_batch_size: int | None
+) -> tuple[Engine, int | Literal["auto"]]:
     """The engine at the width that was asked for, and that width.
 
     Raises:
@@ -107,17 +110,20 @@ def _start(target: str, drafter: str, width: str | None, batch: int) -> tuple[En
     from dflash_serve.checkpoint.reader import read_config
     from dflash_serve.deployment import load_deployment
 
-    flags = {
-        "target": {"model": target},
-        "drafter": {"model": drafter},
-        "speculation": {"width": read_config(drafter)[0].block_size if width is None else width},
-        "limits": {"max_batch_size": batch},
-    }
-    deployment = load_deployment(flags=flags)
+    given = {"target": target, "drafter": drafter, "width": width, "max_batch_size": max_batch_size}
+    if width is None:
+        given["width"] = read_config(drafter)[0].block_size
+    deployment = load_deployment(flags=options.deployment_flags(given))
     chosen = deployment.speculation.width
     if chosen == "off" or chosen == 1:
         raise UserError("without speculation nothing is accepted", where="--width", do="give 2 or more, or auto")
     return embedded_backend().engine(deployment), chosen
+
+
+def speed_up(engine: Engine, prompts: list[Prompt], params: SamplingParams) -> float | None:
+    """Tokens/s with speculation by those without, each a median over the prompts, one at a time."""
+    time_run(engine, prompts[0], params)  # the first run of an engine pays for more than itself
+    return compare_with_plain(engine, prompts, params).ratio
 
 
 @dataclass(frozen=True)
@@ -134,10 +140,8 @@ class _Evaluation:
         Controls run at a fixed width alone: with a spoilt drafter `auto` would hardly speculate, and compare other
         steps.
         """
-        if self.width == "auto":
-            sound = self._measure(self.engine, name, asked)
-        else:
-            sound = self._measure(self.engine.fixed(self.width), name, asked)
+        engine = self.engine if self.width == "auto" else self.engine.fixed(self.width)
+        sound = self._measure(engine, name, asked)
         if speed:
             sound = sound.model_copy(update={"speed_up": speed_up(self.engine, asked[:speed], self.params)})
         rows = {AS_IT_IS: sound}
@@ -187,8 +191,7 @@ def _table(report: EvaluationReport) -> Table:
     table = Table(*columns, caption=f"width {report.width}")
     for task, rows in report.tasks.items():
         for name, row in rows.items():
-            survival = " ".join("?" if value is None else f"{value:.2f}" for value in row.survival)
-            length = "unknown" if row.acceptance_length is None else f"{row.acceptance_length:.3f}"
-            ratio = "" if row.speed_up is None else f"{row.speed_up:.2f}"
+            ratio = "" if row.speed_up is None else number(row.speed_up, 2)
+            length, survival = number(row.acceptance_length, 3), survival_text(row.survival)
             table.add_row(task, name, str(row.prompts), length, survival, ratio)
     return table

@@ -9,44 +9,44 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_serve.cli.options import BUNDLED, BlockSize, Drafter, Dtype, Json, MaxTokens, Target, Temperature, Width
+from dflash_serve.cli import options
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from dflash_serve.backend import Prompt
-    from dflash_serve.cli.comparison import SpeedComparison, TimedRun
+    from dflash_serve.cli.figures import SpeedComparison, TimedRun
     from dflash_serve.llm import LLM
     from dflash_serve.speculation.params import SamplingParams
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask.")],
-    target: Target = BUNDLED,
-    drafter: Drafter = None,
-    block_size: BlockSize = None,
-    width: Width = "auto",
-    dtype: Dtype = "auto",
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
+    target: options.Target = options.BUNDLED,
+    drafter: options.Drafter = None,
+    block_size: options.BlockSize = None,
+    width: options.Width = "auto",
+    dtype: options.Dtype = "auto",
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this mass; 1 is off.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0 is off.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
+    raw: options.Raw = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Measure the same prompt without speculation, side by side.")
     ] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Stream an answer, then print acceptance length, survival and speed."""
     from rich.console import Console
 
     console = Console(stderr=as_json, highlight=False)
     params = _params(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
-    llm = _load(console, target or BUNDLED, drafter, block_size=block_size, width=width, dtype=dtype)
+    llm = _load(console, target or options.BUNDLED, drafter, block_size=block_size, width=width, dtype=dtype)
     asked: Prompt = prompt if raw else [{"role": "user", "content": prompt}]
     run = _answer(llm, asked, params, console, show=not as_json)
-    comparison = _compare(llm, asked, params, run, console) if compare else None
+    comparison = _compare(llm, asked, params, console) if compare else None
     if as_json:
         typer.echo(json.dumps(_report(run, comparison), indent=2))
     else:
@@ -60,7 +60,7 @@ def generate(
 def _params(**given: Any) -> SamplingParams:
     from pydantic import ValidationError
 
-    from dflash_serve.deployment import describe
+    from dflash_serve.common.yaml_file import describe
     from dflash_serve.errors import UserError
     from dflash_serve.speculation.params import SamplingParams
 
@@ -74,15 +74,15 @@ def _load(console: Console, target: str, drafter: str | None, **settings: Any) -
     """The pair; the bundled target brings its drafter."""
     from dflash_serve.llm import LLM
 
-    if drafter is None and target == BUNDLED:
-        drafter = BUNDLED
+    if drafter is None and target == options.BUNDLED:
+        drafter = options.BUNDLED
     with console.status(f"loading {target} (the first time it is converted and measured)"):
         return LLM(target, drafter, max_batch_size=1, **settings)
 
 
 def _answer(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console, *, show: bool) -> TimedRun:
     """Runs the prompt, showing its text as it comes."""
-    from dflash_serve.cli.comparison import time_run
+    from dflash_serve.cli.figures import time_run
 
     def echo(text: str) -> None:
         if show:
@@ -93,11 +93,11 @@ def _answer(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console, 
     return run
 
 
-def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, run: TimedRun, console: Console) -> SpeedComparison:
-    from dflash_serve.cli.comparison import compare_with_plain
+def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console) -> SpeedComparison:
+    from dflash_serve.cli.figures import ROUNDS, compare_with_plain
 
     with console.status("the same prompt with and without speculation, in turns"):
-        return compare_with_plain(llm.engine, prompt, params, run)
+        return compare_with_plain(llm.engine, [prompt] * ROUNDS, params)
 
 
 def _survival(run: TimedRun) -> list[float | None]:
@@ -124,21 +124,19 @@ def _report(run: TimedRun, comparison: SpeedComparison | None) -> dict[str, Any]
 
 def _summary(llm: LLM, run: TimedRun, comparison: SpeedComparison | None) -> Iterator[str]:
     """Lines for people."""
+    from dflash_serve.cli.figures import number, survival_text
+
     statistics = run.output.statistics
-    yield f"{len(run.output.token_ids)} tokens, {_number(run.tokens_per_second)} tokens/s"
+    yield f"{len(run.output.token_ids)} tokens, {number(run.tokens_per_second, 1)} tokens/s"
     if statistics.acceptance_length is not None:
-        survival = " ".join(_number(value, 2) for value in _survival(run))
+        survival = survival_text(_survival(run))
         widths = ", ".join(f"{width}: {steps}" for width, steps in (statistics.widths or {}).items())
-        yield f"acceptance length τ = {_number(statistics.acceptance_length, 2)}; survival by slot {survival}"
+        yield f"acceptance length τ = {statistics.acceptance_length:.2f}; survival by slot {survival}"
         yield f"width ({llm.deployment.speculation.width}) x steps: {widths}"
     if comparison is not None:
         same = "identical tokens" if comparison.same_tokens else "DIFFERENT tokens"
         yield (
-            f"without speculation {_number(comparison.plain_tokens_per_second)} tokens/s, "
-            f"with {_number(comparison.tokens_per_second)}: [bold]{_number(comparison.ratio, 2)}x[/bold] "
+            f"without speculation {number(comparison.plain_tokens_per_second, 1)} tokens/s, "
+            f"with {number(comparison.tokens_per_second, 1)}: [bold]{number(comparison.ratio, 2)}x[/bold] "
             f"(medians of {comparison.rounds} interleaved runs), {same}"
         )
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return "unknown" if value is None else f"{value:.{digits}f}"

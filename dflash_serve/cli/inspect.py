@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dflash_serve.cli import options
+
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.config import DrafterConfig
     from dflash_serve.checkpoint.quantization import Quantization
@@ -17,17 +19,15 @@ if TYPE_CHECKING:
 
 def inspect(
     drafter: Annotated[str, typer.Argument(metavar="PATH_OR_ID", help="Folder or hub id of a drafter.")],
-    target: Annotated[
-        str | None, typer.Option(metavar="PATH_OR_ID", help="Target to check it against, folder or hub id.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Commit of the drafter's hub repository.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    target: options.Target = None,
+    revision: options.Revision = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Describe a drafter and list everything wrong with it. Exit code 2 where there is anything."""
-    from dflash_serve.checkpoint.pairing import check_pairing
+    """Describe a drafter and list everything wrong with it, by itself or for a --target; exit code 2 if anything is."""
     from dflash_serve.checkpoint.reader import open_checkpoint, weight_problems
     from dflash_serve.checkpoint.source import target_source
-    from dflash_serve.checkpoint.target_shape import read_target_shape
+    from dflash_serve.checkpoint.target import read_target_shape
+    from dflash_serve.deployment_checks import check_pairing
 
     checkpoint = open_checkpoint(drafter, revision)
     problems = checkpoint.problems + weight_problems(checkpoint)
@@ -50,7 +50,7 @@ def _sizes(checkpoint: Checkpoint) -> tuple[int, int]:
     """Parameters and bytes of everything stored; scales are no parameters, and a byte of NVFP4 holds two."""
     from math import prod
 
-    from dflash_serve.checkpoint.tensors import SCALES
+    from dflash_serve.checkpoint.matching import SCALES
 
     weights = [header for name, header in checkpoint.headers.items() if not name.endswith(SCALES)]
     parameters = sum(prod(header.shape) * (2 if header.dtype == "U8" else 1) for header in weights)

@@ -13,47 +13,39 @@ from typing import Annotated
 import typer
 
 from dflash_serve.backend import EMBEDDED, Command, ServerBackend, server_backend
-from dflash_serve.cli.options import (
-    Backend,
-    BlockSize,
-    DeploymentFile,
-    Drafter,
-    Dtype,
-    Target,
-    Width,
-    deployment_flags,
-)
+from dflash_serve.cli import options
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError, raise_problems
 
 SERVER_OPTIONS = ("served-model-name", "api-key-file", "drain-seconds", "acceptance-metrics")
 """Options that only some engines' own servers have, as `EngineFacts.server_flags` calls them."""
-LIMITS = ("max_batch_size", "max_model_len", "max_queued_requests")
 
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)]
-MaxBatchSize = Annotated[int | None, typer.Option(help="Requests that run at once.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
 MaxQueued = Annotated[int | None, typer.Option(help="Requests that may wait; further ones are answered with 429.")]
 ServedName = Annotated[str | None, typer.Option(help="Name that clients use for the model. [default: the target]")]
 KeyFile = Annotated[Path | None, typer.Option(help="File of API keys, one a line; without it the server is open.")]
 DrainSeconds = Annotated[float | None, typer.Option(help="How long requests may go on after SIGTERM, in seconds.")]
 AcceptanceMetrics = Annotated[str | None, typer.Option(help="Acceptance in responses: none, summary or detailed.")]
 Folder = Annotated[Path | None, typer.Option(help="Folder for what the engine reads. [default: a new temporary one]")]
-DryRun = Annotated[bool, typer.Option(help="Check, print the engine's command and stop; nothing is written.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check, print the engine's command and stop; nothing is written.")
+]
 
 
 def serve(
-    deployment: DeploymentFile = None,
-    target: Target = None,
-    drafter: Drafter = None,
-    backend_name: Backend = EMBEDDED,
+    context: typer.Context,
+    deployment: options.DeploymentFile = None,
+    target: options.Target = None,
+    drafter: options.Drafter = None,
+    backend_name: options.Backend = EMBEDDED,
     host: Host = "127.0.0.1",
     port: Port = 8000,
-    block_size: BlockSize = None,
-    width: Width = None,
-    dtype: Dtype = None,
-    max_batch_size: MaxBatchSize = None,
+    block_size: options.BlockSize = None,
+    width: options.Width = None,
+    dtype: options.Dtype = None,
+    max_batch_size: options.MaxBatchSize = None,
     max_model_len: MaxModelLen = None,
     max_queued_requests: MaxQueued = None,
     served_model_name: ServedName = None,
@@ -69,9 +61,7 @@ def serve(
     environment = server_settings(backend, dict(zip(SERVER_OPTIONS, named, strict=True)))
     if deployment is None and target is None:
         raise UserError("nothing to serve", where="serve", do="give a deployment.yaml, or --target and --drafter")
-    limits = dict(zip(LIMITS, (max_batch_size, max_model_len, max_queued_requests), strict=True))
-    flags = {**deployment_flags(target, drafter, block_size, width, dtype), "limits": limits}
-    described = load_deployment(deployment, flags)
+    described = load_deployment(deployment, options.deployment_flags(context.params))
     raise_problems(backend.check(described))
     place = (folder or Path(tempfile.gettempdir(), "dflash-serve")) if dry_run else prepared(backend, described, folder)
     command = backend.command(described, place, host=host, port=port)
@@ -86,13 +76,13 @@ def start(command: Command, backend_name: str, *, dry_run: bool) -> None:
         become(command, backend_name)
 
 
-def server_settings(chosen: ServerBackend, options: Mapping[str, object]) -> dict[str, str]:
+def server_settings(chosen: ServerBackend, asked: Mapping[str, object]) -> dict[str, str]:
     """Environment variables for the options that are given (not None), as the engine's own server reads them.
 
     Raises:
         UserError: its server has no such options.
     """
-    given = {name: str(value) for name, value in options.items() if value is not None}
+    given = {name: str(value) for name, value in asked.items() if value is not None}
     flags = chosen.facts.server_flags
     unknown = ", ".join(f"--{name}" for name in given if name not in flags)
     if unknown:

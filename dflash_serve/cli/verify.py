@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,23 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_serve.backend import EMBEDDED, Prompt, server_backend
-from dflash_serve.cli.options import (
-    BUNDLED,
-    ApiKeyFile,
-    Backend,
-    BlockSize,
-    DeploymentFile,
-    Drafter,
-    Dtype,
-    MaxTokens,
-    PromptFile,
-    Resume,
-    ServedModel,
-    Target,
-    Width,
-)
-from dflash_serve.cli.resumable import resumable
+from dflash_serve.cli import options
 from dflash_serve.common.extras import need
+from dflash_serve.common.journal import resumable
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
 
@@ -41,12 +27,11 @@ EMBEDDED_SAMPLES, SERVER_SAMPLES = 256, 1024
 WithUrl = Annotated[str | None, typer.Option("--with", help="Address of a running server that speculates.")]
 WithoutUrl = Annotated[str | None, typer.Option("--without", help="Address of the same server without speculation.")]
 Concurrency = Annotated[int, typer.Option(help="Requests in flight to a server.", min=1)]
-Raw = Annotated[bool, typer.Option("--raw", help="Send texts as they are, without a chat template.")]
-Greedy = Annotated[int | None, typer.Option(help="Prompts to compare greedily. [default: all]", min=1)]
+NumPrompts = Annotated[int | None, typer.Option(help=f"{options.NUM_PROMPTS} [default: all]", min=1)]
 Samples = Annotated[
     int | None,
     typer.Option(
-        help="Sampled answers a side and case; 0 verifies greedy decoding alone."
+        help="How many answers to sample on a side for a case; 0 verifies greedy decoding alone."
         f" [default: {SERVER_SAMPLES}; embedded: {EMBEDDED_SAMPLES}]",
         min=0,
     ),
@@ -60,47 +45,45 @@ SameSeeds = Annotated[
     bool | None,
     typer.Option(help="Demand the same sampled tokens for the same seed. [default: embedded in float32]"),
 ]
-Output = Annotated[Path, typer.Option(help="Where the report is written.")]
 
 
 def verify(
-    deployment: DeploymentFile = None,
+    context: typer.Context,
+    deployment: options.DeploymentFile = None,
     with_url: WithUrl = None,
     without_url: WithoutUrl = None,
-    target: Target = None,
-    drafter: Drafter = None,
-    backend_name: Backend = EMBEDDED,
-    block_size: BlockSize = None,
-    width: Width = None,
-    dtype: Dtype = None,
-    model: ServedModel = None,
-    api_key_file: ApiKeyFile = None,
+    target: options.Target = None,
+    drafter: options.Drafter = None,
+    backend_name: options.Backend = EMBEDDED,
+    block_size: options.BlockSize = None,
+    width: options.Width = None,
+    dtype: options.Dtype = None,
+    model: options.ServedModel = None,
+    api_key_file: options.ApiKeyFile = None,
     concurrency: Concurrency = 16,
-    prompts: PromptFile = None,
-    raw: Raw = False,
-    greedy: Greedy = None,
-    max_tokens: MaxTokens = 128,
+    prompts: options.PromptFile = None,
+    raw: options.Raw = False,
+    num_prompts: NumPrompts = None,
+    max_tokens: options.MaxTokens = 128,
     samples: Samples = None,
     false_alarm: FalseAlarm = 1e-3,
     penalties: Penalties = True,
     same_seeds: SameSeeds = None,
-    output: Output = Path("verify-report.json"),
-    resume: Resume = False,
+    output: options.Report = Path("verify-report.json"),
+    resume: options.Resume = False,
 ) -> None:
     """Prove that speculation changed nothing, on any engine; or show what it changed."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
-    from dflash_serve.prompts.prompt_set import read_prompt_set
+    from dflash_serve.prompts import read_prompt_set
 
     asked = read_prompt_set(prompts, raw=raw)
-    speculation = {"block_size": block_size, "width": width}
     if with_url or without_url:
-        _refuse({"deployment.yaml": deployment, "--target": target, "--drafter": drafter, "--width": width})
+        _refuse(context.params)
         pair = _servers(with_url, without_url, model, api_key_file, concurrency)
     else:
-        pair = _deployed(_described(deployment, target, drafter, speculation, dtype), backend_name, concurrency)
-    settings = {"max_tokens": max_tokens, "false_alarm": false_alarm, "penalties": penalties}
-    plan = _plan(asked, pair, dtype, greedy, samples, same_seeds, settings)
-    raise typer.Exit(_run(plan, asked, pair, output, resume))
+        flags = options.deployment_flags(context.params)
+        pair = _deployed(_described(deployment, flags), backend_name, concurrency)
+    raise typer.Exit(_run(_plan(context.params, asked, pair), asked, pair, output, resume))
 
 
 def _servers(
@@ -118,22 +101,24 @@ def _servers(
     return two_servers(*(Endpoint(url, model, key, concurrency=concurrency) for url in (with_url, without_url)))
 
 
-def _refuse(given: dict[str, object]) -> None:
-    """What running servers have of their own."""
-    for name, value in given.items():
-        if value is not None:
-            raise UserError("running servers have their own", where=name, do="leave it out, or --with and --without")
+def _refuse(given: Mapping[str, object]) -> None:
+    """Options for what running servers have of their own.
+
+    Raises:
+        UserError: one of them is given.
+    """
+    for name in ("deployment", "target", "drafter", "block_size", "width"):
+        if given[name] is not None:
+            where = "deployment.yaml" if name == "deployment" else f"--{name.replace('_', '-')}"
+            raise UserError("running servers have their own", where=where, do="leave it out, or --with and --without")
 
 
-def _described(
-    path: Path | None, target: str | None, drafter: str | None, speculation: dict[str, Any], dtype: str | None
-) -> Deployment:
+def _described(path: Path | None, flags: dict[str, Any]) -> Deployment:
     """The deployment; the bundled pair where nothing is named."""
-    flags: dict[str, Any] = {"speculation": speculation, "hardware": {"dtype": dtype}}
-    if path is None and target in (None, BUNDLED):
-        target, drafter = BUNDLED, drafter or BUNDLED
-        flags["limits"] = BUNDLED_LIMITS
-    found = load_deployment(path, {**flags, "target": {"model": target}, "drafter": {"model": drafter}})
+    if path is None and flags["target"]["model"] in (None, options.BUNDLED):
+        drafter = flags["drafter"]["model"] or options.BUNDLED
+        flags |= {"target": {"model": options.BUNDLED}, "drafter": {"model": drafter}, "limits": BUNDLED_LIMITS}
+    found = load_deployment(path, flags)
     if found.drafter is None or found.speculation.width in ("off", 1):
         raise UserError("it does not speculate", where=str(path or "verify"), do="name a drafter, and no width of off")
     return found
@@ -148,27 +133,21 @@ def _deployed(deployment: Deployment, backend_name: str, concurrency: int) -> Su
     return server_started_twice(server_backend(backend_name), deployment, concurrency=concurrency)
 
 
-def _plan(
-    asked: Sequence[Prompt],
-    pair: SubjectPair,
-    dtype: str | None,
-    greedy: int | None,
-    samples: int | None,
-    same_seeds: bool | None,
-    settings: dict[str, Any],
-) -> VerifyPlan:
-    """The plan, with the defaults that depend on what answers."""
-    from dflash_serve.prompts.prompt_set import prompts_digest
+def _plan(given: Mapping[str, Any], asked: Sequence[Prompt], pair: SubjectPair) -> VerifyPlan:
+    """The plan for the options that are given, with the defaults that depend on what answers."""
+    from dflash_serve.prompts import prompts_digest
     from dflash_serve.verify.questions import VerifyPlan
 
-    computed_in = pair.dtype or _dtype(dtype)
+    dtype, samples, same_seeds = pair.dtype or _dtype(given["dtype"]), given["samples"], given["same_seeds"]
+    if samples is None:
+        samples = EMBEDDED_SAMPLES if pair.embedded else SERVER_SAMPLES
     return VerifyPlan(
-        prompts=min(greedy or len(asked), len(asked)),
+        prompts=min(given["num_prompts"] or len(asked), len(asked)),
         prompts_sha256=prompts_digest(asked),
-        samples=samples if samples is not None else EMBEDDED_SAMPLES if pair.embedded else SERVER_SAMPLES,
-        dtype=computed_in,
-        same_seeds=pair.embedded and computed_in == "float32" if same_seeds is None else same_seeds,
-        **settings,
+        samples=samples,
+        dtype=dtype,
+        same_seeds=pair.embedded and dtype == "float32" if same_seeds is None else same_seeds,
+        **{name: given[name] for name in ("max_tokens", "false_alarm", "penalties")},
     )
 
 

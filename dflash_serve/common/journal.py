@@ -1,11 +1,16 @@
-"""Finished answers on disk, a line each, so that an interrupted run goes on where it stopped."""
+"""Finished answers of a long command on disk, a line each: however it ends, it can go on where it stopped."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dflash_serve.common.processes import sigterm_interrupts
 from dflash_serve.errors import UserError
 
 
@@ -82,3 +87,28 @@ class Journal:
             raise UserError(f"it belongs to another run ({different})", where=str(path), do=do)
         self.entries = entries
         path.write_text(whole + "\n", encoding="utf-8")
+
+
+@contextmanager
+def resumable(output: Path, belongs_to: dict[str, Any], what: str, *, resume: bool) -> Iterator[Journal]:
+    """The journal beside a command's output; it is gone once the block has ended well.
+
+    If the block ends otherwise, and by SIGTERM, too, stderr says what is kept and how to go on with it.
+
+    Args:
+        what: what the message calls its entries: `finished answers`.
+
+    Raises:
+        UserError: as `Journal` raises it.
+    """
+    journal = Journal(output.with_name(output.name + ".partial.jsonl"), belongs_to, resume=resume)
+    try:
+        with sigterm_interrupts():
+            yield journal
+    except BaseException:
+        journal.close(remove=not journal.entries)
+        if journal.entries:
+            again = shlex.join(["dflash-serve", *(word for word in sys.argv[1:] if word != "--resume"), "--resume"])
+            print(f"{len(journal.entries)} {what} are kept in {journal.path}; go on with: {again}", file=sys.stderr)
+        raise
+    journal.close(remove=True)

@@ -14,10 +14,10 @@ from importlib.metadata import version
 import yaml
 
 from dflash_serve.backend import EngineFacts, ServerBackend, server_backend
+from dflash_serve.checkpoint.config import weight_bytes
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_source
-from dflash_serve.checkpoint.target_layout import read_target_layout, target_configuration
-from dflash_serve.checkpoint.tensors import weight_bytes
+from dflash_serve.checkpoint.target import read_target_layout, target_configuration
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.errors import UserError

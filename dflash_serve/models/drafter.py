@@ -8,30 +8,13 @@ one model serves a preallocated cache, a paged pool, an engine's own buffers and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TypeVar, cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.models.attention import Attend
-from dflash_serve.models.rope import RotaryEmbedding, rotate
-
-Module = TypeVar("Module", bound=nn.Module)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale [size]."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+from dflash_serve.models.layers import RMSNorm, RotaryEmbedding, as_module_list, rotate
 
 
 class MLP(nn.Module):
@@ -90,11 +73,6 @@ class Layer(nn.Module):
         h = h + self.self_attn.o_proj(attend(self.index, q, k, v).reshape(len(h), -1))
         out: Tensor = h + self.mlp(self.post_attention_layernorm(h))
         return out
-
-
-def as_module_list(items: Iterable[Module]) -> Sequence[Module]:
-    """Puts modules into a ModuleList, which type checkers then see as a sequence of what is in it."""
-    return cast(Sequence[Module], nn.ModuleList(items))
 
 
 class Drafter(nn.Module):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.models.drafter import MLP, Attention, Drafter
-from dflash_serve.models.linear import pack_linears, stack_linears
-from dflash_serve.models.rope import rotate
+from dflash_serve.models.layers import pack_linears, rotate, stack_linears
 
 
 class FusedAttention(Attention):

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel
-from dflash_serve.models.target_weights import load_weights
+from dflash_serve.models.target_config import TargetConfig, read_target_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+FUSED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+}
+RENAMED = {
+    "o": "self_attn.o_proj",
+    "down": "mlp.down_proj",
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "qk_norm.0": "self_attn.q_norm",
+    "qk_norm.1": "self_attn.k_norm",
+}
 
 
 def load_drafter(
@@ -51,7 +68,7 @@ def load_target(
     """Loads a target; fp32 on CPU and bf16 elsewhere unless `dtype` says otherwise."""
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    return load_weights(target_folder(name, revision), dtype=dtype, device=device)
+    return _load_weights(target_folder(name, revision), dtype=dtype, device=device)
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -63,3 +80,77 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"no usable tokenizer ({str(error).splitlines()[0]})", where=str(folder)) from None
+
+
+def _load_weights(folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> TargetModel:
+    """Builds the model of `folder` and fills every parameter.
+
+    Raises:
+        UserError: a tensor is missing or misshapen, a file is truncated, or there are no safetensors.
+    """
+    config = read_target_config(folder)
+    with torch.device("meta"):
+        model = TargetModel(config)
+    tensors = _Tensors(folder)
+    state = {}
+    for name, parameter in model.named_parameters():
+        tensor = torch.cat([tensors[source] for source in sources(name, config)])
+        if tensor.shape != parameter.shape:
+            raise UserError(
+                f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(parameter.shape)}",
+                where=str(folder),
+                do="use weights and config.json of one model",
+            )
+        state[name] = tensor.to(device=device, dtype=dtype)
+    model.load_state_dict(state, assign=True, strict=False)
+    if config.tie_word_embeddings:
+        model.head.weight = model.embedding
+    model.rotary.to(device)
+    return model.eval().requires_grad_(False)
+
+
+def sources(name: str, config: TargetConfig) -> list[str]:
+    """Hugging Face tensor names that make up our parameter `name`, in the order they are stacked."""
+    top = {
+        "embedding": "model.embed_tokens.weight",
+        "norm.weight": "model.norm.weight",
+        "head.weight": "lm_head.weight",
+    }
+    if name in top:
+        return [top[name]]
+    _, index, rest = name.split(".", 2)
+    module, kind = rest.rsplit(".", 1)
+    return [f"model.layers.{index}.{part}.{kind}" for part in FUSED.get(module) or (RENAMED[module],)]
+
+
+class _Tensors:
+    """Tensors of a folder by name, read lazily from one file or from shards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = dict(self._index())
+
+    def _index(self) -> Iterator[tuple[str, Path]]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+                yield name, self.folder / file
+            return
+        single = self.folder / "model.safetensors"
+        if not single.exists():
+            raise UserError("no model.safetensors", where=str(self.folder), do="give a folder with safetensors weights")
+        with self._open(single) as file:
+            yield from ((name, single) for name in file.keys())  # noqa: SIM118 - not a dict
+
+    def _open(self, path: Path) -> safe_open:
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"cannot be read ({error})", where=str(path), do="download the file again") from None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.files:
+            raise UserError(f"tensor {name} is missing", where=str(self.folder), do="use a complete checkpoint")
+        with self._open(self.files[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor

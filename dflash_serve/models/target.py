@@ -15,10 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.models.attention import Attend
-from dflash_serve.models.drafter import RMSNorm, as_module_list
 from dflash_serve.models.kv_cache import KVCache
-from dflash_serve.models.linear import pack_linears
-from dflash_serve.models.rope import RotaryEmbedding, rotate
+from dflash_serve.models.layers import RMSNorm, RotaryEmbedding, as_module_list, pack_linears, rotate
 from dflash_serve.models.target_config import TargetConfig
 
 

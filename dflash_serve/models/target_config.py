@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
-from dflash_serve.checkpoint.target_shape import read_target_json, required_size
+from dflash_serve.checkpoint.files import load_object
+from dflash_serve.checkpoint.target import required_size
 from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.errors import UserError
 
@@ -50,7 +51,8 @@ def read_target_config(folder: Path) -> TargetConfig:
     Raises:
         UserError: no config.json, a family we do not run, or an impossible value.
     """
-    path, raw = folder / "config.json", dict(read_target_json(folder))
+    path = folder / "config.json"
+    raw = dict(load_object(path, kind="target"))
     if raw.get("model_type") not in SUPPORTED:
         raise UserError(
             f"model_type {raw.get('model_type')!r} is not one the embedded backend runs",

@@ -1,12 +1,14 @@
-"""Makes the data: every prompt answered by the target, shard by shard; a killed run goes on where it stopped."""
+"""Makes the data: user turns from files, from datasets or made up by the target, every one answered by the target.
+
+Answers are kept shard by shard; a killed run goes on where it stopped.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ import torch
 from dflash_serve.common.files import write_whole
 from dflash_serve.errors import UserError
 from dflash_serve.models.target import TargetModel
-from dflash_serve.prompts.sources import jsonl_prompts
+from dflash_serve.prompts import hub_prompts, jsonl_prompts
 from dflash_serve.training.dataset import (
     DataManifest,
     Example,
@@ -27,13 +29,22 @@ from dflash_serve.training.dataset import (
     write_shard,
 )
 from dflash_serve.training.decoding import BatchDecoder, Completion, Request
-from dflash_serve.training.prompts import chat_prompt, collect
-from dflash_serve.training.recipe import AnswersSection, Recipe, section_hash
+from dflash_serve.training.recipe import (
+    AnswersSection,
+    DatasetPrompts,
+    FilePrompts,
+    Recipe,
+    SynthesisedPrompts,
+    section_hash,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHORTEST_ANSWER = 4
+SENTINEL = "@@USER@@"
+ATTEMPTS = 4
+"""Sampled turns per kept one before we give up on a source."""
 Report = Callable[[str, int], None]
 """Called with what is being made and how much of it there is."""
 
@@ -56,45 +67,102 @@ def make_data(
         return manifest
     prompts = gather_prompts(recipe, target, tokenizer, folder, report)
     manifest = manifest or DataManifest(recipe_sha256=wanted, target=recipe.target.model, prompts=len(prompts))
-    return _answer(recipe, target, prompts, folder, manifest, report)
+    return _answer(recipe, target, prompts, _Writer(folder, manifest, recipe.data.answers.shard_size), report)
 
 
 def gather_prompts(
     recipe: Recipe, target: TargetModel, tokenizer: PreTrainedTokenizerBase, folder: Path, report: Report
 ) -> list[tuple[int, ...]]:
     """Token ids of all distinct prompts, shuffled by the seed; each source is kept in a file once it is whole."""
+    answers = recipe.data.answers
     excluded = {text for path in recipe.data.exclude for text in jsonl_prompts(path)}
     texts: dict[str, None] = {}
     for number, source in enumerate(recipe.data.prompts):
         path = folder / f"prompts-{number:02d}-{source.name}.jsonl"
         if not path.exists():
-            found = collect(
-                source,
-                target,
-                tokenizer,
-                max_batch_size=recipe.data.answers.max_batch_size,
-                seed=recipe.seed * 1000 + number,
-                progress=partial(report, f"prompts {source.name}"),
-            )
+            if isinstance(source, SynthesisedPrompts):
+                seed = recipe.seed * 1000 + number
+                found = _synthesised(source, target, tokenizer, answers.max_batch_size, seed, report)
+            else:
+                found = written_prompts(source)
             write_whole(path, "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in found))
         if path.stat().st_size:  # a target may make up nothing of use
             texts.update(dict.fromkeys(jsonl_prompts(path)))
     kept = [text for text in texts if not any(known in text for known in excluded)]
-    prompts = [chat_prompt(tokenizer, text) for text in kept]
-    prompts = [prompt for prompt in prompts if len(prompt) <= recipe.data.answers.max_prompt_tokens]
+    prompts = [_chat_prompt(tokenizer, text) for text in kept]
+    prompts = [prompt for prompt in prompts if len(prompt) <= answers.max_prompt_tokens]
     random.Random(recipe.seed).shuffle(prompts)  # noqa: S311 - no secret
     return prompts
 
 
-def _answer(
-    recipe: Recipe,
+def written_prompts(source: FilePrompts | DatasetPrompts) -> list[str]:
+    """Distinct user turns that others wrote, each in one of the source's templates, in a fixed order."""
+    if isinstance(source, FilePrompts):
+        texts = jsonl_prompts(source.path)
+    else:
+        where, column = f"prompts {source.name}", source.column
+        texts = hub_prompts(source.dataset, subset=source.subset, split=source.split, column=column, where=where)
+    chosen = [source.templates[i % len(source.templates)].replace("{prompt}", text) for i, text in enumerate(texts)]
+    return list(dict.fromkeys(chosen))[: source.count]
+
+
+def _synthesised(
+    source: SynthesisedPrompts,
     target: TargetModel,
-    prompts: list[tuple[int, ...]],
-    folder: Path,
-    manifest: DataManifest,
+    tokenizer: PreTrainedTokenizerBase,
+    max_batch_size: int,
+    seed: int,
     report: Report,
+) -> list[str]:
+    """Samples user turns; those that did not end by themselves, say nothing or repeat another are dropped."""
+    prefix, stop_ids = _user_turn(tokenizer)
+    starts = [tokenizer.encode(prefix + opener, add_special_tokens=False) for opener in source.openers]
+    skip = len(tokenizer.encode(prefix, add_special_tokens=False))
+    decoder = BatchDecoder(
+        target,
+        max_batch_size=max_batch_size,
+        capacity=max(map(len, starts)) + source.max_new_tokens,
+        max_new_tokens=source.max_new_tokens,
+        stop_ids=stop_ids,
+        seed=seed,
+    )
+    kept: dict[str, None] = {}
+    for completion in decoder.decode(_starts(starts, source, kept)):
+        said = [*completion.request.prompt, *completion.tokens[:-1]][skip:]
+        text = tokenizer.decode(said, skip_special_tokens=True).strip()
+        opener = source.openers[completion.request.index % len(starts)].strip()
+        if completion.ended and len(text) > len(opener) + 3:
+            kept.setdefault(text)
+            report(f"prompts {source.name}", len(kept))
+    return list(kept)[: source.count]
+
+
+def _starts(starts: Sequence[list[int]], source: SynthesisedPrompts, kept: dict[str, None]) -> Iterator[Request]:
+    """The beginnings of user turns, until enough of them are `kept`."""
+    for index in range(ATTEMPTS * source.count):
+        if len(kept) >= source.count:
+            return
+        yield Request(index, tuple(starts[index % len(starts)]), source.temperature)
+
+
+def _user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+    """What the chat template puts before a user's words, and the token it puts after them."""
+    turns = [{"role": "user", "content": SENTINEL}]
+    before, after = str(tokenizer.apply_chat_template(turns, tokenize=False)).split(SENTINEL)
+    return before, tokenizer.encode(after, add_special_tokens=False)[:1]
+
+
+def _chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Token ids of one user turn up to where the assistant begins."""
+    turns = [{"role": "user", "content": text}]
+    rendered = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+    return tuple(tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def _answer(
+    recipe: Recipe, target: TargetModel, prompts: list[tuple[int, ...]], writer: _Writer, report: Report
 ) -> DataManifest:
-    settings, writer = recipe.data.answers, _Writer(folder, manifest, recipe.data.answers.shard_size)
+    settings = recipe.data.answers
     decoder = BatchDecoder(
         target,
         max_batch_size=settings.max_batch_size,
@@ -103,13 +171,25 @@ def _answer(
         stop_ids=target.config.eos_token_ids,
         seed=recipe.seed + len(writer.done),
     )
-    minutes = settings.max_minutes
-    deadline = inf if minutes is None else writer.started + minutes * 60 - manifest.seconds
+    deadline = inf if settings.max_minutes is None else writer.began + settings.max_minutes * 60
     for completion in decoder.decode(_requests(prompts, writer.done, settings, recipe.seed, deadline)):
         if writer.add(completion):
             report("answers", writer.save(finished=False))
     writer.save(finished=True)
     return writer.manifest
+
+
+def _requests(
+    prompts: list[tuple[int, ...]], done: set[int], settings: AnswersSection, seed: int, deadline: float
+) -> Iterator[Request]:
+    for index, prompt in enumerate(prompts):
+        if time.monotonic() > deadline:
+            return
+        if index in done:
+            continue
+        # A pure function of seed and prompt: a resumed run samples the same prompts.
+        chance = random.Random(seed * 1_000_003 + index).random()  # noqa: S311 - no secret
+        yield Request(index, prompt, settings.temperature if chance < settings.sampled_share else 0.0)
 
 
 class _Writer:
@@ -122,7 +202,7 @@ class _Writer:
         self.distinct = {tuple(answer.tokens[answer.prompt_length :].tolist()) for answer in known}
         self.counts = {"ended": manifest.ended, "looped": manifest.looped, "dropped": manifest.dropped}
         self.pending: list[Example] = []
-        self.started, self.before = time.monotonic(), manifest.seconds
+        self.began = time.monotonic() - manifest.seconds  # as if all had been made without a pause
 
     def add(self, completion: Completion) -> bool:
         """Takes an answer, or drops one too short or said before; True when a shard is full."""
@@ -143,21 +223,8 @@ class _Writer:
         if self.pending:
             shards = (*shards, write_shard(self.folder, len(shards), self.pending))
             self.pending = []
-        seconds = self.before + time.monotonic() - self.started
+        seconds = time.monotonic() - self.began
         changes = {**self.counts, "shards": shards, "seconds": seconds, "finished": finished}
         self.manifest = self.manifest.model_copy(update=changes)
         write_manifest(self.folder, self.manifest)
         return totals(shards)[0]
-
-
-def _requests(
-    prompts: list[tuple[int, ...]], done: set[int], settings: AnswersSection, seed: int, deadline: float
-) -> Iterator[Request]:
-    for index, prompt in enumerate(prompts):
-        if time.monotonic() > deadline:
-            return
-        if index in done:
-            continue
-        # A pure function of seed and prompt: a resumed run samples the same prompts.
-        chance = random.Random(seed * 1_000_003 + index).random()  # noqa: S311 - no secret
-        yield Request(index, prompt, settings.temperature if chance < settings.sampled_share else 0.0)

@@ -44,12 +44,11 @@ class Completion:
 
 
 class BatchDecoder:
-    """Decodes a stream of requests, `max_batch_size` at a time.
+    """Decodes a stream of requests, `max_batch_size` at a time; cuts an answer that repeats itself (`repeated_tail`).
 
     Args:
         capacity: most tokens of prompt and answer together.
         stop_ids: tokens that end an answer.
-        cut_loops: end an answer once it repeats itself (`repeated_tail`).
     """
 
     def __init__(
@@ -61,9 +60,8 @@ class BatchDecoder:
         max_new_tokens: int,
         stop_ids: Sequence[int],
         seed: int,
-        cut_loops: bool = True,
     ) -> None:
-        self.target, self.max_new_tokens, self.cut_loops = target, max_new_tokens, cut_loops
+        self.target, self.max_new_tokens = target, max_new_tokens
         self.stop_ids = frozenset(stop_ids)
         self.device = target.embedding.device
         self.cache = target.new_cache(max_batch_size, capacity)
@@ -141,7 +139,7 @@ class BatchDecoder:
         completion.ended = tokens[-1] in self.stop_ids
         if completion.ended or len(tokens) >= self.max_new_tokens:
             return True
-        if self.cut_loops and len(tokens) % LOOP_CHECK_EVERY == 0 and (period := repeated_tail(tokens)):
+        if len(tokens) % LOOP_CHECK_EVERY == 0 and (period := repeated_tail(tokens)):
             completion.looped = True
             del tokens[len(tokens) - 2 * period :]
         return completion.looped

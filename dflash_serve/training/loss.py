@@ -73,28 +73,27 @@ class SlotLoss:
     @torch.no_grad()
     def scores(self, hidden: Tensor, targets: Tensor, valid: Tensor) -> SlotScores:
         """The scores alone."""
-        parts = []
-        for part in self._parts(hidden):
-            cross_entropy, hit, _ = self._measure(hidden[part], targets[part], valid[part])
-            parts.append((cross_entropy, self.weighting(torch.exp(-cross_entropy), valid[part]), hit))
-        return SlotScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        return SlotScores(*self._chunked(hidden, targets, valid, gradient=False))
 
     def scores_and_gradient(self, hidden: Tensor, targets: Tensor, valid: Tensor) -> tuple[SlotScores, Tensor]:
         """Scores, and the gradient [blocks, B-1, H] of the weighted sum of cross-entropies."""
-        parts = []
-        for part in self._parts(hidden):
-            cross_entropy, hit, softmax = self._measure(hidden[part], targets[part], valid[part])
-            weights = self.weighting(torch.exp(-cross_entropy), valid[part])
-            # d(w * ce)/d(logits) = w * (softmax - onehot)
-            scale = weights.view(-1, 1)
-            slope = softmax.mul_(scale).scatter_add_(1, targets[part].view(-1, 1), -scale)
-            gradient = (slope.to(self.head.dtype) @ self.head).view_as(hidden[part]).to(hidden.dtype)
-            parts.append((cross_entropy, weights, hit, gradient))
-        *scores, gradient = (torch.cat(column) for column in zip(*parts, strict=True))
+        *scores, gradient = self._chunked(hidden, targets, valid, gradient=True)
         return SlotScores(*scores), gradient
 
-    def _parts(self, hidden: Tensor) -> list[slice]:
-        return [slice(first, first + self.blocks_at_once) for first in range(0, len(hidden), self.blocks_at_once)]
+    def _chunked(self, hidden: Tensor, targets: Tensor, valid: Tensor, *, gradient: bool) -> list[Tensor]:
+        """The fields of `SlotScores` and, where asked for, the gradient; `blocks_at_once` blocks at a time."""
+        chunks = []
+        parts = (whole.split(self.blocks_at_once) for whole in (hidden, targets, valid))
+        for states, wanted, real in zip(*parts, strict=True):
+            cross_entropy, hit, softmax = self._measure(states, wanted, real)
+            weights = self.weighting(torch.exp(-cross_entropy), real)
+            found = [cross_entropy, weights, hit]
+            if gradient:  # d(w * ce)/d(logits) = w * (softmax - onehot)
+                scale = weights.view(-1, 1)
+                slope = softmax.mul_(scale).scatter_add_(1, wanted.view(-1, 1), -scale)
+                found.append((slope.to(self.head.dtype) @ self.head).view_as(states).to(hidden.dtype))
+            chunks.append(found)
+        return [torch.cat(column) for column in zip(*chunks, strict=True)]
 
     def _measure(self, hidden: Tensor, targets: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Cross-entropy and hits [blocks, B-1], and the softmax [blocks * (B-1), vocabulary] in memory of ours."""

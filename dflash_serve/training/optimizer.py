@@ -1,7 +1,8 @@
-"""The optimiser of a recipe (AdamW, or Muon for matrices and AdamW for norms), and the average of the weights."""
+"""The optimiser of a recipe (AdamW, or Muon for matrices and AdamW for norms), its rate, and the weights' average."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,6 +63,15 @@ class Optimizer:
                 if int(owner) == number:
                     whole["state"].setdefault(int(parameter), {})[name] = value
             part.load_state_dict(whole)
+
+
+def learning_rate(progress: float, settings: TrainingSection) -> float:
+    """Linear warm-up over the first `warmup` share of the budget, then a cosine down to `final_lr` x `lr`."""
+    peak, warmup, final = settings.lr, settings.warmup, settings.final_lr
+    if progress < warmup:
+        return peak * max(progress, 1e-3) / warmup  # never 0: the first step is part of the warm-up
+    along = min(1.0, (progress - warmup) / max(1e-9, 1.0 - warmup))
+    return peak * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * along)))
 
 
 class Average:

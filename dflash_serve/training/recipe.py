@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from dflash_serve.common.frozen import Frozen, PositiveInt
+from dflash_serve.common.yaml_file import describe, read_recipe_file
 from dflash_serve.errors import UserError
-from dflash_serve.recipe_file import read_recipe_file
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -167,8 +167,7 @@ def load_recipe(path: Path) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise UserError("; ".join(faults), where=str(path), do="correct the recipe") from None
+        raise UserError(describe(error), where=str(path), do="correct the recipe") from None
 
 
 def section_hash(*sections: Any) -> str:

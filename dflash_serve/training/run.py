@@ -30,7 +30,6 @@ from dflash_serve.training.dataset import MANIFEST, DataManifest, load_answers, 
 from dflash_serve.training.initialise import FRESH, drafter_config, new_drafter
 from dflash_serve.training.recipe import Recipe, section_hash
 from dflash_serve.training.trainer import CURRENT, Tick, Trainer
-from dflash_serve.training.validation import Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,8 +61,8 @@ class Provenance(Frozen):
     validation: dict[str, float | list[float]] | None
 
 
-def choose_device(name: str) -> tuple[torch.device, torch.dtype]:
-    """`auto` is the GPU where there is one. The target runs in bf16: features reach 25,000, too near fp16's end.
+def choose_device(name: str) -> torch.device:
+    """The device of that name; `auto` is the GPU where there is one.
 
     Raises:
         UserError: a GPU is asked for where there is none.
@@ -72,7 +71,7 @@ def choose_device(name: str) -> tuple[torch.device, torch.dtype]:
     if name.startswith("cuda") and not available:
         raise UserError(f"{name!r} is asked for, but PyTorch sees no GPU", where="--device", do="use auto or cpu")
     try:
-        return torch.device(("cuda" if available else "cpu") if name == "auto" else name), torch.bfloat16
+        return torch.device(("cuda" if available else "cpu") if name == "auto" else name)
     except RuntimeError:
         raise UserError(f"no device {name!r}", where="--device", do="use auto, cpu or cuda") from None
 
@@ -104,12 +103,11 @@ def run(
     if resume and trainer.resume():
         console.print(f"resumed at step {trainer.progress.step}")
     with Display(output / "log.jsonl", recipe.training.log_every, console) as display, _until_stopped(trainer):
-        scores = trainer.run(display)
+        trainer.run(display)
     if trainer.fraction < 1:
         console.print(f"stopped at step {trainer.progress.step}; go on with --resume")
         return
-    scores = trainer.validate() if trainer.validation else scores
-    publish(trainer, manifest, output, started, scores)
+    publish(trainer, manifest, started)
     console.print(f"drafter: {output / DRAFTER}")
 
 
@@ -126,8 +124,11 @@ def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, out
     return Trainer(recipe, target, drafter, training, validation, output, wanted)
 
 
-def publish(trainer: Trainer, manifest: DataManifest, output: Path, started: str, scores: Scores | None) -> None:
-    """Writes the drafter in bf16 and its provenance."""
+def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
+    """Validates the drafter a last time and writes it, in bf16, with its provenance."""
+    output, init = trainer.output, trainer.recipe.drafter.init
+    scores = trainer.validate() if trainer.validation else None
+    given = {} if init in FRESH else file_entries(drafter_folder(init))
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in trainer.average.published().items()}
     write_drafter(output / DRAFTER, trainer.drafter.config, tensors, overwrite=True)
     answers, _, answer_tokens = totals(manifest.shards)
@@ -135,7 +136,7 @@ def publish(trainer: Trainer, manifest: DataManifest, output: Path, started: str
         argv=argv(),
         recipe_sha256=section_hash(trainer.recipe),
         data_sha256=sha256(output / "data" / MANIFEST),
-        initial_sha256=_initial(trainer.recipe),
+        initial_sha256={name: entry.sha256 for name, entry in given.items()} or None,
         seed=trainer.recipe.seed,
         commit=commit(),
         versions={"python": platform.python_version(), **versions()},
@@ -156,14 +157,6 @@ def publish(trainer: Trainer, manifest: DataManifest, output: Path, started: str
 def _hardware(device: torch.device) -> str:
     """The GPU's name, or the CPU's."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} x {processor()}"
-
-
-def _initial(recipe: Recipe) -> dict[str, str] | None:
-    """Checksums of the drafter that was gone on from."""
-    if recipe.drafter.init in FRESH:
-        return None
-    files = file_entries(drafter_folder(recipe.drafter.init))
-    return {name: entry.sha256 for name, entry in files.items()}
 
 
 @contextmanager
@@ -237,15 +230,10 @@ class Display:
         }
         if tick.scores is not None:
             row["validation"] = tick.scores.as_json()
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        self.bar.update(self.task, description=self._line(row, tick))
-
-    def _line(self, row: dict[str, object], tick: Tick) -> str:
-        text = f"step {row['step']}  loss {row['loss']}  simulated tau {row['simulated_tau']}"
-        text += f"  {row['context_tokens_per_second']} tok/s"
-        if tick.scores is not None:
             line = f"step {tick.step}: held out: loss {tick.scores.loss:.3f}, "
             line += f"simulated tau {tick.scores.simulated_tau:.2f}, replayed tau {tick.scores.replayed_tau:.2f}"
             self.console.print(line)
-        return text
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        line = f"step {row['step']}  loss {row['loss']}  simulated tau {row['simulated_tau']}"
+        self.bar.update(self.task, description=f"{line}  {row['context_tokens_per_second']} tok/s")

@@ -1,14 +1,14 @@
 """The training loop: blocks of the step -> drafter -> loss -> update, with checkpoints that resume exactly.
 
 A checkpoint is weights and optimiser as safetensors and counters as JSON, whole or absent. No random state is kept
-because there is none: what a step trains on is a function of seed and step (`schedule`).
+because there is none: what a step trains on is a function of seed and step (`blocks`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,13 +22,12 @@ from dflash_serve.common.frozen import Frozen
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel
-from dflash_serve.training.blocks import BlockForward, Blocks, lay_out
+from dflash_serve.training.blocks import BlockForward, Blocks, draw_anchors, lay_out, step_sequences
 from dflash_serve.training.dataset import Example, Features, seen_vocabulary
 from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting
-from dflash_serve.training.optimizer import Average, Optimizer
+from dflash_serve.training.optimizer import Average, Optimizer, learning_rate
 from dflash_serve.training.recipe import Recipe
-from dflash_serve.training.schedule import draw_anchors, learning_rate, step_sequences
-from dflash_serve.training.validation import Scores, Validator
+from dflash_serve.training.validation import Scores, held_out_scores
 
 CURRENT = "checkpoint"
 PAUSE = 30.0
@@ -49,8 +48,6 @@ class Tick:
     """What one step reports. `slot_hits` and `slots` [B-1] are counts; `context_tokens` rows of features it used."""
 
     step: int
-    progress: float
-    seconds: float
     lr: float
     loss: float
     gradient_norm: float
@@ -59,7 +56,11 @@ class Tick:
     simulated_tau: float
     context_tokens: int
     anchors: int
-    scores: Scores | None = field(default=None)
+    progress: float = 0.0
+    """Share of the budget that is spent after it."""
+    seconds: float = 0.0
+    """Of training so far."""
+    scores: Scores | None = None
 
 
 class Trainer:
@@ -80,9 +81,7 @@ class Trainer:
         recipe_hash: str,
     ) -> None:
         self.recipe, self.settings = recipe, recipe.training
-        self.target, self.drafter, self.output = target, drafter, output
-        self.validation = validation
-        self.block_size = drafter.config.block_size
+        self.target, self.drafter, self.validation, self.output = target, drafter, validation, output
         self.head = target.get_parameter("head.weight").detach()
         self.features = Features(target, training, drafter.config.target_layer_ids, self.settings.feature_cache_gib)
         dtype = torch.bfloat16 if self.settings.bf16 else torch.float32
@@ -90,8 +89,7 @@ class Trainer:
         alpha = self.settings.dpace_alpha if self.settings.weighting == "dpace" else None
         weighting = Weighting(alpha, self.settings.decay_gamma)
         head, self.loss_rows = self._loss_head(training)
-        self.loss = SlotLoss(head, weighting)
-        self.validator = Validator(target, self.forward, SlotLoss(self.head, weighting), drafter.config)
+        self.loss, self.whole_loss = SlotLoss(head, weighting), SlotLoss(self.head, weighting)
         self.optimizer = Optimizer(drafter, self.settings)
         self.average = Average(drafter, self.settings.ema)
         self.progress = Progress(recipe_sha256=recipe_hash)
@@ -115,14 +113,13 @@ class Trainer:
         assert self.settings.minutes is not None
         return self.progress.seconds / (self.settings.minutes * 60)
 
-    def run(self, on_tick: Callable[[Tick], None]) -> Scores | None:
-        """Trains until the budget is spent or `stopping` is set; leaves a checkpoint. Returns the last validation."""
+    def run(self, on_tick: Callable[[Tick], None]) -> None:
+        """Trains until the budget is spent or `stopping` is set; leaves a checkpoint."""
         saved = last = time.monotonic()
-        scores: Scores | None = None
         while self.fraction < 1 and not self.stopping:
             tick = self._step()
             if self.validation and tick.step % self.settings.validate_every == 0:
-                tick.scores = scores = self.validate()
+                tick.scores = self.validate()
             now = time.monotonic()
             seconds = self.progress.seconds + min(now - last, PAUSE)
             self.progress = self.progress.model_copy(update={"step": tick.step, "seconds": seconds})
@@ -133,7 +130,6 @@ class Trainer:
                 self.save()
                 saved = time.monotonic()
         self.save()
-        return scores
 
     def _step(self) -> Tick:
         blocks, features = self._blocks(self.progress.step)
@@ -142,8 +138,7 @@ class Trainer:
         loss, scores = self.loss(hidden, rows, blocks.valid)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
-        peak, warmup, final = self.settings.lr, self.settings.warmup, self.settings.final_lr
-        lr = learning_rate(self.fraction, peak=peak, warmup=warmup, final=final)
+        lr = learning_rate(self.fraction, self.settings)
         self.optimizer.step(lr)
         self.average.update()
         return self._tick(blocks, scores, lr, float(loss.detach()), float(norm))
@@ -151,29 +146,20 @@ class Trainer:
     def _blocks(self, step: int) -> tuple[Blocks, list[Tensor]]:
         """What a step trains on: a function of seed and step alone."""
         seed, answers = self.recipe.seed, self.features.answers
-        chosen = step_sequences(seed, step, len(answers), self.settings.sequences)
-        indexes = [index for _, index in chosen]
-        anchors = [
-            draw_anchors(
-                seed,
-                epoch,
-                index,
-                first=answers[index].prompt_length,
-                length=len(answers[index].tokens),
-                count=self.settings.anchors,
-            ).to(self.head.device)
-            for epoch, index in chosen
-        ]
+        indexes, anchors = [], []
+        for epoch, index in step_sequences(seed, step, len(answers), self.settings.sequences):
+            first, length = answers[index].prompt_length, len(answers[index].tokens)
+            drawn = draw_anchors(seed, epoch, index, first=first, length=length, count=self.settings.anchors)
+            indexes.append(index)
+            anchors.append(drawn.to(self.head.device))
         sequences = [self.features.token_ids(index) for index in indexes]
-        return lay_out(sequences, anchors, self.block_size), self.features.of(indexes)
+        return lay_out(sequences, anchors, self.drafter.config.block_size), self.features.of(indexes)
 
     def _tick(self, blocks: Blocks, scores: SlotScores, lr: float, loss: float, norm: float) -> Tick:
         whole = blocks.valid.all(1)
         accepted = scores.hit[whole].long().cumprod(1).sum(1).float() + 1
         return Tick(
             step=self.progress.step + 1,
-            progress=self.fraction,
-            seconds=self.progress.seconds,
             lr=lr,
             loss=loss,
             gradient_norm=norm,
@@ -187,7 +173,7 @@ class Trainer:
     def validate(self) -> Scores:
         """Scores of the weights to be published, on all held-out answers."""
         with self.average.in_place():
-            return self.validator.scores(self.validation)
+            return held_out_scores(self.validation, self.target, self.drafter.config, self.forward, self.whole_loss)
 
     def save(self) -> None:
         """Writes a checkpoint to resume from."""

@@ -17,7 +17,7 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.blocks import BlockForward, Blocks, lay_out
 from dflash_serve.training.dataset import Example, target_features
-from dflash_serve.training.loss import SlotLoss
+from dflash_serve.training.loss import SlotLoss, SlotScores
 
 ANSWERS_AT_ONCE = 4
 
@@ -48,12 +48,12 @@ class Tally:
         self.lengths: list[Tensor] = []
         self.walked: list[int] = []
 
-    def add(self, blocks: Blocks, cross_entropy: Tensor, weights: Tensor, hit: Tensor) -> None:
-        """Takes the scores [blocks, B-1] of one batch."""
-        valid = blocks.valid
+    def add(self, blocks: Blocks, scores: SlotScores) -> None:
+        """Takes one batch."""
+        valid, hit, weights = blocks.valid, scores.hit, scores.weights
         self.hits += (hit & valid).sum(0).cpu()
         self.slots += valid.sum(0).cpu()
-        self.loss += torch.stack([(cross_entropy * weights).sum(), weights.sum()]).cpu()
+        self.loss += torch.stack([(scores.cross_entropy * weights).sum(), weights.sum()]).cpu()
         accepted = (hit & valid).long().cumprod(1).sum(1)
         whole = valid.all(1)
         self.lengths.append((accepted[whole] + 1).cpu())
@@ -88,25 +88,21 @@ def walk(accepted: Sequence[int], fits: Sequence[bool]) -> list[int]:
     return lengths
 
 
-class Validator:
-    """Scores a drafter on held-out answers, every position an anchor.
+@torch.no_grad()
+def held_out_scores(
+    answers: Sequence[Example], target: TargetModel, config: DrafterConfig, forward: BlockForward, loss: SlotLoss
+) -> Scores:
+    """Scores of the drafter that `forward` runs, every position of every answer an anchor.
 
-    `loss` runs over the target's whole head: what a reduced vocabulary gains in training must not flatter here.
+    Args:
+        loss: over the target's whole head: what a reduced vocabulary gains in training must not flatter here.
     """
-
-    def __init__(self, target: TargetModel, forward: BlockForward, loss: SlotLoss, config: DrafterConfig) -> None:
-        self.target, self.forward, self.loss, self.config = target, forward, loss, config
-
-    @torch.no_grad()
-    def scores(self, answers: Sequence[Example]) -> Scores:
-        """Means over all answers."""
-        tally, device = Tally(self.config.block_size), self.target.embedding.device
-        for first in range(0, len(answers), ANSWERS_AT_ONCE):
-            part = answers[first : first + ANSWERS_AT_ONCE]
-            sequences = [answer.tokens.to(device, torch.int64) for answer in part]
-            anchors = [torch.arange(a.prompt_length, len(a.tokens) - 1, device=device) for a in part]
-            blocks = lay_out(sequences, anchors, self.config.block_size)
-            hidden = self.forward(blocks, target_features(self.target, sequences, self.config.target_layer_ids))
-            scores = self.loss.scores(hidden, blocks.targets, blocks.valid)
-            tally.add(blocks, scores.cross_entropy, scores.weights, scores.hit)
-        return tally.scores()
+    tally, device = Tally(config.block_size), target.embedding.device
+    for first in range(0, len(answers), ANSWERS_AT_ONCE):
+        part = answers[first : first + ANSWERS_AT_ONCE]
+        sequences = [answer.tokens.to(device, torch.int64) for answer in part]
+        anchors = [torch.arange(a.prompt_length, len(a.tokens) - 1, device=device) for a in part]
+        blocks = lay_out(sequences, anchors, config.block_size)
+        hidden = forward(blocks, target_features(target, sequences, config.target_layer_ids))
+        tally.add(blocks, loss.scores(hidden, blocks.targets, blocks.valid))
+    return tally.scores()

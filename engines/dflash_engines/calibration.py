@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_serve.backend import Engine, embedded_backend
+from dflash_serve.checkpoint.config import expected_tensors
 from dflash_serve.checkpoint.formats import FP8_MAX
 from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.checkpoint.tensors import expected_tensors
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.attention.ragged import RaggedAttention

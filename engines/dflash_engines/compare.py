@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from dflash_serve.checkpoint.files import INDEX, SINGLE
 from dflash_serve.checkpoint.formats import Format, QuantizedTensor, relative_error
-from dflash_serve.checkpoint.headers import INDEX, SINGLE
 from dflash_serve.errors import UserError
 
 from .pipeline import Measured

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.errors import UserError
-from dflash_serve.models.attention.ragged import RaggedAttention
-from dflash_serve.models.attention.sdpa import block_mask
-from dflash_serve.models.drafter import Attention, Drafter, RMSNorm
+from dflash_serve.models.attention.ragged import RaggedAttention, block_mask
+from dflash_serve.models.drafter import Attention, Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
+from dflash_serve.models.layers import RMSNorm
 
 SAMPLE = "sample.safetensors"
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects import DIALECTS, Target
+from dflash_serve.checkpoint.dialects import DIALECTS
 from dflash_serve.checkpoint.formats import FP4_MAX, FP8_MAX, GROUP, Format, dequantized, quantize
 from dflash_serve.checkpoint.quantization import QUANT_CONFIG
 from dflash_serve.checkpoint.reader import load_tensors, load_weights, open_checkpoint
@@ -125,7 +125,7 @@ def _config_files(config: DrafterConfig, format: Format) -> dict[str, dict[str, 
     if format == "nvfp4":
         facts["group_size"] = GROUP
     inline = {"quant_method": "modelopt", "producer": producer, **facts, "ignore": list(EXCLUDED)}
-    fields = DIALECTS["zlab"].write(config, Target())
+    fields = DIALECTS["zlab"].write(config, None)
     return {
         "config.json": {**fields, "dtype": "bfloat16", "torch_dtype": "bfloat16", "quantization_config": inline},
         QUANT_CONFIG: {"producer": producer, "quantization": facts},

@@ -11,9 +11,9 @@ from pydantic import Field, NonNegativeInt, ValidationError
 
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.frozen import Frozen, PositiveInt
-from dflash_serve.deployment import Deployment, describe
+from dflash_serve.common.yaml_file import describe, read_recipe_file
+from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.recipe_file import read_recipe_file
 
 from .sources import Source
 

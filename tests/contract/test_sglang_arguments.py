@@ -12,8 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dflash_serve.cli.main import app
-from dflash_serve.deployment import Deployment
-from dflash_serve.gpus import GPUS
+from dflash_serve.deployment import GPUS, Deployment
 from dflash_sglang import SGLangBackend
 from dflash_sglang.arguments import kernels_of
 from tests.support.paper_models import FP8, NVFP4, write_paper_drafter, write_paper_target

@@ -48,7 +48,7 @@ def measured(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) ->
             *(
                 "--requests-per-user",
                 "1",
-                "--output-tokens",
+                "--max-tokens",
                 "12",
                 "--ignore-eos",
                 "--no-warm-up",

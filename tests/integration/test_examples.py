@@ -10,6 +10,9 @@ import yaml
 from dflash_serve.deployment import load_deployment
 from dflash_serve.training.recipe import load_recipe
 from tests.house import ROOT
+from tests.support.embedded import tiny_engine
+from tests.support.serving import running
+from tests.support.tiny_target import write_tiny_pair
 
 EXAMPLES = ROOT / "examples"
 
@@ -18,6 +21,13 @@ EXAMPLES = ROOT / "examples"
 def test_the_python_api_streams_an_answer() -> None:
     done = subprocess.run([sys.executable, str(EXAMPLES / "generate.py")], capture_output=True, text=True, check=True)
     assert "acceptance length" in done.stdout
+
+
+def test_the_openai_client_streams_from_our_server(tmp_path: Path) -> None:
+    with running(tiny_engine(write_tiny_pair(tmp_path))) as server:
+        command = [sys.executable, str(EXAMPLES / "openai_client.py"), server.url]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("file", sorted((EXAMPLES / "deployments").glob("*.yaml")), ids=lambda path: path.stem)

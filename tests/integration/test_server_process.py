@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dflash_serve.checkpoint import smollm2
+from dflash_serve.checkpoint import source
 from dflash_serve.cli.serve import prepared
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
@@ -188,9 +188,9 @@ def test_a_disk_without_room_for_the_converted_target_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(smollm2, "_convert", full)
+    monkeypatch.setattr(source, "_convert", full)
     with pytest.raises(UserError, match=r"No space left on device.*free some space"):
-        smollm2.smollm2_folder()
+        source.smollm2_folder()
 
 
 def test_a_disk_without_room_for_the_cost_table_costs_one_line_and_no_more(

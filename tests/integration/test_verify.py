@@ -336,7 +336,7 @@ def test_the_bundled_pair_is_lossless(tmp_path: Path, monkeypatch: pytest.Monkey
         target_folder("smollm2")
     except UserError as error:
         pytest.skip(str(error))
-    given = ["--width", 8, "--greedy", 2, "--max-tokens", 32, "--samples", 0, "--output", tmp_path / "r.json"]
+    given = ["--width", 8, "--num-prompts", 2, "--max-tokens", 32, "--samples", 0, "--output", tmp_path / "r.json"]
     assert call(monkeypatch, *given) == 0
     report = read_report(tmp_path / "r.json")
     assert report.findings.acceptance_length is not None

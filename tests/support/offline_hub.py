@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dflash_serve.checkpoint.config import expected_tensors
 from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.checkpoint.tensors import expected_tensors
 from tests.unit.checkpoint.published import PUBLISHED
 from tests.unit.tensorrt_llm.published_targets import TARGETS
 

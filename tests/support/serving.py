@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.server.__main__ import DrainingServer, bind, server_of
+from dflash_torch.server.__main__ import bind
+from dflash_torch.server.app import DrainingServer, server_of
 from dflash_torch.server.handler import RequestHandler
 from dflash_torch.server.metrics import ServerMetrics
-from dflash_torch.server.settings import ApiKeys, ServerSettings
+from dflash_torch.server.settings import ServerSettings, read_api_keys
 from dflash_torch.server.worker import EngineWorker
 
 MODEL = "tiny"
@@ -48,7 +49,7 @@ def running(
     worker = EngineWorker(start or (lambda: engine), metrics, max_queued=queue)
     metrics.watch(worker.snapshot)
     chosen = ServerSettings(port=0, **settings)
-    server = server_of(RequestHandler(chosen, ApiKeys.read(chosen.api_key_file), worker, metrics, MODEL))
+    server = server_of(RequestHandler(chosen, worker, metrics, MODEL), read_api_keys(chosen.api_key_file))
     listener = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.formats import Format, quantize
-from dflash_serve.checkpoint.tensors import expected_tensors
+from dflash_serve.checkpoint.reader import open_checkpoint, weight_problems
 from dflash_serve.checkpoint.writer import write_drafter
+from dflash_serve.errors import Problem
 
 SLIDING = AttentionKind(window=6, causal=True)
 SLIDING_BOTH_WAYS = AttentionKind(window=6)
@@ -96,3 +97,9 @@ def edit_json(path: Path, change: Mapping[str, object], *, remove: tuple[str, ..
         else:
             inner[last] = value
     path.write_text(json.dumps(raw))
+
+
+def problems_of(folder: Path) -> list[Problem]:
+    """Everything that `inspect` finds wrong with a drafter, NaN and infinity included."""
+    checkpoint = open_checkpoint(folder)
+    return checkpoint.problems + weight_problems(checkpoint)

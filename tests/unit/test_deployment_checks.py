@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.backend import ServerBackend
-from dflash_serve.checkpoint.target_shape import TargetShape
+from dflash_serve.checkpoint.target import TargetShape
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import block_problems, changed_files, length_problems
 from dflash_serve.errors import UserError

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from dflash_serve import prompts
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import tasks
-from dflash_serve.prompts.sources import hub_options, hub_prompts, jsonl_prompts
-from dflash_serve.prompts.tasks import TASKS, task_prompts
-from dflash_serve.training.prompts import collect
+from dflash_serve.prompts import TASKS, hub_options, hub_prompts, jsonl_prompts, task_prompts
+from dflash_serve.training.answers import written_prompts
 from dflash_serve.training.recipe import DatasetPrompts
 
 TALK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
@@ -49,8 +48,7 @@ def test_a_dataset_that_is_not_what_was_thought_is_one_clear_line(dataset: str) 
 
 def test_a_training_recipe_takes_prompts_from_a_dataset(dataset: str) -> None:
     source = DatasetPrompts(kind="dataset", name="hub", dataset=dataset, templates=("Q: {prompt}",), count=1)
-    nothing: Any = None  # no target is needed for prompts that others wrote
-    assert collect(source, nothing, nothing, max_batch_size=1, seed=0, progress=lambda _: None) == ["Q: How many?"]
+    assert written_prompts(source) == ["Q: How many?"]
 
 
 def test_a_task_of_the_papers_table_is_asked_in_its_wording(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +58,7 @@ def test_a_task_of_the_papers_table_is_asked_in_its_wording(monkeypatch: pytest.
         asked.append((repository, options["subset"], options["split"], options["column"]))
         return ["1 + 1 = {?}"]
 
-    monkeypatch.setattr(tasks, "hub_prompts", hub)
+    monkeypatch.setattr(prompts, "hub_prompts", hub)
     name, (prompt,) = task_prompts("gsm8k")
     assert (name, asked) == ("gsm8k", [("openai/gsm8k", "main", "test", "question")])
     assert prompt == "1 + 1 = {?}\nPlease reason step by step, and put your final answer within \\boxed{}."

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dflash_serve.common.yaml_file import read_recipe_file
 from dflash_serve.errors import UserError
-from dflash_serve.recipe_file import read_recipe_file
 
 
 def read(folder: Path, text: str) -> object:

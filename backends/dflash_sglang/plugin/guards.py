@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder
-from dflash_serve.checkpoint.target_layout import PENALTIES
+from dflash_serve.checkpoint.target import PENALTIES
 from dflash_serve.errors import Problem, UserError
 
 from .upstream import TOKENIZED

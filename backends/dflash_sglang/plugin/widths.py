@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from dflash_serve.deployment import ENV_PREFIX
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.cost import CostModel
+from dflash_serve.speculation.allocation import CostModel
 from dflash_serve.speculation.width import AutoWidth, FixedWidth, WidthPolicy
 from dflash_sglang.launch_plan import WIDTH_VARIABLE
 

@@ -23,7 +23,7 @@ from dflash_serve.checkpoint.quantization import read_quantization
 from dflash_serve.checkpoint.reader import assemble, read_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.rope import rotate
+from dflash_serve.models.layers import rotate
 
 from ..draft_folder import NEUTRAL
 from .operators import ArenaAttention, Product, Reduce, mask_arguments

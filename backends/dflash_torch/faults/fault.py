@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dflash_serve.doctor.evidence import Fault
 from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.rope import RotaryEmbedding
+from dflash_serve.models.layers import RotaryEmbedding
 
 from ..request import Request
 from ..speculator import Speculator

@@ -1,16 +1,23 @@
-"""The ASGI application: what admits a request, how errors are answered, and the worker's start and end."""
+"""The application and the server around it: what admits a request, how errors are answered, how it drains."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import hashlib
+import hmac
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
+from sse_starlette.sse import AppStatus
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,14 +27,32 @@ from dflash_serve.errors import UserError
 from .handler import RequestHandler
 from .responses import ApiError, ErrorBody
 from .routes import add_generation_routes, add_status_routes
-from .settings import ApiKeys, ServerSettings
+from .settings import ServerSettings
 
+log = logging.getLogger(__name__)
+TICK_SECONDS = 0.05
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """What a probe without a key may ask."""
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 431, "4XX", 500, 503)
 }
 """What any route may answer, for the OpenAPI document; 4XX keeps FastAPI from adding a 422 of its own."""
+
+
+class ApiKeys:
+    """The keys that open the server, compared in constant time; without any, it is open to all."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def owner(self, authorization: str) -> str | None:
+        """Whose key an Authorization header carries; None = nobody's. All keys are compared."""
+        if not self._digests:
+            return ""
+        scheme, _, key = authorization.partition(" ")
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
+        return f"key {found.index(True)}" if scheme.lower() == "bearer" and any(found) else None
 
 
 class AdmissionMiddleware:
@@ -107,9 +132,63 @@ def create_app(handler: RequestHandler) -> FastAPI:
     return app
 
 
-def admitting_app(handler: RequestHandler) -> ASGIApp:
-    """The application as it is served."""
-    return AdmissionMiddleware(create_app(handler), handler.settings, handler.keys)
+class DrainingServer(uvicorn.Server):
+    """uvicorn with a drain of our own: the listener stays open, and says 503, until the last answer is out."""
+
+    def __init__(self, config: uvicorn.Config, handler: RequestHandler) -> None:
+        super().__init__(config)
+        self.handler, self.exit_code = handler, 0
+        self._signals = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second stops at once."""
+        self._signals += 1
+        self.handler.draining = True
+        if self._signals > 1:
+            log.warning("second signal: stopping at once")
+            os._exit(1)
+
+    async def main_loop(self) -> None:
+        """Runs until a signal and the end of the drain, or until the engine cannot be started."""
+        clock, worker, ticks = asyncio.get_running_loop(), self.handler.worker, 0
+        while not self.handler.draining and worker.state != "broken":
+            await self.on_tick(ticks)
+            ticks += 1
+            await asyncio.sleep(TICK_SECONDS)
+        if worker.state == "broken":
+            self.exit_code = 1
+            return
+        log.info("draining: %d requests are still to be answered", worker.admitted)
+        deadline = clock.time() + self.handler.settings.drain_seconds
+        while worker.admitted and clock.time() < deadline:
+            await asyncio.sleep(TICK_SECONDS)
+        if worker.admitted:
+            log.warning("the drain's %g seconds are over", self.handler.settings.drain_seconds)
+            self.exit_code = 1
+            await asyncio.to_thread(worker.stop)  # which tells whoever still waits
+
+
+def server_of(handler: RequestHandler, keys: Sequence[str]) -> DrainingServer:
+    """uvicorn around the application, told what this server does itself.
+
+    Args:
+        keys: API keys that open it; none = it is open to all.
+    """
+    AppStatus.enable_automatic_graceful_drain = False  # it would cut streams at SIGTERM; our drain lets them end
+    settings = handler.settings
+    config = uvicorn.Config(
+        AdmissionMiddleware(create_app(handler), handler.settings, ApiKeys(keys)),
+        http="h11",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=settings.max_header_bytes + 1024,  # h11 cuts off beyond
+        timeout_graceful_shutdown=2,
+    )
+    return DrainingServer(config, handler)
 
 
 async def _error_response(_: Request, error: Exception) -> JSONResponse:

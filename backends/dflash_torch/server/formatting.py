@@ -80,7 +80,7 @@ class Formatter(ABC):
     id_prefix: str
 
     def __init__(
-        self, body: Generation, names: TokenNames, *, acceptance: AcceptanceMetrics, block_size: int | None
+        self, body: Generation, names: TokenNames | None, *, acceptance: AcceptanceMetrics, block_size: int | None
     ) -> None:
         self.body, self.names, self.acceptance, self.block_size = body, names, acceptance, block_size
         self.id, self.created = f"{self.id_prefix}-{secrets.token_hex(12)}", int(time())
@@ -139,7 +139,7 @@ class ChatFormatter(Formatter):
         choice = r.ChatChunkChoice(
             index=chunk.index,
             delta=r.Delta(role=None if chunk.index in self._sent else "assistant", content=chunk.text),
-            logprobs=self.names.chat(chunk.logprobs),
+            logprobs=self.names and self.names.chat(chunk.logprobs),
             finish_reason=chunk.finish_reason,
             token_ids=self._token_ids(chunk),
         )
@@ -161,7 +161,7 @@ class ChatFormatter(Formatter):
             r.ChatChoice(
                 index=answer.index,
                 message=r.AssistantMessage(content=answer.text),
-                logprobs=self.names.chat(answer.logprobs),
+                logprobs=self.names and self.names.chat(answer.logprobs),
                 finish_reason=answer.finish_reason or "stop",
                 token_ids=self._token_ids(answer),
             )
@@ -206,7 +206,7 @@ class CompletionFormatter(Formatter):
         return r.CompletionChoice(
             index=chunk.index,
             text=chunk.text,
-            logprobs=self.names.completion(chunk.logprobs, offset),
+            logprobs=self.names and self.names.completion(chunk.logprobs, offset),
             finish_reason=chunk.finish_reason,
             token_ids=self._token_ids(chunk),
         )

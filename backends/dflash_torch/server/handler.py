@@ -20,7 +20,7 @@ from .formatting import ChatFormatter, CompletionFormatter, TokenNames
 from .metrics import ServerMetrics
 from .protocol import AcceptanceMetrics, ChatRequest, CompletionRequest, Generation, JsonObject, JsonSchema, Regex
 from .responses import ApiError
-from .settings import ApiKeys, ServerSettings
+from .settings import ServerSettings
 from .worker import EngineWorker
 
 if TYPE_CHECKING:
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 class RequestHandler:
     """Takes requests for one model: checks them and queues them at the worker."""
 
-    def __init__(
-        self, settings: ServerSettings, keys: ApiKeys, worker: EngineWorker, metrics: ServerMetrics, model: str
-    ) -> None:
-        self.settings, self.keys, self.worker, self.metrics, self.model = settings, keys, worker, metrics, model
+    def __init__(self, settings: ServerSettings, worker: EngineWorker, metrics: ServerMetrics, model: str) -> None:
+        self.settings, self.worker, self.metrics, self.model = settings, worker, metrics, model
         self.draining = False
         """New requests are refused, those that run go on."""
         self._tokenizing = asyncio.Lock()
@@ -57,7 +55,7 @@ class RequestHandler:
         most = self.settings.max_messages
         if len(body.messages) > most:
             raise ApiError(400, f"{len(body.messages)} messages, at most {most} are taken", param="messages")
-        names = TokenNames(engine.tokenizer, await self._load_grammars(engine))
+        names = await self._token_names(engine, body)
         formatter = ChatFormatter(body, names, acceptance=self._acceptance(body), block_size=engine.block_size)
         return await self._queue(engine, body, [[message.plain() for message in body.messages]], owner), formatter
 
@@ -74,7 +72,7 @@ class RequestHandler:
         if not 0 < len(body.prompts) <= self.settings.max_prompts:
             what = f"{len(body.prompts)} prompts, 1 to {self.settings.max_prompts} are taken"
             raise ApiError(400, what, param="prompt")
-        names = TokenNames(engine.tokenizer, await self._load_grammars(engine))
+        names = await self._token_names(engine, body)
         formatter = CompletionFormatter(body, names, acceptance=self._acceptance(body), block_size=engine.block_size)
         return await self._queue(engine, body, body.prompts, owner), formatter
 
@@ -122,18 +120,25 @@ class RequestHandler:
         )
         return stream
 
+    async def _token_names(self, engine: EmbeddedEngine, body: Generation) -> TokenNames | None:
+        """What names tokens in log probabilities; None where nobody asks for them."""
+        if body.sampling_params().logprobs is None:
+            return None
+        return TokenNames(engine.tokenizer, await self._load_grammars(engine))
+
     async def _grammar(self, engine: EmbeddedEngine, body: Generation) -> Grammar | None:
-        wanted, grammars = body.response_format, await self._load_grammars(engine)
+        wanted = body.response_format
+        if not isinstance(wanted, JsonObject | JsonSchema | Regex):
+            return None
+        grammars = await self._load_grammars(engine)
         if isinstance(wanted, JsonObject):
             return await run_in_threadpool(grammars.json_schema, {"type": "object"})
         if isinstance(wanted, JsonSchema):
             return await run_in_threadpool(grammars.json_schema, wanted.json_schema.schema_)
-        if isinstance(wanted, Regex):
-            return await run_in_threadpool(grammars.regex, wanted.pattern)
-        return None
+        return await run_in_threadpool(grammars.regex, wanted.pattern)
 
     async def _load_grammars(self, engine: EmbeddedEngine) -> Grammars:
-        """Made once, with the first request."""
+        """Made once, for the first request that needs it."""
         async with self._tokenizing:
             if self._grammars is None:
                 config = engine.scheduler.target.config

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import zlab
-from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressible, one_value
-from dflash_serve.checkpoint.dialects.section import ConfigSection
+from dflash_serve.checkpoint.dialects.dialect import ConfigSection, Dialect, inexpressible, one_value
 from dflash_serve.checkpoint.dialects.transformer_keys import FULL, SLIDING, make_kinds, read_windows
 
 NAME = "modelopt"
@@ -47,7 +46,7 @@ def _windows(config: ConfigSection, dflash: ConfigSection) -> tuple[int | None, 
     return (window or dflash.integer("sliding_window"),) * config.integer("num_hidden_layers")
 
 
-def write(config: DrafterConfig, target: Target) -> dict[str, object]:
+def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
     """config.json as ModelOpt 0.47 exports it."""
     fields = zlab.write_fields(config, NAME)
     causal = one_value({kind.causal for kind in config.layers}, "causality", NAME)

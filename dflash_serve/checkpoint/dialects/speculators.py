@@ -8,9 +8,13 @@ inside the block; sliding ones are causal unless `sliding_window_non_causal`.
 from __future__ import annotations
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressible, one_value
-from dflash_serve.checkpoint.dialects.heads import refuse_other_slots
-from dflash_serve.checkpoint.dialects.section import ConfigSection
+from dflash_serve.checkpoint.dialects.dialect import (
+    ConfigSection,
+    Dialect,
+    inexpressible,
+    one_value,
+    refuse_other_slots,
+)
 from dflash_serve.checkpoint.dialects.transformer_keys import (
     make_kinds,
     read_transformer,
@@ -21,54 +25,23 @@ from dflash_serve.checkpoint.dialects.transformer_keys import (
 from dflash_serve.checkpoint.dialects.zlab import check_architecture
 
 NAME = "speculators"
-KEYS = {
-    "speculators_model_type",
-    "speculators_config",
-    "speculators_version",
-    "transformer_layer_config",
-    "architectures",
-    "block_size",
-    "mask_token_id",
-    "aux_hidden_state_layer_ids",
-    "sliding_window_non_causal",
-    "draft_vocab_size",
-    "target_hidden_size",
-    "sample_from_anchor",
-    "shift_label",
-    "projector_type",
-    "num_target_layers",
-}
-"""`num_target_layers` is ours: speculators allows extra keys and would otherwise forget the depth of the target."""
-HARMLESS = {
-    "pure_draft_prefix_len",
-    "emb_dim",
-    "gru_hidden_dim",
-    "lambda_base_start",
-    "lambda_base_decay_ratio",
-    "auf",
-    "max_anchors",
-    "_name_or_path",
-    "auto_map",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "chunk_size_feed_forward",
-    "dtype",
-    "torch_dtype",
-    "id2label",
-    "is_encoder_decoder",
-    "label2id",
-    "model_type",
-    "output_attentions",
-    "output_hidden_states",
-    "problem_type",
-    "return_dict",
-    "tie_word_embeddings",
-    "transformers_version",
-}
-"""Defaults of heads that projector_type switches on, settings of the training, and what transformers writes anyway."""
-COPIES = frozenset({"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"})
 DEPTH_KEY = "num_target_layers"
+"""Ours: speculators allows extra keys and would otherwise forget the depth of the target."""
+KEYS = {
+    *("speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config"),
+    *("architectures", "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "sliding_window_non_causal"),
+    *("draft_vocab_size", "target_hidden_size", "sample_from_anchor", "shift_label", "projector_type", DEPTH_KEY),
+}
+HEADS = {"pure_draft_prefix_len", "emb_dim", "gru_hidden_dim"}
+"""Defaults of heads that projector_type switches on."""
+TRAINING = {"lambda_base_start", "lambda_base_decay_ratio", "auf", "max_anchors"}
+WRITTEN_ANYWAY = {
+    *("_name_or_path", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "chunk_size_feed_forward"),
+    *("dtype", "torch_dtype", "id2label", "label2id", "is_encoder_decoder", "model_type", "output_attentions"),
+    *("output_hidden_states", "problem_type", "return_dict", "tie_word_embeddings", "transformers_version"),
+}
+"""By transformers, for every model."""
+COPIES = frozenset({"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"})
 
 
 def matches(config: ConfigSection) -> bool:
@@ -81,27 +54,27 @@ def read(config: ConfigSection, has_mask_embedding: bool) -> dict[str, object]:
     if config.raw["speculators_model_type"] != "dflash":
         config.refuse("speculators_model_type", ("dflash",), "only DFlash speculators are supported")
         return {}
-    config.only(KEYS | HARMLESS, "it may change what the drafter computes; remove it if it does not")
+    known = KEYS | HEADS | TRAINING | WRITTEN_ANYWAY
+    config.only(known, "it may change what the drafter computes; remove it if it does not")
     check_architecture(config)
     refuse_other_slots(config)
     inner = config.section("transformer_layer_config")
-    transformer, windows = read_transformer(inner), read_windows(inner)
-    _check_vocabulary(config, transformer.vocab_size)
+    _check_vocabulary(config, inner.integer("vocab_size"))
     config.refuse(
         "target_hidden_size",
-        (transformer.hidden_size,),
+        (inner.integer("hidden_size"),),
         "its features are not as wide as the drafter",
         "use a drafter of the target's hidden size",
     )
     block_size = config.integer("block_size", minimum=2)
     _check_proposal(config, block_size)
     return {
-        **transformer.fields(),
+        **read_transformer(inner),
         "block_size": block_size,
         "target_layer_ids": _layer_ids(config),
         "num_target_layers": config.optional_integer(DEPTH_KEY),
         "mask_token_id": config.integer("mask_token_id", minimum=0),
-        "layers": make_kinds(windows, False if config.flag("sliding_window_non_causal") else None),
+        "layers": make_kinds(read_windows(inner), False if config.flag("sliding_window_non_causal") else None),
     }
 
 
@@ -135,7 +108,7 @@ def _check_proposal(config: ConfigSection, block_size: int) -> None:
             )
 
 
-def write(config: DrafterConfig, target: Target) -> dict[str, object]:
+def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
     """config.json as speculators 0.9 saves it."""
     _check_expressible(config)
     one_value({kind.window for kind in config.layers} - {None}, "windows", NAME)
@@ -156,7 +129,7 @@ def write(config: DrafterConfig, target: Target) -> dict[str, object]:
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
+            "verifier": {"name_or_path": target, "architectures": []},
         },
         "transformer_layer_config": write_transformer(config, {"rope_parameters": rope_parameters(config.rope)}),
     }

@@ -6,11 +6,10 @@ RoPE is written as transformers 5's `rope_parameters`, or as `rope_theta` and `r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, RopeConfig
-from dflash_serve.checkpoint.dialects.section import ConfigSection
+from dflash_serve.checkpoint.dialects.dialect import ConfigSection
 from dflash_serve.checkpoint.quantization import BUILD
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -21,14 +20,8 @@ QWEN3_HEAD_DIM = 128
 Scaling = Literal["linear", "llama3", "yarn", "longrope"]
 
 ROPE_NUMBERS = (
-    "factor",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "beta_fast",
-    "beta_slow",
-    "low_freq_factor",
-    "high_freq_factor",
+    *("factor", "attention_factor", "mscale", "mscale_all_dim"),
+    *("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
 )
 ROPE_LISTS = ("short_factor", "long_factor")
 ROPE_NEEDS = {
@@ -38,39 +31,14 @@ ROPE_NEEDS = {
     "longrope": ("short_factor", "long_factor"),
 }
 ROPE_HARMLESS = {
-    "rope_theta",
-    "rope_type",
-    "type",
-    "partial_rotary_factor",
-    "mrope_section",
-    "mrope_interleaved",
-    "finetuned",
+    *("rope_theta", "rope_type", "type"),
+    *("partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned"),
 }
 """Keys that say nothing more about a text drafter: three equal mrope axes are plain RoPE."""
 
 
-@dataclass(frozen=True)
-class Transformer:
-    """The sizes of DrafterConfig that transformers names; field names are DrafterConfig's."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    attention_bias: bool
-    rope: RopeConfig
-
-    def fields(self) -> dict[str, object]:
-        """The sizes as keyword arguments of DrafterConfig."""
-        return {**asdict(self), "rope": self.rope}
-
-
-def read_transformer(config: ConfigSection) -> Transformer:
-    """Reads the sizes, and notes what a DFlash drafter's layers cannot be."""
+def read_transformer(config: ConfigSection) -> dict[str, object]:
+    """The fields of DrafterConfig that transformers names too; notes what a DFlash drafter's layers cannot be."""
     config.refuse("hidden_act", ("silu",), "DFlash drafters use silu")
     config.refuse("mlp_bias", (False,), "a bias in the MLP is not supported")
     config.refuse("use_gemma_norm", (False,), "Gemma's norms are not supported in a drafter yet")
@@ -79,18 +47,18 @@ def read_transformer(config: ConfigSection) -> Transformer:
             config.note(f"the drafter is quantised ({config.named(key)}), in a form that is not read", BUILD)
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     qwen = (config.text("model_type") or "qwen3") == "qwen3"
-    return Transformer(
-        vocab_size=config.integer("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=config.integer("intermediate_size"),
-        num_attention_heads=heads,
-        num_key_value_heads=config.integer("num_key_value_heads", heads),
-        head_dim=config.integer("head_dim", QWEN3_HEAD_DIM if qwen else max(1, hidden // heads)),
-        max_position_embeddings=config.integer("max_position_embeddings", 32768),
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        attention_bias=config.flag("attention_bias") or False,
-        rope=read_rope(config),
-    )
+    return {
+        "vocab_size": config.integer("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": config.integer("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.integer("num_key_value_heads", heads),
+        "head_dim": config.integer("head_dim", QWEN3_HEAD_DIM if qwen else max(1, hidden // heads)),
+        "max_position_embeddings": config.integer("max_position_embeddings", 32768),
+        "rms_norm_eps": config.number("rms_norm_eps", 1e-6),
+        "attention_bias": config.flag("attention_bias") or False,
+        "rope": _read_rope(config),
+    }
 
 
 def read_windows(config: ConfigSection, window: int | None = None) -> tuple[int | None, ...]:
@@ -162,24 +130,16 @@ def make_kinds(windows: tuple[int | None, ...], causal: bool | None) -> tuple[At
     )
 
 
-def read_rope(config: ConfigSection) -> RopeConfig:
+def _read_rope(config: ConfigSection) -> RopeConfig:
     """The rotary embedding of a transformer's section. No theta is a problem: engines' defaults differ 100-fold."""
     new, old = config.section("rope_parameters"), config.section("rope_scaling")
     if new.raw and old.raw and _rope_kind(new) != _rope_kind(old):
         config.note(
             f"{new.path} says {_rope_kind(new)!r} but {old.path} says {_rope_kind(old)!r}", "keep the right one"
         )
-    section = new if new.raw else old
-    for partial in (section, config):
-        partial.refuse("partial_rotary_factor", (1,), "partial rotary embedding is not supported")
+    section = config.section("rope_parameters" if new.raw else "rope_scaling", falls_back=True)
+    section.refuse("partial_rotary_factor", (1,), "partial rotary embedding is not supported")
     theta = section.optional_number("rope_theta")
-    outer = config.optional_number("rope_theta")
-    if theta is not None and outer is not None and theta != outer:
-        config.note(
-            f"{section.named('rope_theta')} is {theta} but {config.named('rope_theta')} is {outer}",
-            "keep the right one",
-        )
-    theta = outer if theta is None else theta
     if theta is None or theta <= 0:
         config.note(
             f"no {config.named('rope_theta')}" if theta is None else f"rope_theta is {theta}, not positive",
@@ -192,24 +152,21 @@ def read_rope(config: ConfigSection) -> RopeConfig:
     if kind not in get_args(Scaling):
         section.note(f"rope type {kind!r} is not supported", f"supported are: default, {', '.join(ROPE_NEEDS)}")
         return RopeConfig(theta=theta)
-    return _scaled_rope(theta, kind, section, config)
+    return _scaled_rope(theta, kind, section)
 
 
 def _rope_kind(section: ConfigSection) -> str:
     return section.text("rope_type") or section.text("type") or "default"
 
 
-def _scaled_rope(theta: float, kind: str, section: ConfigSection, config: ConfigSection) -> RopeConfig:
+def _scaled_rope(theta: float, kind: str, section: ConfigSection) -> RopeConfig:
     section.only(
         {*ROPE_NUMBERS, *ROPE_LISTS, *ROPE_HARMLESS, "original_max_position_embeddings", "truncate"}, "remove it"
     )
-    original = section.optional_integer("original_max_position_embeddings")
-    if original is None:
-        original = config.optional_integer("original_max_position_embeddings")
     values: dict[str, object] = {
         **{key: section.optional_number(key) for key in ROPE_NUMBERS},
         **{key: section.numbers(key) for key in ROPE_LISTS},
-        "original_max_position_embeddings": original,
+        "original_max_position_embeddings": section.optional_integer("original_max_position_embeddings"),
         "truncate": section.flag("truncate"),
     }
     for key in ROPE_NEEDS[kind]:

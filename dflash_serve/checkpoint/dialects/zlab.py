@@ -13,9 +13,13 @@ Windows follow August's rule: a `sliding_attention` layer is causal inside the b
 from __future__ import annotations
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
-from dflash_serve.checkpoint.dialects.dialect import Dialect, Target, inexpressible, one_value
-from dflash_serve.checkpoint.dialects.heads import refuse_other_slots
-from dflash_serve.checkpoint.dialects.section import ConfigSection
+from dflash_serve.checkpoint.dialects.dialect import (
+    ConfigSection,
+    Dialect,
+    inexpressible,
+    one_value,
+    refuse_other_slots,
+)
 from dflash_serve.checkpoint.dialects.transformer_keys import (
     make_kinds,
     read_transformer,
@@ -26,14 +30,8 @@ from dflash_serve.checkpoint.dialects.transformer_keys import (
 
 NAME = "zlab"
 KEYS = {
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
-    "num_target_layers",
-    "is_causal",
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
+    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "is_causal"),
+    *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 }
 REFUSABLE = {"sample_from_anchor", "shift_label", "projector_type", "attention_sink_bias", "attention_value_scale"}
 HARMLESS = {"mask_token", "pure_draft_prefix_len", "dtype"}
@@ -43,12 +41,8 @@ ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
 
 def matches(config: ConfigSection) -> bool:
     """Whether a config.json speaks this dialect."""
-    return config.has("dflash_config") or config.has("target_layer_ids") or named_dflash(config)
-
-
-def named_dflash(config: ConfigSection) -> bool:
-    """Whether its architecture is a DFlash drafter's."""
-    return any("dflash" in name.lower() for name in config.strings("architectures") or ())
+    named = any("dflash" in name.lower() for name in config.strings("architectures") or ())
+    return named or config.has("dflash_config") or config.has("target_layer_ids")
 
 
 def read(config: ConfigSection, has_mask_embedding: bool) -> dict[str, object]:
@@ -68,7 +62,7 @@ def read_fields(
     depth = dflash.optional_integer("num_target_layers")
     softcap = dflash.optional_number("final_logit_softcapping")
     return {
-        **read_transformer(config).fields(),
+        **read_transformer(config),
         "block_size": dflash.integer("block_size", minimum=2),
         "target_layer_ids": _target_layer_ids(dflash, depth, len(layers)),
         "num_target_layers": depth,
@@ -114,10 +108,10 @@ def _target_layer_ids(dflash: ConfigSection, depth: int | None, count: int) -> t
         return (0,)
 
 
-def write(config: DrafterConfig, target: Target) -> dict[str, object]:
+def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
     """config.json as SGLang 0.5.23, TensorRT-LLM 1.3 (block_size at top level), vLLM and z-lab's code read it."""
     fields = write_fields(config, NAME)
-    causal = causal_override(config, NAME)
+    causal = _causal_override(config)
     return fields if causal is None else {**fields, "is_causal": causal}
 
 
@@ -143,13 +137,13 @@ def write_fields(config: DrafterConfig, dialect: str) -> dict[str, object]:
     }
 
 
-def causal_override(config: DrafterConfig, dialect: str) -> bool | None:
+def _causal_override(config: DrafterConfig) -> bool | None:
     """None where the layers follow the rule (sliding = causal), else what `is_causal` gives them all."""
     if all(kind.causal == (kind.window is not None) for kind in config.layers):
         return None
     causal = {kind.causal for kind in config.layers}
     if len(causal) > 1:
-        raise inexpressible("some layers causal and others not, other than sliding ones causal", dialect)
+        raise inexpressible("some layers causal and others not, other than sliding ones causal", NAME)
     return causal.pop()
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.models.attention.sdpa import block_mask
+from dflash_serve.models.attention.ragged import block_mask
 from dflash_serve.models.kv_cache import KVCache, Span
 
 

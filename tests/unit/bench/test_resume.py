@@ -115,7 +115,7 @@ def test_more_rounds_and_concurrencies_can_be_added(url: str, tmp_path: Path, jo
 
 def test_runs_of_another_request_are_never_mixed_in(url: str, tmp_path: Path, jobs: list[Job]) -> None:
     bench(url, tmp_path)
-    result = bench(url, tmp_path, "--output-tokens", "32")
+    result = bench(url, tmp_path, "--max-tokens", "32")
     assert isinstance(result.exception, UserError)
     assert "it holds runs of another request (output_tokens 128, not 32)" in str(result.exception)
     other = CliRunner().invoke(

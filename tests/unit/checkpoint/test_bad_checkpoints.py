@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_serve.checkpoint.reader import problems, read_config
+from dflash_serve.checkpoint.reader import open_checkpoint, read_config
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter
-from tests.support.tiny import FULL, SLIDING, edit_json, tiny_drafter_config, write_tiny_drafter
+from tests.support.tiny import FULL, SLIDING, edit_json, problems_of, tiny_drafter_config, write_tiny_drafter
 
 Q = "layers.0.self_attn.q_proj.weight"
 
@@ -27,14 +27,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, *words: str) -> None:
-    """Loading raises one line with these words, and `problems` finds the same."""
+    """Loading raises one line with these words, and `problems_of` finds the same."""
     with pytest.raises(UserError) as caught:
         load_drafter(folder)
     message = str(caught.value)
     assert "\n" not in message
     for word in words:
         assert word in message, message
-    assert any(all(word in str(problem) for word in words) for problem in problems(folder))
+    assert any(all(word in str(problem) for word in words) for problem in problems_of(folder))
 
 
 def edit_weights(folder: Path, change: dict[str, Tensor], remove: tuple[str, ...] = ()) -> None:
@@ -292,27 +292,27 @@ def test_every_problem_is_found_and_loading_says_how_many_more(folder: Path) -> 
     edit_weights(
         folder, {"x": torch.zeros(1), Q: torch.zeros(2, 2), "norm.weight": torch.full((32,), torch.nan)}, ("fc.weight",)
     )
-    assert len(problems(folder)) == 4
-    assert len(problems(folder, weights=False)) == 3
+    assert len(problems_of(folder)) == 4
+    assert len(open_checkpoint(folder).problems) == 3
     with pytest.raises(UserError, match="and 2 more"):
         load_drafter(folder)
 
 
 def test_every_config_problem_is_found_at_once(folder: Path) -> None:
     edit_json(folder / "config.json", {"hidden_size": 0, "rope_theta": None, "dflash_config.typo": 1})
-    assert len(problems(folder)) == 3
+    assert len(problems_of(folder)) == 3
 
 
 @pytest.mark.parametrize("change", [{"": 1}, {"dflash_config.target_layer_ids": [10**30]}, {"vocab_size": 1e400}])
 def test_odd_json_is_no_traceback(change: dict[str, object], folder: Path) -> None:
     edit_json(folder / "config.json", change)
-    problems(folder)
+    problems_of(folder)
 
 
 def test_reading_a_config_imports_neither_torch_nor_transformers(folder: Path) -> None:
     code = (
-        "import sys; from dflash_serve.checkpoint.reader import read_config, problems; "
-        f"read_config({str(folder)!r}); problems({str(folder)!r}, weights=False); "
+        "import sys; from dflash_serve.checkpoint.reader import open_checkpoint, read_config; "
+        f"read_config({str(folder)!r}); open_checkpoint({str(folder)!r}); "
         "print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

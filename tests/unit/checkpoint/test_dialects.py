@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
-from dflash_serve.checkpoint.dialects import DIALECTS, Target
+from dflash_serve.checkpoint.dialects import DIALECTS
 from dflash_serve.checkpoint.reader import read_config
 from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, edit_json, tiny_drafter_config
 
@@ -16,7 +16,7 @@ TWO = tiny_drafter_config()
 
 
 def raw(dialect: str, config: DrafterConfig = TWO) -> dict[str, object]:
-    return DIALECTS[dialect].write(config, Target())
+    return DIALECTS[dialect].write(config, None)
 
 
 def read(tmp_path: Path, start: dict[str, object], change: dict[str, object], *remove: str) -> DrafterConfig:

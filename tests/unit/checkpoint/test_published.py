@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash_serve.checkpoint.config import expected_tensors
 from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.checkpoint.tensors import expected_tensors
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from tests.unit.checkpoint.published import PUBLISHED, Published, dflash2_config_json

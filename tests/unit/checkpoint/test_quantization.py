@@ -16,7 +16,6 @@ from dflash_serve.checkpoint.quantization import Quantization, read_quantization
 from dflash_serve.checkpoint.reader import (
     load_weights,
     open_checkpoint,
-    problems,
     read_config,
     read_drafter,
     weight_problems,
@@ -25,6 +24,7 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter
 from tests.support.tiny import (
     edit_json,
+    problems_of,
     random_tensors,
     tiny_drafter_config,
     write_quantized_drafter,
@@ -86,7 +86,7 @@ def test_a_lost_tensor_is_named(drop: str, message: str, tmp_path: Path) -> None
     state = load_file(folder / "model.safetensors")
     del state[drop]
     save_file(state, folder / "model.safetensors")
-    assert any(re.search(message, str(problem)) for problem in problems(folder))
+    assert any(re.search(message, str(problem)) for problem in problems_of(folder))
     with pytest.raises(UserError, match=r"q_proj|up_proj"):
         load_weights(folder)
 
@@ -130,7 +130,7 @@ def test_a_reader_of_plain_weights_refuses_a_quantised_drafter_by_name(tmp_path:
 def test_an_fp8_tensor_that_is_not_its_own_is_named(name: str, tensor: Tensor, message: str, tmp_path: Path) -> None:
     folder = write_quantized_drafter(tmp_path / "d", "fp8")
     save_file(load_file(folder / "model.safetensors") | {name: tensor}, folder / "model.safetensors")
-    assert any(re.search(message, str(problem)) for problem in problems(folder))
+    assert any(re.search(message, str(problem)) for problem in problems_of(folder))
     with pytest.raises(UserError):
         load_weights(folder)
 
@@ -151,7 +151,7 @@ def test_a_fused_projection_is_cut_with_its_scales(format: Format, tmp_path: Pat
         del state[name]
     fused = quantize(whole, format)
     save_file(state | fused.state("model.layers.0.mlp.gate_up_proj"), folder / "model.safetensors")
-    assert problems(folder) == []
+    assert problems_of(folder) == []
     plain = dequantized(load_weights(folder)[1], torch.float32)
     assert torch.equal(plain["layers.0.mlp.gate_proj.weight"], fused.dequantize()[:64])
     assert torch.equal(plain["layers.0.mlp.up_proj.weight"], fused.dequantize()[64:])

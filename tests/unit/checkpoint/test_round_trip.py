@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
-from dflash_serve.checkpoint.dialects import DIALECTS, Target, parse
+from dflash_serve.checkpoint.dialects import DIALECTS, parse
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import Problem, UserError
@@ -57,7 +57,7 @@ def configs(draw: st.DrawFn) -> DrafterConfig:
 
 def read_back(dialect: str, config: DrafterConfig) -> DrafterConfig:
     problems: list[Problem] = []
-    back, found = parse(DIALECTS[dialect].write(config, Target()), Path("config.json"), problems)
+    back, found = parse(DIALECTS[dialect].write(config, None), Path("config.json"), problems)
     assert not problems
     assert found is not None
     assert found.name == dialect
@@ -140,11 +140,11 @@ def test_what_a_dialect_cannot_say_is_an_error_and_not_a_loss(
     dialect: str, overrides: dict[str, object], words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        DIALECTS[dialect].write(tiny_drafter_config(**overrides), Target())
+        DIALECTS[dialect].write(tiny_drafter_config(**overrides), None)
 
 
 @given(configs())
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_speculators_ids_are_ours_plus_one(config: DrafterConfig) -> None:
-    written = DIALECTS["speculators"].write(config, Target())["aux_hidden_state_layer_ids"]
+    written = DIALECTS["speculators"].write(config, None)["aux_hidden_state_layer_ids"]
     assert written == [layer + 1 for layer in config.target_layer_ids]

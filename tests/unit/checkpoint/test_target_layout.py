@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.checkpoint.target_layout import TargetLayout, read_target_layout
-from dflash_serve.checkpoint.target_shape import read_target_shape
+from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, read_target_shape
 from dflash_serve.deployment import Model, Quantization
 from dflash_serve.errors import UserError
 from dflash_serve.models.target_config import read_target_config

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash_serve.checkpoint.tensors import expected_tensors
+from dflash_serve.checkpoint.config import expected_tensors
 from dflash_serve.models.loader import load_drafter
 from tests.support.tiny import random_tensors, tiny_drafter_config, write_tiny_drafter
 

@@ -133,7 +133,7 @@ def test_controls_change_the_context_and_not_the_answer(pair: tuple[Path, Path])
 def test_every_prompt_is_counted_once(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drafter = ("--target", pair[0], "--drafter", pair[1], "--batch", 2, "--max-tokens", 8)
+    drafter = ("--target", pair[0], "--drafter", pair[1], "--max-batch-size", 2, "--max-tokens", 8)
     only = ("--no-controls", "--speed", 0, "--json")
     assert call(monkeypatch, "evaluate", "--task", f"mine={prompts}", *drafter, *only) == 0
     (row,) = json.loads(capsys.readouterr().out)["tasks"]["mine"].values()

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.checkpoint.target_layout import TargetLayout, read_target_layout
+from dflash_serve.checkpoint.target import TargetLayout, read_target_layout
 from dflash_serve.deployment import Model, load_deployment
 from dflash_serve.models.loader import load_target
 from dflash_torch import memory

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_serve import SamplingParams
-from dflash_torch.cache_manager import common_length
+from dflash_torch.request import common_length
 from tests.support.embedded import tiny_engine
 
 Folders = tuple[Path, Path]

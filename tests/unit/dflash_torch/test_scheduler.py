@@ -7,7 +7,7 @@ import torch
 
 from dflash_serve import SamplingParams
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.cost import CostModel
+from dflash_serve.speculation.allocation import CostModel
 from dflash_serve.speculation.width import AutoWidth
 from tests.support.embedded import PROMPTS, answers, tiny_engine
 

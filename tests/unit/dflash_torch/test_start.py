@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.deployment import Deployment, load_deployment
-from dflash_serve.speculation.cost import CostModel
+from dflash_serve.speculation.allocation import CostModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import AutoWidth, FixedWidth
 from dflash_torch import start

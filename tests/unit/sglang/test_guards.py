@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.checkpoint.tensors import expected_tensors
+from dflash_serve.checkpoint.config import expected_tensors
 from dflash_sglang.plugin.guards import NEUTRAL, account, draft_problems, load_strictly, refusal
 from tests.support.tiny import tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
 

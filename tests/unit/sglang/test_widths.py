@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.cost import CostModel
+from dflash_serve.speculation.allocation import CostModel
 from dflash_serve.speculation.width import FixedWidth
 from dflash_sglang.launch_plan import WIDTH_VARIABLE
 from dflash_sglang.plugin.metrics import on_result

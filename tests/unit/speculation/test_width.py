@@ -7,15 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from dflash_serve.speculation.width import (
-    AutoWidth,
-    CostModel,
-    FixedWidth,
-    SurvivalEstimate,
-    WidthPolicy,
-    choose_widths,
-    survival_of,
-)
+from dflash_serve.speculation.allocation import CostModel, choose_widths
+from dflash_serve.speculation.width import AutoWidth, FixedWidth, SurvivalEstimate, WidthPolicy, survival_of
 
 CHEAP = CostModel(target={1: 1.0, 16: 1.1, 512: 8.0}, draft={1: 0.1, 32: 0.2})
 DEAR = CostModel(target={1: 1.0, 16: 16.0}, draft={1: 0.5})  # a row costs what a token is worth: nothing can pay

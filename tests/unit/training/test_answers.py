@@ -11,7 +11,7 @@ import pytest
 
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_target, load_tokenizer
-from dflash_serve.prompts.sources import jsonl_prompts
+from dflash_serve.prompts import jsonl_prompts
 from dflash_serve.training.answers import gather_prompts, make_data
 from dflash_serve.training.dataset import DataManifest, Example, read_manifest, read_shard
 from dflash_serve.training.decoding import BatchDecoder, Completion

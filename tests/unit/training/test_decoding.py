@@ -37,9 +37,7 @@ def alone(target: TargetModel, prompt: list[int], limit: int) -> list[int]:
 def decode(
     target: TargetModel, *, size: int, temperature: float = 0.0, seed: int = 0, limit: int = 12
 ) -> list[Completion]:
-    decoder = BatchDecoder(
-        target, max_batch_size=size, capacity=40, max_new_tokens=limit, stop_ids=[EOS], seed=seed, cut_loops=False
-    )
+    decoder = BatchDecoder(target, max_batch_size=size, capacity=40, max_new_tokens=limit, stop_ids=[EOS], seed=seed)
     requests = (Request(i, tuple(p), temperature) for i, p in enumerate(PROMPTS))
     return sorted(decoder.decode(requests), key=lambda c: c.request.index)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_serve.training.schedule import draw_anchors, epoch_order, learning_rate, step_sequences
+from dflash_serve.training.blocks import draw_anchors, epoch_order, step_sequences
+from dflash_serve.training.optimizer import learning_rate
+from dflash_serve.training.recipe import TrainingSection
 
 
 def test_every_epoch_sees_every_sequence_once() -> None:
@@ -30,5 +32,6 @@ def test_anchors_are_drawn_anew_every_epoch_and_only_then() -> None:
 
 
 def test_the_learning_rate_warms_up_and_falls_to_its_end() -> None:
-    rates = [learning_rate(p, peak=1.0, warmup=0.1, final=0.01) for p in (0.0, 0.05, 0.1, 0.5, 1.0, 1.2)]
+    settings = TrainingSection(steps=1, lr=1.0, warmup=0.1, final_lr=0.01)
+    rates = [learning_rate(p, settings) for p in (0.0, 0.05, 0.1, 0.5, 1.0, 1.2)]
     assert rates == pytest.approx([0.01, 0.5, 1.0, 0.591, 0.01, 0.01], abs=1e-3)

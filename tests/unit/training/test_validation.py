@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dflash_serve.training.blocks import lay_out
+from dflash_serve.training.loss import SlotScores
 from dflash_serve.training.validation import Tally, walk
 
 
@@ -19,7 +20,7 @@ def test_a_perfect_drafter_accepts_whole_blocks() -> None:
     blocks = lay_out([tokens], [torch.arange(4, 19)], block_size=4)
     tally = Tally(4)
     hit = blocks.valid.clone()
-    tally.add(blocks, torch.zeros(hit.shape), torch.ones(hit.shape), hit)
+    tally.add(blocks, SlotScores(torch.zeros(hit.shape), torch.ones(hit.shape), hit))
     scores = tally.scores()
     assert scores.slot_accuracy == (1.0, 1.0, 1.0)
     assert scores.simulated_tau == scores.replayed_tau == 4.0
@@ -32,7 +33,7 @@ def test_survival_counts_accepted_slots_only() -> None:
     hit = blocks.valid.clone()
     hit[:, 0] = False
     tally = Tally(4)
-    tally.add(blocks, torch.ones(hit.shape), torch.ones(hit.shape), hit)
+    tally.add(blocks, SlotScores(torch.ones(hit.shape), torch.ones(hit.shape), hit))
     scores = tally.scores()
     assert scores.replayed_tau == 1.0
     assert scores.survival == (0.0, 0.0, 0.0)

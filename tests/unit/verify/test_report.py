@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from dflash_serve.errors import UserError
-from dflash_serve.prompts.prompt_set import read_prompt_set
+from dflash_serve.prompts import read_prompt_set
 from dflash_serve.verify.distributions import DistributionComparison, Look
 from dflash_serve.verify.questions import VerifyPlan
 from dflash_serve.verify.report import FaultKind, Findings, VerifyReport, read_report, report_of, show, write_report
@@ -85,7 +85,7 @@ def test_the_bundled_prompts_are_read_and_so_are_a_users(tmp_path: Path) -> None
 @pytest.mark.parametrize("line", ["", "nonsense", '{"text": "a"}', '{"prompt": ""}', '{"token_ids": ["a"]}', "[1]"])
 def test_what_is_no_prompt_is_one_clear_line(tmp_path: Path, line: str) -> None:
     (tmp_path / "p.jsonl").write_text(line + "\n")
-    with pytest.raises(UserError, match=r"prompts?; give one JSON object a line"):
+    with pytest.raises(UserError, match=r"no prompt(s in it)?; give one JSON object a line"):
         read_prompt_set(tmp_path / "p.jsonl")
     with pytest.raises(UserError, match="cannot be read"):
         read_prompt_set(tmp_path / "missing")

@@ -1,15 +1,17 @@
-"""What is in a folder's safetensors files, read from their headers alone: names, shapes and dtypes, without torch."""
+"""Reads a checkpoint's files without torch: JSON objects, and of safetensors the headers (names, shapes and dtypes)."""
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_serve.errors import Problem
+from dflash_serve.errors import Problem, first_line, raise_problems
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+AGAIN = "download the drafter again"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
 LARGEST_HEADER = 100_000_000
 """Bytes; the safetensors library's own limit."""
@@ -26,6 +28,41 @@ class Header:
     bytes: int
 
 
+def read_object(path: Path, problems: list[Problem], *, kind: str = "drafter") -> Mapping[str, object] | None:
+    """The object in a JSON file; None, and a problem added, where there is none.
+
+    Args:
+        path: the file.
+        problems: added to.
+        kind: what the file describes, for the messages: `drafter` or `target`.
+    """
+    again = f"download the {kind} again"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append(Problem(f"no {path.name}", str(path.parent), f"give a {kind}'s folder"))
+    except (ValueError, OSError) as error:
+        problems.append(Problem(f"not valid JSON ({error})", str(path), again))
+    else:
+        if isinstance(raw, dict):
+            return raw
+        problems.append(Problem("not a JSON object", str(path), again))
+    return None
+
+
+def load_object(path: Path, *, kind: str = "drafter") -> Mapping[str, object]:
+    """The object in a JSON file; `kind` as for `read_object`.
+
+    Raises:
+        UserError: there is none.
+    """
+    problems: list[Problem] = []
+    found = read_object(path, problems, kind=kind)
+    raise_problems(problems)
+    assert found is not None
+    return found
+
+
 def read_headers(folder: Path, problems: list[Problem]) -> dict[str, Header]:
     """Every tensor of model.safetensors, or of the shards that model.safetensors.index.json names.
 
@@ -33,7 +70,7 @@ def read_headers(folder: Path, problems: list[Problem]) -> dict[str, Header]:
     """
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file():
-        return read_header(single, problems)
+        return _read_header(single, problems)
     if not index.is_file():
         pickled = next((name for name in PICKLES if (folder / name).is_file()), None)
         what = f"no {SINGLE}" + (f", only {pickled}, which is a pickle and never loaded" if pickled else "")
@@ -48,11 +85,11 @@ def _read_shards(index: Path, problems: list[Problem]) -> dict[str, Header]:
     for name in sorted(set(weight_map.values())):
         shard = index.parent / name
         if Path(name).name != name or not shard.is_file():
-            problems.append(Problem(f"shard {name!r} is missing", str(index), "download the drafter again"))
+            problems.append(Problem(f"shard {name!r} is missing", str(index), AGAIN))
             continue
-        for tensor, header in read_header(shard, problems).items():
+        for tensor, header in _read_header(shard, problems).items():
             if tensor in headers:
-                problems.append(Problem(f"tensor {tensor} is in two shards", str(index), "download the drafter again"))
+                problems.append(Problem(f"tensor {tensor} is in two shards", str(index), AGAIN))
             headers[tensor] = header
     return headers
 
@@ -62,11 +99,11 @@ def _weight_map(index: Path, problems: list[Problem]) -> dict[str, str]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        problems.append(Problem(f"no readable weight_map ({_line(error)})", str(index), "download the drafter again"))
+        problems.append(Problem(f"no readable weight_map ({first_line(error)})", str(index), AGAIN))
         return {}
 
 
-def read_header(path: Path, problems: list[Problem]) -> dict[str, Header]:
+def _read_header(path: Path, problems: list[Problem]) -> dict[str, Header]:
     """The tensors of one safetensors file: 8 bytes of header length (little endian), JSON, data.
 
     (Format: github.com/huggingface/safetensors.) Offsets are checked against the file's size, so a download that broke
@@ -75,9 +112,7 @@ def read_header(path: Path, problems: list[Problem]) -> dict[str, Header]:
     try:
         return _parse(path)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, struct.error) as error:
-        problems.append(
-            Problem(f"not a whole safetensors file ({_line(error)})", str(path), "download the drafter again")
-        )
+        problems.append(Problem(f"not a whole safetensors file ({first_line(error)})", str(path), AGAIN))
         return {}
 
 
@@ -97,7 +132,3 @@ def _parse(path: Path) -> dict[str, Header]:
     if end != size:
         raise ValueError(f"its tensors need {end} bytes, the file has {size}")
     return headers
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

