@@ -15,7 +15,6 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import changed_files
 from dflash_serve.errors import Problem, UserError, raise_problems
 
-from .arena import pool_fraction
 from .checks import problems
 from .draft_folder import write_draft_folder
 from .facts import FACTS
@@ -70,13 +69,11 @@ class TensorRTLLMBackend:
         raise_problems(problems(plan), hint="`dflash-serve serve --dry-run` shows all")
         raise_problems(changed_files(deployment))
         folder = folder.resolve()
-        folder.mkdir(parents=True, exist_ok=True)
         if plan.drafter is not None:
             assert deployment.drafter is not None
             write_draft_folder(deployment.drafter, plan.drafter, folder / DRAFT)
-            if plan.implementation == "plug-in":
-                text = REGISTERING.format(architecture=plan.target.architecture)
-                write_whole(folder / PLUG_IN / "__init__.py", text)
+        if plan.needs_plug_in:
+            write_whole(folder / PLUG_IN / "__init__.py", REGISTERING.format(architecture=plan.target.architecture))
         write_whole(folder / CONFIG, self.yaml(plan, folder))
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
@@ -85,7 +82,7 @@ class TensorRTLLMBackend:
         serve = ["trtllm-serve", plan.deployment.target.model, "--host", host, "--port", str(port)]
         serve += ["--config", str(folder / CONFIG)]
         env = {}
-        if plan.drafter is not None and plan.implementation == "plug-in":
+        if plan.needs_plug_in:
             serve += ["--custom_module_dirs", str(folder / PLUG_IN)]
             # The option imports it in this process; the workers import it by name and need to find it.
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
@@ -161,7 +158,7 @@ def _kv_cache(plan: LaunchPlan) -> dict[str, object]:
         fields["dtype"] = kv_cache.dtype
     fraction = kv_cache.memory_fraction
     if fraction is None and speculates and plan.gpu is not None:
-        fraction = pool_fraction(plan, plan.gpu)
+        fraction = plan.pool_fraction(plan.gpu)
     return fields if fraction is None else {**fields, "free_gpu_memory_fraction": fraction}
 
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dflash_serve.deployment import PER_NODE
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.deployment import GIB, PER_NODE
 from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems
 from dflash_serve.errors import Problem
 
-from .arena import memory_problems
-from .launch_plan import LaunchPlan
+from .launch_plan import ACTIVATIONS, OVERHEAD, PAGE, LaunchPlan
 from .upstream import FIRST
 
 Check = Callable[[LaunchPlan], Iterator[Problem]]
+LEAST_POOL = 0.15
+"""Share of the memory after the weights that must stay for the target's K/V, or batches would not fit."""
 
 
 def problems(plan: LaunchPlan) -> list[Problem]:
     """Every problem, in the order in which a user would fix them."""
     checks: list[Check] = [_release, _devices, _queue, _target_layout, _target_precision, _role]
     if plan.drafter is not None:
-        checks += [_drafter_fits, _speculation, _implementation, _drafter_layout, _block_reuse]
-    return [problem for check in [*checks, _lengths, _rows, memory_problems] for problem in check(plan)]
+        checks += [_drafter_fits, _implementation, _drafter_layout, _block_reuse]
+    return [problem for check in [*checks, _lengths, _rows, _memory] for problem in check(plan)]
 
 
 def _release(plan: LaunchPlan) -> Iterator[Problem]:
@@ -125,10 +127,6 @@ def _drafter_fits(plan: LaunchPlan) -> Iterator[Problem]:
     if have == "nvfp4" and plan.gpu is not None and not plan.gpu.is_blackwell:
         what = f"an NVFP4 drafter needs Blackwell, {plan.gpu.name} is SM{plan.gpu.compute}"
         yield Problem(what, "drafter", "use the FP8 or bf16 drafter")
-
-
-def _speculation(plan: LaunchPlan) -> Iterator[Problem]:
-    assert plan.drafter is not None
     yield from block_problems(plan.deployment, plan.drafter)
 
 
@@ -181,3 +179,36 @@ def _rows(plan: LaunchPlan) -> Iterator[Problem]:
         what = f"{batch} blocks of {plan.block_size} slots are {rows} rows a step, max_num_tokens is {asked}"
         do = f"set it to {rows}, or limits.max_batch_size to {asked // plan.block_size}"
         yield Problem(what, "limits.max_num_tokens", do)
+
+
+def _memory(plan: LaunchPlan) -> Iterator[Problem]:
+    """Weights, or a context arena, that a device cannot hold; nothing where no GPU is named."""
+    gpu = plan.gpu
+    if gpu is None:
+        return
+    spare = gpu.memory - plan.weight_bytes - OVERHEAD - ACTIVATIONS
+    if spare <= 0:
+        needed = f"about {plan.weight_bytes / GIB:.0f} GiB of weights a device"
+        what = f"{needed}, of {gpu.memory // GIB} GiB on a {gpu.name}"
+        yield Problem(what, "parallel.tensor", "use more devices, or a smaller precision")
+    elif plan.drafter is not None:
+        yield from _arena(plan, plan.drafter, int(spare * (1 - LEAST_POOL)))
+
+
+def _arena(plan: LaunchPlan, drafter: DrafterConfig, budget: int) -> Iterator[Problem]:
+    """An arena beyond `budget` bytes, and the limits that it would keep to."""
+    batch, length = plan.deployment.limits.max_batch_size, plan.max_model_len
+    needed = plan.arena_bytes(batch, length)
+    if needed <= budget:
+        return
+    what = (
+        f"the drafter's context needs {needed / GIB:.1f} GiB a device ({batch} + 1 entries x {drafter.num_layers} "
+        f"layers x {length} tokens + {plan.block_size} x {plan.drafter_kv_heads} K/V heads x {drafter.head_dim} x 2 x "
+        f"2 bytes), {budget / GIB:.1f} GiB can be spared"
+    )
+    largest = budget // plan.arena_bytes(0, length) - 1
+    capacity = budget // (plan.context_token_bytes * (batch + 1))
+    longest = (capacity - capacity % PAGE - plan.block_size) // PAGE * PAGE
+    options = {"limits.max_batch_size": largest, "limits.max_model_len": longest}
+    lower = " or ".join(f"{name} to {most}" for name, most in options.items() if most > 0)
+    yield Problem(what, "limits", f"lower {lower}" if lower else "use more devices, or a larger GPU")

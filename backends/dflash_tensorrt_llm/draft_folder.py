@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
+from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import DIALECTS
 from dflash_serve.checkpoint.files import INDEX, SINGLE
 from dflash_serve.checkpoint.quantization import IN_CONFIG, QUANT_CONFIG
@@ -43,17 +43,15 @@ def write_draft_folder(model: Model, config: DrafterConfig, folder: Path) -> Non
 def _config_json(config: DrafterConfig, checkpoint: Checkpoint) -> dict[str, object]:
     """z-lab's form of the config; what it has no words for stays in the neutral file, for the plug-in."""
     kinds = {kind.causal for kind in config.layers if kind.window is not None}
-    plain = config if kinds <= {True} else config.model_copy(update={"layers": _sliding_causal(config)})
-    fields = DIALECTS["zlab"].write(plain, None)
+    if not kinds <= {True}:
+        layers = tuple(kind.model_copy(update={"causal": kind.window is not None}) for kind in config.layers)
+        config = config.model_copy(update={"layers": layers})
+    fields = DIALECTS["zlab"].write(config, None)
     original = json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8"))
     if IN_CONFIG in original:
         fields[IN_CONFIG] = original[IN_CONFIG]
     dtype = "float32" if {header.dtype for header in checkpoint.headers.values()} == {"F32"} else "bfloat16"
     return {**fields, "dtype": dtype, "torch_dtype": dtype}
-
-
-def _sliding_causal(config: DrafterConfig) -> tuple[AttentionKind, ...]:
-    return tuple(kind.model_copy(update={"causal": kind.window is not None}) for kind in config.layers)
 
 
 def _has_plain_names(checkpoint: Checkpoint) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from dflash_serve.backend import EngineFacts, MetricNames, Probes, SpeculationLines
@@ -58,15 +59,10 @@ def _of_prometheus(scrape: Scrape) -> AcceptanceStatistics | None:
     if not samples.knows("trtllm_"):
         return None
     # How many verifications these came from is not told, and the gauge is of one iteration.
-    return AcceptanceStatistics(
-        None,
-        samples.total("trtllm_spec_decode_num_draft_tokens_total"),
-        samples.total("trtllm_spec_decode_num_accepted_tokens_total"),
-        None,
-        None,
-        None,
-        FACTS.title,
-        samples.mean(ACCEPTANCE_LENGTH),
+    return replace(
+        AcceptanceStatistics.unknown(FACTS.title, samples.mean(ACCEPTANCE_LENGTH)),
+        drafted=samples.total("trtllm_spec_decode_num_draft_tokens_total"),
+        accepted=samples.total("trtllm_spec_decode_num_accepted_tokens_total"),
     )
 
 

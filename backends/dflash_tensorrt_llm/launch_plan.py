@@ -1,24 +1,34 @@
-"""LaunchPlan: what a Deployment means for TensorRT-LLM, worked out from the config.json files of target and drafter."""
+"""LaunchPlan: what a Deployment means for TensorRT-LLM, worked out from the config.json files of target and drafter.
+
+The drafter's context arena surprised users with 80 GB (issue #16005). The worker holds K/V of every context token of
+every request, densely: entries x layers x (max_seq_len + B) x 2 x K/V heads x head_dim, one entry more than the batch,
+per device (`dflash.py` @00679c6 `_lazy_init_ctx_buffers`). It is allocated outside the K/V pool, so
+`free_gpu_memory_fraction` does not bound it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from dflash_serve.checkpoint.config import DrafterConfig, weight_bytes
+from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import read_drafter
 from dflash_serve.checkpoint.source import drafter_source, local_folder
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
-from dflash_serve.deployment import GPUS, Deployment, Gpu, Model
+from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu, Model
 from dflash_serve.deployment_checks import uses_drafter
 
 from .upstream import Release
 
-Implementation = Literal["built-in", "plug-in"]
 ROWS = 8192
 """TensorRT-LLM's default of max_num_tokens."""
+OVERHEAD = 4 * GIB
+"""CUDA context, NCCL, workspaces; upstream's own estimate (test_dflash_config_budget.py @414ba69)."""
+ACTIVATIONS = 4 * GIB
+"""Left for activations and CUDA graphs."""
+PAGE = 32
+"""Tokens a page of the paged arena (attention_backend TRTLLM)."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +44,7 @@ class LaunchPlan:
     quantization: Quantization | None
     """The drafter's."""
     needs_plug_in: tuple[str, ...]
-    """What of this drafter TensorRT-LLM's own implementation would get wrong in silence."""
-
-    @property
-    def implementation(self) -> Implementation:
-        """Which drafter runs: TensorRT-LLM's own, or ours."""
-        return "plug-in" if self.needs_plug_in else "built-in"
+    """What of this drafter TensorRT-LLM's own drafter would get wrong in silence; nothing = it runs, and not ours."""
 
     @property
     def block_size(self) -> int:
@@ -51,20 +56,21 @@ class LaunchPlan:
 
     @property
     def attention_backend(self) -> str:
-        """VANILLA everywhere but where trtllm-gen's kernels run and the drafter is TensorRT-LLM's own.
-
-        Our plug-in attends over the contiguous arena. trtllm-gen has no two-sided window.
-        """
-        assert self.drafter is not None
-        two_sided = any(kind.window is not None and not kind.causal for kind in self.drafter.layers)
+        """VANILLA, which our plug-in needs, but for TensorRT-LLM's own drafter where trtllm-gen's kernels run."""
         blackwell = self.gpu is not None and self.gpu.is_blackwell
-        return "TRTLLM" if blackwell and not two_sided and self.implementation == "built-in" else "VANILLA"
+        return "TRTLLM" if blackwell and not self.needs_plug_in else "VANILLA"
 
     @property
     def drafter_devices(self) -> int:
         """Devices that share the drafter: attention data parallelism gives each a whole one."""
         parallel = self.deployment.parallel
         return 1 if parallel.attention_data else parallel.tensor
+
+    @property
+    def drafter_kv_heads(self) -> int:
+        """The drafter's K/V heads on one device: its share, or one that neighbours repeat."""
+        assert self.drafter is not None
+        return max(1, self.drafter.num_key_value_heads // self.drafter_devices)
 
     @property
     def max_model_len(self) -> int:
@@ -84,6 +90,26 @@ class LaunchPlan:
         """Target and drafter on one device."""
         target = self.target.weight_bytes // self.deployment.parallel.tensor
         return target + (weight_bytes(self.drafter) // self.drafter_devices if self.drafter else 0)
+
+    @property
+    def context_token_bytes(self) -> int:
+        """K and V of one context token in all drafter layers on one device, bf16."""
+        assert self.drafter is not None
+        return context_bytes(self.drafter, self.drafter_kv_heads)
+
+    def arena_bytes(self, max_batch_size: int, max_model_len: int) -> int:
+        """The context arena on one device, dense or in pages, bf16."""
+        assert self.drafter is not None
+        capacity = min(max_model_len, self.drafter.max_position_embeddings) + self.block_size
+        if self.attention_backend == "TRTLLM":
+            capacity = -(-capacity // PAGE) * PAGE
+        return (max_batch_size + 1) * capacity * self.context_token_bytes
+
+    def pool_fraction(self, gpu: Gpu) -> float:
+        """`free_gpu_memory_fraction` that leaves room for the arena: a share of what is free after the weights."""
+        arena = self.arena_bytes(self.deployment.limits.max_batch_size, self.max_model_len)
+        free = gpu.memory - self.weight_bytes - OVERHEAD
+        return max(0.05, min(0.9, int(100 * (free - ACTIVATIONS - arena) / free) / 100)) if free > 0 else 0.05
 
 
 def make_launch_plan(deployment: Deployment, release: Release) -> LaunchPlan:

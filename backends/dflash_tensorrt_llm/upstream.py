@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import total_ordering
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationInfo, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, model_validator
 
+from dflash_serve.common.frozen import Frozen
 from dflash_serve.errors import UserError
 
-_FINAL = 10_000
-"""Orders a final release after its candidates."""
+FINAL = 10_000
+"""Comes after all candidates."""
 
 
-@total_ordering
-@dataclass(frozen=True, eq=True)
+@dataclass(frozen=True, order=True)
 class Release:
-    """A release by number; `candidate` is the n of rcn, None for a final one."""
+    """A release by number; `candidate` is the n of rcn, FINAL for a final one."""
 
     major: int
     minor: int
-    candidate: int | None = None
+    candidate: int = FINAL
 
     @classmethod
     def parse(cls, text: str) -> Release:
@@ -41,16 +40,10 @@ class Release:
         if found is None:
             raise UserError(f"{text!r} is no version", where="TensorRT-LLM", do="give one such as 1.4.0rc1")
         major, minor, candidate = found.groups()
-        return cls(int(major), int(minor), int(candidate) if candidate else None)
-
-    def _order(self) -> tuple[int, int, int]:
-        return self.major, self.minor, _FINAL if self.candidate is None else self.candidate
-
-    def __lt__(self, other: Release) -> bool:
-        return self._order() < other._order()
+        return cls(int(major), int(minor), int(candidate) if candidate else FINAL)
 
     def __str__(self) -> str:
-        return f"{self.major}.{self.minor}" + ("" if self.candidate is None else f".0rc{self.candidate}")
+        return f"{self.major}.{self.minor}" + ("" if self.candidate == FINAL else f".0rc{self.candidate}")
 
     @property
     def has_dflash(self) -> bool:
@@ -86,18 +79,12 @@ def installed_release() -> Release:
         return NEWEST
 
 
-class Strict(BaseModel):
-    """Unknown keys are refused, as by upstream's StrictBaseModel."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 def release_of(info: ValidationInfo) -> Release | None:
     """The release a model is validated for; None = whichever."""
     return info.context["release"] if info.context else None
 
 
-class DFlashDecodingConfig(Strict):
+class DFlashDecodingConfig(Frozen):
     """`speculative_config` with decoding_type DFlash. `max_draft_len` is K = B - 1: the anchor does not count."""
 
     decoding_type: Literal["DFlash"] = "DFlash"
@@ -146,7 +133,7 @@ class DFlashDecodingConfig(Strict):
         return self
 
 
-class KvCacheConfig(Strict):
+class KvCacheConfig(Frozen):
     """`kv_cache_config`: the target's K/V pool."""
 
     enable_block_reuse: bool = True
@@ -156,7 +143,7 @@ class KvCacheConfig(Strict):
     max_tokens: PositiveInt | None = None
 
 
-class CudaGraphConfig(Strict):
+class CudaGraphConfig(Frozen):
     """`cuda_graph_config`: graphs of decoding batches of these sizes."""
 
     enable_padding: bool = False
@@ -170,13 +157,13 @@ class CudaGraphConfig(Strict):
         return self
 
 
-class MoeConfig(Strict):
+class MoeConfig(Frozen):
     """`moe_config`: which kernels run the experts."""
 
     backend: Literal["AUTO", "CUTLASS", "CUTEDSL", "TRTLLM", "DEEPGEMM", "VANILLA", "TRITON"] = "AUTO"
 
 
-class LlmArgs(Strict):
+class LlmArgs(Frozen):
     """The root of `config.yaml` (upstream: TorchLlmArgs without `model`, which is on the command line)."""
 
     tensor_parallel_size: PositiveInt = 1

@@ -31,12 +31,11 @@ SYNTHETIC = {"synthetic", "random", "sonnet", "shakespeare"}
 
 @dataclass(frozen=True)
 class Dataset:
-    """Either prompts, or the name of one of aiperf's own loaders."""
+    """Either prompts, or the flags of one of aiperf's own loaders."""
 
     name: str
     prompts: tuple[str, ...] | None = None
-    loader: str | None = None
-    """aiperf's name of it."""
+    flags: tuple[str, ...] = ()
     source: Path | None = None
     """The file that aiperf's loader reads; None = it fetches its own."""
 
@@ -49,15 +48,12 @@ class Dataset:
 
     def arguments(self, folder: Path) -> list[str]:
         """aiperf's flags for it; prompts of ours are written into `folder` first."""
-        if self.prompts is not None:
-            path = folder / "prompts.jsonl"
-            lines = (json.dumps({"text": prompt}, ensure_ascii=False) for prompt in self.prompts)
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            return ["--input-file", str(path), "--custom-dataset-type", "single_turn"]
-        assert self.loader is not None
-        if self.source is not None:
-            return ["--input-file", str(self.source), "--custom-dataset-type", self.loader]
-        return ["--public-dataset", self.loader]
+        if self.prompts is None:
+            return list(self.flags)
+        path = folder / "prompts.jsonl"
+        lines = (json.dumps({"text": prompt}, ensure_ascii=False) for prompt in self.prompts)
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return ["--input-file", str(path), "--custom-dataset-type", "single_turn"]
 
 
 def load_dataset(text: str) -> Dataset:
@@ -86,7 +82,7 @@ def load_dataset(text: str) -> Dataset:
     if name.startswith(AIPERF_FILES):
         return _speed_bench(name, rest)
     if text.startswith(AIPERF_PUBLIC):
-        return Dataset(text, loader=text)
+        return Dataset(text, flags=("--public-dataset", text))
     if text == HUMAN_EVAL:
         return Dataset("HumanEval", tuple(human_eval_prompts(where)))
     do = f"give FILE.jsonl, {HUMAN_EVAL}, hf:ORG/NAME or speed_bench_coding=FILE.jsonl"
@@ -98,7 +94,8 @@ def _speed_bench(name: str, file: str) -> Dataset:
     if not file or not source.is_file():
         do = "give speed_bench_CATEGORY=FILE.jsonl; specdec_bench of NVIDIA's Model-Optimizer fetches the prompts"
         raise UserError(f"cannot be read ({file or 'no file given'})", where=f"--dataset {name}", do=do)
-    return Dataset(f"SPEED-Bench, {name.removeprefix(AIPERF_FILES)}", loader=name, source=source)
+    flags = ("--input-file", file, "--custom-dataset-type", name)
+    return Dataset(f"SPEED-Bench, {name.removeprefix(AIPERF_FILES)}", flags=flags, source=source)
 
 
 class RequestSettings(Frozen):

@@ -1,15 +1,36 @@
-"""The frontier of throughput against interactivity, and the one sentence: the ratio of two frontiers at one place.
+"""The Pareto plot: the frontier of throughput against interactivity, the ratio of two frontiers, and the picture.
 
-It is the ratio that NVIDIA's "15x" is: the curves of tokens/s/GPU against tokens/s/user are cut at one tokens/s/user
-(500 to 600 there), far out where the baseline has to run few users at once. One number of many, so the report
-tells it at every spot of the baseline as well.
+The ratio at one place is what NVIDIA's "15x" is: the curves of tokens/s/GPU against tokens/s/user are cut at one
+tokens/s/user (500 to 600 there), far out where the baseline has to run few users at once. One number of many, so the
+report tells it at every spot of the baseline as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy
+
+INK, SOFT, GRID = "#1f2933", "#66727f", "#e4e7eb"
+KNOWN = {"off": "#7b8794", "auto": "#0b6bcb"}
+OTHERS = ("#d9730d", "#0f8a5f", "#9b3fb5", "#c0392b", "#8a6d00", "#00838f")
+STYLE: dict[str, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["Inter", "Helvetica Neue", "Arial", "Liberation Sans", "DejaVu Sans"],
+    "font.size": 10.5,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": INK,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "dflash-serve",
+}
 
 
 class Spot(NamedTuple):
@@ -19,6 +40,8 @@ class Spot(NamedTuple):
     """Tokens/s that one user sees."""
     throughput: float
     """Tokens/s of one device."""
+    users: int = 1
+    """The concurrency: its mark's label in the picture."""
 
 
 Curves = Mapping[str, Sequence[Spot]]
@@ -43,19 +66,19 @@ class FrontierComparison:
             return None
         return self.throughput / self.baseline_throughput
 
-    def sentence(self, device: str) -> str:
-        """What a reader takes away; `device` is the word for what throughput is divided by."""
+    def sentence(self) -> str:
+        """What a reader takes away."""
         variant, baseline, at = self.variant, self.baseline, f"{self.interactivity:.1f} tokens/s/user"
         if self.ratio is not None:
             return (
-                f"At {at}, “{variant}” serves {self.ratio:.2f} times the tokens/s/{device} of “{baseline}” "
+                f"At {at}, “{variant}” serves {self.ratio:.2f} times the tokens/s/device of “{baseline}” "
                 f"({self.throughput:.1f} against {self.baseline_throughput:.1f})."
             )
         if self.throughput is None and self.baseline_throughput is None:
             return f"Neither “{variant}” nor “{baseline}” reaches {at}."
         lame, other = (variant, baseline) if self.throughput is None else (baseline, variant)
         given = self.baseline_throughput if self.throughput is None else self.throughput
-        return f"“{lame}” does not reach {at}; “{other}” serves {given:.1f} tokens/s/{device} there."
+        return f"“{lame}” does not reach {at}; “{other}” serves {given:.1f} tokens/s/device there."
 
 
 def frontier(spots: Sequence[Spot]) -> list[Spot]:
@@ -75,23 +98,7 @@ def throughput_at(spots: Sequence[Spot], interactivity: float) -> float | None:
     line = frontier(spots)
     if not line or interactivity > line[-1].interactivity:
         return None
-    if interactivity <= line[0].interactivity:
-        return line[0].throughput
-    after = next(place for place, spot in enumerate(line) if spot.interactivity >= interactivity)
-    left, right = line[after - 1], line[after]
-    share = (interactivity - left.interactivity) / (right.interactivity - left.interactivity)
-    return left.throughput + share * (right.throughput - left.throughput)
-
-
-def reach(spots: Sequence[Spot]) -> float | None:
-    """The most tokens/s that any user saw."""
-    return max((spot.interactivity for spot in spots), default=None)
-
-
-def common_interactivity(curves: Curves, variant: str, baseline: str) -> float | None:
-    """The most tokens/s/user that both reach: the far end of the slower curve."""
-    reaches = [found for name in (variant, baseline) if (found := reach(curves.get(name, ()))) is not None]
-    return min(reaches) if len(reaches) == 2 else None
+    return float(numpy.interp(interactivity, *_columns(line)))  # short of the first spot, that spot's
 
 
 def compare(curves: Curves, variant: str, baseline: str, interactivity: float) -> FrontierComparison:
@@ -111,15 +118,87 @@ def headline(curves: Curves, baseline: str, interactivity: float | None) -> Fron
     """The comparison of the first line: of `auto` where there is one, else of the variant with the highest ratio.
 
     Args:
-        interactivity: tokens/s/user; None = the most that both reach.
+        interactivity: tokens/s/user; None = the most that both reach, which is the far end of the slower curve.
 
     Returns:
         None where fewer than two variants have spots.
     """
-    others = [name for name in curves if name != baseline and curves[name]]
+    reach = {name: max(spots).interactivity for name, spots in curves.items() if spots}
+    others = [name for name in reach if name != baseline]
+    if baseline not in reach:
+        return None
     found = []
     for name in ["auto"] if "auto" in others else others:
-        at = interactivity if interactivity is not None else common_interactivity(curves, name, baseline)
-        if at is not None:
-            found.append(compare(curves, name, baseline, at))
+        at = min(reach[name], reach[baseline]) if interactivity is None else interactivity
+        found.append(compare(curves, name, baseline, at))
     return max(found, key=lambda each: each.ratio or 0.0, default=None)
+
+
+def colours(variants: Collection[str]) -> dict[str, str]:
+    """A colour for each variant, the same in the plot and in the tables."""
+    spare = iter(OTHERS * (1 + len(variants) // len(OTHERS)))
+    return {name: KNOWN.get(name) or next(spare) for name in variants}
+
+
+def draw_pareto(
+    curves: Curves, colour: Mapping[str, str], comparison: FrontierComparison | None
+) -> tuple[bytes, bytes]:
+    """Tokens/s/device against tokens/s/user, a line for each variant, a mark for each concurrency.
+
+    Args:
+        colour: of each variant.
+        comparison: marked by a dashed line where both variants reach its interactivity.
+
+    Returns:
+        The same picture as PNG, for a README, and as SVG, for the report.
+    """
+    from matplotlib import rc_context  # type: ignore[import-not-found, unused-ignore]
+    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+
+    with rc_context(STYLE):  # type: ignore[arg-type, unused-ignore]
+        figure = Figure(figsize=(8.6, 5.2), layout="constrained")
+        axes = figure.add_subplot()
+        for name, spots in curves.items():
+            _draw(axes, spots, name, colour[name])
+        if comparison is not None:
+            _mark(axes, comparison)
+        axes.set_xlabel("Interactivity: tokens/s that one user sees")
+        axes.set_ylabel("Throughput: tokens/s/device")
+        axes.grid(color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.margins(0.08)
+        axes.tick_params(length=0)
+        axes.legend(frameon=False, loc="best")
+        return _saved(figure, "png", {"Software": None}), _saved(figure, "svg", {"Date": None})
+
+
+def _draw(axes: Any, spots: Sequence[Spot], name: str, colour: str) -> None:
+    axes.plot(*_columns(frontier(spots)), color=colour, linewidth=2.2, solid_capstyle="round", zorder=2)
+    marks = {"marker": "o", "markersize": 6.5, "markeredgecolor": "white", "markeredgewidth": 1.2, "color": colour}
+    axes.plot(*_columns(spots), linestyle="none", zorder=3, **marks)
+    axes.plot([], [], linewidth=2.2, label=name, **marks)
+    for x, y, users in spots:
+        axes.annotate(str(users), (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8.5, color=colour)
+
+
+def _columns(spots: Sequence[Spot]) -> tuple[list[float], list[float]]:
+    return [spot.interactivity for spot in spots], [spot.throughput for spot in spots]
+
+
+def _mark(axes: Any, found: FrontierComparison) -> None:
+    if found.ratio is None or found.throughput is None or found.baseline_throughput is None:
+        return
+    at = found.interactivity
+    axes.plot([at, at], [found.baseline_throughput, found.throughput], color=INK, linewidth=1.2, linestyle=(0, (3, 2)))
+    middle = (found.baseline_throughput + found.throughput) / 2
+    words = f"{found.ratio:.2f}\N{MULTIPLICATION SIGN}"
+    axes.annotate(words, (at, middle), xytext=(7, 0), textcoords="offset points", fontsize=12, fontweight="bold",
+                  va="center", color=INK)  # fmt: skip
+
+
+def _saved(figure: Any, form: str, metadata: Mapping[str, None]) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format=form, dpi=180, metadata=metadata)
+    return out.getvalue()

@@ -6,7 +6,7 @@ import base64
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -14,20 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from dflash_serve.bench.aiperf import RequestSettings
-from dflash_serve.bench.pareto import FrontierComparison, Spot, at_every_spot, headline
-from dflash_serve.bench.plots import colours, draw_pareto
+from dflash_serve.bench.pareto import FrontierComparison, Spot, at_every_spot, colours, draw_pareto, headline
 from dflash_serve.bench.results import Point, Run, points_of
 from dflash_serve.bench.settings import OFF, Settings, Variant
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import Environment
+from dflash_serve.deployment import Deployment
 
 JSON, CSV, HTML, PARETO = "bench.json", "bench.csv", "report.html", "pareto.png"
 TEMPLATE, STYLE = "report.html.jinja", "report.css"
 UNKNOWN = "\N{EN DASH}"
-TOGETHER = (
-    "rounds over all concurrencies, at each all variants in turn, another one first each time; servers side by side"
-)
-IN_TURN = "rounds over all variants, one server at a time, for each all concurrencies; another one first in each round"
+SIDE_BY_SIDE = "over all concurrencies, at each all variants in turn, another one first each time; servers side by side"
+IN_TURN = "over all variants, one server at a time, for each all concurrencies; another one first in each round"
 SWEEP = {"concurrency", "rounds", "requests_per_user", "min_requests", "warm_up"}
 
 
@@ -37,23 +35,16 @@ class ReportData:
 
     settings: Settings
     request: RequestSettings
-    variants: Sequence[Variant]
+    variants: Mapping[str, Variant]
     runs: Sequence[Run]
     planned: int
     """Runs of a whole bench."""
     environment: Environment
-    device: str = "device"
-    """What throughput is divided by, as a word."""
-
-    @property
-    def names(self) -> list[str]:
-        """The variants' names."""
-        return [variant.name for variant in self.variants]
 
     @cached_property
     def points(self) -> list[Point]:
         """Medians over rounds, by variant, then by concurrency."""
-        return points_of(self.runs, self.devices, self.names)
+        return points_of(self.runs, self.devices, list(self.variants))
 
     @cached_property
     def curves(self) -> dict[str, list[Spot]]:
@@ -66,7 +57,7 @@ class ReportData:
     @property
     def baseline(self) -> str:
         """The variant that was named, else `off`, else the first."""
-        return self.settings.baseline or (OFF if OFF in self.names else self.names[0])
+        return self.settings.baseline or (OFF if OFF in self.variants else next(iter(self.variants)))
 
     @cached_property
     def comparison(self) -> FrontierComparison | None:
@@ -78,34 +69,32 @@ class ReportData:
         """The headline."""
         if self.comparison is None:
             return "One variant was measured, so there is nothing to compare it with."
-        return self.comparison.sentence(self.device)
+        return self.comparison.sentence()
 
     @cached_property
     def ratios(self) -> list[list[FrontierComparison]]:
         """The other variants at every interactivity of the baseline's frontier."""
         return at_every_spot(self.curves, self.baseline)
 
+    @cached_property
+    def deployed(self) -> dict[str, Deployment]:
+        """The variants that were started by the bench, by name: the load generator shared the machine with them."""
+        return {name: variant for name, variant in self.variants.items() if isinstance(variant, Deployment)}
+
     @property
     def devices(self) -> int:
         """What throughput is divided by."""
-        deployed = [variant.deployment for variant in self.variants if variant.deployment is not None]
-        return self.settings.devices or (deployed[0].hardware.count if deployed else 1)
+        return self.settings.devices or next((each.hardware.count for each in self.deployed.values()), 1)
 
     @property
     def title(self) -> str:
         """The target that was deployed, else the variants."""
-        deployed = [variant.deployment.target.model for variant in self.variants if variant.deployment is not None]
-        return deployed[0] if deployed else ", ".join(self.names)
-
-    @property
-    def local(self) -> bool:
-        """Whether the load generator shared the machine with servers."""
-        return any(variant.url is None for variant in self.variants)
+        return next((each.target.model for each in self.deployed.values()), ", ".join(self.variants))
 
     @property
     def order(self) -> str:
         """In which order the runs were made."""
-        return IN_TURN if self.settings.one_at_a_time else TOGETHER
+        return f"rounds {IN_TURN if self.settings.one_at_a_time else SIDE_BY_SIDE}"
 
     @property
     def commits(self) -> list[str]:
@@ -120,21 +109,18 @@ class ReportData:
     @property
     def served(self) -> list[tuple[str, str]]:
         """What was served, as (term, words)."""
-        engines = {run.variant: run.acceptance.engine for run in reversed(self.runs)}
-        started = [(variant.name, variant.deployment) for variant in self.variants if variant.deployment is not None]
+        engines = {run.variant: run.acceptance.engine or "unknown" for run in reversed(self.runs)}
         told: list[tuple[str, str]] = []
-        if started:
-            name, deployment = started[0]
-            names = ", ".join(each for each, _ in started)
+        for name, deployment in list(self.deployed.items())[:1]:  # they differ in their widths only
             told += [
                 ("Target", deployment.target.model),
                 ("Drafter", deployment.drafter.model if deployment.drafter is not None else "none"),
-                ("Variants", f"{names}; engine: {engines.get(name) or 'unknown'}"),
+                ("Variants", f"{', '.join(self.deployed)}; engine: {engines.get(name, 'unknown')}"),
                 ("Limits", f"{deployment.limits.max_batch_size} users at once, {deployment.hardware.dtype} arithmetic"),
             ]
-        for variant in self.variants:
-            if variant.url is not None:
-                told.append((f"“{variant.name}”", f"{variant.url}; engine: {engines.get(variant.name) or 'unknown'}"))
+        for name, variant in self.variants.items():
+            if name not in self.deployed:
+                told.append((f"“{name}”", f"{variant}; engine: {engines.get(name, 'unknown')}"))
         return told
 
 
@@ -142,14 +128,14 @@ def write_report(report: ReportData, folder: Path) -> list[Path]:
     """Writes JSON, CSV, PNG and HTML, each whole or not at all, and returns their paths.
 
     Raises:
-        UserError: matplotlib is not installed, or a file cannot be written.
+        UserError: a file cannot be written.
     """
-    plot = draw_pareto(report.names, report.points, report.comparison, report.device)
+    png, svg = draw_pareto(report.curves, colours(report.variants), report.comparison)
     contents: dict[str, str | bytes] = {
         JSON: json.dumps(as_json(report), indent=1, ensure_ascii=False) + "\n",
         CSV: as_csv(report),
-        PARETO: plot.png,
-        HTML: as_html(report, plot.svg),
+        PARETO: png,
+        HTML: as_html(report, svg),
     }
     for name, content in contents.items():
         write_whole(folder / name, content, do="name another --output")
@@ -230,7 +216,7 @@ def as_html(report: ReportData, plot: bytes) -> str:
         report=report,
         style=(here / STYLE).read_text(encoding="utf-8"),
         plot=base64.b64encode(plot).decode("ascii"),
-        colours=colours(report.names),
+        colours=colours(report.variants),
         best=best,
         caveats=list(caveats(report)),
         unknown=UNKNOWN,
@@ -260,7 +246,7 @@ def caveats(report: ReportData) -> Iterator[str]:
         yield f"The runs were made at {len(report.commits)} commits: {', '.join(report.commits)}."
     if any(commit.endswith("-dirty") for commit in report.commits):
         yield "Files of the source tree differed from its commit."
-    if report.local:
+    if report.deployed:
         yield (
             "aiperf ran on the same machine as the servers, and took its share of the processor, from all variants "
             "alike."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 
@@ -13,7 +14,6 @@ from dflash_serve.bench.pareto import Spot
 from dflash_serve.bench.settings import Cell, Variant
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.frozen import Frozen
-from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
@@ -62,7 +62,9 @@ class Point(Frozen):
     @property
     def spot(self) -> Spot | None:
         """Where it lies in the plot; None where its interactivity is unknown."""
-        return None if self.interactivity is None else Spot(self.interactivity, self.throughput_per_device)
+        if self.interactivity is None:
+            return None
+        return Spot(self.interactivity, self.throughput_per_device, self.concurrency)
 
     @property
     def survival(self) -> list[float]:
@@ -81,91 +83,13 @@ class Point(Frozen):
         return sum(width * count for width, count in widths.items()) / steps if steps else None
 
 
-class RunFolder:
-    """Finished runs on disk."""
-
-    def __init__(self, output: Path) -> None:
-        self.folder = output / RUNS
-
-    def keep(self, run: Run, slug: str) -> None:
-        """Writes a run.
-
-        Raises:
-            UserError: it cannot be written.
-        """
-        name = f"{slug}-c{run.concurrency:03d}-r{run.round + 1}.json"
-        write_whole(self.folder / name, run.model_dump_json(indent=1) + "\n", do=DO)
-
-    def runs(self) -> list[Run]:
-        """All that are there.
-
-        Raises:
-            UserError: a file that is none of ours.
-        """
-        found = []
-        for path in sorted(self.folder.glob("*.json")):
-            try:
-                found.append(Run.model_validate_json(path.read_text(encoding="utf-8")))
-            except (ValidationError, OSError, UnicodeDecodeError):
-                raise UserError("not a run of this bench", where=str(path), do="remove it") from None
-        return found
-
-
-class Identity(Frozen):
-    """What runs must share to stand side by side; variants may be added."""
-
-    request: RequestSettings
-    backend: str | None
-    variants: dict[str, str | Deployment]
-    """By name: the URL of a server, or what is served."""
-
-
-def claim_folder(folder: Path, request: RequestSettings, backend: str | None, variants: Sequence[Variant]) -> None:
-    """Writes into the folder what its runs are of, or finds that it is the same as there.
-
-    Raises:
-        UserError: it holds another bench, or cannot be written.
-    """
-    found = {variant.name: variant.deployment or variant.url or "" for variant in variants}
-    mine = Identity(request=request, backend=backend, variants=found)
-    path = folder / IDENTITY
-    try:
-        if path.exists():
-            mine = _joined(mine, Identity.model_validate_json(path.read_text(encoding="utf-8")), folder)
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", where=str(path), do=DO) from None
-    except ValidationError:
-        raise UserError("not of this bench", where=str(path), do=DO) from None
-    write_whole(path, mine.model_dump_json(indent=1) + "\n", do=DO)
-
-
-def _joined(mine: Identity, there: Identity, folder: Path) -> Identity:
-    do = f"{DO}, or repeat the command that it was begun with"
-    for field in ("request", "backend"):
-        if getattr(mine, field) != getattr(there, field):
-            raise UserError(f"it holds runs of another {field} ({_difference(mine, there)})", where=str(folder), do=do)
-    for name, variant in mine.variants.items():
-        if there.variants.get(name, variant) != variant:
-            raise UserError(f"it holds runs of another “{name}”", where=str(folder), do=do)
-    return mine.model_copy(update={"variants": {**there.variants, **mine.variants}})
-
-
-def _difference(mine: Identity, there: Identity) -> str:
-    """The first setting that differs."""
-    if mine.backend != there.backend:
-        return f"{there.backend}, not {mine.backend}"
-    old, new = there.request.model_dump(), mine.request.model_dump()
-    name = next(key for key in new if new[key] != old[key])
-    return f"{name} {old[name]!r}, not {new[name]!r}"
-
-
 def points_of(runs: Iterable[Run], devices: int, variants: Sequence[str]) -> list[Point]:
     """Medians over rounds, by variant in the order of `variants`, then by concurrency."""
-    cells: dict[tuple[int, int], list[Run]] = {}
-    for run in runs:
-        if run.variant in variants:
-            cells.setdefault((variants.index(run.variant), run.concurrency), []).append(run)
-    return [_point(cells[key], devices) for key in sorted(cells)]
+
+    def place(run: Run) -> tuple[int, int]:
+        return variants.index(run.variant), run.concurrency
+
+    return [_point(list(rounds), devices) for _, rounds in groupby(sorted(runs, key=place), place)]
 
 
 def _point(runs: Sequence[Run], devices: int) -> Point:
@@ -190,3 +114,71 @@ def _point(runs: Sequence[Run], devices: int) -> Point:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+class Identity(Frozen):
+    """What runs must share to stand side by side; variants may be added."""
+
+    request: RequestSettings
+    backend: str | None
+    variants: dict[str, Variant]
+
+
+class RunFolder:
+    """Finished runs on disk, and what they are of."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+
+    def claim(self, mine: Identity) -> None:
+        """Writes what the folder's runs are of, or finds that it is the same as there.
+
+        Raises:
+            UserError: it holds another bench, or cannot be written.
+        """
+        path = self.output / IDENTITY
+        try:
+            if path.exists():
+                mine = self._joined(mine, Identity.model_validate_json(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise UserError(f"cannot be read ({error.strerror})", where=str(path), do=DO) from None
+        except ValidationError:
+            raise UserError("not of this bench", where=str(path), do=DO) from None
+        write_whole(path, mine.model_dump_json(indent=1) + "\n", do=DO)
+
+    def _joined(self, mine: Identity, there: Identity) -> Identity:
+        for other in _differences(mine, there):
+            do = f"{DO}, or repeat the command that it was begun with"
+            raise UserError(f"it holds runs of another {other}", where=str(self.output), do=do)
+        return mine.model_copy(update={"variants": {**there.variants, **mine.variants}})
+
+    def keep(self, run: Run) -> None:
+        """Writes a run.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        write_whole(self.output / RUNS / f"{run.cell.slug}.json", run.model_dump_json(indent=1) + "\n", do=DO)
+
+    def runs(self) -> list[Run]:
+        """All that are there.
+
+        Raises:
+            UserError: a file that is none of ours.
+        """
+        found = []
+        for path in sorted((self.output / RUNS).glob("*.json")):
+            try:
+                found.append(Run.model_validate_json(path.read_text(encoding="utf-8")))
+            except (ValidationError, OSError, UnicodeDecodeError):
+                raise UserError("not a run of this bench", where=str(path), do="remove it") from None
+        return found
+
+
+def _differences(mine: Identity, there: Identity) -> Iterator[str]:
+    """What keeps the runs of two benches apart, in words."""
+    new, old = mine.request.model_dump(), there.request.model_dump()
+    yield from (f"request ({name} {old[name]!r}, not {new[name]!r})" for name in new if new[name] != old[name])
+    if mine.backend != there.backend:
+        yield f"backend ({there.backend}, not {mine.backend})"
+    yield from (f"“{name}”" for name, each in mine.variants.items() if there.variants.get(name, each) != each)

@@ -8,14 +8,15 @@ from pathlib import Path
 
 from dflash_serve.bench.aiperf import Aiperf, Job, RequestSettings, find_aiperf, load_dataset
 from dflash_serve.bench.report import ReportData, write_report
-from dflash_serve.bench.results import Run, RunFolder, claim_folder
-from dflash_serve.bench.settings import Cell, Settings, Variant, find_variants, read_deployment, schedule
+from dflash_serve.bench.results import Identity, Run, RunFolder
+from dflash_serve.bench.settings import Cell, Settings, find_variants, read_deployment, schedule, slug
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.common.http import read_api_key
 from dflash_serve.common.processes import running_server, sigterm_interrupts
 from dflash_serve.common.provenance import commit, environment, now
+from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 
 WORK = "work"
@@ -48,7 +49,7 @@ class Bench:
         own = str(target_source(deployment.target.model)) if deployment is not None else None
         self.tokenizer = settings.tokenizer or own
         self.folder = RunFolder(settings.output)
-        self.cells = schedule([variant.name for variant in self.variants], settings)
+        self.cells = schedule(list(self.variants), settings)
 
     def run(self, report_run: Callable[[Run, int, int], None]) -> list[Path]:
         """Measures what is missing, then writes the report.
@@ -64,7 +65,7 @@ class Bench:
             KeyboardInterrupt: finished runs are kept, and a report of them is written.
         """
         name = self.backend.name if self.backend is not None else None
-        claim_folder(self.settings.output, self.request, name, self.variants)
+        self.folder.claim(Identity(request=self.request, backend=name, variants=self.variants))
         try:
             with sigterm_interrupts():
                 if self.missing():
@@ -89,18 +90,16 @@ class Bench:
         """
         self.work.mkdir(parents=True, exist_ok=True)
         aiperf = Aiperf(self.dataset.arguments(self.work), self.request, self.tokenizer, self.api_key)
-        variants = {variant.name: variant for variant in self.variants}
         running: dict[str, Endpoint] = {}
         with ExitStack() as servers:
             for cell in self.missing():
-                variant = variants[cell.variant]
                 if cell.variant not in running:
                     if self.settings.one_at_a_time:
                         servers.close()
                         running.clear()
-                    running[cell.variant] = self._start(variant, servers, aiperf)
-                run = self._measure(cell, variant.slug, running[cell.variant], aiperf)
-                self.folder.keep(run, variant.slug)
+                    running[cell.variant] = self._start(cell.variant, servers, aiperf)
+                run = self._measure(cell, running[cell.variant], aiperf)
+                self.folder.keep(run)
                 report_run(run, len(self.cells) - len(self.missing()), len(self.cells))
 
     def report(self) -> ReportData:
@@ -112,27 +111,24 @@ class Bench:
             variants=self.variants,
             runs=[run for run in self.folder.runs() if run.cell in planned],
             planned=len(planned),
-            environment=environment(self.settings.hardware, local=any(each.url is None for each in self.variants)),
+            environment=environment(self.settings.hardware, local=self.backend is not None),
         )
 
-    def _start(self, variant: Variant, servers: ExitStack, aiperf: Aiperf) -> Endpoint:
+    def _start(self, name: str, servers: ExitStack, aiperf: Aiperf) -> Endpoint:
         """The variant's server, warm; one that we start ends with `servers`."""
-        url = variant.url
-        if url is None:
+        url = self.variants[name]
+        if isinstance(url, Deployment):
             assert self.backend is not None
-            assert variant.deployment is not None
-            server = running_server(self.backend, variant.deployment, self.work / f"{variant.slug}.server")
-            url = servers.enter_context(server)
+            url = servers.enter_context(running_server(self.backend, url, self.work / f"{slug(name)}.server"))
         endpoint = Endpoint(url, api_key=self.api_key)
         if self.settings.warm_up:
             users = max(self.settings.concurrency)
-            aiperf.run(Job(url, endpoint.served_model, users, users, self.work / f"{variant.slug}-warm-up"))
+            aiperf.run(Job(url, endpoint.served_model, users, users, self.work / f"{slug(name)}-warm-up"))
         return endpoint
 
-    def _measure(self, cell: Cell, slug: str, server: Endpoint, aiperf: Aiperf) -> Run:
-        folder = self.work / f"{slug}-c{cell.concurrency:03d}-r{cell.round + 1}"
+    def _measure(self, cell: Cell, server: Endpoint, aiperf: Aiperf) -> Run:
         requests = self.settings.requests(cell.concurrency)
-        job = Job(server.base, server.served_model, cell.concurrency, requests, folder)
+        job = Job(server.base, server.served_model, cell.concurrency, requests, self.work / cell.slug)
         started, before = now(), read_acceptance(server.base, api_key=self.api_key)
         figures = aiperf.run(job)
         acceptance = read_acceptance(server.base, api_key=self.api_key).since(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -40,17 +39,14 @@ class Settings(Frozen):
     target: str | None
     drafter: str | None
     backend: str
-    """Starts the servers of `variants`."""
     variants: Annotated[tuple[str, ...], BeforeValidator(_words)]
     """Widths of the deployment: `off`, `fixed`, `auto` or numbers of slots."""
     endpoint: Annotated[tuple[str, ...], BeforeValidator(_several)]
     """`NAME=http://host:port` of servers that run already."""
     dataset: str
-    """As `load_dataset` takes it."""
     concurrency: Annotated[tuple[PositiveInt, ...], BeforeValidator(_user_counts)]
     """Users at once, one run each; ascending."""
     rounds: PositiveInt
-    """Runs of each variant at each concurrency."""
     requests_per_user: PositiveInt
     min_requests: PositiveInt
     max_tokens: PositiveInt
@@ -62,9 +58,7 @@ class Settings(Frozen):
     """Variant that the others are compared with; None = `off`, else the first."""
     api_key_file: Path | None
     tokenizer: str | None
-    """A folder or hub id; None = the target's."""
     hardware: str | None
-    """What servers elsewhere run on."""
     devices: int | None
     """Throughput is divided by that; None = the deployment's hardware.count, else 1."""
     in_turn: bool | None
@@ -73,7 +67,6 @@ class Settings(Frozen):
     warm_up: bool
     """Each server answers a request for each user before it is measured."""
     output: Path
-    """Folder of runs and report."""
 
     def requests(self, concurrency: int) -> int:
         """Requests of one run."""
@@ -85,19 +78,13 @@ class Settings(Frozen):
         return self.backend != EMBEDDED if self.in_turn is None else self.in_turn
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way of serving that is measured: a line of the plot."""
+Variant = str | Deployment
+"""One way of serving that is measured: the URL of a server that runs already, or what one is started from."""
 
-    name: str
-    url: str | None = None
-    """Of a server that runs already; None = it is started from `deployment`."""
-    deployment: Deployment | None = None
 
-    @property
-    def slug(self) -> str:
-        """The name as a part of file names."""
-        return "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in self.name)
+def slug(name: str) -> str:
+    """A variant's name as a part of file names."""
+    return "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in name)
 
 
 class Cell(NamedTuple):
@@ -106,6 +93,11 @@ class Cell(NamedTuple):
     variant: str
     concurrency: int
     round: int
+
+    @property
+    def slug(self) -> str:
+        """As a part of file names."""
+        return f"{slug(self.variant)}-c{self.concurrency:03d}-r{self.round + 1}"
 
 
 def read_deployment(settings: Settings) -> Deployment | None:
@@ -120,32 +112,33 @@ def read_deployment(settings: Settings) -> Deployment | None:
     return load_deployment(settings.deployment, flags)
 
 
-def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[list[Variant], ServerBackend | None]:
-    """All variants that are asked for, and what starts the servers of those that have a deployment.
+def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[dict[str, Variant], ServerBackend | None]:
+    """All variants that are asked for, by name, and what starts the servers of those that are deployed.
 
     Raises:
         UserError: there are none, two share a name, the backend refuses one, or the baseline is none of them.
     """
-    chosen = server_backend(settings.backend) if deployment else None
-    found = deployed_variants(deployment, settings.variants) if deployment else []
-    for variant in found:
-        if chosen is not None and variant.deployment is not None:
-            raise_problems(chosen.check(variant.deployment))
-    found += endpoint_variants(settings.endpoint)
-    names = [variant.name for variant in found]
-    if not found:
+    chosen: ServerBackend | None = None
+    deployed: dict[str, Deployment] = {}
+    if deployment is not None:
+        chosen, deployed = server_backend(settings.backend), deployed_variants(deployment, settings.variants)
+        for each in deployed.values():
+            raise_problems(chosen.check(each))
+    running = endpoint_variants(settings.endpoint)
+    if not deployed and not running:
         do = "give a deployment.yaml, --target and --drafter, or --endpoint NAME=http://host:port"
         raise UserError("nothing to measure", where="bench", do=do)
-    if len(names) > len(set(names)):
+    if deployed.keys() & running.keys():
         raise UserError("two variants have the same name", where="--endpoint", do="give the endpoint another one")
-    if settings.baseline is not None and settings.baseline not in names:
-        do = f"use one of: {', '.join(names)}"
+    found: dict[str, Variant] = {**deployed, **running}
+    if settings.baseline is not None and settings.baseline not in found:
+        do = f"use one of: {', '.join(found)}"
         raise UserError(f"there is no variant {settings.baseline!r}", where="--baseline", do=do)
     return found, chosen
 
 
-def deployed_variants(deployment: Deployment, asked: Sequence[str]) -> list[Variant]:
-    """The deployment at each width that was asked for.
+def deployed_variants(deployment: Deployment, asked: Sequence[str]) -> dict[str, Deployment]:
+    """The deployment at each width that was asked for, by the variant's name.
 
     Args:
         deployment: with a drafter, if any variant is to speculate.
@@ -154,32 +147,32 @@ def deployed_variants(deployment: Deployment, asked: Sequence[str]) -> list[Vari
     Raises:
         UserError: an unknown word, or speculation without a drafter.
     """
-    found: dict[str, Variant] = {}
+    found = {}
     for word in asked:
         if word != OFF and deployment.drafter is None:
             raise UserError("there is no drafter", where=f"--variants {word}", do="give one, or --variants off")
         width = _width(deployment, word)
-        name = f"{FIXED} {width}" if isinstance(width, int) else width
         speculation = deployment.speculation.model_copy(update={"width": width})
-        found[name] = Variant(name, deployment=deployment.model_copy(update={"speculation": speculation}))
-    return list(found.values())
+        name = f"{FIXED} {width}" if isinstance(width, int) else width
+        found[name] = deployment.model_copy(update={"speculation": speculation})
+    return found
 
 
-def endpoint_variants(asked: Sequence[str]) -> list[Variant]:
-    """Servers that run already, each given as `name=http://host:port`.
+def endpoint_variants(asked: Sequence[str]) -> dict[str, str]:
+    """URLs of servers that run already, by name; each given as `name=http://host:port`.
 
     Raises:
         UserError: not of that form, or a name given twice.
     """
-    found: dict[str, Variant] = {}
+    found: dict[str, str] = {}
     for text in asked:
         name, _, url = text.partition("=")
         if not name or not url.startswith(("http://", "https://")):
             raise UserError("not NAME=http://host:port", where=f"--endpoint {text}")
         if name in found:
             raise UserError("its name is given twice", where=f"--endpoint {text}")
-        found[name] = Variant(name, url=url.rstrip("/").removesuffix("/v1"))
-    return list(found.values())
+        found[name] = url.rstrip("/").removesuffix("/v1")
+    return found
 
 
 def schedule(variants: Sequence[str], settings: Settings) -> list[Cell]:

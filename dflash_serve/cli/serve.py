@@ -65,15 +65,11 @@ def serve(
     raise_problems(backend.check(described))
     place = (folder or Path(tempfile.gettempdir(), "dflash-serve")) if dry_run else prepared(backend, described, folder)
     command = backend.command(described, place, host=host, port=port)
-    start(Command(command.argv, {**command.env, **environment}), backend.name, dry_run=dry_run)
-
-
-def start(command: Command, backend_name: str, *, dry_run: bool) -> None:
-    """Becomes the engine's server, or only prints its command line."""
+    command = Command(command.argv, {**command.env, **environment})
     if dry_run:
         typer.echo(in_shell(command))
     else:
-        become(command, backend_name)
+        become(command, backend.name)
 
 
 def server_settings(chosen: ServerBackend, asked: Mapping[str, object]) -> dict[str, str]:

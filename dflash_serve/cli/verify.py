@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -182,10 +183,10 @@ def _progress() -> Iterator[Any]:
     from rich.console import Console
 
     with Console(stderr=True).status("verifying") as status:
-        counts: dict[str, int] = {}
+        counts = Counter[str]()
 
         def told(what: str, count: int) -> None:
-            counts[what] = counts.get(what, 0) + count
+            counts[what] += count
             status.update(f"{what}: {counts[what]} answers")
 
         yield told

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,8 @@ def values(workload: Workload) -> Iterator[Document]:
 
 def _engine(facts: EngineFacts) -> Document:
     """An engine's facts as the chart's templates read them."""
-    probes = EngineProbes(started=facts.probes.started, live=facts.probes.live, ready=facts.probes.ready)
     engine = EngineValues(
-        probes=probes,
+        probes=EngineProbes(**asdict(facts.probes)),
         metrics_path=facts.metrics.path,
         queued=facts.metrics.queued,
         needs_gpu=facts.needs_gpu,
@@ -69,10 +69,8 @@ def _image(image: str | None) -> dict[str, str]:
         return {}
     repository, at, digest = image.partition("@")
     if not at:
-        what = f"{image} is not pinned: a tag can move under a running release"
-        raise UserError(
-            what, where="--image", do="give REPOSITORY@sha256:..., as `docker buildx imagetools inspect` says"
-        )
+        do = "give REPOSITORY@sha256:..., as `docker buildx imagetools inspect` says"
+        raise UserError(f"{image} is not pinned: a tag can move under a running release", where="--image", do=do)
     return {"repository": repository, "digest": digest}
 
 
@@ -121,22 +119,19 @@ def chart() -> Path:
 
 def values_schema() -> dict[str, Any]:
     """The JSON Schema of values.yaml, from the types of `chart_values` and the Deployment, for both Helm versions."""
-    schema = _draft_07(Values.model_json_schema(by_alias=True))
-    definitions = schema.pop("definitions")
+    schema = _untitled(Values.model_json_schema(by_alias=True, ref_template="#/definitions/{model}"))
+    definitions = schema.pop("$defs")
     schema["properties"]["global"] = GLOBAL
     return {"$schema": DIALECT, "title": "dflash-serve", **schema, "definitions": definitions}
 
 
-def _draft_07(node: Any) -> Any:
-    """$defs were called definitions, and pydantic's titles only repeat the names of keys."""
+def _untitled(node: Any) -> Any:
+    """Without pydantic's titles, which only repeat the names of keys."""
     if isinstance(node, list):
-        return [_draft_07(value) for value in node]
+        return [_untitled(value) for value in node]
     if not isinstance(node, dict):
         return node
-    renamed = {"definitions" if key == "$defs" else key: _draft_07(value) for key, value in node.items()}
-    if "$ref" in renamed:
-        renamed["$ref"] = renamed["$ref"].replace("#/$defs/", "#/definitions/")
-    return {key: value for key, value in renamed.items() if key != "title" or not isinstance(value, str)}
+    return {key: _untitled(value) for key, value in node.items() if key != "title" or not isinstance(value, str)}
 
 
 def generated_files() -> dict[str, str]:

@@ -103,10 +103,9 @@ class HubToken(ValuesSection):
     key: str = "token"
 
 
-class ApiKeys(ValuesSection):
+class ApiKeys(HubToken):
     """A Secret of this namespace; no name = an open server. One key a line; backend torch only."""
 
-    name: str = ""
     key: str = "keys"
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dflash_serve.backend import Command
-from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 
 from .pod import config_map, container_security, mounts, pod_security, resources, variables, volumes
@@ -54,21 +52,16 @@ def worker_arguments(workload: Workload) -> tuple[str, list[str], Mapping[str, s
     Raises:
         UserError: an option that Dynamo's module does not have.
     """
-    command = _one_node_command(workload)
+    # As on one node: Dynamo's operator adds a node's place among several itself.
+    parallel = workload.deployment.parallel.model_copy(update={"nodes": 1})
+    alone = workload.deployment.model_copy(update={"parallel": parallel})
+    command = workload.server.command(alone, Path(PREPARED))
     if workload.backend == "sglang":
         words = _without_listening(command.argv[3:])  # python -m sglang.launch_server
         return "dynamo.sglang", [*words, "--served-model-name", workload.deployment.target.model], command.env
     _, model, *words = command.argv
     options = _translated(_without_listening(words))
     return "dynamo.trtllm", ["--model", model, "--served-model-name", model, *options], command.env
-
-
-def _one_node_command(workload: Workload) -> Command:
-    """As on one node: Dynamo's operator adds a node's place among several itself."""
-    deployment = workload.deployment
-    parallel = deployment.parallel.model_copy(update={"nodes": 1})
-    alone: Deployment = deployment.model_copy(update={"parallel": parallel})
-    return workload.server.command(alone, Path(PREPARED))
 
 
 def _without_listening(words: Sequence[str]) -> list[str]:
@@ -86,13 +79,30 @@ def _translated(words: Sequence[str]) -> list[str]:
 
 def _frontend(workload: Workload) -> Document:
     container = {"name": "main", "image": workload.container_image}
-    return {**_component("frontend", "frontend"), "podTemplate": {"spec": {"containers": [container]}}}
+    return {**_component("frontend"), "podTemplate": {"spec": {"containers": [container]}}}
 
 
 def _worker(workload: Workload) -> Document:
+    nodes = workload.deployment.parallel.nodes
+    pod = {
+        "initContainers": [_preparing(workload)],
+        "containers": [_engine(workload)],
+        "securityContext": pod_security(),
+        "terminationGracePeriodSeconds": DRAIN_SECONDS + MARGIN_SECONDS,
+        "volumes": volumes(workload),
+    }
+    return {
+        **_component("worker"),
+        "sharedMemorySize": f"{SHARED_MEMORY_GIB}Gi",
+        "podTemplate": {"spec": pod},
+        **({} if nodes == 1 else {"multinode": {"nodeCount": nodes}}),
+    }
+
+
+def _engine(workload: Workload) -> Document:
     module, arguments, environment = worker_arguments(workload)
     added = [{"name": name, "value": value} for name, value in environment.items()]
-    main = {
+    return {
         "name": "main",
         "image": workload.container_image,
         "command": ["python3", "-m", module],
@@ -101,41 +111,21 @@ def _worker(workload: Workload) -> Document:
         "resources": resources(workload),
         # Not read-only: what Dynamo itself writes, and where, is Dynamo's business.
         "securityContext": {**container_security(), "readOnlyRootFilesystem": False},
-        "volumeMounts": _mounts(),
+        "volumeMounts": mounts(),
     }
-    pod = {
-        "initContainers": [_preparing(workload)],
-        "containers": [main],
-        "securityContext": pod_security(),
-        "terminationGracePeriodSeconds": DRAIN_SECONDS + MARGIN_SECONDS,
-        "volumes": [volume for volume in volumes(workload) if volume["name"] != "shm"],
-    }
-    worker = {
-        **_component("worker", "worker"),
-        "sharedMemorySize": f"{SHARED_MEMORY_GIB}Gi",
-        "podTemplate": {"spec": pod},
-    }
-    nodes = workload.deployment.parallel.nodes
-    return worker if nodes == 1 else {**worker, "multinode": {"nodeCount": nodes}}
 
 
 def _preparing(workload: Workload) -> Document:
     """Writes what the engine reads, where its arguments say it is."""
-    prepare = ["dflash-serve", "deploy", CONFIG, "--backend", workload.backend, "--prepare", PREPARED]
     return {
         "name": "prepare",
         "image": workload.container_image,
-        "command": prepare,
+        "command": ["dflash-serve", "deploy", CONFIG, "--backend", workload.backend, "--prepare", PREPARED],
         "env": variables(workload),
         "securityContext": container_security(),
-        "volumeMounts": _mounts(),
+        "volumeMounts": mounts(),
     }
 
 
-def _mounts() -> list[Document]:
-    """Shared memory is the operator's: sharedMemorySize."""
-    return [mount for mount in mounts() if mount["name"] != "shm"]
-
-
-def _component(name: str, kind: str) -> dict[str, object]:
-    return {"name": name, "type": kind, "replicas": 1, "runtimeVersionOverride": DYNAMO}
+def _component(name: str) -> dict[str, object]:
+    return {"name": name, "type": name, "replicas": 1, "runtimeVersionOverride": DYNAMO}

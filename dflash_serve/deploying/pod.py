@@ -1,15 +1,8 @@
-"""The pod of one server, for systems that take a pod and bring their own controller, and KServe's object around it.
-
-KServe's is an InferenceService (serving.kserve.io/v1beta1, Standard mode, KServe 0.16 to 0.21). Not an
-LLMInferenceService: its storage initialiser knows one model, and we have a target and a drafter.
-"""
+"""The pod of one server, for systems that take a pod and bring their own controller: KServe and Dynamo."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-
-from dflash_serve.errors import UserError
 
 from .workload import (
     CONFIG,
@@ -29,37 +22,16 @@ TOKEN_FOLDER = "/etc/dflash-serve-hub"  # noqa: S105 - where it is mounted
 PROBE_SECONDS = 10
 READY_TIMEOUT = 30
 """SGLang's deep check gives up after 20 s by itself, and says why."""
-
-
-def kserve(workload: Workload) -> Iterator[Document]:
-    """The deployment's ConfigMap and the InferenceService.
-
-    Raises:
-        UserError: the deployment needs more than one node.
-    """
-    if workload.deployment.parallel.nodes > 1:
-        what = f"{workload.deployment.parallel.nodes} nodes, and a predictor of ours is one pod"
-        raise UserError(what, where="parallel.nodes", do="use --render helm or manifests")
-    yield config_map(workload)
-    yield {
-        "apiVersion": "serving.kserve.io/v1beta1",
-        "kind": "InferenceService",
-        "metadata": {
-            "name": workload.name,
-            "labels": {**workload.selector, **workload.pod_labels},
-            "annotations": {"serving.kserve.io/deploymentMode": "Standard", **workload.pod_annotations},
-        },
-        "spec": {"predictor": {"minReplicas": 1, "maxReplicas": 1, **pod(workload, "kserve-container")}},
-    }
+SHARED_MEMORY: Document = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{SHARED_MEMORY_GIB}Gi"}}
+"""Its volume; Dynamo's operator brings one of its own."""
 
 
 def config_map(workload: Workload) -> Document:
     """The deployment's file as an object of its own."""
-    metadata = {"name": f"{workload.name}-deployment"}
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": metadata,
+        "metadata": {"name": f"{workload.name}-deployment"},
         "data": {CONFIG_FILE: yaml_text(workload.fields)},
     }
 
@@ -71,7 +43,6 @@ def volumes(workload: Workload) -> list[Document]:
         {"name": "config", "configMap": {"name": f"{workload.name}-deployment"}},
         {"name": "hub", "secret": token},
         *({"name": path.strip("/"), "emptyDir": {}} for path in WRITABLE),
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{SHARED_MEMORY_GIB}Gi"}},
     ]
 
 
@@ -81,7 +52,6 @@ def mounts() -> list[Document]:
         {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
         {"name": "hub", "mountPath": TOKEN_FOLDER, "readOnly": True},
         *({"name": path.strip("/"), "mountPath": path} for path in WRITABLE),
-        {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - the kernel's own name
     ]
 
 
@@ -118,12 +88,22 @@ def resources(workload: Workload) -> Document:
     return {"limits": {"nvidia.com/gpu": str(workload.gpus)}} if workload.gpus else {}
 
 
-def container(workload: Workload, name: str) -> Document:
-    """The server's container."""
+def pod(workload: Workload, name: str) -> Document:
+    """The pod's specification around the server's container, which has that name."""
+    return {
+        "containers": [{"name": name, **_server(workload)}],
+        "securityContext": pod_security(),
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,  # Kubernetes' DFLASH_SERVE_* variables would look like our settings
+        "volumes": [*volumes(workload), SHARED_MEMORY],
+    }
+
+
+def _server(workload: Workload) -> Document:
     probes = workload.facts.probes
     loading = math.ceil(workload.startup_seconds / PROBE_SECONDS)
     return {
-        "name": name,
         "image": workload.container_image,
         "command": list(workload.command),
         "env": variables(workload),
@@ -134,19 +114,7 @@ def container(workload: Workload, name: str) -> Document:
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_SECONDS}}},
         "resources": resources(workload),
         "securityContext": container_security(),
-        "volumeMounts": mounts(),
-    }
-
-
-def pod(workload: Workload, name: str) -> Document:
-    """The pod's specification around that container."""
-    return {
-        "containers": [container(workload, name)],
-        "securityContext": pod_security(),
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,  # Kubernetes' DFLASH_SERVE_* variables would look like our settings
-        "volumes": volumes(workload),
+        "volumeMounts": [*mounts(), {"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108 - the kernel's own name
     }
 
 

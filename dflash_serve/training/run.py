@@ -21,7 +21,6 @@ from dflash_serve.checkpoint.manifest import file_entries
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import sha256, write_whole
-from dflash_serve.common.frozen import Frozen
 from dflash_serve.common.provenance import argv, commit, now, processor, versions
 from dflash_serve.errors import UserError
 from dflash_serve.models.target import TargetModel
@@ -35,30 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DRAFTER = "drafter"
-
-
-class Provenance(Frozen):
-    """Where a drafter comes from: enough to make it again."""
-
-    argv: tuple[str, ...]
-    recipe_sha256: str
-    data_sha256: str
-    """Checksum of the data's manifest, which names every shard's."""
-    initial_sha256: dict[str, str] | None = None
-    """Checksums of the drafter that training went on from, by file; None = fresh weights."""
-    seed: int
-    commit: str | None
-    versions: dict[str, str]
-    hardware: str
-    threads: int
-    started: str
-    ended: str
-    steps: int
-    training_seconds: float
-    data_seconds: float
-    answers: int
-    answer_tokens: int
-    validation: dict[str, float | list[float]] | None
 
 
 def choose_device(name: str) -> torch.device:
@@ -125,38 +100,34 @@ def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, out
 
 
 def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
-    """Validates the drafter a last time and writes it, in bf16, with its provenance."""
-    output, init = trainer.output, trainer.recipe.drafter.init
+    """Validates the drafter a last time and writes it, in bf16, with its provenance: enough to make it again."""
+    output, recipe, device = trainer.output, trainer.recipe, trainer.head.device
     scores = trainer.validate() if trainer.validation else None
-    given = {} if init in FRESH else file_entries(drafter_folder(init))
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in trainer.average.published().items()}
     write_drafter(output / DRAFTER, trainer.drafter.config, tensors, overwrite=True)
     answers, _, answer_tokens = totals(manifest.shards)
-    record = Provenance(
-        argv=argv(),
-        recipe_sha256=section_hash(trainer.recipe),
-        data_sha256=sha256(output / "data" / MANIFEST),
-        initial_sha256={name: entry.sha256 for name, entry in given.items()} or None,
-        seed=trainer.recipe.seed,
-        commit=commit(),
-        versions={"python": platform.python_version(), **versions()},
-        hardware=_hardware(trainer.head.device),
-        threads=torch.get_num_threads(),
-        started=started,
-        ended=now(),
-        steps=trainer.progress.step,
-        training_seconds=round(trainer.progress.seconds, 1),
-        data_seconds=round(manifest.seconds, 1),
-        answers=answers,
-        answer_tokens=answer_tokens,
-        validation=None if scores is None else scores.as_json(),
-    )
-    write_whole(output / DRAFTER / "provenance.json", record.model_dump_json(indent=2) + "\n")
-
-
-def _hardware(device: torch.device) -> str:
-    """The GPU's name, or the CPU's."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} x {processor()}"
+    given = {} if recipe.drafter.init in FRESH else file_entries(drafter_folder(recipe.drafter.init))
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} x {processor()}"
+    provenance = {
+        "argv": argv(),
+        "recipe_sha256": section_hash(recipe),
+        "data_sha256": sha256(output / "data" / MANIFEST),  # the manifest names every shard's
+        "initial_sha256": {name: entry.sha256 for name, entry in given.items()} or None,  # None = fresh weights
+        "seed": recipe.seed,
+        "commit": commit(),
+        "versions": {"python": platform.python_version(), **versions()},
+        "hardware": hardware,
+        "threads": torch.get_num_threads(),
+        "started": started,
+        "ended": now(),
+        "steps": trainer.progress.step,
+        "training_seconds": round(trainer.progress.seconds, 1),
+        "data_seconds": round(manifest.seconds, 1),
+        "answers": answers,
+        "answer_tokens": answer_tokens,
+        "validation": None if scores is None else scores.as_json(),
+    }
+    write_whole(output / DRAFTER / "provenance.json", json.dumps(provenance, indent=2, ensure_ascii=False) + "\n")
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from dflash_serve.backend import embedded_backend
 from dflash_serve.checkpoint.formats import dequantized
 from dflash_serve.checkpoint.reader import load_weights
 from dflash_serve.checkpoint.writer import write_drafter
@@ -16,7 +15,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
-from .calibration import greedy_answers, read_prompts
+from .calibration import embedded_engine, greedy_answers, read_prompts
 from .pipeline import Measured, Work
 from .recipe import Acceptance, Format
 
@@ -67,12 +66,8 @@ def measure_drafter(
     deployment: Deployment, target: Path, drafter: Path, prompts: Sequence[str], max_tokens: int
 ) -> AcceptanceStatistics:
     """Acceptance over all answers; every step verifies the whole block, so that no policy has a say in it."""
-    embedded = Deployment.model_validate({
-        "target": {"model": str(target)}, "drafter": {"model": str(drafter)},
-        "speculation": {"block_size": deployment.speculation.block_size},
-        "limits": {"max_batch_size": 4, "max_model_len": deployment.limits.max_model_len},
-    })  # fmt: skip
-    engine = embedded_backend().engine(embedded)
+    speculation = {"block_size": deployment.speculation.block_size}
+    engine = embedded_engine(deployment, target, drafter={"model": str(drafter)}, speculation=speculation)
     assert engine.block_size is not None
     answers = greedy_answers(engine.fixed(engine.block_size), prompts, max_tokens)
     return total(answer.statistics for answer in answers)

@@ -68,8 +68,7 @@ def answer(work: Work, deployment: Deployment, wanted: Prompts) -> Measured:
     """Step `answers`: prompts with the target's greedy answers, as token ids."""
     given = work.inputs.get("calibration prompts")
     prompts = read_prompts(given, wanted.count) if given else list(OPENERS[: wanted.count])
-    engine = embedded_backend().engine(_target_alone(deployment, work.inputs["target"]))
-    outputs = greedy_answers(engine, prompts, wanted.max_tokens)
+    outputs = greedy_answers(embedded_engine(deployment, work.inputs["target"]), prompts, wanted.max_tokens)
     lines = [json.dumps({"prompt": output.prompt_token_ids, "answer": output.token_ids}) for output in outputs]
     (work.folder / ANSWERS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     tokens = sum(len(output.token_ids) for output in outputs)
@@ -85,12 +84,11 @@ def greedy_answers(engine: Engine, prompts: Sequence[str], max_tokens: int) -> l
     return stream.outputs()
 
 
-def _target_alone(deployment: Deployment, target: Path) -> Deployment:
-    """The deployment of the target alone, small enough for calibration."""
-    return Deployment.model_validate({
-        "target": {"model": str(target)},
-        "limits": {"max_batch_size": 4, "max_model_len": deployment.limits.max_model_len},
-    })  # fmt: skip
+def embedded_engine(deployment: Deployment, target: Path, **sections: Mapping[str, object]) -> Engine:
+    """The embedded backend's engine of a target, small enough for calibration; `sections` of a Deployment add to it."""
+    limits = {"max_batch_size": 4, "max_model_len": deployment.limits.max_model_len}
+    fields = {"target": {"model": str(target)}, "limits": limits, **sections}
+    return embedded_backend().engine(Deployment.model_validate(fields))
 
 
 def read_answers(folder: Path) -> Iterator[tuple[list[int], list[int]]]:
@@ -136,7 +134,7 @@ def free_ranges(work: Work) -> Measured:
 def _recorder(name: str, amax: dict[str, Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
     def record(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         found = arguments[0].abs().max()
-        amax[name] = torch.maximum(amax[name], found) if name in amax else found
+        amax[name] = torch.maximum(amax.get(name, found), found)
 
     return record
 

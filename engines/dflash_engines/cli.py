@@ -12,10 +12,9 @@ import typer
 
 from dflash_serve.errors import UserError
 
-from .pipeline import Done, Step, run, verify_output
-from .recipe import Recipe, load_recipe, write_deployments
-from .sources import Source
-from .steps import find_sources, make_steps
+from .pipeline import Done, Source, Step, run, verify_output
+from .recipe import Recipe, load_recipe
+from .steps import find_sources, make_steps, write_deployments
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,13 +18,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
+from dflash_serve.deployment import Limits
 from dflash_serve.errors import UserError
 from dflash_serve.models.attention.ragged import RaggedAttention, block_mask
 from dflash_serve.models.drafter import Attention, Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.layers import RMSNorm
 
+GRAPHS = ("block", "context")
 SAMPLE = "sample.safetensors"
+Shape = tuple[int, ...]
 
 
 def norm(module: RMSNorm, x: Tensor) -> Tensor:
@@ -112,6 +115,24 @@ class Context(nn.Module):
         return torch.stack(keys, dim=1), torch.stack(values, dim=1)
 
 
+def shape_ranges(graph: str, drafter: DrafterConfig, limits: Limits) -> dict[str, tuple[Shape, Shape, Shape]]:
+    """Least, usual and largest shape of every input of a graph: requests up to the batch, tokens to max_model_len."""
+    most, length = limits.max_batch_size, limits.max_model_len or 8192
+    usual = min(1024, length) if graph == "block" else min(8 * most, length)
+    shapes = [_shapes(graph, drafter, *size) for size in ((1, 1), (min(8, most), usual), (most, length))]
+    return {name: (shapes[0][name], shapes[1][name], shapes[2][name]) for name in shapes[0]}
+
+
+def _shapes(graph: str, drafter: DrafterConfig, batch: int, tokens: int) -> dict[str, Shape]:
+    block, dim = drafter.block_size, drafter.head_dim
+    if graph == "context":
+        return {"features": (tokens, drafter.feature_size), "cos": (tokens, 1, dim), "sin": (tokens, 1, dim)}
+    past = (drafter.num_layers, batch, drafter.num_key_value_heads, tokens, dim)
+    rotation, mask = (batch, 1, block, dim), (batch, 1, block, tokens + block)
+    noise = (batch, block, drafter.hidden_size)
+    return {"noise": noise, "context_k": past, "context_v": past, "cos": rotation, "sin": rotation, "mask": mask}
+
+
 def dense_mask(lengths: Sequence[int], capacity: int, config: DrafterConfig) -> Tensor:
     """Additive mask [b, 1, B, capacity + B] of blocks whose contexts have these lengths, padded to `capacity`."""
     kind, block = single_kind(config), config.block_size
@@ -139,9 +160,8 @@ class Sample:
 
     def save(self, folder: Path) -> None:
         """Writes it into a step's folder."""
-        save_file(
-            {"features": self.features, "noise": self.noise, "anchors": torch.tensor(self.anchors)}, folder / SAMPLE
-        )
+        tensors = {"features": self.features, "noise": self.noise, "anchors": torch.tensor(self.anchors)}
+        save_file(tensors, folder / SAMPLE)
 
     @classmethod
     def load(cls, folder: Path) -> Sample:

@@ -16,16 +16,14 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter
 
-from .graph import Block, Context, Sample, block_inputs, by_core, context_inputs
-from .pipeline import Measured, Work
-from .quantize import quietly
+from .graph import GRAPHS, Block, Context, Sample, block_inputs, by_core, context_inputs
+from .pipeline import Measured, Work, quietly
 from .recipe import OnnxPrecision
 
 OPSET = 23
 """The first with FP4."""
 BOUNDS = {"fp16": 0.02, "fp8": 0.2, "nvfp4": 0.4}
 """Relative error of hidden states beyond which the graph is wrong rather than coarse."""
-GRAPHS = ("block", "context")
 
 
 def export_fp16(work: Work) -> Measured:

@@ -7,26 +7,39 @@ and OUTPUT/manifest.json names all.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
+import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Literal
 
 from dflash_serve.checkpoint.manifest import NAME, Manifest, file_entries, read_manifest, verify
+from dflash_serve.common.extras import import_extra
 from dflash_serve.common.files import whole_folder, write_whole
+from dflash_serve.common.provenance import versions
 from dflash_serve.errors import Problem, UserError
-
-from .sources import Source
 
 Measured = dict[str, object]
 """What a step found out about its output, for its manifest."""
 State = Literal["built", "there already"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder, or a file of prompts, that the build reads."""
+
+    folder: Path
+    digest: str
+    description: dict[str, object]
+    """For the manifest: what was asked for, and what it was."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,22 @@ class Work:
     """Folders of its sources and of the steps it needs."""
     say: Callable[[str], None]
     """Shows a line on what it is at."""
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Silences ModelOpt, transformers and the exporter inside, but for errors: a step speaks by `Work.say`."""
+    logs = import_extra("engines", "transformers").utils.logging
+    logs.disable_progress_bar()
+    logs.set_verbosity_error()
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        yield
 
 
 @dataclass(frozen=True)
@@ -59,19 +88,13 @@ class Step:
 
     def tool_versions(self) -> dict[str, str]:
         """Package -> version; `absent` where it is not installed."""
-        return {tool: _version(tool) for tool in self.tools}
+        found = versions(*self.tools) if self.tools else {}
+        return {tool: found.get(tool, "absent") for tool in self.tools}
 
     def key(self, inputs: Mapping[str, str]) -> str:
         """The digest of all that determines the output; `inputs` are digests by name."""
         parts = [self.name, self.revision, dict(self.parameters), self.tool_versions(), dict(inputs)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "absent"
 
 
 @dataclass(frozen=True)

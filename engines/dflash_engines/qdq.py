@@ -44,11 +44,8 @@ def insert(source: Path, target: Path, plain: Mapping[str, Tensor], packed: Mapp
             nodes += _quantize(onnx, model.graph, node, packed[name], f"q{count}")
             count += 1
         nodes.append(node)
-    expected = (
-        len(plain)
-        if "block" in source.name
-        else sum(name.endswith(("k_proj.weight", "v_proj.weight")) for name in plain)
-    )
+    multiplied = "_proj.weight" if "block" in source.name else ("k_proj.weight", "v_proj.weight")
+    expected = sum(name.endswith(multiplied) for name in plain)
     if count != expected:
         raise UserError(f"{count} of {expected} products were found in the graph", where=str(source), do="report this")
     _replace(model.graph, nodes)

@@ -8,42 +8,48 @@ Here they carry the engines' names.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
-import logging
-import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import DIALECTS
-from dflash_serve.checkpoint.formats import FP4_MAX, FP8_MAX, GROUP, Format, dequantized, quantize
+from dflash_serve.checkpoint.files import INDEX, SINGLE
+from dflash_serve.checkpoint.formats import (
+    FP4_MAX,
+    FP8_MAX,
+    GROUP,
+    Format,
+    QuantizedTensor,
+    dequantized,
+    quantize,
+    relative_error,
+)
+from dflash_serve.checkpoint.matching import SCALES
 from dflash_serve.checkpoint.quantization import QUANT_CONFIG
 from dflash_serve.checkpoint.reader import load_tensors, load_weights, open_checkpoint
 from dflash_serve.common.extras import import_extra
+from dflash_serve.errors import UserError
 
 from .calibration import read_answers, read_ranges
-from .compare import BOUNDS, compare, decoded, read_checkpoint
-from .pipeline import Measured, Work
+from .pipeline import Measured, Work, quietly
 
 EXCLUDED = ("fc", "lm_head", "embed_tokens", "model.embed_tokens")
 """fc makes the context feature of every layer at once: its error would be in all of them."""
 CARRIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "vocab.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json",
     "merges.txt",
-)
+)  # fmt: skip
 """Files of the target that are copied as they are."""
+BOUNDS: Mapping[Format, float] = {"fp8": 0.04, "nvfp4": 0.15}
+"""A weight that is farther from its source than this was not quantised but broken."""
 BACKEND = "dflash_cpu_nvfp4"
 """Our NVFP4 in ModelOpt's registry: its own is a CUDA kernel."""
 
@@ -51,18 +57,16 @@ BACKEND = "dflash_cpu_nvfp4"
 def quantize_drafter(work: Work, format: Format) -> Measured:
     """Steps `drafter-fp8` and `drafter-nvfp4`: the quantised drafter, and how far each tensor is from its source."""
     checkpoint = open_checkpoint(work.inputs["drafter"])
-    tensors = load_tensors(checkpoint)
-    config = checkpoint.config
+    tensors, config = load_tensors(checkpoint), checkpoint.config
     assert config is not None
-    ranges = read_ranges(work.inputs["drafter-ranges"])
-    state = quantized_state(tensors, ranges, format)
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, work.folder / "model.safetensors")
+    state = quantized_state(tensors, read_ranges(work.inputs["drafter-ranges"]), format)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, work.folder / SINGLE)
     for name, fields in _config_files(config, format).items():
         (work.folder / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     written, weights = load_weights(work.folder)
     assert written == config
     measured = compare(tensors, dequantized(weights, torch.float32), BOUNDS[format])
-    size = (work.folder / "model.safetensors").stat().st_size
+    size = (work.folder / SINGLE).stat().st_size
     return {**measured, "bytes": size, "bytes_of_source": sum(t.numel() * t.element_size() for t in tensors.values())}
 
 
@@ -82,15 +86,12 @@ def quantized_state(tensors: Mapping[str, Tensor], ranges: Mapping[str, Tensor],
             kind, block = utils.get_quantization_format(linear), utils.get_weight_block_size(linear)
             state[name] = utils.to_quantized_weight(linear.weight, scale, kind, scale_2, block).detach()
             state[f"{module}.weight_scale"] = scale.detach().squeeze() if format == "fp8" else scale.detach()
-            state[f"{module}.input_scale"] = input_scale(ranges[module], format)
+            # Of the activations: amax / 448, and NVFP4's second level another 6.
+            largest = FP8_MAX * (FP4_MAX if format == "nvfp4" else 1.0)
+            state[f"{module}.input_scale"] = ranges[module].float().reshape(()) / largest
             if scale_2 is not None:
                 state[f"{module}.weight_scale_2"] = scale_2.detach().float().squeeze()
     return state
-
-
-def input_scale(amax: Tensor, format: Format) -> Tensor:
-    """Scale of the activations, fp32: amax / 448, and NVFP4's second level another 6."""
-    return amax.float().reshape(()) / (FP8_MAX * (FP4_MAX if format == "nvfp4" else 1.0))
 
 
 def _is_product(name: str) -> bool:
@@ -117,14 +118,11 @@ def _skeleton(tensors: Mapping[str, Tensor]) -> nn.Module:
 def _config_files(config: DrafterConfig, format: Format) -> dict[str, dict[str, object]]:
     """config.json and hf_quant_config.json: the same facts in the two forms that engines look for."""
     producer = {"name": "modelopt", "version": import_extra("engines", "modelopt").__version__}
-    facts: dict[str, object] = {
-        "quant_algo": format.upper(),
-        "kv_cache_quant_algo": None,
-        "exclude_modules": list(EXCLUDED),
-    }
+    excluded = list(EXCLUDED)
+    facts: dict[str, object] = {"quant_algo": format.upper(), "kv_cache_quant_algo": None, "exclude_modules": excluded}
     if format == "nvfp4":
         facts["group_size"] = GROUP
-    inline = {"quant_method": "modelopt", "producer": producer, **facts, "ignore": list(EXCLUDED)}
+    inline = {"quant_method": "modelopt", "producer": producer, **facts, "ignore": excluded}
     fields = DIALECTS["zlab"].write(config, None)
     return {
         "config.json": {**fields, "dtype": "bfloat16", "torch_dtype": "bfloat16", "quantization_config": inline},
@@ -135,18 +133,21 @@ def _config_files(config: DrafterConfig, format: Format) -> dict[str, dict[str, 
 def quantize_target(work: Work, format: Format) -> Measured:
     """Steps `target-fp8` and `target-nvfp4`: the quantised target, and how far each tensor is from its source."""
     with quietly():
-        export = import_extra("engines", "modelopt.torch.export")
-        model = quantized_model(work, format)
-        export.export_hf_checkpoint(model, export_dir=work.folder)
+        export = import_extra("engines", "modelopt.torch.export").export_hf_checkpoint
+        export(quantized_model(work, format), export_dir=work.folder)
     for name in CARRIED:
         if (work.inputs["target"] / name).is_file():
             (work.folder / name).write_bytes((work.inputs["target"] / name).read_bytes())
     _name_modules_as_engines_do(work.folder)
-    # Compared with what was quantised: the source in bf16.
-    source = {name: t.to(torch.bfloat16).float() for name, t in read_checkpoint(work.inputs["target"]).items()}
+    source = source_in_bf16(work)
     measured = compare(source, decoded(read_checkpoint(work.folder)), BOUNDS[format])
     size = sum(path.stat().st_size for path in work.folder.glob("*.safetensors"))
     return {**measured, "bytes": size, "bytes_of_source_in_bf16": sum(2 * t.numel() for t in source.values())}
+
+
+def source_in_bf16(work: Work) -> dict[str, Tensor]:
+    """The target's tensors as they were quantised: from bf16; in fp32, to compare with."""
+    return {name: tensor.to(torch.bfloat16).float() for name, tensor in read_checkpoint(work.inputs["target"]).items()}
 
 
 def quantized_model(work: Work, format: Format | None) -> Any:
@@ -173,7 +174,7 @@ def _name_modules_as_engines_do(folder: Path) -> None:
     """Makes config.json say what hf_quant_config.json says, under the names that engines give the modules."""
     path = folder / "config.json"
     fields = json.loads(path.read_text(encoding="utf-8"))
-    facts = json.loads((folder / "hf_quant_config.json").read_text(encoding="utf-8"))["quantization"]
+    facts = json.loads((folder / QUANT_CONFIG).read_text(encoding="utf-8"))["quantization"]
     excluded = sorted(set(facts.get("exclude_modules") or ()) | {"lm_head"})
     inline = fields.get("quantization_config") or {}
     fields["quantization_config"] = {**inline, "quant_method": "modelopt", **facts, "exclude_modules": excluded}
@@ -196,8 +197,7 @@ def modelopt_configuration(format: Format, *, kv_cache: bool = False) -> dict[st
 
 def _register() -> None:
     quantizers = import_extra("engines", "modelopt.torch.quantization.nn.modules.tensor_quantizer")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # registering twice
+    with warnings.catch_warnings(action="ignore"):  # registering twice
         quantizers.register_quant_backend(BACKEND, _fake_quantize)
 
 
@@ -207,17 +207,45 @@ def _fake_quantize(x: Tensor, quantizer: Any) -> Tensor:
     return quantize(rows, "nvfp4").dequantize(x.dtype).view(x.shape)
 
 
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Silences ModelOpt, transformers and the exporter inside, but for errors."""
-    logs = import_extra("engines", "transformers").utils.logging
-    logs.disable_progress_bar()
-    logs.set_verbosity_error()
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    with contextlib.ExitStack() as stack:
-        nowhere = stack.enter_context(open(os.devnull, "w"))
-        stack.enter_context(contextlib.redirect_stdout(nowhere))
-        stack.enter_context(contextlib.redirect_stderr(nowhere))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        yield
+def read_checkpoint(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder, from one file or from shards."""
+    index = folder / INDEX
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
+    return {name: tensor for file in sorted(files) for name, tensor in load_file(folder / file).items()}
+
+
+def decoded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Plain fp32 weights of a ModelOpt checkpoint; scales are used up, K/V scales left out."""
+    plain = {}
+    for name, tensor in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        scale = tensors.get(f"{module}.weight_scale")
+        if leaf == "weight" and scale is not None:
+            format: Format = "fp8" if tensor.dtype == torch.float8_e4m3fn else "nvfp4"
+            plain[name] = QuantizedTensor(format, tensor, scale, tensors.get(f"{module}.weight_scale_2")).dequantize()
+        elif leaf not in (*SCALES, "k_scale", "v_scale"):
+            plain[name] = tensor.float()
+    return plain
+
+
+def compare(source: Mapping[str, Tensor], written: Mapping[str, Tensor], bound: float) -> Measured:
+    """Relative error of every tensor, and the worst; tied heads that one side leaves out do not count.
+
+    Raises:
+        UserError: a tensor is lost, or farther away than `bound`.
+    """
+    lost = sorted(source.keys() - written.keys() - {"lm_head.weight"})
+    if lost:
+        raise UserError(f"tensor {lost[0]} was lost (and {len(lost) - 1} more)", where="quantised checkpoint")
+    errors = {name: relative_error(source[name], written[name]) for name in sorted(source.keys() & written.keys())}
+    worst = max(errors, key=lambda name: errors[name])
+    if errors[worst] > bound:
+        what = f"tensor {worst} is {errors[worst]:.3f} away from its source, more than {bound}"
+        raise UserError(what, where="quantised checkpoint", do="report this: its scales were written wrongly")
+    changed = [error for error in errors.values() if error > 0]
+    return {
+        "worst_tensor": worst,
+        "worst_error": round(errors[worst], 6),
+        "mean_error_of_quantised": round(sum(changed) / len(changed), 6) if changed else 0.0,
+        "errors": {name: round(error, 6) for name, error in errors.items()},
+    }

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import Field, NonNegativeInt, ValidationError
 
-from dflash_serve.common.files import write_whole
 from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.common.yaml_file import describe, read_recipe_file
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-
-from .sources import Source
 
 Format = Literal["fp8", "nvfp4"]
 OnnxPrecision = Literal["fp16", "fp8", "nvfp4"]
@@ -89,17 +84,3 @@ def load_recipe(path: Path) -> Recipe:
         return Recipe.model_validate(read_recipe_file(path))
     except ValidationError as error:
         raise UserError(describe(error), where=str(path)) from None
-
-
-def write_deployments(recipe: Recipe, sources: Mapping[str, Source], output: Path) -> list[Path]:
-    """Writes a Deployment for every quantised drafter, OUTPUT/serve-<format>.yaml; a bundled target by its folder."""
-    written = []
-    for format in recipe.build.drafter:
-        fields = recipe.deployment.model_dump(mode="json", exclude_unset=True)
-        fields["drafter"] = {"model": str(output / f"drafter-{format}"), "quantization": format}
-        if "target" in sources and "/" not in recipe.deployment.target.model:
-            fields["target"]["model"] = str(sources["target"].folder)
-        path = output / f"serve-{format}.yaml"
-        write_whole(path, yaml.safe_dump(Deployment.model_validate(fields).model_dump(mode="json", exclude_unset=True)))
-        written.append(path)
-    return written

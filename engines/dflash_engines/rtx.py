@@ -1,12 +1,14 @@
 """TensorRT-RTX engines of the drafter: compiled on a CPU for SM75 to SM121, and run on a GPU of their kind.
 
-The compiler has no SM100 and no SM103 (1.7.1: `ComputeCapability`), so B200 and B300 are `commands.py`'s. Its refusals
-are written down in its own words: SM89 has no FP4, for one. A run is compared with the core.
+The compiler's refusals are written down in its own words: SM89 has no FP4, for one. A run is compared with the core. It
+has no SM100 and no SM103 (1.7.1: `ComputeCapability`): for B200 and B300 there are commands that build the same ONNX
+there, labelled as not built here.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.formats import relative_error
 from dflash_serve.checkpoint.manifest import verify
 from dflash_serve.common.extras import import_extra
@@ -24,12 +27,12 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.models.loader import load_drafter
 
-from .graph import Sample, block_inputs, by_core, context_inputs
-from .onnx_export import GRAPHS
+from .graph import GRAPHS, Sample, Shape, block_inputs, by_core, context_inputs, shape_ranges
 from .pipeline import Measured, Work
 from .recipe import Compute, OnnxPrecision
 
 BINDINGS = "tensorrt_rtx_bindings"
+LABEL = "not built here: TensorRT for SM100 and SM103 needs one of these GPUs and NVIDIA's own package index"
 
 
 def compile_engines(
@@ -39,11 +42,13 @@ def compile_engines(
     source = work.inputs[f"onnx-{precision}"]
     (work.folder / "drafter.json").write_bytes((source / "drafter.json").read_bytes())
     measured: Measured = {"compiler": import_extra("engines", BINDINGS).__version__}
+    drafter = _drafter(source)
     for graph in GRAPHS:
+        ranges = shape_ranges(graph, drafter, deployment.limits)
         for kind in compute:
             work.say(f"{graph} for {kind}")
             start = perf_counter()
-            engine, reason = compile_one(source / f"{graph}.onnx", kind, deployment)
+            engine, reason = compile_one(source / f"{graph}.onnx", kind, ranges)
             entry: dict[str, object] = {"seconds": round(perf_counter() - start, 2)}
             if engine is None:
                 entry["not_built"] = reason
@@ -57,7 +62,9 @@ def compile_engines(
     return measured
 
 
-def compile_one(path: Path, kind: Compute, deployment: Deployment) -> tuple[bytes | None, str]:
+def compile_one(
+    path: Path, kind: Compute, ranges: Mapping[str, tuple[Shape, Shape, Shape]]
+) -> tuple[bytes | None, str]:
     """The engine of a graph for one kind of device, or None and the compiler's reason."""
     trt = import_extra("engines", BINDINGS)
     logger = _logger(trt)
@@ -67,7 +74,10 @@ def compile_one(path: Path, kind: Compute, deployment: Deployment) -> tuple[byte
     if not parser.parse_from_file(str(path)):
         return None, str(parser.get_error(0)) if parser.num_errors else "the parser gave no reason"
     config = builder.create_builder_config()
-    config.add_optimization_profile(_profile(builder, network, deployment))
+    profile = builder.create_optimization_profile()
+    for name, shapes in ranges.items():
+        profile.set_shape(name, *shapes)
+    config.add_optimization_profile(profile)
     config.num_compute_capabilities = 1
     config.set_compute_capability(getattr(trt.ComputeCapability, kind.upper()), 0)
     engine = builder.build_serialized_network(network, config)
@@ -90,34 +100,48 @@ def _logger(trt: Any) -> Any:
     return Logger()
 
 
-def _profile(builder: Any, network: Any, deployment: Deployment) -> Any:
-    """Ranges of the moving axes: requests up to the batch, context up to max_model_len."""
-    profile = builder.create_optimization_profile()
-    batch, length = deployment.limits.max_batch_size, deployment.limits.max_model_len or 8192
-    block = next(
-        (network.get_input(i).shape[1] for i in range(network.num_inputs) if network.get_input(i).name == "noise"), 0
-    )
-    for index in range(network.num_inputs):
-        tensor = network.get_input(index)
-        shapes = [list(tensor.shape) for _ in range(3)]
-        for axis, size in enumerate(tensor.shape):
-            if size == -1:
-                smallest, usual, largest = _range(tensor.name, axis, batch, length, block)
-                for shape, value in zip(shapes, (smallest, usual, largest), strict=True):
-                    shape[axis] = value
-        profile.set_shape(tensor.name, *shapes)
-    return profile
+def write_commands(work: Work, deployment: Deployment, kinds: Sequence[str], precisions: Sequence[str]) -> Measured:
+    """Step `commands`: writes commands.json and commands.sh."""
+    commands: dict[str, list[str]] = {}
+    for precision in precisions if "tensorrt" in kinds else ():
+        drafter = _drafter(work.inputs[f"onnx-{precision}"])
+        for graph in GRAPHS:
+            commands[f"tensorrt {graph} {precision}"] = _trtexec(deployment, precision, graph, drafter)
+    if "edge-llm" in kinds:
+        commands |= _edge_llm(work.inputs)
+    fields = {"label": LABEL, "commands": commands}
+    (work.folder / "commands.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    lines = [f"# {name}\n{shlex.join(argv)}\n" for name, argv in commands.items()]
+    (work.folder / "commands.sh").write_text("\n".join([f"# {LABEL}\n", *lines]), encoding="utf-8")
+    return {"label": LABEL, "commands": len(commands)}
 
 
-def _range(name: str, axis: int, batch: int, length: int, block: int) -> tuple[int, int, int]:
-    """Least, usual and largest size of an axis of the two graphs (`graph.py`)."""
-    if name in ("features", "cos", "sin") and not block:
-        return 1, min(batch * 8, length), length
-    if name.startswith("context_") and axis == 3:
-        return 1, min(1024, length), length
-    if name == "mask" and axis == 3:
-        return 1 + block, min(1024, length) + block, length + block
-    return 1, min(batch, 8), batch
+def _drafter(graphs: Path) -> DrafterConfig:
+    """The drafter that a step `onnx-*` made its graphs of."""
+    return DrafterConfig.model_validate(json.loads((graphs / "drafter.json").read_text(encoding="utf-8"))["drafter"])
+
+
+def _trtexec(deployment: Deployment, precision: str, graph: str, drafter: DrafterConfig) -> list[str]:
+    """trtexec of TensorRT 10.13 or later (opset 23, FP4), strongly typed: the graph says every precision."""
+    argv = ["trtexec", "--stronglyTyped", "--skipInference", f"--onnx=onnx-{precision}/{graph}.onnx"]
+    argv.append(f"--saveEngine={graph}.{precision}.engine")
+    ranges = shape_ranges(graph, drafter, deployment.limits)
+    for index, flag in enumerate(("min", "opt", "max")):
+        shapes = [f"{name}:{'x'.join(map(str, shapes[index]))}" for name, shapes in ranges.items()]
+        argv.append(f"--{flag}Shapes={','.join(shapes)}")
+    return argv
+
+
+def _edge_llm(inputs: Mapping[str, object]) -> dict[str, list[str]]:
+    """TensorRT Edge-LLM 0.11: export and build of target and drafter together; it refuses tensor parallelism."""
+    drafters = sorted(name for name in inputs if name.startswith("drafter-") and name != "drafter-ranges")
+    commands = {}
+    for name in drafters or ["drafter"]:
+        export = ["tensorrt-edgellm-export", "--dflash-base", "--dflash-draft", "--dflash-draft-dir", name]
+        commands[f"edge-llm export {name}"] = [*export, "TARGET", f"edge-{name}"]
+        build = ["tensorrt-edgellm-build", "--spec-type", "dflash", "--draft-model-dir", f"edge-{name}/draft"]
+        commands[f"edge-llm build {name}"] = [*build, f"edge-{name}/base"]
+    return commands
 
 
 def compare_engine(engine: Path, drafter: Path, sample: Path) -> dict[str, float]:
@@ -145,16 +169,12 @@ def compare_engine(engine: Path, drafter: Path, sample: Path) -> dict[str, float
 
 
 def _require_gpu(kind: str) -> None:
-    wanted = int(kind.removeprefix("sm"))
+    wanted = kind.upper()
     if not torch.cuda.is_available():
-        raise UserError(
-            f"no GPU here: an engine for SM{wanted} runs on one", where="run", do="copy it to such a machine"
-        )
+        raise UserError(f"no GPU here: an engine for {wanted} runs on one", where="run", do="copy it to such a machine")
     major, minor = torch.cuda.get_device_capability()
-    if 10 * major + minor != wanted:
-        raise UserError(
-            f"this GPU is SM{major}{minor}, the engine is for SM{wanted}", where="run", do="build it for this one"
-        )
+    if wanted != (found := f"SM{major}{minor}"):
+        raise UserError(f"this GPU is {found}, the engine is for {wanted}", where="run", do="build it for this one")
 
 
 def run_engine(engine: Path, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,19 +1,28 @@
-"""The steps that a recipe asks for, in order, and the sources they start from."""
+"""What a recipe asks for: the sources it starts from, its steps in order, and a Deployment for each drafter made."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
+import yaml
+
+from dflash_serve.checkpoint.manifest import file_entries
+from dflash_serve.checkpoint.source import drafter_folder, target_folder
+from dflash_serve.common.files import sha256, write_whole
+from dflash_serve.deployment import Deployment, Model
 from dflash_serve.errors import UserError
 
-from .pipeline import Measured, Step, Work
+from .pipeline import Measured, Source, Step, Work
 from .recipe import Format, OnnxPrecision, Recipe
-from .sources import Source, find_drafter, find_prompts, find_target
 
 MODELOPT = ("nvidia-modelopt", "torch", "transformers")
 ONNX = ("onnx", "onnxruntime", "onnxscript", "torch")
 RTX = ("tensorrt_rtx_cu13_bindings", "tensorrt_rtx_cu13_libs")
 CALIBRATION, ACCEPTANCE = "calibration prompts", "acceptance prompts"
+SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
+"""Files of a model that its digest covers."""
 
 
 def find_sources(recipe: Recipe) -> dict[str, Source]:
@@ -22,18 +31,35 @@ def find_sources(recipe: Recipe) -> dict[str, Source]:
     Raises:
         UserError: one cannot be found.
     """
-    deployment = recipe.deployment
-    if deployment.drafter is None:
+    target, drafter = recipe.deployment.target, recipe.deployment.drafter
+    if drafter is None:
         raise UserError("no drafter to build for", where="deployment.drafter", do="name one")
-    acceptance = recipe.build.acceptance
-    wanted = {name for step in make_steps(recipe) for name in step.needs}
-    found = {
-        "target": find_target(deployment.target) if "target" in wanted else None,
-        "drafter": find_drafter(deployment.drafter),
-        CALIBRATION: find_prompts(recipe.build.calibration.prompts),
-        ACCEPTANCE: find_prompts(acceptance.prompts if acceptance else None),
+    sources = {"drafter": _model(drafter, drafter_folder(drafter.model, drafter.revision))}
+    if any("target" in step.needs for step in make_steps(recipe)):
+        sources["target"] = _model(target, target_folder(target.model, target.revision))
+    for name, given in ((CALIBRATION, recipe.build.calibration), (ACCEPTANCE, recipe.build.acceptance)):
+        if given is not None and given.prompts is not None:
+            sources[name] = _prompts(given.prompts)
+    return sources
+
+
+def _model(model: Model, folder: Path) -> Source:
+    files = {name: entry for name, entry in file_entries(folder).items() if name.endswith(SUFFIXES)}
+    text = "\n".join(f"{name} {entry.sha256}" for name, entry in files.items())
+    description: dict[str, object] = {
+        "model": model.model,
+        "revision": model.revision,
+        "files": {name: entry.model_dump() for name, entry in files.items()},
     }
-    return {name: source for name, source in found.items() if source is not None}
+    return Source(folder, hashlib.sha256(text.encode()).hexdigest(), description)
+
+
+def _prompts(path: Path) -> Source:
+    """A JSONL file of prompts as a source."""
+    if not path.is_file():
+        raise UserError("no such file of prompts", where=str(path), do="correct the recipe, or unset its variable")
+    digest = sha256(path)
+    return Source(path, digest, {"file": path.name, "sha256": digest})
 
 
 def make_steps(recipe: Recipe) -> list[Step]:
@@ -142,13 +168,14 @@ def _last(recipe: Recipe) -> Iterator[Step]:
     if build.commands:
 
         def commands(work: Work) -> Measured:
-            from .commands import write_commands
+            from .rtx import write_commands
 
             return write_commands(work, deployment, build.commands, build.onnx)
 
         needs = (*(f"onnx-{p}" for p in build.onnx), *(f"drafter-{f}" for f in build.drafter))
         parameters = {"kinds": list(build.commands), "limits": deployment.limits.model_dump(mode="json")}
-        yield Step("commands", commands, needs, parameters, about="for SM100 and SM103: written down, not built here")
+        about = "for SM100 and SM103: written down, not built here"
+        yield Step("commands", commands, needs, parameters, revision=2, about=about)
     if build.acceptance and build.acceptance.prompts:
         wanted = build.acceptance
 
@@ -162,3 +189,17 @@ def _last(recipe: Recipe) -> Iterator[Step]:
         needs = ("target", "drafter", ACCEPTANCE, *(f"drafter-{format}" for format in build.drafter))
         about = "of every drafter, against bf16"
         yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 3, about)
+
+
+def write_deployments(recipe: Recipe, sources: Mapping[str, Source], output: Path) -> list[Path]:
+    """Writes a Deployment for every quantised drafter, OUTPUT/serve-<format>.yaml; a bundled target by its folder."""
+    written = []
+    for format in recipe.build.drafter:
+        fields = recipe.deployment.model_dump(mode="json", exclude_unset=True)
+        fields["drafter"] = {"model": str(output / f"drafter-{format}"), "quantization": format}
+        if "target" in sources and "/" not in recipe.deployment.target.model:
+            fields["target"]["model"] = str(sources["target"].folder)
+        path = output / f"serve-{format}.yaml"
+        write_whole(path, yaml.safe_dump(Deployment.model_validate(fields).model_dump(mode="json", exclude_unset=True)))
+        written.append(path)
+    return written

@@ -20,9 +20,8 @@ from dflash_serve.common.extras import import_extra
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 
-from .compare import BOUNDS, compare, read_checkpoint
-from .pipeline import Measured, Work
-from .quantize import quantized_model, quietly
+from .pipeline import Measured, Work, quietly
+from .quantize import BOUNDS, compare, quantized_model, source_in_bf16
 from .recipe import Checkpoints
 
 DECODERS = {"llama": "llama", "mistral": "llama", "qwen2": "qwen", "qwen3": "qwen"}
@@ -39,15 +38,15 @@ def write_checkpoints(work: Work, deployment: Deployment, wanted: Checkpoints) -
     if decoder is None:
         what = f"model_type {raw['model_type']!r} has no TensorRT-LLM checkpoint of ours"
         raise UserError(what, where="build.checkpoints", do=f"leave it out; there are: {', '.join(DECODERS)}")
-    source = {name: t.to(torch.bfloat16).float() for name, t in read_checkpoint(work.inputs["target"]).items()}
+    source = source_in_bf16(work)
     with quietly():
+        export = import_extra("engines", "modelopt.torch.export").export_tensorrt_llm_checkpoint
         model = quantized_model(work, "fp8" if wanted.precision == "fp8" else None)
     measured: Measured = {"legacy": f"trtllm-build ended with {LAST}"}
     for size in wanted.tensor:
         work.say(f"{size} ranks")
         folder = work.folder / f"tp{size}"
         with quietly():
-            export = import_extra("engines", "modelopt.torch.export").export_tensorrt_llm_checkpoint
             export(copy.deepcopy(model), decoder, torch.bfloat16, str(folder), inference_tensor_parallel=size)
         found = compare(source, reassemble(folder), BOUNDS["fp8"])
         argv = build_command(folder, deployment, size, wanted.precision)
@@ -85,7 +84,7 @@ def reassemble(folder: Path) -> dict[str, Tensor]:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     size = config["mapping"]["tp_size"]
     ranks = [load_file(folder / f"rank{rank}.safetensors") for rank in range(size)]
-    heads, dim = config["num_attention_heads"], config["head_size"]
+    q_rows, kv_rows = (config[f"num_{kind}_heads"] * config["head_size"] for kind in ("attention", "key_value"))
     whole = {
         "model.embed_tokens.weight": _stack(ranks, "transformer.vocab_embedding", 0, config["vocab_size"]),
         "lm_head.weight": _stack(ranks, "lm_head", 0, config["vocab_size"]),
@@ -95,9 +94,7 @@ def reassemble(folder: Path) -> dict[str, Tensor]:
         ours, theirs = f"model.layers.{index}", f"transformer.layers.{index}"
         for mine, other in (("input_layernorm", "input_layernorm"), ("post_attention_layernorm", "post_layernorm")):
             whole[f"{ours}.{mine}.weight"] = ranks[0][f"{theirs}.{other}.weight"].float()
-        whole |= _attention(
-            ranks, f"{theirs}.attention", f"{ours}.self_attn", heads * dim, config["num_key_value_heads"] * dim
-        )
+        whole |= _attention(ranks, f"{theirs}.attention", f"{ours}.self_attn", q_rows, kv_rows)
         for mine, other, axis in (("gate_proj", GATE, 0), ("up_proj", UP, 0), ("down_proj", "proj", 1)):
             whole[f"{ours}.mlp.{mine}.weight"] = _stack(ranks, f"{theirs}.mlp.{other}", axis, None)
     return whole

@@ -45,9 +45,10 @@ def check(manifests: list[Manifest], version: str) -> None:
             kubernetes_validate.validate(template, version, strict=True)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", [VERSIONS[0], VERSIONS[-1]])
 @pytest.mark.parametrize(("recipe", "backend"), pairs(possible=True))
 def test_every_recipe_is_taken(recipe: str, backend: str, version: str) -> None:
+    """By the oldest and the newest: the installations below have every kind and field, and try those between."""
     check(render(values(backend, recipe_deployment(recipe))), version)
 
 

@@ -9,6 +9,7 @@ to bring a kernel that reads them: ours has flash-attn's only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.quantization import read_quantization
 from dflash_serve.checkpoint.reader import assemble, read_drafter
@@ -26,12 +27,7 @@ from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.layers import rotate
 
 from ..draft_folder import NEUTRAL
-from .operators import ArenaAttention, Product, Reduce, mask_arguments
-from .weights import Layout, Loaded, load
-
-
-class Borrowed(nn.Module):
-    """A place for the target's modules under the names the worker looks for."""
+from .weights import Layout, Product, Reduce, load
 
 
 class AdjustedLogits(nn.Module):
@@ -43,6 +39,49 @@ class AdjustedLogits(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.adjust(self.inner(*args, **kwargs))
+
+
+def mask_arguments(kind: AttentionKind) -> tuple[bool, tuple[int, int]]:
+    """flash-attn's `causal` and `window_size`: W is the query itself and W - 1 to its left (and right); -1 = all."""
+    if kind.window is None:
+        return kind.causal, (-1, -1)
+    return kind.causal, (kind.window - 1, 0 if kind.causal else kind.window - 1)
+
+
+@dataclass(frozen=True)
+class ArenaAttention:
+    """An `Attend` that appends the blocks' K/V behind each request's context and attends over both.
+
+    The arena's `keys` and `values` are [entries, layers, capacity, kv_heads, head_dim].
+    """
+
+    attention: Callable[..., Tensor]
+    """`flash_attn_with_kvcache`."""
+    kinds: tuple[AttentionKind, ...]
+    """Of the layers."""
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
+    """Context tokens of each request: int32 [requests]."""
+    entries: Tensor
+    """Each request's entry of the arena: int32 [requests]."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        causal, window = mask_arguments(self.kinds[layer])
+        requests = len(self.entries)
+        dtype = self.keys.dtype
+        out = self.attention(
+            q=q.view(requests, -1, *q.shape[1:]).to(dtype),
+            k_cache=self.keys[:, layer],
+            v_cache=self.values[:, layer],
+            k=k.view(requests, -1, *k.shape[1:]).to(dtype),
+            v=v.view(requests, -1, *v.shape[1:]).to(dtype),
+            cache_seqlens=self.lengths[:requests],
+            cache_batch_idx=self.entries,
+            causal=causal,
+            window_size=window,
+        )
+        return out.reshape(q.shape).to(q.dtype)
 
 
 class PlugInDrafter(nn.Module):
@@ -78,9 +117,9 @@ class PlugInDrafter(nn.Module):
         # The worker embeds this token for the masked slots; with an embedding of our own we overwrite the rows.
         self.mask_token_id = config.mask_token_id or 0
         self.target_layer_ids = list(config.target_layer_ids)
-        self.draft_model_full: Any = Borrowed()
-        self.draft_model_full.model = Borrowed()
-        self.model = self.draft_model_full.model
+        # Where the worker looks for the target's embedding and head.
+        self.draft_model_full: Any = nn.Module()
+        self.draft_model_full.model = self.model = nn.Module()
         self.lm_head: Any = None
         self.logits_processor: Any = None
         self.drafter: Drafter | None = None
@@ -129,9 +168,9 @@ class PlugInDrafter(nn.Module):
             UserError: all that does not fit.
         """
         whole = assemble(dict(weights.items()), self.config, self.format)
-        loaded: Loaded = load(whole, self.config, self.layout, self.reduce, self.dtype, self.device)
-        self.drafter, self._context, self._k_norms = loaded.drafter, loaded.context, loaded.k_norms
-        self.fc, self.hidden_norm = self.drafter.fc, self.drafter.hidden_norm
+        drafter, self._context = load(whole, self.config, self.layout, self.reduce, self.dtype, self.device)
+        self._k_norms = torch.stack([layer.self_attn.k_norm.weight for layer in drafter.layers])[:, None]
+        self.drafter, self.fc, self.hidden_norm = drafter, drafter.fc, drafter.hidden_norm
 
     def load_weights_from_target_model(self, target_model: Any) -> None:
         """Shares the target's embedding and head."""
@@ -188,9 +227,8 @@ class PlugInDrafter(nn.Module):
         noise = noise_embedding.to(self.dtype)
         if drafter.mask_embedding is not None:
             noise = torch.cat([noise[:, :1], drafter.mask_embedding.to(noise).expand_as(noise[:, 1:])], dim=1)
-        attend = ArenaAttention(
-            self.attention, self.config.layers, ctx_k_cache, ctx_v_cache, num_ctx_per_req, ctx_cache_batch_idx
-        )
+        lengths, entries = num_ctx_per_req.to(torch.int32), ctx_cache_batch_idx.to(torch.int32)
+        attend = ArenaAttention(self.attention, self.config.layers, ctx_k_cache, ctx_v_cache, lengths, entries)
         rows = noise.reshape(-1, noise.shape[-1]) * self.config.embedding_scale
         out: Tensor = drafter(rows, query_positions.reshape(-1), attend)
         return out

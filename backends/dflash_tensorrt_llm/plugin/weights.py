@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.formats import QuantizedTensor, Weight
+from dflash_serve.checkpoint.formats import FP8_MAX, QuantizedTensor, Weight, dequantized
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 
-from .operators import Product, Reduce, RowParallel
-
+Reduce = Callable[[Tensor], Tensor]
 PROJECTIONS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 COLUMN_PARALLEL = ("gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
@@ -77,15 +77,66 @@ def in_captured_order(fc: Tensor, config: DrafterConfig) -> Tensor:
     return fc.view(len(fc), len(order), -1)[:, order].reshape(fc.shape)
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A drafter ready to run, and what makes its context K/V."""
+class Product(nn.Module):
+    """x @ weights^T for weights stacked along their rows.
 
-    drafter: Drafter
-    context: Product
-    """[N, H] -> K and V of all layers: [N, layers * 2 * kv_heads * head_dim]."""
-    k_norms: Tensor
-    """[layers, 1, head_dim]."""
+    FP8 weights with an input scale are multiplied as FP8, and each stacked part's own scale is applied to its columns
+    of the result: that is what upstream's fused K/V product leaves out. NVFP4, and FP8 without an input scale, are
+    decoded once and multiplied in `dtype`.
+
+    Args:
+        weights: parts [out, in], all of one kind.
+        bias: of all parts together.
+        dtype: of activations and results.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scales: Tensor | None
+    input_scale: Tensor | None
+
+    def __init__(self, weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        fp8 = [w for w in weights if isinstance(w, QuantizedTensor) and w.format == "fp8" and w.input_scale is not None]
+        scales = input_scale = None
+        if fp8 and len(fp8) == len(weights):
+            stacked = torch.cat([w.values for w in fp8])
+            scales = torch.cat([w.scale.float().reshape(1).expand(len(w.values)) for w in fp8])
+            inputs = [w.input_scale.float().reshape(()) for w in fp8 if w.input_scale is not None]
+            input_scale = torch.stack(inputs).max()
+        else:
+            plain = [w.dequantize(dtype) if isinstance(w, QuantizedTensor) else w.to(dtype) for w in weights]
+            stacked = plain[0] if len(plain) == 1 else torch.cat(plain)
+        self.register_buffer("weight", stacked.contiguous())
+        self.register_buffer("scales", scales)
+        self.register_buffer("input_scale", input_scale)
+        self.register_buffer("bias", None if bias is None else bias.to(dtype))
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scales is None or self.input_scale is None:
+            return F.linear(x, self.weight, self.bias)
+        rounded = (x.float() / self.input_scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        one = torch.ones_like(self.input_scale)
+        y = torch._scaled_mm(rounded, self.weight.t(), scale_a=self.input_scale, scale_b=one, out_dtype=torch.float32)
+        y = (y * self.scales).to(self.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+class RowParallel(nn.Module):
+    """A product over this rank's share of the input; the ranks' results are added, and the bias once."""
+
+    bias: Tensor | None
+
+    def __init__(self, product: Product, reduce: Reduce) -> None:
+        super().__init__()
+        self.product, self.reduce = product, reduce
+        self.register_buffer("bias", product.bias)
+        product.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.reduce(self.product(x))
+        return y if self.bias is None else y + self.bias
 
 
 def load(
@@ -95,43 +146,39 @@ def load(
     reduce: Reduce | None,
     dtype: torch.dtype,
     device: torch.device,
-) -> Loaded:
-    """This rank's drafter, cut, moved and assembled; `whole` has every tensor by our name."""
+) -> tuple[Drafter, Product]:
+    """This rank's drafter, cut, moved and assembled, and what makes its context K/V.
+
+    Args:
+        whole: every tensor by our name.
+        layout: this rank's part.
+        reduce: adds the ranks' partial results; None = one rank.
+
+    Returns:
+        The drafter, and the product [N, H] -> K and V of all layers [N, layers * 2 * kv_heads * head_dim].
+    """
     mine = {name: _to(layout.shard(name, weight, config), device) for name, weight in whole.items()}
     with torch.device("meta"):
         drafter = Drafter(config)
     for index, layer in enumerate(drafter.layers):
         for parent, names in PROJECTIONS.items():
             for name in names:
-                module = _product([f"layers.{index}.{parent}.{name}"], mine, dtype)
-                parallel = RowParallel(module, reduce) if name in ROW_PARALLEL else module
+                product = _product([f"layers.{index}.{parent}.{name}"], mine, dtype)
+                parallel = RowParallel(product, reduce) if reduce and name in ROW_PARALLEL else product
                 setattr(getattr(layer, parent), name, parallel)
-    fc = in_captured_order(_plain(mine["fc.weight"], dtype), config)
-    state = {"fc.weight": fc}
-    state |= {name: _plain(mine[name], dtype) for name in mine if "norm" in name or name == "mask_embedding"}
-    _fill(drafter, state)
+    left = {name: mine[name] for name, _ in drafter.named_parameters()}  # norms, fc, mask embedding
+    state = dequantized(left, dtype)
+    state["fc.weight"] = in_captured_order(state["fc.weight"], config)
+    drafter.load_state_dict(state, assign=True, strict=False)
     drafter.rotary.to(device)
     parts = [f"layers.{i}.self_attn.{name}" for i in range(config.num_layers) for name in ("k_proj", "v_proj")]
-    k_norms = torch.stack([state[f"layers.{i}.self_attn.k_norm.weight"] for i in range(config.num_layers)])[:, None]
-    return Loaded(drafter.eval(), _product(parts, mine, dtype), k_norms)
+    return drafter.eval().requires_grad_(False), _product(parts, mine, dtype)
 
 
 def _product(names: list[str], mine: Mapping[str, Weight], dtype: torch.dtype) -> Product:
-    biases = [mine[f"{name}.bias"] for name in names if f"{name}.bias" in mine]
-    bias = torch.cat([_plain(bias, dtype) for bias in biases]) if biases else None
+    biases = dequantized({name: mine[f"{name}.bias"] for name in names if f"{name}.bias" in mine}, dtype)
+    bias = torch.cat(list(biases.values())) if biases else None
     return Product([mine[f"{name}.weight"] for name in names], bias, dtype)
-
-
-def _fill(drafter: Drafter, state: Mapping[str, Tensor]) -> None:
-    """Every parameter that is left (norms, fc, mask embedding) gets its tensor."""
-    for name in [name for name, _ in drafter.named_parameters()]:
-        parent, _, leaf = name.rpartition(".")
-        owner = drafter.get_submodule(parent)
-        owner.register_parameter(leaf, nn.Parameter(state[name], requires_grad=False))
-
-
-def _plain(weight: Weight, dtype: torch.dtype) -> Tensor:
-    return weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.to(dtype)
 
 
 def _to(weight: Weight, device: torch.device) -> Weight:

@@ -14,6 +14,11 @@ from dflash_serve.checkpoint.quantization import BUILD
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_LAYERS = 1024
+SAME_NAMES = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "rms_norm_eps", "attention_bias"),
+}
+"""Fields of DrafterConfig that are called the same in Qwen3Config."""
 QWEN3_HEAD_DIM = 128
 """transformers' Qwen3Config default, which every engine takes where a qwen3 config.json has no head_dim."""
 
@@ -100,26 +105,18 @@ def write_transformer(config: DrafterConfig, rope: dict[str, object]) -> dict[st
     windows = {kind.window for kind in config.layers} - {None}
     return {
         "model_type": "qwen3",
-        "attention_bias": config.attention_bias,
+        **config.model_dump(include=SAME_NAMES),
         "attention_dropout": 0.0,
-        "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
         "initializer_range": 0.02,
-        "intermediate_size": config.intermediate_size,
         "layer_types": [FULL if kind.window is None else SLIDING for kind in config.layers],
-        "max_position_embeddings": config.max_position_embeddings,
         "max_window_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
         "num_hidden_layers": config.num_layers,
-        "num_key_value_heads": config.num_key_value_heads,
-        "rms_norm_eps": config.rms_norm_eps,
         **rope,
         "sliding_window": max(window for window in windows if window) if windows else None,
         "use_sliding_window": bool(windows),
         "tie_word_embeddings": False,
         "use_cache": True,
-        "vocab_size": config.vocab_size,
     }
 
 

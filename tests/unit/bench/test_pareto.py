@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_serve.bench.pareto import Spot, at_every_spot, frontier, headline, reach, throughput_at
+from dflash_serve.bench.pareto import Spot, at_every_spot, frontier, headline, throughput_at
 
 OFF = [Spot(40, 40), Spot(30, 110), Spot(20, 150)]
 AUTO = [Spot(80, 80), Spot(50, 190), Spot(25, 240)]
@@ -51,7 +51,7 @@ def test_slower_than_the_slowest_spot_is_as_good_as_that_spot() -> None:
 def test_beyond_the_fastest_spot_nothing_is_known() -> None:
     assert throughput_at(OFF, 40.1) is None
     assert throughput_at([], 1) is None
-    assert (reach(OFF), reach([])) == (40, None)
+    assert (throughput_at(OFF, 40), throughput_at(OFF[:1], 40)) == (40, 40)
 
 
 def test_the_sentence_is_the_ratio_at_the_most_that_both_reach() -> None:
@@ -60,8 +60,8 @@ def test_the_sentence_is_the_ratio_at_the_most_that_both_reach() -> None:
     assert comparison.interactivity == 40
     assert comparison.throughput == pytest.approx(190 + (240 - 190) * 10 / 25)  # between 25 and 50 tokens/s/user
     assert comparison.ratio == pytest.approx(210 / 40)
-    assert comparison.sentence("GPU") == (
-        "At 40.0 tokens/s/user, “auto” serves 5.25 times the tokens/s/GPU of “off” (210.0 against 40.0)."
+    assert comparison.sentence() == (
+        "At 40.0 tokens/s/user, “auto” serves 5.25 times the tokens/s/device of “off” (210.0 against 40.0)."
     )
 
 
@@ -72,7 +72,7 @@ def test_a_chosen_interactivity_is_used() -> None:
 
 
 def test_auto_is_what_is_compared_even_where_another_variant_is_better() -> None:
-    better = [Spot(x * 2, y * 2) for x, y in AUTO]
+    better = [Spot(x * 2, y * 2) for x, y, _ in AUTO]
     found = headline({"off": OFF, "auto": AUTO, "fixed": better}, "off", None)
     assert found is not None
     assert found.variant == "auto"
@@ -87,14 +87,14 @@ def test_without_auto_it_is_the_best_of_the_others() -> None:
 @pytest.mark.parametrize(
     ("at", "words"),
     [
-        (60, "“off” does not reach 60.0 tokens/s/user; “auto” serves 153.3 tokens/s/GPU there."),
+        (60, "“off” does not reach 60.0 tokens/s/user; “auto” serves 153.3 tokens/s/device there."),
         (90, "Neither “auto” nor “off” reaches 90.0 tokens/s/user."),
     ],
 )
 def test_what_is_out_of_reach_is_said_not_guessed(at: float, words: str) -> None:
     found = headline({"off": OFF, "auto": AUTO}, "off", at)
     assert found is not None
-    assert (found.ratio, found.sentence("GPU")) == (None, words)
+    assert (found.ratio, found.sentence()) == (None, words)
 
 
 def test_one_variant_has_nothing_to_be_compared_with() -> None:
@@ -104,6 +104,7 @@ def test_one_variant_has_nothing_to_be_compared_with() -> None:
 def test_a_variant_without_known_interactivity_is_no_curve() -> None:
     assert headline({"off": [], "auto": OFF[:1]}, "off", None) is None
     assert headline({"off": OFF, "auto": []}, "off", None) is None
+    assert headline({"off": [], "auto": OFF}, "off", 20) is None
 
 
 def test_every_spot_of_the_baselines_frontier_is_a_row() -> None:

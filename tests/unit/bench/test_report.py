@@ -16,14 +16,14 @@ import pytest
 from dflash_serve.bench.aiperf import RequestSettings
 from dflash_serve.bench.report import ReportData, as_csv, as_html, as_json, caveats
 from dflash_serve.bench.results import IDENTITY, Identity, Run, RunFolder
-from dflash_serve.bench.settings import Variant
 from dflash_serve.common.provenance import Environment, environment
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import Deployment, Model
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from tests.support.bench_sites import settings
 
 SOME = AcceptanceStatistics(50, 130, 45, [50, 40], [30, 15], {1: 50, 2: 10, 4: 40}, "dflash-serve")
 NONE = AcceptanceStatistics.unknown()
+DEPLOYMENT = Deployment(target=Model(model="t"))
 
 
 def run(name: str, users: int, turn: int, rate: float, acceptance: AcceptanceStatistics, **more: object) -> Run:
@@ -50,13 +50,13 @@ RUNS = [
 ]
 
 
-def report(runs: list[Run], *, rounds: int = 3, planned: int = 12, url: str | None = "http://a") -> ReportData:
+def report(runs: list[Run], *, rounds: int = 3, planned: int = 12, served: str | Deployment = "http://a") -> ReportData:
     return ReportData(
         settings=settings(concurrency=(1, 2), rounds=rounds, devices=2),
         request=RequestSettings(
             dataset="p.jsonl", prompts_sha256="f" * 64, output_tokens=64, ignore_eos=False, temperature=0.0
         ),
-        variants=[Variant("off", url=url), Variant("auto <8>", url=url)],
+        variants={"off": served, "auto <8>": served},
         runs=runs,
         planned=planned,
         environment=Environment(
@@ -67,7 +67,6 @@ def report(runs: list[Run], *, rounds: int = 3, planned: int = 12, url: str | No
             commit="abc",
             date="2026-11-21T10:00:00+00:00",
         ),
-        device="GPU",
     )
 
 
@@ -160,7 +159,7 @@ def test_caveats_follow_from_what_happened() -> None:
         report([*RUNS[:-1], RUNS[-1].model_copy(update={"commit": "def-dirty"})])
     )
     assert "aiperf ran on the same machine" not in said(calm)
-    assert "aiperf ran on the same machine" in said(report(RUNS, url=None))
+    assert "aiperf ran on the same machine" in said(report(RUNS, served=DEPLOYMENT))
     assert "3 requests failed" in said(report([*RUNS[1:], RUNS[0].model_copy(update={"errors": 3})]))
     noisy = [*RUNS[1:], RUNS[0].model_copy(update={"throughput": 60.0})]
     assert "Rounds scatter by up to 177%" in said(report(noisy))
@@ -175,13 +174,13 @@ def test_the_environment_is_looked_up_here_and_left_unknown_for_servers_elsewher
 
 def test_the_plot_is_a_picture_of_every_variant() -> None:
     pytest.importorskip("matplotlib", reason="pip install 'dflash-serve[bench]'")
-    from dflash_serve.bench.plots import colours, draw_pareto
+    from dflash_serve.bench.pareto import colours, draw_pareto
 
     found = report(RUNS)
-    plot = draw_pareto(found.names, found.points, found.comparison)
-    assert plot.png.startswith(b"\x89PNG")
+    png, svg = draw_pareto(found.curves, colours(found.variants), found.comparison)
+    assert png.startswith(b"\x89PNG")
     for colour in colours(["off", "auto <8>"]).values():
-        assert colour.encode() in plot.svg
+        assert colour.encode() in svg
 
 
 def test_the_published_bench_can_be_reported_anew() -> None:
@@ -191,7 +190,7 @@ def test_the_published_bench_can_be_reported_anew() -> None:
     again = ReportData(
         settings=settings(**published["sweep"]),
         request=identity.request,
-        variants=[Variant(name, deployment=Deployment.model_validate(d)) for name, d in identity.variants.items()],
+        variants=identity.variants,
         runs=RunFolder(folder).runs(),
         planned=36,
         environment=Environment.model_validate(published["environment"]),

@@ -25,9 +25,9 @@ REQUEST = RequestSettings(dataset="p", prompts_sha256=None, output_tokens=64, ig
 
 def test_variants_are_the_deployment_at_each_width() -> None:
     variants = deployed_variants(DEPLOYMENT, ["off", "fixed", "auto", "3", "8"])
-    assert [variant.name for variant in variants] == ["off", "fixed 8", "auto", "fixed 3"]  # 8 is the whole block
-    assert [variant.deployment.speculation.width for variant in variants if variant.deployment] == ["off", 8, "auto", 3]
-    assert all(variant.deployment and variant.deployment.target == DEPLOYMENT.target for variant in variants)
+    assert list(variants) == ["off", "fixed 8", "auto", "fixed 3"]  # 8 is the whole block
+    assert [deployment.speculation.width for deployment in variants.values()] == ["off", 8, "auto", 3]
+    assert all(deployment.target == DEPLOYMENT.target for deployment in variants.values())
 
 
 def test_a_word_that_is_no_variant_and_speculation_without_a_drafter_are_refused() -> None:
@@ -39,10 +39,7 @@ def test_a_word_that_is_no_variant_and_speculation_without_a_drafter_are_refused
 
 def test_endpoints() -> None:
     variants = endpoint_variants(["ours=http://a:8000/v1", "sglang=https://b/"])
-    assert [(variant.name, variant.url, variant.slug) for variant in variants] == [
-        ("ours", "http://a:8000", "ours"),
-        ("sglang", "https://b", "sglang"),
-    ]
+    assert variants == {"ours": "http://a:8000", "sglang": "https://b"}
     for wrong in ("http://a:8000", "a=b", "=http://a"):
         with pytest.raises(UserError, match="not NAME=http"):
             endpoint_variants([wrong])
@@ -72,6 +69,10 @@ def test_every_run_is_made_once(in_turn: bool) -> None:
     cells = schedule(["off", "auto"], IN_TURN if in_turn else SETTINGS)
     assert len(cells) == len(set(cells)) == 2 * 3 * 3
     assert set(cells) == {Cell(w, c, r) for w in ("off", "auto") for c in (1, 4, 16) for r in range(3)}
+
+
+def test_a_run_is_a_file_by_its_variant_users_and_round() -> None:
+    assert Cell("fixed 8", 16, 0).slug == "fixed-8-c016-r1"
 
 
 def test_requests_grow_with_users() -> None:

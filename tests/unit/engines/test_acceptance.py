@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_engines import acceptance
+from dflash_engines import acceptance, calibration
 from dflash_engines.acceptance import measure, measure_drafter, standard_error
 from dflash_engines.pipeline import Work
 from dflash_engines.recipe import Acceptance
@@ -78,7 +78,7 @@ def test_quantised_drafters_are_held_against_the_unquantised_one(work: Work, mon
         def engine(self, deployment: Deployment) -> FakeEngine:
             return FakeEngine(deployment, measured)
 
-    monkeypatch.setattr(acceptance, "embedded_backend", FakeBackend)
+    monkeypatch.setattr(calibration, "embedded_backend", FakeBackend)
     deployment = Deployment.model_validate({"target": {"model": "t"}, "limits": {"max_model_len": 64}})
     found = measure(work, deployment, Acceptance(count=2, skip=1, max_tokens=8), ["fp8"])
     asked = ["prompt 1", "prompt 2"]

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dflash_engines.pipeline import Measured, Step, Work, run
-from dflash_engines.sources import Source
+from dflash_engines.pipeline import Measured, Source, Step, Work, run
 from dflash_serve.cli.main import app
 
 RECIPE = str(Path(__file__).parents[3] / "engines" / "recipes" / "smollm2.yaml")

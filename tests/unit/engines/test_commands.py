@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dflash_engines.commands import LABEL, write_commands
 from dflash_engines.pipeline import Work
+from dflash_engines.rtx import LABEL, write_commands
 from dflash_serve.deployment import Deployment
 from tests.support.tiny import tiny_drafter_config
 

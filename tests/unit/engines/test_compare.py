@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_engines.compare import BOUNDS, compare, decoded
+from dflash_engines.quantize import BOUNDS, compare, decoded
 from dflash_serve.checkpoint.formats import Format, quantize
 from dflash_serve.errors import UserError
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_engines.pipeline import Done, Measured, Step, Work, run, verify_output
-from dflash_engines.sources import Source
+from dflash_engines.pipeline import Done, Measured, Source, Step, Work, run, verify_output
 from dflash_serve.checkpoint.manifest import read_manifest, verify
 from dflash_serve.errors import UserError
 
