@@ -1,4 +1,4 @@
-"""The house in figures: `python tests/house.py [ROOT]`. The walls' tests read the same imports.
+"""The house in figures: `python tests/house.py [ROOT]`, and `--request` for what one request reaches (needs torch).
 
 Product files are those of dflash_serve, backends and engines. An import counts wherever it stands: at the top, inside a
 function, or under TYPE_CHECKING. A package's `__init__` counts as a module where it holds code.
@@ -206,9 +206,13 @@ class House:
 
 def main() -> None:
     """Prints the figures of a checkout."""
-    house = House(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT)
-    for name, value in house.figures():
+    roots = [word for word in sys.argv[1:] if word != "--request"]
+    for name, value in House(Path(roots[0]).resolve() if roots else ROOT).figures():
         print(f"{name:36} {value}")
+    if "--request" in sys.argv:
+        command = [sys.executable, "-m", "tests.support.modules_reached"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        print(f"{'modules reached by one request':36} {done.stdout.splitlines()[-1]}")
 
 
 if __name__ == "__main__":

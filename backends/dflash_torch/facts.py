@@ -25,7 +25,7 @@ SERVER_FLAGS = ("served-model-name", "api-key-file", "drain-seconds", "acceptanc
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
-    """From our own counters; which slots were offered follows from the widths."""
+    """Reads our own counters; which slots were offered follows from the widths."""
     samples = scrape.samples()
     verifications = samples.total(f"{DRAFTS}_total")
     if verifications is None:

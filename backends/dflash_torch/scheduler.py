@@ -61,7 +61,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.joined = 0
         self.statistics = AcceptanceStatistics()
-        """Of all requests that ever ran."""
+        """Acceptance of all requests that ever ran."""
 
     @property
     def free_entries(self) -> list[int]:

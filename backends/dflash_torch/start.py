@@ -177,7 +177,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _key(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> str:
-    """Of everything that changes the costs."""
+    """A digest of everything that changes the costs."""
     device = target.device
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     threads = "" if device.type == "cuda" else f"{torch.get_num_threads()} {os.environ.get('OMP_WAIT_POLICY', '')}"

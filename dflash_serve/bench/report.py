@@ -93,12 +93,12 @@ class ReportData:
 
     @property
     def order(self) -> str:
-        """In which order the runs were made."""
+        """The order in which the runs were made."""
         return f"rounds {IN_TURN if self.settings.one_at_a_time else SIDE_BY_SIDE}"
 
     @property
     def commits(self) -> list[str]:
-        """Of the runs; more than one where the bench was continued with another."""
+        """The commits of the runs; more than one where the bench was continued with another."""
         return list(dict.fromkeys(run.commit for run in self.runs if run.commit))
 
     @property

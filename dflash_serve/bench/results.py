@@ -32,7 +32,7 @@ class Run(Figures):
     started: str
     """UTC."""
     commit: str | None
-    """Of this program."""
+    """The commit of this program."""
 
     @property
     def cell(self) -> Cell:
@@ -47,9 +47,9 @@ class Point(Frozen):
     rounds: int
     throughput_per_device: float
     lowest: float
-    """Of the rounds, per device."""
+    """The slowest round's throughput per device."""
     highest: float
-    """Of the rounds, per device."""
+    """The fastest round's throughput per device."""
     interactivity: float | None
     first_token_ms: float | None
     first_token_p99_ms: float | None

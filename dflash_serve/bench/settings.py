@@ -96,7 +96,7 @@ class Cell(NamedTuple):
 
     @property
     def slug(self) -> str:
-        """As a part of file names."""
+        """The name as a part of file names."""
         return f"{slug(self.variant)}-c{self.concurrency:03d}-r{self.round + 1}"
 
 

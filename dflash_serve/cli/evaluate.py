@@ -39,7 +39,7 @@ class TaskFigures(Frozen):
     tokens: float | None
     acceptance_length: float | None
     survival: list[float | None]
-    """By slot."""
+    """Survival of slots 1..B-1."""
     speed_up: float | None = None
     """Tokens/s by those without speculation, one prompt at a time; None = not timed."""
 
@@ -135,7 +135,7 @@ class _Evaluation:
     params: SamplingParams
 
     def task(self, name: str, asked: list[Prompt], controls: bool, speed: int) -> dict[str, TaskFigures]:
-        """As it is and under the controls; the first `speed` prompts are timed, too.
+        """Measures a task as it is and under the controls; the first `speed` prompts are timed, too.
 
         Controls run at a fixed width alone: with a spoilt drafter `auto` would hardly speculate, and compare other
         steps.

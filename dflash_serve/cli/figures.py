@@ -21,7 +21,7 @@ class TimedRun:
 
     output: RequestOutput
     seconds: float
-    """From the first chunk to the last: decoding without the prompt."""
+    """Time from the first chunk to the last: decoding without the prompt."""
     tokens: int
     """Tokens that came in that time."""
 
@@ -80,7 +80,7 @@ def _median_speed(runs: Iterable[TimedRun]) -> float | None:
 
 
 def number(value: float | None, digits: int) -> str:
-    """As it is printed; a figure that is not known is `unknown`."""
+    """The figure as it is printed; one that is not known is `unknown`."""
     return "unknown" if value is None else f"{value:.{digits}f}"
 
 

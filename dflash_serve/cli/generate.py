@@ -101,7 +101,7 @@ def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console)
 
 
 def _survival(run: TimedRun) -> list[float | None]:
-    """Of every slot that a step has verified."""
+    """Survival of every slot that a step has verified."""
     statistics = run.output.statistics
     return statistics.survival(max(statistics.widths or (), default=1))
 

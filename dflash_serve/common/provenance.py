@@ -21,7 +21,7 @@ class Environment(Frozen):
     """One machine at one time. A figure that is not known is None."""
 
     hardware: str | None
-    """Of the machine that did the work; of servers elsewhere, what the user says."""
+    """The machine that did the work; for servers elsewhere, what the user says."""
     python: str
     versions: dict[str, str]
     omp_wait_policy: str | None
@@ -64,7 +64,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Of this source tree, with `-dirty` where files differ from it; None outside of one."""
+    """The commit of this source tree, with `-dirty` where files differ from it; None outside of one."""
     here = str(Path(__file__).parent)
     return _output("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12") or None
 

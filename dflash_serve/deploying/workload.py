@@ -61,7 +61,7 @@ class Workload:
     """One node group: one process tree of one engine."""
 
     name: str
-    """Of the Kubernetes objects and the compose project."""
+    """What the Kubernetes objects and the compose project are called."""
     backend: str
     """An installed backend that has a server."""
     deployment: Deployment
@@ -84,7 +84,7 @@ class Workload:
 
     @property
     def container_image(self) -> str:
-        """As a container runtime is told."""
+        """The image as a container runtime is told."""
         return self.image or f"dflash-serve-{self.backend}:{version('dflash-serve')}"
 
     @property

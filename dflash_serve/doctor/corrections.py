@@ -38,7 +38,7 @@ class Alternative:
     cause: str
     setting: str
     predicted: tuple[AcceptanceStatistics, ...]
-    """By prompt."""
+    """What it predicts, by prompt."""
 
 
 class Correction(Frozen):

@@ -51,7 +51,7 @@ class Hypothesis:
     says: str
     """How it comes about."""
     predicted: tuple[AcceptanceStatistics, ...]
-    """By prompt."""
+    """What it predicts, by prompt."""
     benign: bool = False
     """A choice of precision rather than a mistake."""
     answers: tuple[str, ...] | None = None

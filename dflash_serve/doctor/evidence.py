@@ -99,11 +99,11 @@ class Observation:
     """What is known of the suspect. Its acceptance length is known at the least."""
 
     whole: AcceptanceStatistics
-    """Of all prompts together."""
+    """Counts of all prompts together."""
     each: tuple[AcceptanceStatistics, ...] | None = None
-    """Of each prompt, the same prompts as were predicted; verifications and accepted tokens are known."""
+    """Counts of each prompt, the same prompts as were predicted; verifications and accepted tokens are known."""
     answers: tuple[str, ...] | None = None
-    """To each prompt."""
+    """The answer to each prompt."""
 
     @classmethod
     def of_length(cls, acceptance_length: float) -> Observation:

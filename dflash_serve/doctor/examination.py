@@ -28,11 +28,11 @@ class AcceptanceFigures(Frozen):
     error: float | None
     """Standard error of τ over prompts."""
     survival: list[float | None]
-    """By slot."""
+    """Survival of slots 1..B-1."""
 
     @classmethod
     def of(cls, each: Sequence[AcceptanceStatistics]) -> AcceptanceFigures:
-        """Of counts by prompt."""
+        """The figures of counts by prompt."""
         whole = total(each)
         return cls(
             prompts=len(each),

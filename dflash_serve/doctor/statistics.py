@@ -32,7 +32,7 @@ Trial = tuple[float, float, float, float]
 
 
 def log_likelihood(observed: Observation, predicted: Sequence[AcceptanceStatistics]) -> float:
-    """Of what was observed, up to a constant that is the same for all predictions.
+    """Log likelihood of what was observed, up to a constant that is the same for all predictions.
 
     Args:
         predicted: by prompt.

@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 def keep_freed_memory() -> None:
-    """To be called before torch is first imported: torch and oneDNN read their switches once."""
+    """Tunes malloc and oneDNN; call it before torch is first imported: torch and oneDNN read their switches once."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Every length of a context is a shape of its own, and oneDNN compiles a kernel for each: keep them all.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")

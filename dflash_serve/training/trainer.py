@@ -59,7 +59,7 @@ class Tick:
     progress: float = 0.0
     """Share of the budget that is spent after it."""
     seconds: float = 0.0
-    """Of training so far."""
+    """Seconds of training so far."""
     scores: Scores | None = None
 
 

@@ -167,7 +167,7 @@ class VerifyReport(Frozen):
     date: str
     """UTC, ISO 8601."""
     versions: Mapping[str, str]
-    """Of what is installed here; a server elsewhere does not tell."""
+    """Versions of what is installed here; a server elsewhere does not tell."""
     subjects: Mapping[str, Description]
     """What was compared, `with` and `without` speculation."""
     plan: VerifyPlan
@@ -176,7 +176,7 @@ class VerifyReport(Frozen):
     looks: tuple[float, ...] = LOOKS
     findings: Findings
     sha256: str = ""
-    """Of the report's canonical JSON (sorted keys, no spaces) without this field."""
+    """SHA-256 of the report's canonical JSON (sorted keys, no spaces) without this field."""
 
     @property
     def digest(self) -> str:

@@ -46,7 +46,7 @@ class SubjectPair:
     speculating: Callable[[], AbstractContextManager[Subject]]
     plain: Callable[[], AbstractContextManager[Subject]]
     descriptions: Mapping[str, Description] = field(default_factory=dict)
-    """By side."""
+    """What is said of each side, `with` and `without`."""
     dtype: Precision | None = None
     """What it computes in; None = it is not known."""
     embedded: bool = False
@@ -83,7 +83,7 @@ class EngineSubject:
         return Reply(str(self.engine.tokenizer.decode(token_ids)), tuple(token_ids), scored or None)
 
     def _name(self, token_id: int) -> str:
-        """As the vocabulary spells it: no two tokens look alike."""
+        """A token as the vocabulary spells it: no two tokens look alike."""
         return str(self.engine.tokenizer.convert_ids_to_tokens(token_id))
 
 

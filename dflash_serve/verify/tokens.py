@@ -41,7 +41,7 @@ class Difference(Frozen):
     prompt: int
     """From 1 on, in the order of the prompt set."""
     position: int
-    """Of the first differing token, from 0 on."""
+    """Where the first differing token is, from 0 on."""
     with_speculation: str | None
     """The token there; None = the answer had ended."""
     without_speculation: str | None
@@ -57,9 +57,9 @@ class TokenComparison(Frozen):
     prompts: int
     identical: int = 0
     tokens: int = 0
-    """Of the answers without speculation."""
+    """How many tokens the answers without speculation have."""
     compared: int = 0
-    """Of them, those up to the first difference: what comes after it follows from it."""
+    """How many of them stand before the first difference: what comes after it follows from it."""
     differences: tuple[Difference, ...] = ()
     refused: str | None = None
     """Why there are no answers, by the server that did not give them."""
@@ -132,7 +132,7 @@ def compare_tokens(case: Case, pairs: Sequence[AnswerPair], noise: float) -> Tok
 
 
 def again(params: SamplingParams, position: int) -> SamplingParams:
-    """To ask for an answer again, up to a position; the end-of-sequence token shows as one."""
+    """What asks for an answer again, up to a position; the end-of-sequence token shows as one."""
     return params.model_copy(update={"max_tokens": position + 1, "ignore_eos": True})
 
 

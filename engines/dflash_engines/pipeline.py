@@ -39,7 +39,7 @@ class Source:
     folder: Path
     digest: str
     description: dict[str, object]
-    """For the manifest: what was asked for, and what it was."""
+    """What the manifest says of it: what was asked for, and what it was."""
 
 
 @dataclass(frozen=True)

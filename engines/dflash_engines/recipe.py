@@ -25,7 +25,7 @@ class Prompts(Frozen):
     """None = the step does without (calibration) or is left out (acceptance)."""
     count: PositiveInt = 8
     max_tokens: PositiveInt = 64
-    """Of the target's answer to each."""
+    """Longest answer of the target to each prompt."""
 
 
 class Calibration(Prompts):

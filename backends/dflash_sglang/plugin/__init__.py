@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def before_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
-    """In the main process, before SGLang looks at what speculation is asked for.
+    """Runs in the main process, before SGLang looks at what speculation is asked for.
 
     Raises:
         ValueError: this SGLang or this draft will not do; the message says why.
@@ -55,7 +55,7 @@ def before_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
 
 
 def before_worker(create: Callable[..., type], algorithm: Any, server_args: Any) -> type:
-    """In a scheduler, before SGLang's own DFlash worker is built."""
+    """Runs in a scheduler, before SGLang's own DFlash worker is built."""
     if algorithm.is_dflash():
         watch_worker()
     return create(algorithm, server_args)

@@ -59,7 +59,7 @@ def _doubling(limit: int) -> list[int]:
 
 
 def _idle_batch(worker: HostWorker, requests: int) -> SimpleNamespace:
-    """As much of a batch as a step looks at; all its K/V entries are the padding entry."""
+    """As much of SGLang's batch as a step looks at; all its K/V entries are the padding entry."""
     context = min(CONTEXT, worker.model_runner.model_config.context_len - worker.block_size - 1)
     lengths = torch.full((requests,), context, dtype=torch.int64)
     return SimpleNamespace(

@@ -35,7 +35,7 @@ class DFlashServeWorker(DFlashWorkerV2):  # type: ignore[misc]
         self.widths: BatchWidths | None = None
         """None until everything is allocated: full blocks."""
         self.states: dict[int, WidthState] = {}
-        """By width, for those narrower than B."""
+        """What verifies a step, by width, for those narrower than B."""
 
     def init_cuda_graphs(self) -> None:
         """The last step of start-up: everything is allocated, and costs can be measured."""

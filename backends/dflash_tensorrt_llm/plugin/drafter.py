@@ -58,7 +58,7 @@ class ArenaAttention:
     attention: Callable[..., Tensor]
     """`flash_attn_with_kvcache`."""
     kinds: tuple[AttentionKind, ...]
-    """Of the layers."""
+    """Attention of each layer."""
     keys: Tensor
     values: Tensor
     lengths: Tensor

@@ -189,7 +189,7 @@ class Replay:
         return [request.statistics for request in everything]
 
     def _start(self, index: int, recording: Recording, layer_ids: Sequence[int]) -> Request:
-        """As after the prefill: the first token is there, and features of the whole prompt."""
+        """The request as it is after the prefill: the first token is there, and features of the whole prompt."""
         request = Request(
             id=index,
             entry=index,

@@ -69,7 +69,7 @@ class EngineRequest:
 
     stream: ResponseStream
     index: int
-    """Of the answer in its stream."""
+    """Which answer of its stream it is."""
     token_ids: list[int]
     params: SamplingParams
     salt: str
@@ -95,7 +95,7 @@ class Batch:
     def __init__(self, engine: EmbeddedEngine, metrics: ServerMetrics) -> None:
         self.engine, self.scheduler, self.metrics = engine, engine.scheduler, metrics
         self.running: dict[int, RunningRequest] = {}
-        """By the id of the scheduler's request."""
+        """Running requests by the id that the scheduler gave them."""
         self._failed_steps = 0
 
     @property

@@ -27,7 +27,7 @@ class TokenNames:
         self._tokenizer, self._grammars = tokenizer, grammars
 
     def chat(self, entries: Sequence[TokenLogprob] | None) -> r.ChatLogprobs | None:
-        """In the shape of chat completions."""
+        """Log probabilities in the shape of chat completions."""
         if entries is None:
             return None
         content = []
@@ -38,7 +38,7 @@ class TokenNames:
         return r.ChatLogprobs(content=content)
 
     def completion(self, entries: Sequence[TokenLogprob] | None, offset: int) -> r.CompletionLogprobs | None:
-        """In the older shape of plain completions.
+        """Log probabilities in the older shape of plain completions.
 
         Args:
             offset: where in the answer the text of the first token begins, in characters.

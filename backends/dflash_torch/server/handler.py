@@ -189,7 +189,7 @@ def _characters(prompt: Prompt) -> int:
 
 @cache
 def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """In characters: a bound on what a number of tokens can hold, so that hopeless texts are not tokenized."""
+    """Characters of the longest token: a bound on what tokens can hold, so that hopeless texts are not tokenized."""
     return max(map(len, tokenizer.get_vocab()))
 
 

@@ -29,7 +29,7 @@ class EngineSnapshot:
     cache_usage: float | None = None
     """Share of the K/V cache's rows in use, 0 to 1; None while the engine loads, and so the next two."""
     statistics: AcceptanceStatistics | None = field(default=None, repr=False)
-    """Of all requests that ever ran."""
+    """Acceptance of all requests that ever ran."""
     block_size: int | None = None
     """B, the anchor counted; None without a drafter."""
 

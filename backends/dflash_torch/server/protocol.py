@@ -151,7 +151,7 @@ class ChatMessage(Strict):
     refusal: None = None
 
     def plain(self) -> dict[str, str]:
-        """For the chat template."""
+        """The message as the chat template takes it."""
         content = self.content
         return {"role": self.role, "content": content if isinstance(content, str) else "".join(p.text for p in content)}
 

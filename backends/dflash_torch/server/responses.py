@@ -58,7 +58,7 @@ class SpeculativeDecoding(BaseModel):
     def of(
         cls, counts: AcceptanceStatistics, block_size: int, steps: Sequence[tuple[int, int]] | None = None
     ) -> SpeculativeDecoding:
-        """From one answer's counts.
+        """What one answer's counts say.
 
         Args:
             block_size: B, the anchor counted.
