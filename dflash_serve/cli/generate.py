@@ -117,7 +117,7 @@ def _report(run: TimedRun, comparison: SpeedComparison | None) -> dict[str, Any]
         "acceptance_length": output.statistics.acceptance_length,
         "tokens_per_step": output.statistics.tokens_per_step,
         "survival": _survival(run),
-        "widths": output.statistics.widths,
+        "widths": dict(sorted((output.statistics.widths or {}).items())),
     }
     return report if comparison is None else report | {"comparison": asdict(comparison)}
 
@@ -130,7 +130,7 @@ def _summary(llm: LLM, run: TimedRun, comparison: SpeedComparison | None) -> Ite
     yield f"{len(run.output.token_ids)} tokens, {number(run.tokens_per_second, 1)} tokens/s"
     if statistics.acceptance_length is not None:
         survival = survival_text(_survival(run))
-        widths = ", ".join(f"{width}: {steps}" for width, steps in (statistics.widths or {}).items())
+        widths = ", ".join(f"{width}: {steps}" for width, steps in sorted((statistics.widths or {}).items()))
         yield f"acceptance length τ = {statistics.acceptance_length:.2f}; survival by slot {survival}"
         yield f"width ({llm.deployment.speculation.width}) x steps: {widths}"
     if comparison is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -54,6 +55,9 @@ def test_it_streams_and_says_what_speculation_was_worth(cli: Cli, target: Path, 
     assert "acceptance length τ" in out
     assert "survival by slot" in out
     assert "identical tokens" in out
+    widths = [int(width) for width in re.findall(r"(\d+): \d+", out.split("x steps:")[1].splitlines()[0])]
+    assert len(widths) > 1  # the last steps are narrower
+    assert widths == sorted(widths)
 
 
 def test_json_has_every_figure_and_unknown_ones_are_null(cli: Cli, target: Path, drafter: Path) -> None:
