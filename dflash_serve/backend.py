@@ -246,14 +246,15 @@ def backend(name: str) -> Backend:
 
 
 def server_backend(name: str) -> ServerBackend:
-    """The installed backend of that name, which has a server.
+    """The installed backend of that name, whose server we start.
 
     Raises:
-        UserError: there is none, or it has no server.
+        UserError: there is none, or only its engine's metrics are known.
     """
     found = backend(name)
     if not isinstance(found, ServerBackend):
-        raise UserError("it has no server", where=f"--backend {name}", do=f"use --backend {EMBEDDED}")
+        what = "dflash-serve does not start it yet: it only reads the metrics of a server that runs"
+        raise UserError(what, where=f"--backend {name}", do=f"use another, such as --backend {EMBEDDED}")
     return found
 
 

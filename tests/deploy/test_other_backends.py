@@ -132,5 +132,8 @@ def test_dynamo_says_that_it_does_not_know_it(file: Path) -> None:
 
 
 def test_an_engine_of_which_we_only_have_facts_is_refused_in_one_line(file: Path) -> None:
-    with pytest.raises(UserError, match=r"^--backend vllm: it has no server; use --backend torch$"):
+    with pytest.raises(
+        UserError,
+        match=r"^--backend vllm: dflash-serve does not start it yet: .*; use another, such as --backend torch$",
+    ):
         deploy(file, "compose", "vllm")
