@@ -55,9 +55,11 @@ class RequestHandler:
         most = self.settings.max_messages
         if len(body.messages) > most:
             raise ApiError(400, f"{len(body.messages)} messages, at most {most} are taken", param="messages")
-        names = await self._token_names(engine, body)
+        params = body.sampling_params()
+        names = await self._token_names(engine, params)
         formatter = ChatFormatter(body, names, acceptance=self._acceptance(body), block_size=engine.block_size)
-        return await self._queue(engine, body, [[message.plain() for message in body.messages]], owner), formatter
+        prompts = [[message.plain() for message in body.messages]]
+        return await self._queue(engine, body, params, prompts, owner), formatter
 
     async def completion(self, body: CompletionRequest, owner: str) -> tuple[ResponseStream, CompletionFormatter]:
         """Queues one prompt or several.
@@ -72,9 +74,10 @@ class RequestHandler:
         if not 0 < len(body.prompts) <= self.settings.max_prompts:
             what = f"{len(body.prompts)} prompts, 1 to {self.settings.max_prompts} are taken"
             raise ApiError(400, what, param="prompt")
-        names = await self._token_names(engine, body)
+        params = body.sampling_params()
+        names = await self._token_names(engine, params)
         formatter = CompletionFormatter(body, names, acceptance=self._acceptance(body), block_size=engine.block_size)
-        return await self._queue(engine, body, body.prompts, owner), formatter
+        return await self._queue(engine, body, params, body.prompts, owner), formatter
 
     def _ready_engine(self, body: Generation) -> EmbeddedEngine:
         """The engine, after what can be checked before any work is spent on the request."""
@@ -88,10 +91,9 @@ class RequestHandler:
         return self.worker.engine
 
     async def _queue(
-        self, engine: EmbeddedEngine, body: Generation, prompts: Sequence[Prompt], owner: str
+        self, engine: EmbeddedEngine, body: Generation, params: SamplingParams, prompts: Sequence[Prompt], owner: str
     ) -> ResponseStream:
         """Nothing is awaited once the requests are queued: a client that goes cannot leave them behind."""
-        params = body.sampling_params()
         count = len(prompts) * body.n
         if count > self.worker.most_admitted:
             what = f"{count} answers, but batch and queue hold {self.worker.most_admitted}"
@@ -120,9 +122,9 @@ class RequestHandler:
         )
         return stream
 
-    async def _token_names(self, engine: EmbeddedEngine, body: Generation) -> TokenNames | None:
+    async def _token_names(self, engine: EmbeddedEngine, params: SamplingParams) -> TokenNames | None:
         """What names tokens in log probabilities; None where nobody asks for them."""
-        if body.sampling_params().logprobs is None:
+        if params.logprobs is None:
             return None
         return TokenNames(engine.tokenizer, await self._load_grammars(engine))
 
