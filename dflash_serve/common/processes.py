@@ -39,7 +39,7 @@ def running_server(
     """
     folder.mkdir(parents=True, exist_ok=True)
     backend.prepare(deployment, folder)
-    port, log = _free_port(), folder / "server.log"
+    port, log = free_port(), folder / "server.log"
     command = backend.command(deployment, folder, port=port)
     process = _start(command.argv, log, {**os.environ, **command.env})
     try:
@@ -128,7 +128,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -8,12 +8,13 @@ from __future__ import annotations
 import ast
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from dflash_serve.common.processes import free_port
 
 SERVER = """
 import json, os, signal, sys, threading, time, urllib.error, urllib.request
@@ -77,7 +78,7 @@ def modules_reached(target: Path, drafter: Path, scratch: Path) -> ModulesReache
     env = {
         **os.environ,
         "XDG_CACHE_HOME": str(scratch),
-        "DFLASH_SERVE_HTTP_PORT": str(_free_port()),
+        "DFLASH_SERVE_HTTP_PORT": str(free_port()),
         "DFLASH_SERVE_HTTP_SERVED_MODEL_NAME": "tiny",
     }
     command = [sys.executable, "-c", SERVER, str(deployment)]
@@ -90,13 +91,6 @@ def modules_reached(target: Path, drafter: Path, scratch: Path) -> ModulesReache
 def _has_code(file: Path) -> bool:
     statements = ast.parse(file.read_text(encoding="utf-8")).body
     return any(not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)) for each in statements)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def main() -> None:
