@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -26,6 +26,8 @@ from rich.table import Table
 from benchmarks.policy_before import AutoWidthBefore
 from benchmarks.simulator import STEPS, Cell, Load, Oracle, Synthetic, replays, run, surfaces
 from dflash_serve.common.provenance import commit, now
+from dflash_serve.speculation.belief import Vector
+from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import AutoWidth, FixedWidth, WidthPolicy
 
 NEVER = 1.0
@@ -45,7 +47,7 @@ def grid() -> list[Cell]:
         Synthetic("drifting, τ 5 to 1.15", (5.0, 1.15), drifts=True),
     ]
     cells = [Cell(cpu, load, n) for n in (1, 2, 4, 8, 16, 32) for load in (*loads, *replays())]
-    few = [loads[0], loads[2], *loads[4:6], Synthetic("τ 8", (8.0,)), *loads[7:]]
+    few: list[Load] = [loads[0], loads[2], *loads[4:6], Synthetic("τ 8", (8.0,)), *loads[7:]]
     for gpu in gpus:
         cells += [Cell(gpu, load, n) for n in (1, 8, 64, 256) for load in few]
         cells += [Cell(gpu, load, n, context) for n, context in ((1, 65_536), (16, 16_384)) for load in few[1:4]]
@@ -68,10 +70,10 @@ def play(job: tuple[Cell, int]) -> Result:
     cell, seeds = job
     surface = cell.surface
 
-    def mean(make: Make) -> np.ndarray[Any, Any]:
-        return np.mean([run(cell, make(seed), seed) for seed in range(seeds)], axis=0)
+    def mean(make: Make) -> Vector:
+        return np.asarray(np.mean([run(cell, make(seed), seed) for seed in range(seeds)], axis=0))
 
-    def cost(seed: int) -> Any:
+    def cost(seed: int) -> CostModel:
         return surface.measured(cell.requests, np.random.default_rng(seed + 77))
 
     widths = [width for width in (1, 2, 3, 4, 6, 8, 12, 16) if width <= surface.block_size]

@@ -28,7 +28,7 @@ EASE_SPREAD: Final = 2.0
 """How far an unknown drafter's ease may lie from the prior (standard deviation, in logits)."""
 KNOWN_SPREAD: Final = 0.7
 """The same where its survival is known from elsewhere."""
-SLOT_SPREAD: Final = 0.2
+SLOT_SPREAD: Final = 0.3
 """How much the ease of a slot differs from that of the slot before it."""
 MOODS: Final[Vector] = np.array([-2.25, -1.5, -0.75, 0.0, 0.75, 1.5, 2.25])
 MOOD_SPREAD: Final = 0.6

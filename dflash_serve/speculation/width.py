@@ -195,7 +195,7 @@ class AutoWidth:
         if len(wider):
             self._account -= max(0.0, float(price[wider[-1]])) if best else 0.0
             return int(wider[-1])
-        if best and np.log1p(price[0]) < self._doubt(choices, best) and price[0] <= self._account:
+        if best and np.log1p(price[0]) < self._doubt(choices, best) and price[0] <= funds:
             self._account -= float(price[0])
             return 0
         return best

@@ -1,0 +1,126 @@
+"""The first answer after a start: speculation off, every fixed width, and `width: auto` from a cold start, in turns.
+
+    python -m benchmarks.first_answer [--rounds 5] [--output benchmarks/results/first-answer.json]
+
+For each prompt and round all ways answer once, one after another, so a busy spell slows all alike. `auto` begins every
+time with what a fresh process has: the costs that were measured at start and the survival that training recorded. An
+answer's time is the whole call, prefill included; figures are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.decoding import measured_on
+from dflash_serve import LLM, SamplingParams
+from dflash_serve.backend import Prompt
+from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
+from dflash_serve.common.provenance import versions
+from dflash_serve.speculation.width import AutoWidth, FixedWidth, WidthPolicy
+from dflash_torch.engine import EmbeddedEngine
+from tests.support.prompts import human_eval, word_problems
+
+LENA = (
+    "Lena reads 15 pages before school and 25 pages after dinner every day. Her book has 320 pages. "
+    "How many days does she need to finish it?"
+)
+CHAT = Path(__file__).with_name("prompts") / "chat.jsonl"
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 5,
+    tokens: Annotated[int, typer.Option(help="Longest answer.")] = 160,
+    output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
+) -> None:
+    """Measure all ways side by side."""
+    bench = Bench(tokens)
+    for _ in range(2):  # warm-up, not counted
+        bench.round(prompts()["word problem"])
+    results = []
+    for name, prompt in prompts().items():
+        measured = [bench.round(prompt) for _ in track(range(rounds), name, console=Console(stderr=True))]
+        speed = {way: median(each[way] for each in measured) for way in bench.ways}
+        fixed = {way: figure for way, figure in speed.items() if way != "auto"}
+        best = max(fixed, key=lambda way: fixed[way])
+        results.append(
+            {"prompt": name, "tokens_per_second": speed, "best": best, "auto_over_best": speed["auto"] / fixed[best]}
+        )
+    report = {
+        "environment": measured_on(),
+        "versions": versions("torch", "dflash-serve"),
+        "load": {"target": "smollm2", "drafter": "smollm2", "tokens": tokens, "rounds": rounds},
+        "results": results,
+    }
+    show(results)
+    if output is not None:
+        output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def prompts() -> dict[str, Prompt]:
+    """The demo's, and the first of every task."""
+    chat = json.loads(CHAT.read_text().splitlines()[0])["prompt"]
+    return {
+        "make demo": [{"role": "user", "content": LENA}],
+        "word problem": word_problems(1)[0],
+        "HumanEval": human_eval(1)[0],
+        "chat": [{"role": "user", "content": chat}],
+    }
+
+
+class Bench:
+    """The pair, loaded once."""
+
+    def __init__(self, tokens: int) -> None:
+        engine = LLM("smollm2", "smollm2", max_batch_size=1, max_model_len=1024).engine
+        assert isinstance(engine, EmbeddedEngine)
+        assert engine.block_size is not None
+        policy, block_size = engine.scheduler.policy, engine.block_size
+        assert isinstance(policy, AutoWidth)
+        known = recorded_survival(drafter_folder("smollm2"))
+        self.engine, self.plain = engine, engine.plain()
+        self.params = SamplingParams(temperature=0, max_tokens=tokens)
+        self.ways: dict[str, Callable[[], WidthPolicy]] = {
+            "off": lambda: FixedWidth(1),
+            **{f"width {width}": lambda width=width: FixedWidth(width) for width in range(2, block_size + 1)},  # type: ignore[misc]
+            "auto": lambda: AutoWidth(policy.costs.measured, block_size, known_survival=known),
+        }
+
+    def round(self, prompt: Prompt) -> dict[str, float]:
+        """Tokens per second of each way, which must all give the same tokens."""
+        speed, answers = {}, set()
+        for way, policy in self.ways.items():
+            engine = self.plain if way == "off" else self.engine
+            engine.scheduler.policy, engine.scheduler.cache_manager.reuse = policy(), False
+            start = perf_counter()
+            stream = engine.stream([prompt], [self.params])
+            for _ in stream:
+                pass
+            token_ids = stream.outputs()[0].token_ids
+            speed[way] = len(token_ids) / (perf_counter() - start)
+            answers.add(tuple(token_ids))
+        assert len(answers) == 1, "widths changed the answer"
+        return speed
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    """A table: tokens per second."""
+    ways = list(results[0]["tokens_per_second"])
+    table = Table("prompt", *ways, "auto / best")
+    for row in results:
+        figures = (f"{row['tokens_per_second'][way]:.1f}" for way in ways)
+        table.add_row(row["prompt"], *figures, f"{row['auto_over_best']:.3f} ({row['best']})")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
