@@ -1,4 +1,4 @@
-"""`dflash-serve doctor`: why is acceptance low? Exit code 0: healthy; 1: a fault was found; 2: it could not be told."""
+"""`dflash-serve doctor`: why is acceptance low? Exit code 0: healthy; 1: a fault was found; 3: it could not be told."""
 
 from __future__ import annotations
 

@@ -227,6 +227,25 @@ def test_a_gauge_of_zero_is_unknown() -> None:
     assert read_text(gauge).acceptance_length is None
 
 
+VLLM_PLAIN = 'vllm:generation_tokens_total{model_name="m"} 12.0\n'
+SGLANG_PLAIN = """sglang:generation_tokens_total{model_name="m"} 12.0
+sglang:num_requests_total{model_name="m"} 1.0
+sglang:spec_accept_length{model_name="m"} 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "speculates"),
+    [(VLLM_PLAIN, False), (SGLANG_PLAIN, False), (VLLM, True), (SGLANG, True), (PLUG_IN, True), (OURS, True)],
+)
+def test_a_plain_server_is_told_from_one_that_speculates(text: str, speculates: bool) -> None:
+    assert read_text(text).speculates is speculates
+
+
+def test_an_sglang_that_has_answered_nothing_yet_does_not_tell_whether_it_speculates() -> None:
+    assert read_text('sglang:num_queue_reqs{model_name="m"} 0.0\n').speculates is None
+
+
 def test_tensorrt_llm_by_position() -> None:
     reading = read_text(TENSORRT_LLM)
     assert known(reading) == ("TensorRT-LLM", 30, 80, 30, 2.0, pytest.approx([0.8, 0.2, 0.0]))

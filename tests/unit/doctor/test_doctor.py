@@ -98,7 +98,7 @@ def test_a_server_of_the_pair_is_examined(
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["evidence"] == "paired"
     assert report["observed"]["acceptance_length"] == report["explanations"][0]["predicted"]["acceptance_length"]
-    assert {"healthy": 0, "fault": 1, "could not tell": 2}[report["verdict"]] == code
+    assert {"healthy": 0, "fault": 1, "could not tell": 3}[report["verdict"]] == code
     assert not list(tmp_path.glob("*.partial.jsonl"))
 
 
@@ -122,7 +122,7 @@ def test_an_interrupted_examination_goes_on_where_it_stopped(
     assert "--resume" in said
     assert not (tmp_path / "report.json").exists()
     first = asked[:5]
-    assert call(monkeypatch, *arguments, "--resume") == 2
+    assert call(monkeypatch, *arguments, "--resume") == 3
     assert not set(first) & set(asked[6:])
     assert (tmp_path / "report.json").exists()
 
@@ -130,7 +130,7 @@ def test_an_interrupted_examination_goes_on_where_it_stopped(
 def test_a_pair_alone_is_examined(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, *given(pair, tmp_path)) == 2  # three prompts cannot show anything
+    assert call(monkeypatch, *given(pair, tmp_path)) == 3  # three prompts cannot show anything
     assert "3 prompts cannot show that a setting helps, 9 could" in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "report.json").read_text())["first_difference"] is None
 
