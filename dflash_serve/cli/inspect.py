@@ -50,9 +50,9 @@ def _weight_problems(checkpoint: Checkpoint) -> list[Problem]:
     from dflash_serve.checkpoint.reader import read_tensors
 
     found: list[Problem] = []
-    console, count = Console(stderr=True), len(checkpoint.pieces)
-    shown = {"console": console, "transient": True, "disable": not console.is_terminal}
-    for _ in track(read_tensors(checkpoint, found), "reading weights", total=count, **shown):
+    console, count, tensors = Console(stderr=True), len(checkpoint.pieces), read_tensors(checkpoint, found)
+    hidden = not console.is_terminal
+    for _ in track(tensors, "reading weights", total=count, console=console, transient=True, disable=hidden):
         pass
     return found
 
