@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.client.metrics import read_acceptance, recognised
+from dflash_serve.client.metrics import read_acceptance, reading_of, recognised
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
@@ -244,6 +244,33 @@ def test_a_plain_server_is_told_from_one_that_speculates(text: str, speculates: 
 
 def test_an_sglang_that_has_answered_nothing_yet_does_not_tell_whether_it_speculates() -> None:
     assert read_text('sglang:num_queue_reqs{model_name="m"} 0.0\n').speculates is None
+
+
+LOAD = """{0}{1}{{rank="0"}} 3.0
+{0}{1}{{rank="1"}} 2.0
+{0}{2}{{rank="0"}} 7.0
+{0}{3}{{rank="0"}} 0.2
+{0}{3}{{rank="1"}} 0.4
+{0}generation_tokens_total{{rank="0"}} 90.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "engine"),
+    [
+        (LOAD.format("vllm:", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"), "vLLM"),
+        (LOAD.format("sglang:", "num_running_reqs", "num_queue_reqs", "token_usage"), "SGLang"),
+    ],
+)
+def test_any_engines_load_is_read_with_its_acceptance(text: str, engine: str) -> None:
+    found = reading_of(Scrape({"/metrics": text}.get))
+    assert (found.engine, found.running, found.queued, found.generated) == (engine, 5, 7, 90)
+    assert found.kv_cache_usage == pytest.approx(0.3)  # the mean over ranks
+
+
+def test_the_load_of_a_stranger_is_unknown() -> None:
+    found = reading_of(Scrape({"/metrics": "go_goroutines 7\n"}.get))
+    assert (found.engine, found.running, found.generated) == (None, None, None)
 
 
 def test_tensorrt_llm_by_position() -> None:
