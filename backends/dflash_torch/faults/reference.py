@@ -227,7 +227,7 @@ class Replay:
         speculator = self.speculator if fault is None else fault.change(self.speculator)
         layer_ids = speculator.target_layer_ids
         everything = [self._start(n, recording, layer_ids) for n, recording in enumerate(self.recordings)]
-        running = list(everything)
+        running = [one for one in everything if one.remaining > 0 and one.token_ids[-1] not in self.ends]
         chosen = [in_order(steps, order, otherwise=self.width) for steps in self.steps]
         while running:
             widths = {one.id: min(self.width, next(chosen[one.id]), one.remaining) for one in running}
