@@ -203,6 +203,9 @@ class Silent:
     def predict(self, fault: str | None) -> Prediction:
         return Prediction((AcceptanceStatistics(),) * 3, ("",) * 3)
 
+    def order_errors(self) -> None:
+        return None
+
 
 def test_prompts_for_which_nothing_is_drafted_are_one_line() -> None:
     examination = Examination(Silent(), Journal(None, {}))
