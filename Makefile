@@ -17,10 +17,10 @@ demo: .venv/demo
 # The environments are made side by side; the suites follow one another.
 test:
 	$(MAKE) --jobs=3 environments
-	$(MAKE) lint types unit test-deploy test-sglang
+	$(MAKE) lint types unit test-clients test-deploy test-sglang
 
 .PHONY: environments
-environments: .venv/deploy .venv-deploy/ready .venv-sglang/ready
+environments: .venv/deploy .venv-deploy/ready .venv-sglang/ready .venv-clients/ready
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -91,6 +91,17 @@ test-sglang: .venv-sglang/ready
 	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -r $(SGLANG_CPU)/requirements.txt
 	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(SGLANG_CPU)/requirements-no-deps.txt
 	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e $(SGLANG_CPU)
+	touch $@
+
+# LangChain's and LiteLLM's clients against the embedded server. LiteLLM wants an older client of OpenAI's than ours, so
+# they have an environment of their own (390 MB); its tools need `mcp`, which it forgets to ask for.
+.PHONY: test-clients
+test-clients: .venv/test .venv-clients/ready
+	CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python $(BIN)/python -m pytest tests/clients
+
+.venv-clients/ready:
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check langchain-openai==1.7.3 litellm==1.106.2 mcp==2.3.0
 	touch $@
 
 # The Helm chart under real helm 3 and 4 (from PyPI, pinned by SHA-256, kept in ~/.cache/dflash-serve), Kubernetes' schemas

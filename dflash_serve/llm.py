@@ -13,6 +13,8 @@ from dflash_serve.speculation.params import SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
+MAX_TOKENS = 256
+"""Longest answer where the params do not say; `max_tokens=None` in them is as many as fit."""
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -67,7 +69,8 @@ class LLM:
 
         Args:
             prompts: text or token ids, one or several.
-            params: one for all, or one each; the default samples at temperature 1, as vLLM's does.
+            params: one for all, or one each; the default samples at temperature 1, as vLLM's does. Where they do not
+                say `max_tokens`, an answer has at most `MAX_TOKENS`.
         """
         stream = self.stream(prompts, params)
         for _ in stream:
@@ -83,7 +86,7 @@ class LLM:
         """
         many = _as_list(prompts)
         each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
-        return self.engine.stream(many, each)
+        return self.engine.stream(many, [_limited(one) for one in each])
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> RequestOutput:
         """Answers one conversation through the target's own chat template."""
@@ -109,6 +112,12 @@ class LLM:
         )
         output = self.generate(input_ids[0].tolist(), params)[0]
         return input_ids.new_tensor([output.prompt_token_ids + output.token_ids])
+
+
+def _limited(params: SamplingParams) -> SamplingParams:
+    if "max_tokens" in params.model_fields_set:
+        return params
+    return params.model_copy(update={"max_tokens": max(MAX_TOKENS, params.min_tokens)})
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

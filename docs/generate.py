@@ -36,7 +36,9 @@ def cli_page() -> str:
     group: Any = typer.main.get_command(app)
     lines = ["# Command line", "", NOTE, ""]
     lines += [
-        "`dflash-serve VERB --help` says the same. Exit code 2 and one line on stderr is a mistake in what was given."
+        "`dflash-serve VERB --help` says the same. Exit codes of every verb: 0 all is well; 1 it is not (`verify`:",
+        "not lossless, `doctor`: a fault, `inspect`: a problem); 2, and one line on stderr, a mistake in what was",
+        "given; 3 it could not be told.",
     ]
     for name, command in group.commands.items():
         lines += ["", f"## {name}", "", " ".join(command.help.split()), "", *_parameters(command)]

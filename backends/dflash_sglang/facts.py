@@ -79,6 +79,8 @@ def _of_sglang(samples: Samples) -> AcceptanceStatistics | None:
     gauge, block = samples.mean("sglang:spec_accept_length"), samples.mean("sglang:spec_num_draft_tokens")
     steps = samples.total("sglang:spec_verify_calls_total")
     generated, requests = samples.total("sglang:generation_tokens_total"), samples.total("sglang:num_requests_total")
+    if steps is None and gauge is None and generated and requests:  # a request that ended would have moved the counter
+        return AcceptanceStatistics(0, 0, 0, None, None, None, FACTS.title)
     if steps is None or generated is None or requests is None:
         known = gauge is not None or samples.knows("sglang:")
         return AcceptanceStatistics.unknown(FACTS.title, gauge) if known else None

@@ -15,7 +15,7 @@ from dflash_serve.checkpoint.source import drafter_folder, local_folder, target_
 from dflash_serve.checkpoint.target import read_target_layout, read_target_shape
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems, uses_drafter
-from dflash_serve.doctor.evidence import DiagnosableBackend
+from dflash_serve.doctor.evidence import DiagnosableBackend, Steps
 from dflash_serve.errors import Problem, raise_problems
 from dflash_serve.models.target_config import read_target_config
 from dflash_serve.speculation.params import SamplingParams
@@ -72,7 +72,13 @@ class EmbeddedBackend(ServerBackend, DiagnosableBackend):
         return start_engine(deployment)
 
     def reference(
-        self, engine: Engine, drafter: str, prompts: Sequence[Prompt], params: SamplingParams, width: int
+        self,
+        engine: Engine,
+        drafter: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        width: int,
+        steps: Sequence[Steps] | None = None,
     ) -> EmbeddedReference:
         """What the pair accepts in our own loop, sound and under faults; see `doctor.evidence.DiagnosableBackend`.
 
@@ -87,7 +93,7 @@ class EmbeddedBackend(ServerBackend, DiagnosableBackend):
         assert isinstance(engine, EmbeddedEngine)
         embedding = engine.scheduler.target.embedding
         sound = load_drafter(drafter, dtype=embedding.dtype, device=embedding.device)
-        return EmbeddedReference(engine, sound, prompts, params, width)
+        return EmbeddedReference(engine, sound, prompts, params, width, steps)
 
     def first_difference(self, engine: Engine, target: str, drafter: str, prompt: Prompt) -> Difference | None:
         """The first tensor of the engine that is not transformers' or the core's; None where nothing differs.

@@ -18,12 +18,15 @@ class Detokenizer:
 
     Args:
         stop: the answer ends before the first occurrence of any of these, wherever tokens cut it.
+        min_tokens: no stop string is looked for in the text of the first ones.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0, skip_special_tokens: bool = True
+    ) -> None:
         self.tokenizer = tokenizer
         self.decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self.stop = tuple(stop)
+        self.stop, self.min_tokens = tuple(stop), min_tokens
         self.held = ""
         self.stopped = False
         self.fed = 0
@@ -31,15 +34,18 @@ class Detokenizer:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that is certain after these tokens; sets `stopped` once a stop string is complete."""
+        before = ""
         for token_id in token_ids:
             if self.stopped:
                 break
             self.fed += 1
             self.held += self.decoder.step(self.tokenizer, token_id) or ""
+            if self.fed <= self.min_tokens:
+                before, self.held = before + self.held, ""
             self._cut_at_stop()
         safe = len(self.held) if self.stopped else len(self.held) - self._could_be_stop()
         text, self.held = self.held[:safe], "" if self.stopped else self.held[safe:]
-        return text
+        return before + text
 
     def flush(self) -> str:
         """What was held back, at the end of the answer."""
@@ -69,7 +75,7 @@ class Answer:
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer) -> None:
         self.index, self.request = index, request
-        self.detokenizer = Detokenizer(tokenizer, request.params.stop)
+        self.detokenizer = Detokenizer(tokenizer, request.params.stop, min_tokens=request.params.min_tokens)
         self.text = ""
         self.logprobs: list[TokenLogprob] | None = None if request.params.logprobs is None else []
 

@@ -47,7 +47,7 @@ def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
 FACTS = EngineFacts(
     title="dflash-serve",
     engine_type="dflash",
-    probes=Probes(started="/ready", live="/health", ready="/ready"),
+    probes=Probes(started="/ready", live="/live", ready="/ready"),
     metrics=MetricNames(
         path="/metrics",
         queued=QUEUED,

@@ -1,4 +1,4 @@
-"""Answers that must match a JSON schema or a regular expression, inside speculation.
+"""Answers that must match a grammar (a JSON schema, a regular expression, calls of tools), inside speculation.
 
 The drafter's slots are masked as they are filled, each by the state that the tokens before it lead to, and so is every
 row of the verification: row j by the state after slots 1..j. What is accepted is then what masked decoding without
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
     from transformers import PreTrainedTokenizerBase
 
+FIELD = "response_format"
+"""The field of a request that usually asks for a grammar."""
 MAX_SOURCE = 65536
 """Characters of a schema or an expression."""
 MAX_DEPTH = 32
@@ -94,7 +96,7 @@ class Grammar:
 
     def _fail(self) -> None:
         first = (self._matcher.get_error() or "no token can follow").strip().splitlines()[0]
-        self.failure = f"response_format: the grammar cannot go on ({first})"
+        self.failure = f"the grammar cannot go on ({first})"
 
 
 class Grammars:
@@ -110,25 +112,26 @@ class Grammars:
         """What a token stands for; a character may need several tokens."""
         return self._tokenizer.decode_bytes([token])
 
-    def json_schema(self, schema: Mapping[str, Any]) -> Grammar:
+    def json_schema(self, schema: Mapping[str, Any], *, where: str = FIELD) -> Grammar:
         """Answers that are JSON of this schema.
+
+        Args:
+            where: the request's field that asks for it.
 
         Raises:
             UserError: it is too large or too deep, or not a schema that can be enforced.
         """
         from llguidance import LLMatcher
 
-        if _depth(schema) > MAX_DEPTH:
-            raise UserError(f"the schema is nested more than {MAX_DEPTH} deep", where="response_format")
-        source = json.dumps(schema)
-        _check_size(source)
         try:
-            text = LLMatcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": WHITESPACE})
+            text = LLMatcher.grammar_from_json_schema(
+                checked_schema(schema, where), overrides={"whitespace_pattern": WHITESPACE}
+            )
         except ValueError as error:
-            raise UserError(f"not a JSON schema ({error})", where="response_format") from None
-        return self._compile(text)
+            raise UserError(f"not a JSON schema ({error})", where=where) from None
+        return self._compile(text, where)
 
-    def regex(self, pattern: str) -> Grammar:
+    def regex(self, pattern: str, *, where: str = FIELD) -> Grammar:
         """Answers that match a regular expression (Rust's syntax) from beginning to end.
 
         Raises:
@@ -136,23 +139,49 @@ class Grammars:
         """
         from llguidance import LLMatcher
 
-        _check_size(pattern)
-        return self._compile(LLMatcher.grammar_from_regex(pattern))
+        _check_size(pattern, where)
+        return self._compile(LLMatcher.grammar_from_regex(pattern), where)
 
-    def _compile(self, text: str) -> Grammar:
+    def lark(self, text: str, *, where: str = FIELD) -> Grammar:
+        """Answers that match a grammar in llguidance's form of Lark, which may hold JSON schemas.
+
+        Raises:
+            UserError: it is too large or not one that can be compiled.
+        """
+        _check_size(text, where)
+        return self._compile(text, where)
+
+    def _compile(self, text: str, where: str) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
             message = " ".join(matcher.get_error().split())[:300]
-            raise UserError(f"it cannot be enforced ({message})", where="response_format")
-        return Grammar(matcher, self._vocab_size)
+            raise UserError(f"it cannot be enforced ({message})", where=where)
+        grammar = Grammar(matcher, self._vocab_size)
+        grammar.masks([], torch.device("cpu"))
+        if grammar.failure is not None:  # such as a schema that is nothing but a reference to itself
+            raise UserError("no answer can match it", where=where)
+        return grammar
 
 
-def _check_size(source: str) -> None:
+def checked_schema(schema: Mapping[str, Any], where: str) -> str:
+    """A client's JSON schema as text.
+
+    Raises:
+        UserError: it is too large or too deep.
+    """
+    if _depth(schema) > MAX_DEPTH:
+        raise UserError(f"the schema is nested more than {MAX_DEPTH} deep", where=where)
+    source = json.dumps(schema)
+    _check_size(source, where)
+    return source
+
+
+def _check_size(source: str, where: str) -> None:
     if len(source) > MAX_SOURCE:
-        raise UserError(f"it has {len(source)} characters, at most {MAX_SOURCE} are taken", where="response_format")
+        raise UserError(f"it has {len(source)} characters, at most {MAX_SOURCE} are taken", where=where)
 
 
 def _depth(value: object) -> int:

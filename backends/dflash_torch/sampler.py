@@ -32,19 +32,22 @@ class StepResult:
         return StepResult(self.request, self.token_ids[:count], self.logprobs and self.logprobs[:count])
 
 
-def sample(requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor) -> list[StepResult]:
+def sample(
+    requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor, eos_token_ids: Sequence[int]
+) -> list[StepResult]:
     """What each request gains: its accepted drafted tokens and the bonus token.
 
     Args:
         drafts: the drafted tokens of each, `width - 1` of them.
         logits: [rows, V], `width` rows a request, after one another.
+        eos_token_ids: which no answer may have before its `min_tokens`.
     """
     device = logits.device
     widths = [1 + len(draft) for draft in drafts]
     batch = SamplingBatch.of([request.params for request in requests], logits.shape[-1], device)
     padded_draft = _pad([torch.tensor(draft, dtype=torch.int64) for draft in drafts], value=-1).to(device)
     raw = logits[None] if len(widths) == 1 else _pad(list(logits.split(widths)))
-    padded = _grammatical(requests, drafts, raw)
+    padded = _allowed(requests, drafts, raw, eos_token_ids)
     counts = _counts(requests, batch, logits.shape[-1], device)
     width_tensor = torch.tensor(widths, device=device)
     acceptance: Acceptance
@@ -74,15 +77,21 @@ def _logprobs(rows: Tensor, tokens: list[int], top: int | None) -> list[TokenLog
     return [TokenLogprob(*entry) for entry in zip(tokens, chosen, map(tuple, tops), strict=True)]
 
 
-def _grammatical(requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor) -> Tensor:
-    """[N, W, V]: -inf where a request's grammar forbids; `logits` itself where nobody has one."""
-    if all(request.grammar is None for request in requests):
+def _allowed(
+    requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor, eos_token_ids: Sequence[int]
+) -> Tensor:
+    """[N, W, V]: -inf where a grammar or `min_tokens` forbids; `logits` itself where nobody has either."""
+    early = [max(0, request.params.min_tokens - len(request.output_ids)) for request in requests]
+    if not any(early) and all(request.grammar is None for request in requests):
         return logits
     logits = logits.clone()
-    for rows, request, draft in zip(logits, requests, drafts, strict=True):
+    for rows, request, draft, count in zip(logits, requests, drafts, early, strict=True):
         if request.grammar is not None:
             allowed = request.grammar.masks(draft, logits.device)
             rows[: len(allowed)].masked_fill_(~allowed, float("-inf"))
+        if count:
+            ends = [token for token in (*eos_token_ids, *request.params.stop_token_ids) if token < rows.shape[-1]]
+            rows[:count, ends] = float("-inf")
     return logits
 
 

@@ -183,7 +183,9 @@ class Scheduler:
             return {}
         rows = last_rows(pending, drafts, heads)
         logits = self.target.logits(hidden if rows is None else hidden[rows])
-        results = sample([requests[i] for i in heads], [drafts[i] for i in heads], logits)
+        results = sample(
+            [requests[i] for i in heads], [drafts[i] for i in heads], logits, self.target.config.eos_token_ids
+        )
         return dict(zip(heads, results, strict=True))
 
     def _commit(self, result: StepResult, pending: int, draft: list[int], features: Tensor | None) -> None:

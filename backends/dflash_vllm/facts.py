@@ -16,8 +16,9 @@ def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
     """vLLM counts verifications and tokens; accepted ones by position, drafted ones not."""
     samples = scrape.samples()
     verifications, drafted = samples.total(DRAFTS), samples.total(DRAFTED)
-    if verifications is None:
-        return None
+    if verifications is None:  # vLLM has these counters from the start where it speculates, at 0
+        plain = AcceptanceStatistics(0, 0, 0, None, None, None, FACTS.title)
+        return plain if samples.total(FACTS.metrics.generated) is not None else None
     accepted = samples.by_slot(ACCEPTED_BY_SLOT, "position", first=0)
     # Which slots were drafted is not told; where all were in (nearly) every step, each was offered in each.
     whole = drafted is not None and accepted and drafted >= 0.99 * verifications * len(accepted)

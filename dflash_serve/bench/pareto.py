@@ -114,23 +114,17 @@ def at_every_spot(curves: Curves, baseline: str) -> list[list[FrontierComparison
     return [[compare(curves, name, baseline, spot.interactivity) for name in others] for spot in line]
 
 
-def headline(curves: Curves, baseline: str, interactivity: float | None) -> FrontierComparison | None:
-    """The comparison of the first line: of `auto` where there is one, else of the variant with the highest ratio.
-
-    Args:
-        interactivity: tokens/s/user; None = the most that both reach, which is the far end of the slower curve.
+def cut(curves: Curves, baseline: str, interactivity: float) -> FrontierComparison | None:
+    """The comparison that somebody asked for: of `auto` where there is one, else of the variant with the highest ratio.
 
     Returns:
         None where fewer than two variants have spots.
     """
-    reach = {name: max(spots).interactivity for name, spots in curves.items() if spots}
-    others = [name for name in reach if name != baseline]
-    if baseline not in reach:
+    others = [name for name, spots in curves.items() if spots and name != baseline]
+    if not curves.get(baseline):
         return None
-    found = []
-    for name in ["auto"] if "auto" in others else others:
-        at = min(reach[name], reach[baseline]) if interactivity is None else interactivity
-        found.append(compare(curves, name, baseline, at))
+    named = ["auto"] if "auto" in others else others
+    found = [compare(curves, name, baseline, interactivity) for name in named]
     return max(found, key=lambda each: each.ratio or 0.0, default=None)
 
 

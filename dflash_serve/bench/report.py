@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_serve.bench.aiperf import RequestSettings
-from dflash_serve.bench.pareto import FrontierComparison, Spot, at_every_spot, colours, draw_pareto, headline
-from dflash_serve.bench.results import Point, Run, points_of
+from dflash_serve.bench.pareto import FrontierComparison, Spot, at_every_spot, colours, cut, draw_pareto
+from dflash_serve.bench.results import LoadRatio, Point, Run, load_ratios, points_of
 from dflash_serve.bench.settings import OFF, Settings, Variant
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import Environment
@@ -61,15 +61,25 @@ class ReportData:
 
     @cached_property
     def comparison(self) -> FrontierComparison | None:
-        """The comparison of the headline."""
-        return headline(self.curves, self.baseline, self.settings.interactivity)
+        """At the one interactivity that was asked for; None = none was."""
+        at = self.settings.interactivity
+        return None if at is None else cut(self.curves, self.baseline, at)
+
+    @cached_property
+    def loads(self) -> dict[str, list[LoadRatio]]:
+        """The other variants against the baseline at every load, by name."""
+        others = [name for name in self.variants if name != self.baseline]
+        found = {name: load_ratios(self.runs, name, self.baseline) for name in others}
+        return {name: ratios for name, ratios in found.items() if ratios}
 
     @property
     def sentence(self) -> str:
-        """The headline."""
-        if self.comparison is None:
+        """The headline: the ratio at each load and its spread, of `auto` where there is one, else of all others."""
+        if not self.loads:
             return "One variant was measured, so there is nothing to compare it with."
-        return self.comparison.sentence()
+        named = ["auto"] if "auto" in self.loads else list(self.loads)
+        told = [f"“{name}” against “{self.baseline}”, tokens/s: {_at_each(self.loads[name])}." for name in named]
+        return " ".join([*told, *([] if self.comparison is None else [self.comparison.sentence()])])
 
     @cached_property
     def ratios(self) -> list[list[FrontierComparison]]:
@@ -124,6 +134,11 @@ class ReportData:
         return told
 
 
+def _at_each(ratios: Sequence[LoadRatio]) -> str:
+    words = [f"{each} at {each.users}" + (" user" if each.users == 1 else " users") for each in ratios[:1]]
+    return ", ".join([*words, *(f"{each} at {each.users}" for each in ratios[1:])])
+
+
 def write_report(report: ReportData, folder: Path) -> list[Path]:
     """Writes JSON, CSV, PNG and HTML, each whole or not at all, and returns their paths.
 
@@ -147,6 +162,7 @@ def as_json(report: ReportData) -> dict[str, Any]:
     comparison = report.comparison
     return {
         "sentence": report.sentence,
+        "loads": {name: [each.model_dump() for each in ratios] for name, ratios in report.loads.items()},
         "comparison": comparison and {**asdict(comparison), "ratio": comparison.ratio},
         "ratios": [[{**asdict(each), "ratio": each.ratio} for each in row] for row in report.ratios],
         "served": dict(report.served),

@@ -116,6 +116,45 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
+class LoadRatio(Frozen):
+    """A variant against the baseline with as many users: tokens/s by the baseline's, round by round."""
+
+    variant: str
+    baseline: str
+    users: int
+    ratio: float
+    """Median over rounds."""
+    lowest: float
+    highest: float
+    rounds: int
+
+    def __str__(self) -> str:
+        spread = f" ({self.lowest:.2f} to {self.highest:.2f})" if self.rounds > 1 else ""
+        return f"{self.ratio:.2f}\N{MULTIPLICATION SIGN}{spread}"
+
+
+def load_ratios(runs: Iterable[Run], variant: str, baseline: str) -> list[LoadRatio]:
+    """At every concurrency that both were measured at, lowest first; rounds that both have."""
+    rates = {run.cell: run.throughput for run in runs}
+    found: dict[int, list[float]] = {}
+    for cell, rate in sorted(rates.items(), key=lambda item: (item[0].concurrency, item[0].round)):
+        reference = rates.get(cell._replace(variant=baseline))
+        if cell.variant == variant and reference:
+            found.setdefault(cell.concurrency, []).append(rate / reference)
+    return [
+        LoadRatio(
+            variant=variant,
+            baseline=baseline,
+            users=users,
+            ratio=median(each),
+            lowest=min(each),
+            highest=max(each),
+            rounds=len(each),
+        )
+        for users, each in found.items()
+    ]
+
+
 class Identity(Frozen):
     """What runs must share to stand side by side; variants may be added."""
 

@@ -53,7 +53,7 @@ class Settings(Frozen):
     ignore_eos: bool
     temperature: Annotated[float, Field(ge=0)]
     interactivity: float | None
-    """Tokens/s/user of the headline's comparison; None = the most that both variants reach."""
+    """Tokens/s/user at which variants are compared, too; None = at each load alone."""
     baseline: str | None
     """Variant that the others are compared with; None = `off`, else the first."""
     api_key_file: Path | None

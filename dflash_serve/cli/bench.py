@@ -28,7 +28,7 @@ RequestsPerUser = Annotated[int, Option(help="Requests of a run, for each one in
 MinRequests = Annotated[int, Option(help="Fewest requests of a run.", min=1)]
 MaxTokens = Annotated[int, Option(help=options.MAX_TOKENS, min=2)]
 IgnoreEos = Annotated[bool, Option(help="Make every answer --max-tokens long.")]
-AT = "Tokens/s/user at which variants are compared. [default: the most that both reach]"
+AT = "Compare the variants at so many tokens/s/user, too."
 Interactivity = Annotated[float | None, Option(help=AT, min=0)]
 Baseline = Annotated[str | None, Option(help="Variant to compare with. [default: off, or the first]")]
 Tokenizer = Annotated[str | None, Option(help="Tokenizer: hub id or folder. [default: the target's]")]

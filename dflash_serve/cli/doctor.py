@@ -1,11 +1,11 @@
-"""`dflash-serve doctor`: why is acceptance low? Exit code 0: healthy; 1: a fault was found; 2: it could not be told."""
+"""`dflash-serve doctor`: why is acceptance low? Exit code 0: healthy; 1: a fault was found; 3: it could not be told."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -111,18 +111,20 @@ def _examine(
     if told is not None and block_size is None and told.engine != "dflash-serve":
         block_size = told.width  # other engines draft as many slots as they verify
     engine = _engine(backend, pair, block_size, width)
-    reference = backend.reference(engine, pair.drafter, pair.prompts, pair.params, width)
+    steps = told.steps if told else None
+    reference = backend.reference(engine, pair.drafter, pair.prompts, pair.params, width, steps)
 
     def first_difference() -> object | None:
         advance("comparing tensors with transformers", 1)
         return backend.first_difference(engine, pair.target, pair.drafter, pair.prompts[0])
 
-    belongs_to = _belongs_to(pair, engine, width)
+    belongs_to = _belongs_to(pair, engine, width) | ({} if steps is None else {"steps": [dict(one) for one in steps]})
     with resumable(output, belongs_to, "finished probes", resume=resume) as journal:
         examination = Examination(reference, journal, advance)
         report: SuspectReport | PairReport
         if told is not None:
-            report = examination.examine_suspect(told.observation)
+            observation = replace(told.observation, errors=reference.order_errors())
+            report = examination.examine_suspect(observation)
             report = report.model_copy(update={"notes": (*report.notes, *told.notes)})
         elif observed is not None:
             report = examination.examine_suspect(Observation.of_length(observed))

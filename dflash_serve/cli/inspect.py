@@ -23,14 +23,14 @@ def inspect(
     revision: options.Revision = None,
     as_json: options.Json = False,
 ) -> None:
-    """Describe a drafter and list everything wrong with it, by itself or for a --target; exit code 2 if anything is."""
-    from dflash_serve.checkpoint.reader import open_checkpoint, weight_problems
+    """Describe a drafter and list everything wrong with it, by itself or for a --target; exit code 1 if anything is."""
+    from dflash_serve.checkpoint.reader import open_checkpoint
     from dflash_serve.checkpoint.source import target_source
     from dflash_serve.checkpoint.target import read_target_shape
     from dflash_serve.deployment_checks import check_pairing
 
     checkpoint = open_checkpoint(drafter, revision)
-    problems = checkpoint.problems + weight_problems(checkpoint)
+    problems = checkpoint.problems + _weight_problems(checkpoint)
     if target is not None:
         shape = read_target_shape(target_source(target))
         problems += check_pairing(checkpoint.config, shape) if checkpoint.config is not None else []
@@ -39,7 +39,22 @@ def inspect(
     else:
         _print(checkpoint, problems)
     if problems:
-        raise typer.Exit(2)
+        raise typer.Exit(1)
+
+
+def _weight_problems(checkpoint: Checkpoint) -> list[Problem]:
+    """NaN and infinity in the tensors; a bar on a terminal's stderr says how far the reading is."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from dflash_serve.checkpoint.reader import read_tensors
+
+    found: list[Problem] = []
+    console, count, tensors = Console(stderr=True), len(checkpoint.pieces), read_tensors(checkpoint, found)
+    hidden = not console.is_terminal
+    for _ in track(tensors, "reading weights", total=count, console=console, transient=True, disable=hidden):
+        pass
+    return found
 
 
 def _dialect(checkpoint: Checkpoint) -> str | None:

@@ -18,6 +18,7 @@ from dflash_serve.cli.evaluate import evaluate
 from dflash_serve.cli.generate import generate
 from dflash_serve.cli.inspect import inspect
 from dflash_serve.cli.serve import serve
+from dflash_serve.cli.top import top
 from dflash_serve.cli.train import train
 from dflash_serve.cli.verify import verify
 from dflash_serve.errors import UserError
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich would take "[default: ...]" for a style, and cuts option names at 80 columns
 )
-for verb in (generate, serve, inspect, convert, train, evaluate, verify, doctor, bench, deploy):
+for verb in (generate, serve, inspect, convert, train, evaluate, verify, doctor, top, bench, deploy):
     app.command()(verb)
 for point in entry_points(group="dflash_serve.verbs"):
     app.command()(point.load())

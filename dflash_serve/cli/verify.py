@@ -1,4 +1,4 @@
-"""`dflash-serve verify`: does speculation change anything? Exit code 0: no; 1: yes; 2: it could not be told."""
+"""`dflash-serve verify`: does speculation change anything? Exit code 0: no; 1: yes; 3: it could not be told."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ def verify(
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
     from dflash_serve.prompts import read_prompt_set
 
+    _check_samples(samples)
     asked = read_prompt_set(prompts, raw=raw)
     if with_url or without_url:
         _refuse(context.params)
@@ -85,6 +86,19 @@ def verify(
         flags = options.deployment_flags(context.params)
         pair = _deployed(_described(deployment, flags), backend_name, concurrency)
     raise typer.Exit(_run(_plan(context.params, asked, pair), asked, pair, output, resume))
+
+
+def _check_samples(samples: int | None) -> None:
+    """Before anything is asked.
+
+    Raises:
+        UserError: so few that no deviation worth the name could be seen.
+    """
+    from dflash_serve.verify.questions import FEWEST
+
+    if samples and samples < FEWEST:
+        do = f"give {FEWEST} or more, or 0 to verify greedy decoding alone"
+        raise UserError(f"{samples} samples a side show nothing", where="--samples", do=do)
 
 
 def _servers(

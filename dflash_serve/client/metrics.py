@@ -1,11 +1,35 @@
-"""Acceptance as a server's own metrics tell it. Which engine it is, the installed backends say."""
+"""What a server's own metrics tell, of any engine. Which engine it is, the installed backends say."""
 
 from __future__ import annotations
 
-from dflash_serve.backend import backend, installed
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dflash_serve.backend import EngineFacts, backend, installed
 from dflash_serve.common.http import Connection
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.speculation.statistics import AcceptanceStatistics
+
+
+@dataclass(frozen=True)
+class ServerReading:
+    """A server at one moment. What it does not say is None."""
+
+    seconds: float
+    """When, by a clock that never goes back."""
+    acceptance: AcceptanceStatistics
+    """Since the server started."""
+    engine: str | None = None
+    """Whose metrics these are; None = nobody knows them."""
+    generated: float | None = None
+    """Tokens since the server started."""
+    running: float | None = None
+    """Requests in the batch."""
+    queued: float | None = None
+    """Requests that wait."""
+    kv_cache_usage: float | None = None
+    """Share of the K/V cache in use, 0 to 1."""
 
 
 def read_acceptance(url: str, *, api_key: str | None = None, timeout: float = 30.0) -> AcceptanceStatistics:
@@ -22,14 +46,51 @@ def read_acceptance(url: str, *, api_key: str | None = None, timeout: float = 30
     Raises:
         UserError: no server answers, or its metrics cannot be read.
     """
-    connection = Connection(url, api_key, timeout)
-    return recognised(Scrape(connection.text, connection.base))
+    return recognised(_scrape(url, api_key, timeout))
+
+
+def read_server(url: str, *, api_key: str | None = None, timeout: float = 30.0) -> ServerReading:
+    """Acceptance, load and tokens at once; arguments and errors as of `read_acceptance`."""
+    return reading_of(_scrape(url, api_key, timeout))
+
+
+def reading_of(scrape: Scrape) -> ServerReading:
+    """A look at a server's metrics, read by the first backend that knows them."""
+    facts, acceptance = _recognise(scrape)
+    now = time.monotonic()
+    if facts is None:
+        return ServerReading(now, acceptance)
+    names, samples = facts.metrics, scrape.samples(facts.metrics.path)
+    return ServerReading(
+        seconds=now,
+        acceptance=acceptance,
+        engine=acceptance.engine or facts.title,
+        generated=samples.total(names.generated),
+        running=samples.total(names.running) if names.running else None,
+        queued=samples.total(names.queued),
+        kv_cache_usage=_mean([value for _, value in samples.named(names.kv_cache_usage or "")]),
+    )
 
 
 def recognised(scrape: Scrape) -> AcceptanceStatistics:
     """What the first backend that knows these metrics reads from them; unknown where none does."""
+    return _recognise(scrape)[1]
+
+
+def _recognise(scrape: Scrape) -> tuple[EngineFacts | None, AcceptanceStatistics]:
     for name in installed():
-        found = backend(name).facts.read_acceptance(scrape)
+        facts = backend(name).facts
+        found = facts.read_acceptance(scrape)
         if found is not None:
-            return found
-    return AcceptanceStatistics.unknown()
+            return facts, found
+    return None, AcceptanceStatistics.unknown()
+
+
+def _mean(shares: Sequence[float]) -> float | None:
+    """Over ranks."""
+    return sum(shares) / len(shares) if shares else None
+
+
+def _scrape(url: str, api_key: str | None, timeout: float) -> Scrape:
+    connection = Connection(url, api_key, timeout)
+    return Scrape(connection.text, connection.base)

@@ -38,7 +38,7 @@ class Verdict(StrEnum):
 
     @property
     def exit_code(self) -> int:
-        return {"healthy": 0, "fault": 1, "could not tell": 2}[self.value]
+        return {"healthy": 0, "fault": 1, "could not tell": 3}[self.value]
 
 
 @dataclass(frozen=True)

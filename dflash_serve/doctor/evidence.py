@@ -6,7 +6,7 @@ between; nothing else may run on it meanwhile. Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
@@ -17,6 +17,9 @@ from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
+
+Steps = Mapping[int, float]
+"""A prompt's steps by width, the anchor counted; 1 = nothing was drafted."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,26 @@ class Reference(Protocol):
         """
         ...
 
+    def order_errors(self) -> tuple[float, ...] | None:
+        """By prompt, how far (in steps) the sound engine's counts depend on the order of a server's changing widths.
+
+        None where they do not change.
+        """
+        ...
+
 
 @runtime_checkable
 class DiagnosableBackend(InProcessBackend, Protocol):
     """A backend whose engine runs in this process and can be given faults on purpose."""
 
     def reference(
-        self, engine: Engine, drafter: str, prompts: Sequence[Prompt], params: SamplingParams, width: int
+        self,
+        engine: Engine,
+        drafter: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        width: int,
+        steps: Sequence[Steps] | None = None,
     ) -> Reference:
         """The reference that an engine of this backend makes.
 
@@ -76,7 +92,8 @@ class DiagnosableBackend(InProcessBackend, Protocol):
             engine: started by this backend, with a drafter.
             drafter: hub id, folder or bundled name of the same drafter; predictions read it anew.
             params: greedy, with `max_tokens`.
-            width: slots verified a step.
+            width: most slots verified a step.
+            steps: by prompt, where a server's width changes from step to step; None = every step is `width` wide.
         """
         ...
 
@@ -104,6 +121,8 @@ class Observation:
     """Counts of each prompt, the same prompts as were predicted; verifications and accepted tokens are known."""
     answers: tuple[str, ...] | None = None
     """The answer to each prompt."""
+    errors: tuple[float, ...] | None = None
+    """By prompt, in steps: what the predictions do not know by nature, such as the order of widths; None = nothing."""
 
     @classmethod
     def of_length(cls, acceptance_length: float) -> Observation:
@@ -136,10 +155,18 @@ class Interview:
 
     observation: Observation
     width: int
-    """Slots verified a step."""
+    """Slots verified a step, at most."""
+    steps: tuple[Steps, ...] | None
+    """By prompt, where the width changes from step to step (`width: auto`); None = it is constant."""
     engine: str | None
     """Whose metrics these were; None = nobody knows them."""
     notes: tuple[str, ...] = ()
+
+
+MIXED = (
+    "the server chose its widths step by step: each prompt's predictions take the widths that it took there, in an "
+    "order that is not told"
+)
 
 
 def interview(
@@ -157,7 +184,7 @@ def interview(
         advance: called after each answer.
 
     Raises:
-        UserError: no such server, one without acceptance figures, or one whose width changes from step to step.
+        UserError: no such server, one without acceptance figures, or one that does not tell its changing widths.
     """
     answers, readings = list[Reply](), [read_acceptance(endpoint.base, api_key=endpoint.api_key)]
     for prompt in prompts:
@@ -166,36 +193,59 @@ def interview(
         advance()
     each = tuple(now.since(before) for before, now in pairwise(readings))
     whole = total(each)
-    width = constant_width(whole, len(prompts), block_size, endpoint.base)
+    width, steps = widths_of(each, block_size, endpoint.base)
     if whole.acceptance_length is None:
         do = "start it with speculation and with its metrics (SGLang: --enable-metrics), or give --observed"
         raise UserError("it tells nothing of its acceptance", where=endpoint.base, do=do)
     counted = all(one.verifications and one.accepted is not None for one in each)
     observation = Observation(whole, each if counted else None, tuple(answer.text for answer in answers))
-    return Interview(observation, width, whole.engine, tuple(_others(whole, answers)))
+    notes = (*_others(whole, answers), *([] if steps is None else [MIXED]))
+    return Interview(observation, width, steps, whole.engine, notes)
 
 
-def constant_width(whole: AcceptanceStatistics, answers: int, block_size: int, where: str) -> int:
-    """The one width of all steps but those at the end of an answer, where fewer tokens than that are left.
+def widths_of(
+    each: Sequence[AcceptanceStatistics], block_size: int, where: str
+) -> tuple[int, tuple[Steps, ...] | None]:
+    """The one width of all steps, or the most and how many steps of each prompt had which.
 
-    Each of those steps gains a token at least, so an answer has width - 1 of them at most.
+    Args:
+        each: counts by prompt.
 
     Raises:
-        UserError: the widths differ by more than that.
+        UserError: the widths change and are not told, or are wider than the drafter's block.
+    """
+    whole = total(each)
+    width, constant = _width(whole, len(each), block_size)
+    told = [one.widths for one in each if one.widths]
+    if width > block_size:
+        do = f"name the --drafter that it serves, or its --block-size (here B = {block_size})"
+        raise UserError(f"it verifies {width} slots a step, more than the drafter's block has", where=where, do=do)
+    if constant:
+        return width, None
+    if len(told) < len(each):
+        do = f"start it with a fixed width (at best {block_size}) while the doctor looks"
+        raise UserError("its width changes from step to step, and it does not tell how", where=where, do=do)
+    return width, tuple(told)
+
+
+def _width(whole: AcceptanceStatistics, answers: int, block_size: int) -> tuple[int, bool]:
+    """The usual width, and whether all steps have it but those at an answer's end, where fewer tokens are left.
+
+    Each of those gains a token at least, so an answer has width - 1 of them at most. Where it changes: the widest.
     """
     wide = {width: steps for width, steps in (whole.widths or {}).items() if width > 1}
     if wide:
-        width, steps = max(wide.items(), key=lambda item: item[1])
-        constant = width == max(wide) and sum(wide.values()) - steps <= (width - 1) * answers
-    elif whole.verifications and whole.drafted:
+        width = max(wide)
+        return width, sum(wide.values()) - wide[width] <= (width - 1) * answers and not _rests(whole, answers)
+    if whole.verifications and whole.drafted:
         mean = 1 + whole.drafted / whole.verifications
-        width, constant = round(mean + 0.25), mean > round(mean + 0.25) - 0.5
-    else:
-        return block_size
-    if not constant or width > block_size:
-        do = f"start it with a fixed width (at best {block_size}) while the doctor looks"
-        raise UserError("its width changes from step to step, which hides how far drafts are right", where=where, do=do)
-    return width
+        return round(mean + 0.25), mean > round(mean + 0.25) - 0.5
+    return block_size, True
+
+
+def _rests(whole: AcceptanceStatistics, answers: int) -> bool:
+    """Whether more steps drafted nothing than the first and last of each answer may."""
+    return (whole.widths or {}).get(1, 0) > 2 * answers
 
 
 def _others(whole: AcceptanceStatistics, answers: Sequence[Reply]) -> list[str]:

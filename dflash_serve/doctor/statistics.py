@@ -5,7 +5,8 @@ Three kinds of evidence, best first:
 * **paired**: counts of each prompt. Speculation changes no token, so the right explanation predicts each prompt's
   counts almost exactly, and a wrong one misses prompt by prompt even where its τ is right. The distance d of a
   prompt's counts (verifications, and those that accepted each slot) is Cauchy with a scale of one step: a few prompts
-  where the answers parted at a near-tie cost every explanation alike.
+  where the answers parted at a near-tie cost every explanation alike. Where the width changed from step to step, the
+  scale grows by how much the sound counts depend on the order of the widths, which no server tells.
 * **slots**: counts by slot of other prompts, or of all together. Given that slot k - 1 was accepted, slot k is or is
   not: a beta-binomial whose prior is what was predicted (with Jeffreys' 1/2), so both samples' errors count.
 * **length**: τ alone, normal with the errors of both sides.
@@ -41,7 +42,11 @@ def log_likelihood(observed: Observation, predicted: Sequence[AcceptanceStatisti
     if whole.acceptance_length is None:
         return -math.inf  # nothing is ever drafted under it, which is not what was observed
     if observed.each is not None:
-        return -sum(math.log1p(_distance(*pair)) for pair in zip(observed.each, predicted, strict=True))
+        errors = observed.errors or [0.0] * len(observed.each)
+        return -sum(
+            math.log1p(distance(*pair) / (1 + error**2))
+            for *pair, error in zip(observed.each, predicted, errors, strict=True)
+        )
     if observed.has_slots:
         return sum(_beta_binomial(trial) for trial in _trials(observed.whole, whole))
     error = _difference_error(observed, predicted)
@@ -87,8 +92,8 @@ def known_counts(counts: AcceptanceStatistics) -> tuple[float, float]:
     return counts.verifications, counts.accepted
 
 
-def _distance(a: AcceptanceStatistics, b: AcceptanceStatistics) -> float:
-    """Squared, in steps."""
+def distance(a: AcceptanceStatistics, b: AcceptanceStatistics) -> float:
+    """Between the counts of one prompt: squared, in steps."""
     (steps, accepted), (other_steps, other_accepted) = known_counts(a), known_counts(b)
     if a.accepted_by_slot is None or b.accepted_by_slot is None:
         return (steps - other_steps) ** 2 + (accepted - other_accepted) ** 2

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
 MIN_TEMPERATURE: Final = 0.01  # a lower positive temperature only risks overflow; vLLM raises it to this value too
 MAX_STOP_STRINGS: Final = 4
@@ -43,6 +43,7 @@ class SamplingParams(BaseModel):
     )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="same seed and request: same tokens; -1 is none")
     max_tokens: int | None = Field(None, ge=1, description="most tokens to generate; null is as many as fit")
+    min_tokens: int = Field(0, ge=0, description="no stop token, end of sequence or stop string ends it before")
     stop: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
         (), description="up to 4 strings that end the output; they are not part of it"
     )
@@ -58,6 +59,12 @@ class SamplingParams(BaseModel):
     def penalised(self) -> bool:
         """Whether the logits depend on the tokens already seen."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @model_validator(mode="after")
+    def _limits_agree(self) -> "SamplingParams":
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        return self
 
     @field_validator("temperature")
     @classmethod

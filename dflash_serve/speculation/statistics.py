@@ -115,6 +115,13 @@ class AcceptanceStatistics:
         )
 
     @property
+    def speculates(self) -> bool | None:
+        """Whether any drafted token was ever verified; None = nothing tells."""
+        if self.verifications is None and self.drafted is None:
+            return True if (self.reported_length or 0) > 1 else None
+        return bool(self.verifications or self.drafted)
+
+    @property
     def steps(self) -> float | None:
         """All steps, those without speculation (width 1) included."""
         return None if self.widths is None else sum(self.widths.values())

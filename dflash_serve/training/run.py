@@ -83,7 +83,9 @@ def run(
         console.print(f"stopped at step {trainer.progress.step}; go on with --resume")
         return
     publish(trainer, manifest, started)
-    console.print(f"drafter: {output / DRAFTER}")
+    best = trainer.progress.best
+    of = "" if best is None else f" (step {best.step}, the best on held-out answers)"
+    console.print(f"drafter: {output / DRAFTER}{of}")
 
 
 def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, output: Path) -> Trainer:
@@ -100,10 +102,17 @@ def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, out
 
 
 def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
-    """Validates the drafter a last time and writes it, in bf16, with its provenance: enough to make it again."""
+    """Validates a last time and writes the best held-out step, in bf16, with its provenance: enough to make it again.
+
+    The last step's weights where nothing is held out.
+    """
     output, recipe, device = trainer.output, trainer.recipe, trainer.head.device
-    scores = trainer.validate() if trainer.validation else None
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in trainer.average.published().items()}
+    if trainer.validation:
+        trainer.keep_best(trainer.progress.step, trainer.validate())
+    best = trainer.progress.best
+    tensors = {
+        name: tensor.to(torch.bfloat16) for name, tensor in (trainer.best or trainer.average.published()).items()
+    }
     write_drafter(output / DRAFTER, trainer.drafter.config, tensors, overwrite=True)
     answers, _, answer_tokens = totals(manifest.shards)
     given = {} if recipe.drafter.init in FRESH else file_entries(drafter_folder(recipe.drafter.init))
@@ -125,7 +134,8 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
         "data_seconds": round(manifest.seconds, 1),
         "answers": answers,
         "answer_tokens": answer_tokens,
-        "validation": None if scores is None else scores.as_json(),
+        "best_step": None if best is None else best.step,
+        "validation": None if best is None else best.scores,
     }
     write_whole(output / DRAFTER / "provenance.json", json.dumps(provenance, indent=2, ensure_ascii=False) + "\n")
 

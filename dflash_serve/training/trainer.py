@@ -34,6 +34,14 @@ PAUSE = 30.0
 """Seconds: more than this between two steps is a process that was stopped, and is not counted."""
 
 
+class Best(Frozen):
+    """The step whose weights did best on held-out answers: by the acceptance length when those are decoded anew."""
+
+    step: int
+    replayed_tau: float
+    scores: dict[str, float | list[float]]
+
+
 class Progress(Frozen):
     """Where a run stands."""
 
@@ -41,6 +49,8 @@ class Progress(Frozen):
     step: int = 0
     seconds: float = 0.0
     """Time spent training; pauses are not counted."""
+    best: Best | None = None
+    """None = nothing was validated yet."""
 
 
 @dataclass
@@ -92,6 +102,8 @@ class Trainer:
         self.loss, self.whole_loss = SlotLoss(head, weighting), SlotLoss(self.head, weighting)
         self.optimizer = Optimizer(drafter, self.settings)
         self.average = Average(drafter, self.settings.ema)
+        self.best: dict[str, Tensor] = {}
+        """Weights of the best step; empty = nothing was validated yet."""
         self.progress = Progress(recipe_sha256=recipe_hash)
         self.stopping = False
         target.pack()
@@ -120,6 +132,7 @@ class Trainer:
             tick = self._step()
             if self.validation and tick.step % self.settings.validate_every == 0:
                 tick.scores = self.validate()
+                self.keep_best(tick.step, tick.scores)
             now = time.monotonic()
             seconds = self.progress.seconds + min(now - last, PAUSE)
             self.progress = self.progress.model_copy(update={"step": tick.step, "seconds": seconds})
@@ -175,11 +188,22 @@ class Trainer:
         with self.average.in_place():
             return held_out_scores(self.validation, self.target, self.drafter.config, self.forward, self.whole_loss)
 
+    def keep_best(self, step: int, scores: Scores) -> None:
+        """Keeps the weights to be published where they do better than those of every step before."""
+        before = self.progress.best
+        if before is not None and before.replayed_tau >= scores.replayed_tau:
+            return
+        best = Best(step=step, replayed_tau=scores.replayed_tau, scores=scores.as_json())
+        self.progress = self.progress.model_copy(update={"best": best})
+        self.best = {name: weight.detach().cpu().clone() for name, weight in self.average.published().items()}
+
     def save(self) -> None:
         """Writes a checkpoint to resume from."""
         groups = {"drafter": dict(self.drafter.state_dict()), "optimizer": self.optimizer.tensors()}
         if self.average.tensors:
             groups["average"] = self.average.tensors
+        if self.best:
+            groups["best"] = self.best
         save_state(self.output, self.progress, groups)
 
     def resume(self) -> bool:
@@ -199,7 +223,7 @@ class Trainer:
         self.optimizer.load_tensors(groups["optimizer"])
         if self.average.tensors:
             self.average.load(groups["average"])
-        self.progress = progress
+        self.progress, self.best = progress, groups.get("best", {})
         return True
 
 

@@ -15,6 +15,8 @@ WITH, WITHOUT = "with", "without"
 """The two sides of a verification: with speculation, and without."""
 LOOKS = (1 / 8, 1 / 4, 1 / 2, 1.0)
 """When the sampled answers are looked at, as shares of all; each look may spend its part of the false-alarm rate."""
+FEWEST = 64
+"""Samples a side below which no deviation worth the name could be seen."""
 NOISE: dict[Precision, float] = {"float32": 3e-4, "bfloat16": 0.75}
 """Largest gap of two log-probabilities that rounding may turn round, in nats; `tokens` says where it is from."""
 FIRST_SEED = {WITHOUT: 0, WITH: 2**40}
@@ -100,6 +102,11 @@ class VerifyPlan(Frozen):
     def token_cases(self) -> tuple[Case, ...]:
         """Those whose answers must be the same token for token."""
         return (*self.greedy_cases, SEEDED) if self.same_seeds else self.greedy_cases
+
+    @property
+    def scope(self) -> tuple[str, ...]:
+        """What a verdict is restricted to; empty = everything was asked."""
+        return (*(() if self.samples else ("greedy only",)), *(() if self.penalties else ("no penalties",)))
 
     @property
     def looks(self) -> Iterator[tuple[int, float]]:

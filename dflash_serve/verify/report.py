@@ -35,15 +35,14 @@ from dflash_serve.common.provenance import PACKAGES, now, versions
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.distributions import DistributionComparison
-from dflash_serve.verify.questions import LOOKS, PENALISED, VerifyPlan
+from dflash_serve.verify.questions import FEWEST, LOOKS, PENALISED, VerifyPlan
 from dflash_serve.verify.subjects import Description
 from dflash_serve.verify.tokens import TokenComparison
 
 Verdict = Literal["lossless", "not lossless", "could not tell"]
-EXIT_CODES: dict[Verdict, int] = {"lossless": 0, "not lossless": 1, "could not tell": 2}
-FEWEST = 64
-"""Samples a side below which no deviation worth the name could be seen."""
+EXIT_CODES: dict[Verdict, int] = {"lossless": 0, "not lossless": 1, "could not tell": 3}
 COLOURS = {"lossless": "green", "not lossless": "red", "could not tell": "yellow"}
+METRICS = "start it with its metrics (SGLang: --enable-metrics)"
 SHOWN = 10
 """Differences of a case that are printed; the report has all."""
 SEED_SLIPS = 1
@@ -72,6 +71,8 @@ class Findings(Frozen):
     greedy: tuple[TokenComparison, ...]
     sampled: tuple[DistributionComparison, ...]
     seeded: TokenComparison | None
+    scope: tuple[str, ...] = ()
+    """What the verdict is restricted to: `greedy only`, `no penalties`."""
     accepted: float | None
     """Drafted tokens that were accepted on the way; None = the engine does not say."""
     acceptance_length: float | None
@@ -82,11 +83,20 @@ def conclude(
     sampled: Sequence[DistributionComparison],
     seeded: TokenComparison | None,
     acceptance: AcceptanceStatistics,
+    *,
     unit: str,
+    is_plain: bool = True,
+    scope: tuple[str, ...] = (),
 ) -> Findings:
-    """The verdict and all that it rests on; `acceptance` is that of the speculating side while it answered."""
+    """The verdict and all that it rests on.
+
+    Args:
+        acceptance: of the speculating side while it answered.
+        is_plain: the other side is known not to speculate.
+        scope: what was left out on purpose.
+    """
     found = faults(greedy, sampled, seeded)
-    reasons = tuple(doubts(greedy, sampled, acceptance.accepted, seeded))
+    reasons = (*doubts(greedy, sampled, seeded), *side_doubts(acceptance, is_plain))
     return Findings(
         verdict=verdict_of(found, reasons),
         faults=found,
@@ -95,6 +105,7 @@ def conclude(
         greedy=tuple(greedy),
         sampled=tuple(sampled),
         seeded=seeded,
+        scope=scope,
         accepted=acceptance.accepted,
         acceptance_length=acceptance.acceptance_length,
     )
@@ -135,7 +146,6 @@ def verdict_of(found: Sequence[FaultKind], reasons: Sequence[str]) -> Verdict:
 def doubts(
     greedy: Sequence[TokenComparison],
     sampled: Sequence[DistributionComparison],
-    accepted: float | None,
     seeded: TokenComparison | None = None,
 ) -> Iterator[str]:
     """Why the comparisons that did not fail prove less than they should."""
@@ -157,8 +167,16 @@ def doubts(
             yield f"{drawn.case}: refused ({drawn.refused}); `--samples 0` verifies greedy decoding alone"
         elif not drawn.differs and drawn.samples < FEWEST:
             yield f"{drawn.case}: {drawn.samples} samples a side are too few, {FEWEST} are the least"
-    if accepted == 0:
+
+
+def side_doubts(acceptance: AcceptanceStatistics, is_plain: bool) -> Iterator[str]:
+    """Why the two sides may not be what they are said to be; arguments as of `conclude`."""
+    if acceptance.accepted == 0:
         yield "no drafted token was accepted: speculation had no chance to change anything"
+    elif acceptance.speculates is not True:
+        yield f"nothing shows that the side with speculation speculates; {METRICS}"
+    if not is_plain:
+        yield f"nothing shows that the side without speculation does not speculate; {METRICS}"
 
 
 class VerifyReport(Frozen):
@@ -271,9 +289,8 @@ def _distributions(found: Findings) -> Table:
 def _verdict(found: Findings) -> Iterator[str]:
     if found.acceptance_length is not None:
         yield f"acceptance length on the way: τ = {found.acceptance_length:.2f}"
-    elif found.accepted is None:
-        yield "the engine does not say how many drafted tokens it accepted"
     for reason in found.reasons:
         yield f"[yellow]?[/yellow] {escape(reason)}"
     kinds = ": " + ", ".join(found.faults) if found.faults else ""
-    yield f"[bold {COLOURS[found.verdict]}]{found.verdict}{kinds}[/]"
+    scope = "".join(f", {part}" for part in found.scope) if found.verdict == "lossless" else ""
+    yield f"[bold {COLOURS[found.verdict]}]{found.verdict}{scope}{kinds}[/]"

@@ -38,6 +38,14 @@ class Subject(Protocol):
         """How often drafted tokens were accepted until now; unknown where nobody counts."""
         ...
 
+    def speculates(self, probe: Question | None = None) -> bool | None:
+        """Whether it drafts, or ever has; None = it does not tell.
+
+        Args:
+            probe: asked of a server first, so that its counters move.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class SubjectPair:
@@ -51,6 +59,8 @@ class SubjectPair:
     """What it computes in; None = it is not known."""
     embedded: bool = False
     """It runs in this process."""
+    plain_is_ours: bool = True
+    """The plain side was started without a drafter by us; else its metrics must show that it has none."""
 
 
 class EngineSubject:
@@ -74,6 +84,9 @@ class EngineSubject:
 
     def acceptance(self) -> AcceptanceStatistics:
         return self.statistics
+
+    def speculates(self, probe: Question | None = None) -> bool | None:
+        return self.engine.block_size is not None
 
     def _reply(self, token_ids: list[int], logprobs: list[TokenLogprob]) -> Reply:
         scored = tuple(
@@ -100,6 +113,11 @@ class ServerSubject:
     def acceptance(self) -> AcceptanceStatistics:
         return self._reading().since(self.before)
 
+    def speculates(self, probe: Question | None = None) -> bool | None:
+        if probe is not None:
+            list(self.answers([probe]))
+        return self._reading().speculates
+
     def _reading(self) -> AcceptanceStatistics:
         try:
             return read_acceptance(self.endpoint.base, api_key=self.endpoint.api_key)
@@ -122,6 +140,7 @@ def two_servers(speculating: Endpoint, plain: Endpoint) -> SubjectPair:
             side: {"url": endpoint.base, "model": endpoint.served_model}
             for side, endpoint in ((WITH, speculating), (WITHOUT, plain))
         },
+        plain_is_ours=False,
     )
 
 

@@ -15,6 +15,7 @@ from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.journal import Journal
 from dflash_serve.errors import UserError
+from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.distributions import DistributionComparison, Look, p_value, repeats, smallest_deviation
 from dflash_serve.verify.questions import SEEDED, WITH, WITHOUT, Case, Question, VerifyPlan, prompt_index, questions
@@ -24,6 +25,8 @@ from dflash_serve.verify.tokens import TOP, AnswerPair, Piece, ScoredAnswer, Tok
 
 UNIT, ACCEPTANCE = "unit", "acceptance"
 """Names in the journal."""
+PROBE = SamplingParams(temperature=0, max_tokens=32)
+"""One answer long enough for a server that speculates to draft."""
 Progress = Callable[[str, int], None]
 """Told what is being asked for (`with speculation, greedy`) and how many answers have come."""
 
@@ -122,8 +125,10 @@ class Verification:
             UserError: a server cannot be reached or started, or is none.
         """
         with self.pair.plain() as plain:
+            self._refuse_drafts(plain, Question(self.prompts[0], PROBE))
             for case in (*self.plan.token_cases, *self.plan.sampled_cases):
                 self._ask(plain, WITHOUT, case)
+            is_plain = self._refuse_drafts(plain)
         with self.pair.speculating() as speculating:
             for case in self.plan.token_cases:
                 self._ask(speculating, WITH, case)
@@ -135,7 +140,22 @@ class Verification:
                 self._ask_again(plain, WITHOUT)
         greedy = [self._tokens(case) for case in self.plan.greedy_cases]
         seeded = self._tokens(SEEDED) if self.plan.same_seeds else None
-        return conclude(greedy, sampled, seeded, acceptance, self.record.unit)
+        return conclude(
+            greedy, sampled, seeded, acceptance, unit=self.record.unit, is_plain=is_plain, scope=self.plan.scope
+        )
+
+    def _refuse_drafts(self, plain: Subject, probe: Question | None = None) -> bool:
+        """Whether the plain side is known to be plain.
+
+        Raises:
+            UserError: it speculates, too: what both sides do wrong would not be seen.
+        """
+        speculates = plain.speculates(probe)
+        if speculates:
+            where = (self.pair.descriptions.get(WITHOUT) or {}).get("url") or "--without"
+            do = "give --without a server that was started without a drafter"
+            raise UserError("it speculates, too: its own metrics count drafted tokens", where=where, do=do)
+        return self.pair.plain_is_ours or speculates is False
 
     def _ask(self, subject: Subject, side: str, case: Case, count: int | None = None) -> None:
         """Puts the answers to the first `count` questions (None: to all) on record; a refusal ends the case."""

@@ -32,7 +32,7 @@ def build(
     verify: Annotated[
         bool,
         typer.Option(
-            "--verify", help="Compare every file of a finished build with its manifest; exit code 2 if one differs."
+            "--verify", help="Compare every file of a finished build with its manifest; exit code 1 if one differs."
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
@@ -60,7 +60,7 @@ def _verify(folder: Path, as_json: bool, console: Console) -> None:
         if not problems:
             console.print(f"{folder}: every file is what it was built as", markup=False)
     if problems:
-        raise typer.Exit(2)
+        raise typer.Exit(1)
 
 
 def _list_steps(recipe: Recipe, as_json: bool, console: Console) -> None:

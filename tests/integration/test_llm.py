@@ -47,6 +47,17 @@ def test_the_stream_adds_up_to_the_answer(llm: LLM) -> None:
     assert pieces[-1].finish_reason == output.finish_reason
 
 
+def test_an_answer_ends_where_nobody_says_how_long_it_may_be(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_serve.llm.MAX_TOKENS", 5)
+    unsaid = SamplingParams(temperature=0, ignore_eos=True)
+    assert len(llm.generate("the quick", unsaid)[0].token_ids) == 5
+    assert (
+        len(llm.generate("the quick", SamplingParams(temperature=0, ignore_eos=True, min_tokens=9))[0].token_ids) == 9
+    )
+    everything = llm.generate("the quick", SamplingParams(temperature=0, ignore_eos=True, max_tokens=None))[0]
+    assert len(everything.token_ids) > 100
+
+
 def test_a_listener_who_leaves_frees_the_slots(llm: LLM) -> None:
     stream = llm.stream(["fox"] * 6, GREEDY)
     next(stream)

@@ -60,6 +60,6 @@ def test_no_request_makes_a_5xx_or_leaves_the_documented_shapes(schema: Any, pat
     check()
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/health", "/ready", "/metrics"])
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/ready", "/live", "/metrics"])
 def test_what_takes_no_body_answers_as_documented(schema: Any, path: str) -> None:
     schema[path]["GET"].Case().call_and_validate(checks=CHECKS)

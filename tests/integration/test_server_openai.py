@@ -227,6 +227,72 @@ def test_response_format_json_object_and_regex_are_obeyed(client: OpenAI) -> Non
     assert re.fullmatch(form["pattern"], streamed(chunks)[0])
 
 
+@pytest.mark.parametrize("extra", [{"regex": "(fox|dog)-[0-9]{4}"}, {"structured_outputs": {"regex": "fox-[0-9]"}}])
+def test_a_regex_may_come_as_sglangs_and_vllms_clients_send_it(client: OpenAI, extra: Any) -> None:
+    text = complete(client, extra_body=extra, max_tokens=50).choices[0].text
+    assert re.fullmatch(r"(fox|dog)-[0-9]+", text)
+
+
+def test_structured_outputs_take_json_and_choices(client: OpenAI) -> None:
+    text = chat(client, extra_body={"structured_outputs": {"json": SCHEMA}}, max_tokens=100).choices[0].message.content
+    assert set(json.loads(text)) == {"n"}
+    choices = ["yes", 'no "way"']
+    assert complete(client, extra_body={"structured_outputs": {"choice": choices}}).choices[0].text in choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_min_tokens_puts_off_every_kind_of_stop(client: OpenAI, stream: bool) -> None:
+    """End of sequence and a stop token are forced as soon as they may come; the stop string is everywhere."""
+
+    def said(**fields: Any) -> tuple[int, str]:
+        answer = complete(client, stream=True, stream_options={"include_usage": True}, **fields) if stream else None
+        if answer is None:
+            whole = complete(client, **fields)
+            return whole.usage.completion_tokens, whole.choices[0].finish_reason
+        *events, last = answer
+        return last.usage.completion_tokens, events[-1].choices[0].finish_reason
+
+    assert said(logit_bias={"2": 100}, extra_body={"min_tokens": 7}) == (8, "stop")
+    assert said(logit_bias={"50": 100}, extra_body={"min_tokens": 7, "stop_token_ids": [50, 99999]}) == (8, "stop")
+    always = complete(client, logit_bias={"60": 100}).choices[0].text[0]
+    assert said(logit_bias={"60": 100}, stop=always, extra_body={"min_tokens": 7}) == (8, "stop")
+    assert said(logit_bias={"2": 100}, max_tokens=5, extra_body={"min_tokens": 5}) == (5, "length")
+
+
+def test_min_tokens_changes_nothing_else(client: OpenAI, served: Running) -> None:
+    longer = {"extra_body": {"min_tokens": 12}}
+    assert complete(client, **longer, max_tokens=12).choices[0].text
+    with (
+        running(served.engine.plain()) as plain,
+        OpenAI(base_url=f"{plain.url}/v1", api_key="any", max_retries=0) as other,
+    ):
+        for seed in range(3):
+            given = {**longer, "seed": seed, "temperature": 1.3, "logit_bias": {"2": 5}, "max_tokens": 24}
+            assert complete(client, **given).choices[0].text == complete(other, **given).choices[0].text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_puts_the_prompt_before_every_answer(client: OpenAI, stream: bool) -> None:
+    asked: Any = {"prompt": ["the quick", "lazy dog"], "n": 2, "stream": stream, "temperature": 1.0, "seed": 4}
+    both = [complete(client, extra_body={"ignore_eos": True, "echo": echo}, **asked) for echo in (True, False)]
+    echoed, plain = (streamed(b) if stream else {c.index: c.text for c in b.choices} for b in both)
+    assert echoed == {index: ("the quick" if index < 2 else "lazy dog") + text for index, text in plain.items()}
+    ids = complete(client, prompt=[10, 11], extra_body={"ignore_eos": True, "echo": True}).choices[0].text
+    assert ids.endswith(complete(client, prompt=[10, 11]).choices[0].text)
+    assert len(ids) > len(complete(client, prompt=[10, 11]).choices[0].text)
+    with pytest.raises(openai.BadRequestError, match="not with logprobs"):
+        complete(client, logprobs=1, extra_body={"echo": True})
+    with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
+        complete(client, prompt=[-5], extra_body={"echo": True})
+
+
+def test_the_chat_template_is_told_what_a_client_asks_of_it(client: OpenAI) -> None:
+    plain = chat(client).usage.prompt_tokens
+    assert chat(client, extra_body={"chat_template_kwargs": {"enable_thinking": False}}).usage.prompt_tokens > plain
+    assert chat(client, extra_body={"chat_template_kwargs": {"enable_thinking": True}}).usage.prompt_tokens == plain
+    assert chat(client, reasoning_effort="high").usage.prompt_tokens > plain
+
+
 def client_tokens(text: str) -> list[int]:
     """Byte tokens of the tiny tokenizer: specials first, then printable bytes in order."""
     return [4 + ord(char) - ord("!") for char in text]
@@ -258,6 +324,7 @@ def test_a_prefix_that_was_seen_before_is_reused_and_reported(client: OpenAI) ->
 
 
 NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+RECURSIVE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
 
 
 def test_n_answers_compute_their_prompt_once(client: OpenAI, served: Running) -> None:
@@ -295,9 +362,17 @@ def test_n_answers_compute_their_prompt_once(client: OpenAI, served: Running) ->
         ({"stop": ["x" * 257]}, "", "invalid_value"),
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template", "unknown_parameter"),
         ({"extra_body": {"logits_processors": ["os.system"]}}, "logits_processors", "unknown_parameter"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unknown_parameter"),
         ({"response_format": NO_SCHEMA}, "response_format", None),
+        ({"response_format": RECURSIVE}, "response_format", "invalid_value"),
         ({"extra_body": {"response_format": {"type": "regex", "pattern": "("}}}, "response_format", None),
+        ({"extra_body": {"regex": "("}}, "regex", None),
+        ({"extra_body": {"regex": "a", "structured_outputs": {"choice": ["a"]}}}, "", "invalid_value"),
+        ({"extra_body": {"regex": "a", "min_tokens": 1}}, "", "invalid_value"),
+        ({"extra_body": {"structured_outputs": {"grammar": "start: x"}}}, "structured_outputs.grammar", None),
+        ({"extra_body": {"min_tokens": 13}}, "", "invalid_value"),
+        ({"extra_body": {"chat_template_kwargs": {"no_such_thing": 1}}}, "chat_template_kwargs", "invalid_value"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs", "invalid_value"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs", "invalid_value"),
     ],
 )  # fmt: skip
 def test_a_bad_field_is_a_400_that_names_it(

@@ -106,6 +106,19 @@ def _gauge(url: str, name: str) -> float | None:
     return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"dflash:{name}{{")), None)
 
 
+def test_the_log_says_when_the_server_can_answer_and_not_before(
+    tiny_folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with process(tiny_folders, tmp_path) as (child, url):
+        answered = httpx.post(f"{url}/v1/completions", json=LONG | {"max_tokens": 1, "stream": False}, timeout=60)
+        assert answered.status_code == 200
+        child.terminate()
+        child.wait(20)
+    said = capfd.readouterr().err
+    assert said.index(f"loading {MODEL}") < said.index(f"ready: {MODEL} answers on {url}")
+    assert "serving" not in said
+
+
 def test_the_drains_deadline_ends_what_is_left_with_an_error(tiny_folders: Folders) -> None:
     engine = tiny_engine(tiny_folders)
     real = engine.scheduler.step

@@ -127,8 +127,8 @@ def test_while_loading_it_lives_but_is_not_ready(tiny_folders: Folders) -> None:
         return engine
 
     with running(engine, start=slow) as server:
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        assert httpx.get(f"{server.url}/ready").status_code == 503
+        assert httpx.get(f"{server.url}/live").status_code == 200
+        assert [httpx.get(server.url + path).status_code for path in ("/health", "/ready")] == [503, 503]
         refused = post(server.url)
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "5"
@@ -303,7 +303,7 @@ def test_every_route_but_the_probes_wants_a_key(locked: Running) -> None:
     for path, method in paths.items():
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first-key"}):
             response = httpx.request(method, locked.url + path, headers=headers)
-            if path in ("/health", "/ready"):
+            if path in ("/health", "/ready", "/live", "/metrics"):
                 assert response.status_code == 200
             else:
                 assert (path, response.status_code) == (path, 401)
@@ -314,7 +314,6 @@ def test_every_route_but_the_probes_wants_a_key(locked: Running) -> None:
 def test_any_key_of_the_file_opens_it(locked: Running, key: str) -> None:
     headers = {"Authorization": f"Bearer {key}"}
     assert post(locked.url, headers=headers).status_code == 200
-    assert httpx.get(f"{locked.url}/metrics", headers=headers).status_code == 200
 
 
 def test_holders_of_different_keys_do_not_share_prefixes(locked: Running) -> None:
@@ -336,7 +335,8 @@ def test_a_body_that_is_too_large_is_413_declared_or_not(served: Running) -> Non
         yield from (b" " * 100_000 for _ in range(60))
 
     try:
-        response = httpx.post(f"{served.url}/v1/completions", content=pieces())
+        headers = {"Content-Type": "application/json"}
+        response = httpx.post(f"{served.url}/v1/completions", content=pieces(), headers=headers)
         assert response.status_code == 413
     except httpx.TransportError:  # it may hang up before all is sent
         pass
@@ -359,7 +359,8 @@ def test_a_body_that_does_not_come_is_408(locked: Running) -> None:
     place = urlparse(locked.url)
     with socket.create_connection((place.hostname, place.port or 80), timeout=10) as connection:
         head = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\nContent-Length: 9\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n"
         )
         connection.sendall(head)
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
@@ -396,6 +397,17 @@ def test_what_is_no_request_is_a_4xx_in_openais_shape(served: Running, content: 
     response = httpx.post(f"{served.url}/v1/completions", content=content, headers=headers)
     assert 400 <= response.status_code < 500
     assert error(response)["message"]
+
+
+def test_a_plain_curl_is_told_which_content_type_to_send(served: Running) -> None:
+    """`curl -d` sends a form unless it is told otherwise; vLLM and SGLang want JSON, too."""
+    given = json.dumps(SHORT)
+    for headers in ({"Content-Type": "application/x-www-form-urlencoded"}, {}):
+        response = httpx.post(f"{served.url}/v1/completions", content=given, headers=headers)
+        assert response.status_code == 415
+        assert "send it as `Content-Type: application/json`" in error(response)["message"]
+    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert httpx.post(f"{served.url}/v1/completions", content=given, headers=headers).status_code == 200
 
 
 def test_unknown_routes_and_methods_have_errors_in_openais_shape(served: Running) -> None:

@@ -15,6 +15,7 @@ from dflash_serve.training.answers import make_data
 from dflash_serve.training.recipe import Recipe
 from dflash_serve.training.run import new_trainer, run
 from dflash_serve.training.trainer import Tick, Trainer
+from dflash_serve.training.validation import Scores
 from tests.support.tiny_target import write_tiny_target
 
 STEPS = 12
@@ -103,7 +104,36 @@ def test_a_run_leaves_a_drafter_a_log_and_its_provenance(target: str, prompts: P
     assert all(t.dtype == torch.bfloat16 for t in load_file(folder / "model.safetensors").values())
     provenance = json.loads((folder / "provenance.json").read_text())
     assert provenance["steps"] == 60
+    assert 0 < provenance["best_step"] <= 60
     assert str(tmp_path) not in json.dumps(provenance)
+
+
+def test_the_best_held_out_step_is_written_and_not_the_last(
+    target: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the run was stopped and resumed in between: what was best before is not forgotten."""
+    settings, seen = recipe(target, prompts, validate_every=4), dict[int, dict[str, torch.Tensor]]()
+    taus = iter([1.5, 2.5, 2.0, 2.0])  # after steps 4, 8, 12, and before it is written
+
+    def scripted(self: Trainer) -> Scores:
+        seen[len(seen)] = {name: weight.to(torch.bfloat16) for name, weight in weights(self).items()}
+        return Scores(loss=1.0, slot_accuracy=(0.5,), simulated_tau=1.0, replayed_tau=next(taus), survival=(0.5,))
+
+    monkeypatch.setattr(Trainer, "validate", scripted)
+    first = trainer(settings, tmp_path / "out")
+
+    def stop(tick: Tick) -> None:
+        first.stopping = tick.step == 10
+
+    first.run(stop)
+    tokenizer = load_tokenizer(target)
+    run(settings, load_target(target, dtype=torch.bfloat16), tokenizer, tmp_path / "out", resume=True)
+    written = load_file(tmp_path / "out/drafter/model.safetensors")
+    assert all(torch.equal(written[name], seen[1][name]) for name in written)
+    assert not all(torch.equal(written[name], seen[2][name]) for name in written)
+    provenance = json.loads((tmp_path / "out/drafter/provenance.json").read_text())
+    assert (provenance["steps"], provenance["best_step"]) == (STEPS, 8)
+    assert provenance["validation"]["replayed_tau"] == 2.5
 
 
 def test_an_unfinished_run_is_not_overwritten(target: str, prompts: Path, tmp_path: Path) -> None:

@@ -218,6 +218,37 @@ def test_a_broken_server_is_not_lossless_and_the_position_is_shown(
     assert f"position {faults[0].position}" in capsys.readouterr().out
 
 
+def test_two_servers_that_speculate_are_never_called_lossless(
+    folders: Folders,
+    likely: Likely,
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with running(guessing_engine(folders, likely)) as one, running(guessing_engine(folders, likely)) as other:
+        given = ["--with", one.url, "--without", other.url, "--prompts", file, "--raw", "--samples", 0]
+        assert call(monkeypatch, *given, "--output", tmp_path / "r.json") == 2
+    assert f"{other.url}: it speculates, too" in capsys.readouterr().err
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_servers_that_tell_nothing_of_their_speculation_could_not_be_told(
+    plain_engine: EmbeddedEngine,
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("dflash_torch.server.metrics.ServerMetrics.render", lambda self: b"")
+    with running(plain_engine) as one, running(plain_engine.plain()) as other:
+        given = ["--with", one.url, "--without", other.url, "--prompts", file, "--raw", "--samples", 0]
+        assert call(monkeypatch, *given, "--max-tokens", 8, "--output", tmp_path / "r.json") == 3
+    said = capsys.readouterr().out
+    assert "nothing shows that the side with speculation speculates" in said
+    assert "nothing shows that the side without speculation does not speculate" in said
+
+
 def test_a_server_is_started_twice_and_stopped_again(folders: Folders, tmp_path: Path) -> None:
     target, drafter = map(str, folders)
     fields: dict[str, Any] = {"target": {"model": target}, "drafter": {"model": drafter}, "speculation": {"width": 4}}
@@ -304,7 +335,7 @@ def test_speculation_that_accepts_nothing_could_not_be_told(
     one = tmp_path / "one.jsonl"
     one.write_text('{"prompt": "the"}\n')
     given = ["--target", folders[0], "--drafter", folders[1], "--width", 2, "--prompts", one, "--max-tokens", 2]
-    assert call(monkeypatch, *given, "--samples", 0, "--no-same-seeds", "--output", tmp_path / "r.json") == 2
+    assert call(monkeypatch, *given, "--samples", 0, "--no-same-seeds", "--output", tmp_path / "r.json") == 3
     assert "no drafted token was accepted" in capsys.readouterr().out
 
 
@@ -315,6 +346,7 @@ def test_speculation_that_accepts_nothing_could_not_be_told(
         (["--with", "http://a", "--without", "http://a/v1"], "both are the same server"),
         (["--with", "http://a", "--without", "http://b", "--width", "8"], "running servers have their own"),
         (["--width", "off"], "does not speculate"),
+        (["--samples", "63"], "63 samples a side show nothing; give 64 or more"),
         (["--dtype", "float16", "--with", "http://127.0.0.1:9", "--without", "http://b", "--model", "m"], "float32"),
     ],
 )

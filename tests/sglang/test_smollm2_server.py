@@ -133,6 +133,9 @@ class Nobody:
     def acceptance(self) -> AcceptanceStatistics:
         return AcceptanceStatistics.unknown()
 
+    def speculates(self, probe: Question | None = None) -> bool:
+        return False
+
 
 @pytest.fixture(scope="module")
 def verified(servers: Mapping[str, Berth]) -> tuple[Journal, Findings]:

@@ -14,7 +14,11 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<mask>"]
 EOS = SPECIALS.index("<|im_end|>")
 CORPUS = ["the quick brown fox jumps over the lazy dog", '{"name": "value", "list": [1, 2, 3], "true": false}'] * 4
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}<tool_call>{% for tool in tools %}{{ tool.function.name }} {% endfor %}\n{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}quick {% endif %}"
+    "{% if reasoning_effort %}{{ reasoning_effort }} {% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

@@ -10,16 +10,20 @@ once over the finished texts for the features of every layer that a fault asks f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import cycle
+from random import Random
 
 import torch
 from torch import Tensor
 
 from dflash_serve.backend import Prompt
 from dflash_serve.checkpoint.config import uniform_target_layer_ids
-from dflash_serve.doctor.evidence import Prediction
+from dflash_serve.doctor.evidence import Prediction, Steps
+from dflash_serve.doctor.statistics import distance
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.target import TargetModel
@@ -48,15 +52,22 @@ class EmbeddedReference:
         drafter: the core's own, unfused: what is predicted does not come from the code that serves.
         prompts: text, token ids or messages for the target's own template.
         params: greedy, with `max_tokens`.
-        width: slots verified a step.
+        width: slots verified a step, at most.
+        steps: by prompt, the steps' widths where they change; None = every step is `width` wide.
     """
 
     def __init__(
-        self, engine: EmbeddedEngine, drafter: Drafter, prompts: Sequence[Prompt], params: SamplingParams, width: int
+        self,
+        engine: EmbeddedEngine,
+        drafter: Drafter,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        width: int,
+        steps: Sequence[Steps] | None = None,
     ) -> None:
         assert engine.block_size is not None
         target = engine.scheduler.target
-        self.engine, self.params, self.asked, self.width = engine, params, prompts, width
+        self.engine, self.params, self.asked, self.width, self.steps = engine, params, prompts, width, steps
         self.speculator = Speculator(drafter, target, block_size=engine.block_size, max_batch_size=1, capacity=1)
         self.prompts = [engine.tokenize(prompt) for prompt in prompts]
 
@@ -74,8 +85,21 @@ class EmbeddedReference:
         """What the loop would count under the fault of that name; None = under none."""
         found = None if fault is None else self._by_name[fault]
         if isinstance(found, PromptFault):
-            return _prediction(self._run(found.prompts))
+            outputs = self._run(found.prompts)
+            predicted = _prediction(outputs)
+            if self.steps is None:
+                return predicted
+            replay = self._replay_of(outputs, set(self.speculator.target_layer_ids))
+            return replace(predicted, counts=tuple(replay.run()))
         return replace(self.loop(), counts=tuple(self._replay.run(found)))
+
+    def order_errors(self) -> tuple[float, ...] | None:
+        """By prompt, the root mean square distance between the sound counts in one order of the widths and others."""
+        if self.steps is None:
+            return None
+        evenly, *others = ([*self._replay.run(order=order)] for order in ORDERS)
+        squares = [[distance(*pair) for pair in zip(evenly, other, strict=True)] for other in others]
+        return tuple(math.sqrt(sum(each) / len(each)) for each in zip(*squares, strict=True))
 
     def loop(self) -> Prediction:
         """The real loop, as it is: what replays are measured by."""
@@ -95,18 +119,20 @@ class EmbeddedReference:
         depth, ids = self.speculator.target.config.num_layers, self.speculator.target_layer_ids
         layers = {layer + by for layer in ids for by in (-1, 0, 1) if 0 <= layer + by < depth}
         formula = uniform_target_layer_ids(depth, len(ids)) if depth >= 4 else ()
-        return Replay(self.speculator, self._recordings({*layers, *formula}), self.width)
+        return self._replay_of(self._outputs, {*layers, *formula})
 
-    def _recordings(self, layer_ids: set[int]) -> list[Recording]:
-        """The answers of the real loop, with the outputs of some 0-based target layers."""
+    def _replay_of(self, outputs: Sequence[RequestOutput], layer_ids: set[int]) -> Replay:
+        """Of answers of the real loop, with the outputs of some 0-based target layers."""
         assert self.params.max_tokens is not None
-        limits = [len(output.prompt_token_ids) + self.params.max_tokens for output in self._outputs]
-        texts = self._continued([output.prompt_token_ids + output.token_ids for output in self._outputs], limits)
+        prompts = [output.prompt_token_ids for output in outputs]
+        limits = [len(prompt) + self.params.max_tokens for prompt in prompts]
+        texts = self._continued([output.prompt_token_ids + output.token_ids for output in outputs], limits)
         target, layers = self.engine.scheduler.target, sorted(layer_ids)
-        return [
+        recordings = [
             Recording(tuple(text), len(prompt), limit, dict(zip(layers, features(target, text, layers), strict=True)))
-            for text, prompt, limit in zip(texts, self.prompts, limits, strict=True)
+            for text, prompt, limit in zip(texts, prompts, limits, strict=True)
         ]
+        return Replay(self.speculator, recordings, self.width, self.steps)
 
     def _continued(self, texts: list[list[int]], limits: Sequence[int]) -> list[list[int]]:
         """Answers that ended early, with what the target would say next: a last block may reach there."""
@@ -152,16 +178,37 @@ def features(target: TargetModel, token_ids: Sequence[int], layer_ids: Sequence[
     return torch.cat(portions).view(len(token_ids), len(layer_ids), -1).transpose(0, 1)
 
 
+ORDERS = ("evenly", "wide first", "narrow first", "shuffled")
+
+
+def in_order(steps: Steps, order: str, *, otherwise: int) -> Iterator[int]:
+    """The widths of one prompt's steps, one by one and over again; `otherwise` where there are none."""
+    places = [((n + 0.5) / count, width) for width, count in steps.items() for n in range(round(count))]
+    if order == "shuffled":
+        Random(0).shuffle(places)  # noqa: S311 - no secret
+    else:
+        sign = {"evenly": 0, "wide first": -1, "narrow first": 1}[order]
+        places.sort(key=lambda place: (sign * place[1], place))
+    return cycle([width for _, width in places] or [otherwise])
+
+
 class Replay:
     """The decoding loop without the target: a sound or faulty speculator's drafts, judged by recorded answers.
 
     Args:
         speculator: a sound one; its drafter, target and block size are used, its K/V cache is not.
         recordings: as many as are to run in one batch.
-        width: slots verified a step.
+        width: slots verified a step, at most.
+        steps: by recording, the steps' widths where they change.
     """
 
-    def __init__(self, speculator: Speculator, recordings: Sequence[Recording], width: int) -> None:
+    def __init__(
+        self,
+        speculator: Speculator,
+        recordings: Sequence[Recording],
+        width: int,
+        steps: Sequence[Steps] | None = None,
+    ) -> None:
         capacity = max(len(recording.token_ids) for recording in recordings)
         self.speculator = Speculator(
             speculator.drafter,
@@ -171,17 +218,19 @@ class Replay:
             capacity=capacity,
         )
         self.recordings, self.width = recordings, width
+        self.steps = steps or [{}] * len(recordings)
         self.ends = set(speculator.target.config.eos_token_ids)
 
     @torch.inference_mode()
-    def run(self, fault: DrafterFault | None = None) -> list[AcceptanceStatistics]:
-        """The statistics of each recording, as the real loop would count them."""
+    def run(self, fault: DrafterFault | None = None, *, order: str = "evenly") -> list[AcceptanceStatistics]:
+        """The statistics of each recording, as the real loop would count them; `order` is of changing widths."""
         speculator = self.speculator if fault is None else fault.change(self.speculator)
         layer_ids = speculator.target_layer_ids
         everything = [self._start(n, recording, layer_ids) for n, recording in enumerate(self.recordings)]
-        running = list(everything)
+        running = [one for one in everything if one.remaining > 0 and one.token_ids[-1] not in self.ends]
+        chosen = [in_order(steps, order, otherwise=self.width) for steps in self.steps]
         while running:
-            widths = {request.id: min(self.width, request.remaining) for request in running}
+            widths = {one.id: min(self.width, next(chosen[one.id]), one.remaining) for one in running}
             wide = [request for request in running if widths[request.id] > 1]
             drafts = speculator.draft(wide, [widths[request.id] for request in wide]) if wide else []
             drafted = {request.id: draft for request, draft in zip(wide, drafts, strict=True)}

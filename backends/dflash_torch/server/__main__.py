@@ -80,7 +80,7 @@ def serve(deployment: Deployment, settings: ServerSettings, keys: Sequence[str],
     worker = EngineWorker(lambda: _start(deployment), metrics, max_queued=deployment.limits.max_queued_requests)
     metrics.watch(worker.snapshot)
     server = server_of(RequestHandler(settings, worker, metrics, model), keys)
-    log.info("serving %s on http://%s:%d", model, *listener.getsockname()[:2])
+    log.info("loading %s; requests are answered with 503 until a line says that it is ready", model)
     server.run(sockets=[listener])
     return _exit_code(server, worker)
 

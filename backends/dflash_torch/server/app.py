@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from types import FrameType
@@ -24,17 +24,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_serve.errors import UserError
 
+from .api_errors import ApiError, ErrorBody
 from .handler import RequestHandler
-from .responses import ApiError, ErrorBody
 from .routes import add_generation_routes, add_status_routes
 from .settings import ServerSettings
 
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.05
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""What a probe without a key may ask."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/live", "/metrics"})
+"""What probes and Prometheus ask, who have no key; as with vLLM and SGLang."""
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 431, "4XX", 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 415, 429, 431, "4XX", 500, 503)
 }
 """What any route may answer, for the OpenAPI document; 4XX keeps FastAPI from adding a 422 of its own."""
 
@@ -56,14 +56,13 @@ class ApiKeys:
 
 
 class AdmissionMiddleware:
-    """Refuses a request before a route sees it: for the size of its headers, its key, the size or pace of its body.
+    """Refuses a request before a route sees it: for its headers, its key, the type, size or pace of its body.
 
     Pure ASGI, so that a route's `receive` still sees the client go.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, keys: ApiKeys) -> None:
         self.app, self.settings, self.keys = app, settings, keys
-        self.open_paths = OPEN_PATHS | {"/metrics"} if settings.open_metrics else OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,12 +77,16 @@ class AdmissionMiddleware:
 
     def _check_head(self, scope: Scope) -> None:
         headers = scope["headers"]
+        named = {name: value.decode("latin-1") for name, value in reversed(headers)}
         if sum(len(name) + len(value) for name, value in headers) > self.settings.max_header_bytes:
             raise ApiError(431, f"the headers are larger than {self.settings.max_header_bytes} bytes")
-        authorization = next((value.decode("latin-1") for name, value in headers if name == b"authorization"), "")
-        owner = self.keys.owner(authorization)
-        if owner is None and scope["path"] not in self.open_paths:
+        owner = self.keys.owner(named.get(b"authorization", ""))
+        if owner is None and scope["path"] not in OPEN_PATHS:
             raise ApiError(401, "send a valid key as `Authorization: Bearer <key>`", code="invalid_api_key")
+        media_type = named.get(b"content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and media_type != "application/json":
+            what = f"the body's type is {media_type!r}; send it as `Content-Type: application/json`"
+            raise ApiError(415, what, code="unsupported_media_type")
         scope.setdefault("state", {})["owner"] = owner or ""
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
@@ -151,7 +154,11 @@ class DrainingServer(uvicorn.Server):
     async def main_loop(self) -> None:
         """Runs until a signal and the end of the drain, or until the engine cannot be started."""
         clock, worker, ticks = asyncio.get_running_loop(), self.handler.worker, 0
+        announced = False
         while not self.handler.draining and worker.state != "broken":
+            if worker.state == "ready" and not announced:
+                announced = True
+                log.info("ready: %s answers on %s", self.handler.model, ", ".join(self._addresses()))
             await self.on_tick(ticks)
             ticks += 1
             await asyncio.sleep(TICK_SECONDS)
@@ -166,6 +173,12 @@ class DrainingServer(uvicorn.Server):
             log.warning("the drain's %g seconds are over", self.handler.settings.drain_seconds)
             self.exit_code = 1
             await asyncio.to_thread(worker.stop)  # which tells whoever still waits
+
+    def _addresses(self) -> Iterator[str]:
+        for listener in self.servers:
+            for each in listener.sockets:
+                host, port = each.getsockname()[:2]
+                yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def server_of(handler: RequestHandler, keys: Sequence[str]) -> DrainingServer:

@@ -19,8 +19,8 @@ from ..engine import EmbeddedEngine
 from ..grammar import Grammar
 from ..request import Request
 from ..sampler import StepResult
+from .api_errors import ApiError
 from .metrics import EngineSnapshot, ServerMetrics
-from .responses import ApiError
 
 log = logging.getLogger(__name__)
 
@@ -201,4 +201,7 @@ def _advance(answer: Answer, result: StepResult) -> Chunk | ApiError:
     except Exception:
         log.exception("an answer could not be turned into text")
         request.failure = "the answer could not be turned into text"
-    return chunk if request.failure is None else ApiError(500, request.failure)
+    if request.failure is None:
+        return chunk
+    ungrammatical = request.grammar is not None and request.grammar.failure is not None
+    return ApiError(400 if ungrammatical else 500, request.failure)

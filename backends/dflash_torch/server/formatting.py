@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from time import time
 
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +16,9 @@ from dflash_serve.outputs import Chunk, TokenLogprob
 from ..grammar import Grammars
 from ..request import Request
 from . import responses as r
-from .protocol import AcceptanceMetrics, Generation
+from .chat_protocol import ChatRequest
+from .protocol import AcceptanceMetrics, CompletionRequest, Generation
+from .tools import CallReader, finish_of, read_calls
 
 LOWEST = -9999.0
 """What JSON gets for minus infinity, as from vLLM."""
@@ -87,9 +91,12 @@ class Formatter(ABC):
         self._sent: dict[int, int] = {}
         """Characters of each answer's tokens that events have shown; an answer that has not begun is missing."""
 
+    def _says_nothing(self, chunk: Chunk, text: str) -> bool:
+        return not (text or chunk.logprobs or chunk.finish_reason or self.body.return_token_ids)
+
     @abstractmethod
-    def event(self, chunk: Chunk) -> r.Envelope:
-        """The event of one chunk."""
+    def event(self, chunk: Chunk) -> r.Envelope | None:
+        """The event of one chunk; None where it says nothing: a step may bring half a character only."""
 
     @abstractmethod
     def totals(self, finished: Mapping[int, Request]) -> r.Envelope:
@@ -135,12 +142,31 @@ class ChatFormatter(Formatter):
 
     id_prefix = "chatcmpl"
 
-    def event(self, chunk: Chunk) -> r.ChatCompletionChunk:
+    def __init__(
+        self, body: ChatRequest, names: TokenNames | None, *, acceptance: AcceptanceMetrics, block_size: int | None
+    ) -> None:
+        super().__init__(body, names, acceptance=acceptance, block_size=block_size)
+        self._calling = bool(body.offered)
+        self._readers = defaultdict[int, CallReader](CallReader)
+        """Of each answer that may call tools."""
+
+    def event(self, chunk: Chunk) -> r.ChatCompletionChunk | None:
+        text, calls, reason = chunk.text, list[r.CallDelta](), chunk.finish_reason
+        if self._calling:
+            reader = self._readers[chunk.index]
+            text, calls = reader.feed(text, last=reason is not None)
+        if not calls and self._says_nothing(chunk, text):
+            return None
+        delta = r.Delta(
+            role=None if chunk.index in self._sent else "assistant",
+            content=text if text or not calls else None,
+            tool_calls=calls or None,
+        )
         choice = r.ChatChunkChoice(
             index=chunk.index,
-            delta=r.Delta(role=None if chunk.index in self._sent else "assistant", content=chunk.text),
+            delta=delta,
             logprobs=self.names and self.names.chat(chunk.logprobs),
-            finish_reason=chunk.finish_reason,
+            finish_reason=finish_of(reason, self._readers[chunk.index].calls if self._calling else 0),
             token_ids=self._token_ids(chunk),
         )
         self._sent[chunk.index] = self._sent.get(chunk.index, 0) + len(chunk.text)
@@ -157,33 +183,53 @@ class ChatFormatter(Formatter):
         )
 
     def whole(self, answers: list[Chunk], finished: Mapping[int, Request]) -> r.ChatCompletion:
-        choices = [
-            r.ChatChoice(
-                index=answer.index,
-                message=r.AssistantMessage(content=answer.text),
-                logprobs=self.names and self.names.chat(answer.logprobs),
-                finish_reason=answer.finish_reason or "stop",
-                token_ids=self._token_ids(answer),
-            )
-            for answer in answers
-        ]
         return r.ChatCompletion(
             id=self.id,
             created=self.created,
             model=self.body.model,
-            choices=choices,
+            choices=[self._choice(answer) for answer in answers],
             usage=self._usage(finished),
             metrics=self._metrics(finished),
         )
 
+    def _choice(self, answer: Chunk) -> r.ChatChoice:
+        text, calls = read_calls(answer.text) if self._calling else (answer.text, [])
+        return r.ChatChoice(
+            index=answer.index,
+            message=r.AssistantMessage(content=text if text or not calls else None, tool_calls=calls or None),
+            logprobs=self.names and self.names.chat(answer.logprobs),
+            finish_reason=finish_of(answer.finish_reason, len(calls)) or "stop",
+            token_ids=self._token_ids(answer),
+        )
+
 
 class CompletionFormatter(Formatter):
-    """Formats plain completions."""
+    """Formats plain completions.
+
+    Args:
+        echoes: the text that goes before the answers to each prompt; none where it is not asked for.
+    """
 
     id_prefix = "cmpl"
 
-    def event(self, chunk: Chunk) -> r.Completion:
-        offset = self._sent.get(chunk.index, 0)
+    def __init__(
+        self,
+        body: CompletionRequest,
+        names: TokenNames | None,
+        echoes: Sequence[str] = (),
+        *,
+        acceptance: AcceptanceMetrics,
+        block_size: int | None,
+    ) -> None:
+        super().__init__(body, names, acceptance=acceptance, block_size=block_size)
+        self._echoes = echoes
+
+    def event(self, chunk: Chunk) -> r.Completion | None:
+        offset, first = self._sent.get(chunk.index, 0), chunk.index not in self._sent
+        chunk = self._echoed(chunk) if first else chunk
+        self._sent[chunk.index] = offset
+        if self._says_nothing(chunk, chunk.text):
+            return None
         choice = self._choice(chunk, offset)
         if choice.logprobs is not None:
             self._sent[chunk.index] = offset + sum(map(len, choice.logprobs.tokens))
@@ -197,10 +243,13 @@ class CompletionFormatter(Formatter):
             id=self.id,
             created=self.created,
             model=self.body.model,
-            choices=[self._choice(answer, 0) for answer in answers],
+            choices=[self._choice(self._echoed(answer), 0) for answer in answers],
             usage=self._usage(finished),
             metrics=self._metrics(finished),
         )
+
+    def _echoed(self, chunk: Chunk) -> Chunk:
+        return replace(chunk, text=self._echoes[chunk.index // self.body.n] + chunk.text) if self._echoes else chunk
 
     def _choice(self, chunk: Chunk, offset: int) -> r.CompletionChoice:
         return r.CompletionChoice(

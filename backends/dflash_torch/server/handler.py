@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
-from dflash_serve.backend import Prompt
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 
 from ..engine import EmbeddedEngine
 from ..grammar import Grammar, Grammars
+from .api_errors import ApiError
 from .batch import EngineRequest, ResponseStream
+from .chat_protocol import ChatRequest
+from .chat_template import encode_chat
 from .formatting import ChatFormatter, CompletionFormatter, TokenNames
 from .metrics import ServerMetrics
-from .protocol import AcceptanceMetrics, ChatRequest, CompletionRequest, Generation, JsonObject, JsonSchema, Regex
-from .responses import ApiError
+from .protocol import AcceptanceMetrics, CompletionRequest, Generation, JsonSchema, Regex
 from .settings import ServerSettings
+from .tools import call_grammar
 from .worker import EngineWorker
 
 if TYPE_CHECKING:
@@ -58,8 +61,7 @@ class RequestHandler:
         params = body.sampling_params()
         names = await self._token_names(engine, params)
         formatter = ChatFormatter(body, names, acceptance=self._acceptance(body), block_size=engine.block_size)
-        prompts = [[message.plain() for message in body.messages]]
-        return await self._queue(engine, body, params, prompts, owner), formatter
+        return await self._queue(engine, body, params, [body], owner), formatter
 
     async def completion(self, body: CompletionRequest, owner: str) -> tuple[ResponseStream, CompletionFormatter]:
         """Queues one prompt or several.
@@ -76,8 +78,10 @@ class RequestHandler:
             raise ApiError(400, what, param="prompt")
         params = body.sampling_params()
         names = await self._token_names(engine, params)
-        formatter = CompletionFormatter(body, names, acceptance=self._acceptance(body), block_size=engine.block_size)
-        return await self._queue(engine, body, params, body.prompts, owner), formatter
+        stream = await self._queue(engine, body, params, body.prompts, owner)
+        echoes = [_text(engine, prompt) for prompt in body.prompts] if body.echo else []
+        acceptance, block_size = self._acceptance(body), engine.block_size
+        return stream, CompletionFormatter(body, names, echoes, acceptance=acceptance, block_size=block_size)
 
     def _ready_engine(self, body: Generation) -> EmbeddedEngine:
         """The engine, after what can be checked before any work is spent on the request."""
@@ -91,7 +95,12 @@ class RequestHandler:
         return self.worker.engine
 
     async def _queue(
-        self, engine: EmbeddedEngine, body: Generation, params: SamplingParams, prompts: Sequence[Prompt], owner: str
+        self,
+        engine: EmbeddedEngine,
+        body: Generation,
+        params: SamplingParams,
+        prompts: Sequence[str | list[int] | ChatRequest],
+        owner: str,
     ) -> ResponseStream:
         """Nothing is awaited once the requests are queued: a client that goes cannot leave them behind."""
         count = len(prompts) * body.n
@@ -129,15 +138,10 @@ class RequestHandler:
         return TokenNames(engine.tokenizer, await self._load_grammars(engine))
 
     async def _grammar(self, engine: EmbeddedEngine, body: Generation) -> Grammar | None:
-        wanted = body.response_format
-        if not isinstance(wanted, JsonObject | JsonSchema | Regex):
+        calls = isinstance(body, ChatRequest) and bool(body.offered)
+        if not calls and not body.forms:
             return None
-        grammars = await self._load_grammars(engine)
-        if isinstance(wanted, JsonObject):
-            return await run_in_threadpool(grammars.json_schema, {"type": "object"})
-        if isinstance(wanted, JsonSchema):
-            return await run_in_threadpool(grammars.json_schema, wanted.json_schema.schema_)
-        return await run_in_threadpool(grammars.regex, wanted.pattern)
+        return await run_in_threadpool(_compiled, await self._load_grammars(engine), body)
 
     async def _load_grammars(self, engine: EmbeddedEngine) -> Grammars:
         """Made once, for the first request that needs it."""
@@ -162,31 +166,57 @@ class RequestHandler:
         return ApiError(503, f"the server is not ready: {self.status}", code="not_ready")
 
 
-def _tokenize(engine: EmbeddedEngine, prompt: Prompt, params: SamplingParams) -> list[int]:
+def _compiled(grammars: Grammars, body: Generation) -> Grammar:
+    """The one grammar that a request asks for."""
+    if isinstance(body, ChatRequest) and body.offered:
+        forced = body.tool_choice != "auto"
+        text = call_grammar(body.offered, forced=forced, parallel=body.parallel_tool_calls)
+        return grammars.lark(text, where="tools")
+    (where,), wanted, outputs = body.forms, body.response_format, body.structured_outputs
+    if body.regex is not None:
+        return grammars.regex(body.regex, where=where)
+    if outputs is not None:
+        if outputs.json_ is not None:
+            return grammars.json_schema(outputs.json_, where=where)
+        if outputs.regex is not None:
+            return grammars.regex(outputs.regex, where=where)
+        return grammars.lark(f"start: {' | '.join(map(json.dumps, outputs.choice or ()))}", where=where)
+    if isinstance(wanted, JsonSchema):
+        return grammars.json_schema(wanted.json_schema.schema_, where=where)
+    if isinstance(wanted, Regex):
+        return grammars.regex(wanted.pattern, where=where)
+    return grammars.json_schema({"type": "object"}, where=where)
+
+
+def _tokenize(engine: EmbeddedEngine, prompt: str | list[int] | ChatRequest, params: SamplingParams) -> list[int]:
     """Token ids of a prompt that the scheduler would take.
 
     Raises:
-        ApiError: it would not.
+        ApiError, UserError: it would not.
     """
-    chat = bool(prompt) and not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+    field = "messages" if isinstance(prompt, ChatRequest) else "prompt"
     if (characters := _characters(prompt)) > engine.scheduler.capacity * _longest_token(engine.tokenizer):
         what = f"{characters} characters, more than {engine.scheduler.capacity} tokens can hold"
-        raise ApiError(400, what, param="messages" if chat else "prompt", code="context_length_exceeded")
-    tokens = engine.tokenize(prompt)
+        raise ApiError(400, what, param=field, code="context_length_exceeded")
+    tokens = encode_chat(engine.tokenizer, prompt) if isinstance(prompt, ChatRequest) else engine.tokenize(prompt)
     try:
         engine.scheduler.check(tokens, params)
     except UserError as error:
-        param = "messages" if chat and error.where == "prompt" else error.where
+        param = field if error.where == "prompt" else error.where
         code = "context_length_exceeded" if len(tokens) >= engine.scheduler.capacity else "invalid_value"
         raise ApiError(400, str(error), param=param, code=code) from None
     return tokens
 
 
-def _characters(prompt: Prompt) -> int:
+def _characters(prompt: str | list[int] | ChatRequest) -> int:
     """How long its text is; 0 for token ids."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(len(message["content"]) for message in prompt if isinstance(message, Mapping))
+    if isinstance(prompt, ChatRequest):
+        return sum(len(message.text) for message in prompt.messages)
+    return len(prompt) if isinstance(prompt, str) else 0
+
+
+def _text(engine: EmbeddedEngine, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else str(engine.tokenizer.decode(prompt))
 
 
 @cache

@@ -79,6 +79,14 @@ class Regex(Strict):
 ResponseFormat = Annotated[AnyText | JsonObject | JsonSchema | Regex, Field(discriminator="type")]
 
 
+class StructuredOutputs(Strict):
+    """vLLM's way to ask for a form; one of the three."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1, max_length=1024)
+
+
 class Generation(SamplingParams):
     """What chat and plain completions have in common."""
 
@@ -89,6 +97,8 @@ class Generation(SamplingParams):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = AnyText(type="text")
+    structured_outputs: StructuredOutputs | None = Field(None, description="as with vLLM")
+    regex: str | None = Field(None, description="the answer matches it from beginning to end, as with SGLang")
     return_token_ids: bool = Field(False, description="choices carry token_ids, as with vLLM and SGLang")
     cache_salt: str = Field("", max_length=256, description="only requests of the same salt share prefixes")
     acceptance_metrics: AcceptanceMetrics | None = Field(None, description="metrics.speculative_decoding; n = 1 only")
@@ -113,7 +123,20 @@ class Generation(SamplingParams):
             raise ValueError(f"stop: a stop string has at most {MAX_STOP_CHARACTERS} characters")
         if self.stream_options.include_usage and not self.stream:
             raise ValueError("stream_options: only with stream: true")
+        if len(self.forms) > 1:
+            raise ValueError(f"{' and '.join(self.forms)}: only one of them can be obeyed")
+        if self.forms and self.min_tokens:
+            raise ValueError(f"min_tokens: not with {self.forms[0]}, which says when an answer is complete")
         return self
+
+    @property
+    def forms(self) -> list[str]:
+        """The fields that ask for a form of the answer."""
+        given = [] if isinstance(self.response_format, AnyText) else ["response_format"]
+        for name in ("json_", "regex", "choice") if self.structured_outputs else ():
+            if getattr(self.structured_outputs, name) is not None:
+                given.append(f"structured_outputs.{name.rstrip('_')}")
+        return [*given, "regex"] if self.regex is not None else given
 
     def sampling_params(self) -> SamplingParams:
         """The fields that are the engine's business."""
@@ -125,6 +148,13 @@ class CompletionRequest(Generation):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = Field(16, ge=1, description="most tokens to generate")
+    echo: bool = Field(False, description="the prompt's text comes before the answer's; not with logprobs")
+
+    @model_validator(mode="after")
+    def _defaults_agree(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo: not with logprobs, which the prompt's tokens have none of here")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -133,45 +163,3 @@ class CompletionRequest(Generation):
             return [self.prompt]
         tokens = [entry for entry in self.prompt if isinstance(entry, int)]
         return [tokens] if tokens else [entry for entry in self.prompt if not isinstance(entry, int)]
-
-
-class TextPart(Strict):
-    """Text; images and files are not for these models."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Strict):
-    """One turn; what the target's template makes of it is the target's business."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str = ""
-    refusal: None = None
-
-    def plain(self) -> dict[str, str]:
-        """The message as the chat template takes it."""
-        content = self.content
-        return {"role": self.role, "content": content if isinstance(content, str) else "".join(p.text for p in content)}
-
-
-class ChatRequest(Generation):
-    """POST /v1/chat/completions."""
-
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, description="most tokens to generate; as max_tokens")
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=20, description="of so many most probable tokens; needs logprobs: true")
-
-    @model_validator(mode="after")
-    def _top_logprobs_need_logprobs(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: only with logprobs: true")
-        return self
-
-    def sampling_params(self) -> SamplingParams:
-        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
-        logprobs = self.top_logprobs if self.logprobs else None
-        fields = {name: getattr(self, name) for name in SamplingParams.model_fields}
-        return SamplingParams(**{**fields, "logprobs": logprobs, "max_tokens": min(limits, default=None)})

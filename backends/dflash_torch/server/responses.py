@@ -1,26 +1,16 @@
-"""Responses in OpenAI's shapes, errors included."""
+"""Responses in OpenAI's shapes; errors are in `api_errors`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel
-from starlette.responses import JSONResponse
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
-from dflash_serve.errors import UserError
 from dflash_serve.outputs import FinishReason
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-ERROR_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-}
-RETRY_SECONDS = {429: "1", 503: "5"}
+ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
 class CachedTokens(BaseModel):
@@ -116,12 +106,54 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class Call(BaseModel):
+    """The function that the client is asked to call, and with what."""
+
+    name: str
+    arguments: str
+    """A JSON object of the tool's schema, as text."""
+
+
+class ToolCall(BaseModel):
+    """A call, and the id by which its result refers to it."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Call
+
+
+class Piece(BaseModel):
+    """Of a call; fields that this piece does not have are left out, or clients would take null for their new value."""
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if value is not None}
+
+
+class FunctionDelta(Piece):
+    """The name with a call's first piece, and the next piece of its arguments."""
+
+    name: str | None = None
+    arguments: str = ""
+
+
+class CallDelta(Piece):
+    """A piece of a call; id and type come with the first."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class AssistantMessage(BaseModel):
     """The message of a whole chat answer."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    """None where it only calls."""
     refusal: None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class Delta(BaseModel):
@@ -129,6 +161,7 @@ class Delta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -137,7 +170,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     token_ids: list[int] | None = None
     """Where `return_token_ids` asks for them."""
 
@@ -148,7 +181,7 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     token_ids: list[int] | None = None
 
 
@@ -215,55 +248,3 @@ class Status(BaseModel):
     """Liveness and readiness."""
 
     status: str
-
-
-class ErrorDetail(BaseModel):
-    """What is wrong, in words, and for programs."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorBody(BaseModel):
-    """An OpenAI error."""
-
-    error: ErrorDetail
-
-
-class AsciiJSON(JSONResponse):
-    """JSON that survives whatever a request made us repeat, lone surrogates included."""
-
-    def render(self, content: Any) -> bytes:
-        return ascii_json(content).encode("ascii")
-
-
-class ApiError(Exception):
-    """An answer that is an error.
-
-    Args:
-        param: the field of the request that is at fault.
-        code: for programs, such as `context_length_exceeded`.
-    """
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        kind = ERROR_TYPES.get(status, "invalid_request_error")
-        self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
-
-    @classmethod
-    def of(cls, error: UserError) -> ApiError:
-        """A mistake in the request."""
-        return cls(400, str(error), param=error.where or None, code="invalid_value")
-
-    def response(self) -> JSONResponse:
-        """The error as an HTTP response."""
-        retry = RETRY_SECONDS.get(self.status)
-        return AsciiJSON(self.body.model_dump(), self.status, headers={"Retry-After": retry} if retry else None)
-
-
-def ascii_json(content: Any) -> str:
-    """JSON in ASCII: some clients take U+2028 and its like for the end of a line of an event stream."""
-    return json.dumps(content, allow_nan=False, separators=(",", ":"))

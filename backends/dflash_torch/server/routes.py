@@ -18,11 +18,12 @@ from starlette.types import Receive, Scope, Send
 from dflash_serve.outputs import Chunk
 
 from . import responses as r
+from .api_errors import ApiError, AsciiJSON, ascii_json
 from .batch import ResponseStream
+from .chat_protocol import ChatRequest
 from .formatting import Formatter
 from .handler import RequestHandler
-from .protocol import ChatRequest, CompletionRequest, Generation
-from .responses import ApiError, AsciiJSON, ascii_json
+from .protocol import CompletionRequest, Generation
 
 T = TypeVar("T")
 DONE = "[DONE]"
@@ -77,15 +78,16 @@ def add_status_routes(app: FastAPI, handler: RequestHandler) -> None:
             raise ApiError(404, f"the model {model!r} is not served here", param="model", code="model_not_found")
         return _json(card())
 
-    @app.get("/health", response_model=r.Status)
-    async def health() -> Response:
-        """Liveness: only a new process would help."""
+    @app.get("/live", response_model=r.Status)
+    async def live() -> Response:
+        """Liveness: 503 where only a new process would help."""
         broken = handler.worker.state == "broken"
         return _json(r.Status(status="broken" if broken else "ok"), 503 if broken else 200)
 
+    @app.get("/health", response_model=r.Status)
     @app.get("/ready", response_model=r.Status)
     async def ready() -> Response:
-        """Readiness: new requests are taken."""
+        """Readiness: new requests are taken. /health means the same to clients of vLLM and SGLang."""
         return _json(r.Status(status=handler.status), 200 if handler.status == "ready" else 503)
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
@@ -121,9 +123,8 @@ async def event_data(chunks: AsyncIterator[Chunk], formatter: Formatter, stream:
     """The data of a stream's events, `[DONE]` the last. An error comes too late for a status: an event says it."""
     try:
         async for chunk in chunks:
-            # A step may bring half a character only.
-            if chunk.text or chunk.logprobs or chunk.finish_reason or formatter.body.return_token_ids:
-                yield one_line(formatter.event(chunk))
+            if (event := formatter.event(chunk)) is not None:
+                yield one_line(event)
         if formatter.body.stream_options.include_usage:
             yield one_line(formatter.totals(stream.finished))
     except ApiError as error:

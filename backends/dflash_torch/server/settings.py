@@ -24,8 +24,6 @@ class ServerSettings(BaseSettings):
     """None = as the deployment names the target."""
     api_key_file: Path | None = None
     """One key a line; None = open to all."""
-    open_metrics: bool = False
-    """/metrics without a key, for a Prometheus that has none."""
     acceptance_metrics: AcceptanceMetrics = "none"
     """`metrics.speculative_decoding` in responses whose request does not say."""
     drain_seconds: NonNegativeFloat = 30

@@ -12,9 +12,9 @@ from typing import Literal
 from dflash_serve.outputs import Chunk
 
 from ..engine import EmbeddedEngine
+from .api_errors import ApiError
 from .batch import Batch, Delivery, EngineRequest
 from .metrics import EngineSnapshot, ServerMetrics
-from .responses import ApiError
 
 State = Literal["loading", "ready", "broken", "stopped"]
 SHUTTING_DOWN = "the server is shutting down"

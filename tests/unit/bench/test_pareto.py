@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_serve.bench.pareto import Spot, at_every_spot, frontier, headline, throughput_at
+from dflash_serve.bench.pareto import Spot, at_every_spot, cut, frontier, throughput_at
 
 OFF = [Spot(40, 40), Spot(30, 110), Spot(20, 150)]
 AUTO = [Spot(80, 80), Spot(50, 190), Spot(25, 240)]
@@ -54,10 +54,9 @@ def test_beyond_the_fastest_spot_nothing_is_known() -> None:
     assert (throughput_at(OFF, 40), throughput_at(OFF[:1], 40)) == (40, 40)
 
 
-def test_the_sentence_is_the_ratio_at_the_most_that_both_reach() -> None:
-    comparison = headline({"off": OFF, "auto": AUTO}, "off", None)
+def test_a_cut_says_both_throughputs() -> None:
+    comparison = cut({"off": OFF, "auto": AUTO}, "off", 40)
     assert comparison is not None
-    assert comparison.interactivity == 40
     assert comparison.throughput == pytest.approx(190 + (240 - 190) * 10 / 25)  # between 25 and 50 tokens/s/user
     assert comparison.ratio == pytest.approx(210 / 40)
     assert comparison.sentence() == (
@@ -66,20 +65,20 @@ def test_the_sentence_is_the_ratio_at_the_most_that_both_reach() -> None:
 
 
 def test_a_chosen_interactivity_is_used() -> None:
-    found = headline({"off": OFF, "auto": AUTO}, "off", 20)
+    found = cut({"off": OFF, "auto": AUTO}, "off", 20)
     assert found is not None
     assert found.ratio == pytest.approx(240 / 150)
 
 
 def test_auto_is_what_is_compared_even_where_another_variant_is_better() -> None:
     better = [Spot(x * 2, y * 2) for x, y, _ in AUTO]
-    found = headline({"off": OFF, "auto": AUTO, "fixed": better}, "off", None)
+    found = cut({"off": OFF, "auto": AUTO, "fixed": better}, "off", 40)
     assert found is not None
     assert found.variant == "auto"
 
 
 def test_without_auto_it_is_the_best_of_the_others() -> None:
-    found = headline({"a": OFF, "b": OFF, "c": AUTO}, "a", None)
+    found = cut({"a": OFF, "b": OFF, "c": AUTO}, "a", 40)
     assert found is not None
     assert found.variant == "c"
 
@@ -92,19 +91,19 @@ def test_without_auto_it_is_the_best_of_the_others() -> None:
     ],
 )
 def test_what_is_out_of_reach_is_said_not_guessed(at: float, words: str) -> None:
-    found = headline({"off": OFF, "auto": AUTO}, "off", at)
+    found = cut({"off": OFF, "auto": AUTO}, "off", at)
     assert found is not None
     assert (found.ratio, found.sentence()) == (None, words)
 
 
 def test_one_variant_has_nothing_to_be_compared_with() -> None:
-    assert headline({"off": OFF}, "off", None) is None
+    assert cut({"off": OFF}, "off", 40) is None
 
 
 def test_a_variant_without_known_interactivity_is_no_curve() -> None:
-    assert headline({"off": [], "auto": OFF[:1]}, "off", None) is None
-    assert headline({"off": OFF, "auto": []}, "off", None) is None
-    assert headline({"off": [], "auto": OFF}, "off", 20) is None
+    assert cut({"off": [], "auto": OFF[:1]}, "off", 40) is None
+    assert cut({"off": OFF, "auto": []}, "off", 40) is None
+    assert cut({"off": [], "auto": OFF}, "off", 20) is None
 
 
 def test_every_spot_of_the_baselines_frontier_is_a_row() -> None:

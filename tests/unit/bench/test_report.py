@@ -23,6 +23,7 @@ from tests.support.bench_sites import settings
 
 SOME = AcceptanceStatistics(50, 130, 45, [50, 40], [30, 15], {1: 50, 2: 10, 4: 40}, "dflash-serve")
 NONE = AcceptanceStatistics.unknown()
+TIMES = "\N{MULTIPLICATION SIGN}"
 DEPLOYMENT = Deployment(target=Model(model="t"))
 
 
@@ -100,9 +101,34 @@ def test_the_csv_has_a_line_for_each_point_and_unknown_is_empty() -> None:
 def test_the_json_holds_it_all() -> None:
     found = json.loads(json.dumps(as_json(report(RUNS))))
     assert found["sentence"] == report(RUNS).sentence
-    assert found["comparison"]["ratio"] == pytest.approx(report(RUNS).comparison.ratio)  # type: ignore[union-attr]
+    assert found["loads"]["auto <8>"][0]["ratio"] == pytest.approx(41 / 21)
+    assert found["comparison"] is None
     assert found["points"][0]["acceptance"]["acceptance_length"] is None
     assert found["runs"] == {"done": 12, "planned": 12}
+
+
+def test_the_headline_is_the_ratio_at_each_load_with_its_spread_and_no_single_cut() -> None:
+    """One number of many would be chosen by whoever chooses where the curves are cut."""
+    said = "“auto <8>” against “off”, tokens/s: 1.95x (1.91 to 2.00) at 1 user, 1.59x (1.56 to 1.62) at 2."
+    assert report(RUNS).sentence == said.replace("x ", f"{TIMES} ")
+    single = report([one for one in RUNS if one.round == 0], rounds=1)
+    assert single.sentence == f"“auto <8>” against “off”, tokens/s: 2.00{TIMES} at 1 user, 1.62{TIMES} at 2."
+
+
+def test_a_cut_is_told_where_somebody_asks_for_one() -> None:
+    asked = report(RUNS)
+    asked = replace(asked, settings=asked.settings.model_copy(update={"interactivity": 20.0}))
+    assert asked.comparison is not None
+    assert asked.sentence.endswith(asked.comparison.sentence())
+    assert f"1.95{TIMES} (1.91 to 2.00) at 1 user" in asked.sentence
+
+
+def test_a_load_that_only_one_variant_was_measured_at_has_no_ratio() -> None:
+    alone = [one for one in RUNS if one.variant == "off" or one.concurrency == 1]
+    assert [each.users for each in report(alone).loads["auto <8>"]] == [1]
+    assert "at 2" not in report(alone).sentence
+    assert report([one for one in RUNS if one.variant == "off"]).sentence.startswith("One variant was measured")
+    assert "<td>2</td><td>\N{EN DASH}</td>" in as_html(report(alone), b"<svg/>")
 
 
 class Addresses(HTMLParser):
@@ -126,7 +152,7 @@ def test_the_page_fetches_nothing() -> None:
 
 def test_the_page_says_the_sentence_the_hardware_and_the_commit_and_escapes_names() -> None:
     text = as_html(report(RUNS), b"")
-    assert "“auto &lt;8&gt;” serves " in text
+    assert "“auto &lt;8&gt;” against “off”" in text
     assert "<8>" not in text
     for word in (
         "2 x H200",

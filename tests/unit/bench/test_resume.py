@@ -103,7 +103,7 @@ def test_a_finished_bench_is_reported_anew_without_aiperf_or_servers(
     monkeypatch.setenv("PATH", "/nowhere")
     result = bench(url, tmp_path, "--interactivity", "50")
     assert (result.exit_code, jobs) == (0, [])
-    assert result.output.startswith("At 50.0 tokens/s/user")
+    assert " At 50.0 tokens/s/user, “fast” serves" in result.output
 
 
 def test_more_rounds_and_concurrencies_can_be_added(url: str, tmp_path: Path, jobs: list[Job]) -> None:

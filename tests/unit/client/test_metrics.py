@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.client.metrics import read_acceptance, recognised
+from dflash_serve.client.metrics import read_acceptance, reading_of, recognised
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
@@ -225,6 +225,52 @@ def test_a_gauge_is_all_that_an_sglang_without_counters_has() -> None:
 def test_a_gauge_of_zero_is_unknown() -> None:
     gauge = "\n".join(SGLANG.splitlines()[:3]).replace(" 3.5", " 0.0") + "\n"
     assert read_text(gauge).acceptance_length is None
+
+
+VLLM_PLAIN = 'vllm:generation_tokens_total{model_name="m"} 12.0\n'
+SGLANG_PLAIN = """sglang:generation_tokens_total{model_name="m"} 12.0
+sglang:num_requests_total{model_name="m"} 1.0
+sglang:spec_accept_length{model_name="m"} 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "speculates"),
+    [(VLLM_PLAIN, False), (SGLANG_PLAIN, False), (VLLM, True), (SGLANG, True), (PLUG_IN, True), (OURS, True)],
+)
+def test_a_plain_server_is_told_from_one_that_speculates(text: str, speculates: bool) -> None:
+    assert read_text(text).speculates is speculates
+
+
+def test_an_sglang_that_has_answered_nothing_yet_does_not_tell_whether_it_speculates() -> None:
+    assert read_text('sglang:num_queue_reqs{model_name="m"} 0.0\n').speculates is None
+
+
+LOAD = """{0}{1}{{rank="0"}} 3.0
+{0}{1}{{rank="1"}} 2.0
+{0}{2}{{rank="0"}} 7.0
+{0}{3}{{rank="0"}} 0.2
+{0}{3}{{rank="1"}} 0.4
+{0}generation_tokens_total{{rank="0"}} 90.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "engine"),
+    [
+        (LOAD.format("vllm:", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"), "vLLM"),
+        (LOAD.format("sglang:", "num_running_reqs", "num_queue_reqs", "token_usage"), "SGLang"),
+    ],
+)
+def test_any_engines_load_is_read_with_its_acceptance(text: str, engine: str) -> None:
+    found = reading_of(Scrape({"/metrics": text}.get))
+    assert (found.engine, found.running, found.queued, found.generated) == (engine, 5, 7, 90)
+    assert found.kv_cache_usage == pytest.approx(0.3)  # the mean over ranks
+
+
+def test_the_load_of_a_stranger_is_unknown() -> None:
+    found = reading_of(Scrape({"/metrics": "go_goroutines 7\n"}.get))
+    assert (found.engine, found.running, found.generated) == (None, None, None)
 
 
 def test_tensorrt_llm_by_position() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +13,13 @@ import pytest
 from dflash_serve.cli.main import run
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.journal import Journal
-from dflash_serve.doctor.evidence import Fault, Observation, Prediction, constant_width, interview
+from dflash_serve.doctor.evidence import Fault, Observation, Prediction, interview, widths_of
 from dflash_serve.doctor.examination import Examination
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
-from dflash_torch.faults.reference import EmbeddedReference
+from dflash_serve.speculation.width import FixedWidth
+from dflash_torch.faults.reference import ORDERS, EmbeddedReference, in_order
 from tests.support.embedded import answers, tiny_engine
 from tests.support.serving import Running, running
 from tests.support.tiny_target import write_tiny_pair
@@ -61,7 +62,7 @@ def test_a_server_is_read_prompt_by_prompt(served: Running, pair: tuple[Path, Pa
     assert told.observation.whole.acceptance_lengths == total(expected).acceptance_lengths
     assert told.observation.whole.survival(4) == total(expected).survival(4)
     assert told.observation.answers == tuple(output.text for output in outputs)
-    assert (told.width, told.engine, told.notes) == (4, "dflash-serve", ())
+    assert (told.width, told.steps, told.engine, told.notes) == (4, None, "dflash-serve", ())
 
 
 def test_a_server_that_does_not_speculate_says_nothing(pair: tuple[Path, Path]) -> None:
@@ -73,22 +74,71 @@ def counted(steps: float, drafted: float) -> AcceptanceStatistics:
     return AcceptanceStatistics(steps, drafted, None, None, None, None)
 
 
-def chosen(**steps: float) -> AcceptanceStatistics:
-    """Steps by width, given as w8=90."""
-    widths = {int(name[1:]): count for name, count in steps.items()}
-    return AcceptanceStatistics(None, None, None, None, None, widths)
+def chosen(**steps: int) -> AcceptanceStatistics:
+    """Steps by width, given as w8=90; nothing was accepted."""
+    counts = AcceptanceStatistics()
+    for name, count in steps.items():
+        counts.record(int(name[1:]), 0, count)
+    return counts
 
 
-def test_a_width_that_changes_is_refused_and_a_constant_one_is_found() -> None:
-    assert constant_width(chosen(w1=40, w8=90, w3=5), 4, 8, "x") == 8
-    assert constant_width(counted(100, 700), 4, 8, "x") == 8
-    assert constant_width(counted(100, 680), 4, 8, "x") == 8
-    assert constant_width(counted(100, 300), 4, 8, "x") == 4
-    assert constant_width(AcceptanceStatistics.unknown(reported_length=2.0), 4, 8, "x") == 8
-    assert constant_width(chosen(w8=30, w5=14, w2=14), 4, 8, "x") == 8  # the ends of short answers
-    for changing in (chosen(w2=50, w8=50), chosen(w8=60, w4=30), counted(100, 350)):
-        with pytest.raises(UserError, match="width changes"):
-            constant_width(changing, 4, 8, "x")
+@pytest.mark.parametrize(
+    ("each", "width"),
+    [
+        ([chosen(w1=2, w8=90, w3=5), chosen(w8=7)], 8),
+        ([counted(100, 700)], 8),
+        ([counted(100, 680)], 8),
+        ([counted(100, 300)], 4),
+        ([AcceptanceStatistics.unknown(reported_length=2.0)], 8),
+        ([chosen(w8=15, w5=3, w2=4), chosen(w8=15, w5=4, w2=3)], 8),  # the ends of short answers
+    ],
+)
+def test_a_constant_width_is_found(each: list[AcceptanceStatistics], width: int) -> None:
+    assert widths_of(each, 8, "x") == (width, None)
+
+
+@pytest.mark.parametrize("widths", [{"w2": 50, "w8": 50}, {"w8": 60, "w4": 30}, {"w1": 40, "w8": 90}])
+def test_widths_that_change_are_kept_prompt_by_prompt(widths: dict[str, int]) -> None:
+    each = [chosen(**widths), chosen(w8=3)]
+    assert widths_of(each, 8, "x") == (8, tuple(one.widths for one in each))
+
+
+def test_widths_that_change_unseen_or_are_not_the_drafters_are_refused() -> None:
+    with pytest.raises(UserError, match="its width changes from step to step, and it does not tell how"):
+        widths_of([counted(100, 350)], 8, "x")
+    with pytest.raises(UserError, match="it verifies 16 slots a step, more than the drafter's block has"):
+        widths_of([chosen(w16=30)], 8, "x")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_prompts_widths_come_in_some_order_and_all_of_them(order: str) -> None:
+    first = [next(widths) for widths in [in_order({4: 2, 1: 4}, order, otherwise=3)] for _ in range(6)]
+    assert sorted(first) == [1, 1, 1, 1, 4, 4]
+    expected = {"evenly": [1, 4, 1, 1, 4, 1], "wide first": [4, 4, 1, 1, 1, 1], "narrow first": [1, 1, 1, 1, 4, 4]}
+    assert first == expected.get(order, first)
+    assert next(in_order({}, order, otherwise=3)) == 3
+
+
+class Alternating(FixedWidth):
+    """Every width in turn, as no sane policy would choose."""
+
+    turn = 0
+
+    def widths(self, request_ids: Sequence[Hashable]) -> list[int]:
+        type(self).turn += 1
+        return [1 + type(self).turn % self.width] * len(request_ids)
+
+
+def test_a_server_whose_width_changes_is_examined(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with running(tiny_engine(pair, width=Alternating(4))) as server:
+        code = call(monkeypatch, *given(pair, tmp_path), "--url", server.url)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert code in (0, 3)  # a random drafter accepts nothing: this is what healthy looks like here
+    assert report["evidence"] == "paired"
+    assert any("chose its widths step by step" in note for note in report["notes"])
+    assert [sorted(map(int, steps)) for steps in report["pair"]["steps"]] == [[1, 2, 3, 4]] * len(PROMPTS)
 
 
 def test_a_server_of_the_pair_is_examined(
@@ -98,7 +148,7 @@ def test_a_server_of_the_pair_is_examined(
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["evidence"] == "paired"
     assert report["observed"]["acceptance_length"] == report["explanations"][0]["predicted"]["acceptance_length"]
-    assert {"healthy": 0, "fault": 1, "could not tell": 2}[report["verdict"]] == code
+    assert {"healthy": 0, "fault": 1, "could not tell": 3}[report["verdict"]] == code
     assert not list(tmp_path.glob("*.partial.jsonl"))
 
 
@@ -122,7 +172,7 @@ def test_an_interrupted_examination_goes_on_where_it_stopped(
     assert "--resume" in said
     assert not (tmp_path / "report.json").exists()
     first = asked[:5]
-    assert call(monkeypatch, *arguments, "--resume") == 2
+    assert call(monkeypatch, *arguments, "--resume") == 3
     assert not set(first) & set(asked[6:])
     assert (tmp_path / "report.json").exists()
 
@@ -130,7 +180,7 @@ def test_an_interrupted_examination_goes_on_where_it_stopped(
 def test_a_pair_alone_is_examined(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, *given(pair, tmp_path)) == 2  # three prompts cannot show anything
+    assert call(monkeypatch, *given(pair, tmp_path)) == 3  # three prompts cannot show anything
     assert "3 prompts cannot show that a setting helps, 9 could" in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "report.json").read_text())["first_difference"] is None
 
@@ -152,6 +202,9 @@ class Silent:
 
     def predict(self, fault: str | None) -> Prediction:
         return Prediction((AcceptanceStatistics(),) * 3, ("",) * 3)
+
+    def order_errors(self) -> None:
+        return None
 
 
 def test_prompts_for_which_nothing_is_drafted_are_one_line() -> None:

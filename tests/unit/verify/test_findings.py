@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.distributions import DistributionComparison
 from dflash_serve.verify.questions import GREEDY, LOOKS, SAMPLED, VerifyPlan
-from dflash_serve.verify.report import FaultKind, doubts, faults, verdict_of
+from dflash_serve.verify.report import FaultKind, conclude, doubts, faults, side_doubts, verdict_of
 from dflash_serve.verify.tokens import Difference, Kind, TokenComparison
 
 PLAIN, PENALISED = (case.name for case in GREEDY)
@@ -62,29 +63,50 @@ def test_one_seeded_answer_may_slip_and_two_may_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("greedy", "drawn", "accepted", "why"),
+    ("greedy", "drawn", "why"),
     [
-        ([tokens(PLAIN, "unstable")], FINE, 9.0, "does not repeat its own answer"),
-        ([tokens(PLAIN, "unscored")], FINE, 9.0, "does not say how close"),
-        ([tokens(PLAIN, "near-tie", compared=40)], FINE, 9.0, "near-ties left 40 of 100"),
-        (SOUND, [sampled(FREE, samples=63)], 9.0, "too few"),
-        (SOUND, FINE, 0.0, "no drafted token was accepted"),
-        ([SOUND[0].model_copy(update={"refused": "HTTP 400"})], FINE, 9.0, "refused"),
-        (SOUND, [FINE[0].model_copy(update={"refused": "HTTP 400"})], 9.0, "--samples 0"),
-        ([SOUND[0].model_copy(update={"tokens": 0})], FINE, 9.0, "no greedy answer has any token"),
+        ([tokens(PLAIN, "unstable")], FINE, "does not repeat its own answer"),
+        ([tokens(PLAIN, "unscored")], FINE, "does not say how close"),
+        ([tokens(PLAIN, "near-tie", compared=40)], FINE, "near-ties left 40 of 100"),
+        (SOUND, [sampled(FREE, samples=63)], "too few"),
+        ([SOUND[0].model_copy(update={"refused": "HTTP 400"})], FINE, "refused"),
+        (SOUND, [FINE[0].model_copy(update={"refused": "HTTP 400"})], "--samples 0"),
+        ([SOUND[0].model_copy(update={"tokens": 0})], FINE, "no greedy answer has any token"),
     ],
 )
 def test_what_proves_nothing_could_not_be_told(
-    greedy: list[TokenComparison], drawn: list[DistributionComparison], accepted: float, why: str
+    greedy: list[TokenComparison], drawn: list[DistributionComparison], why: str
 ) -> None:
-    reasons = list(doubts(greedy, drawn, accepted))
+    reasons = list(doubts(greedy, drawn))
     assert any(why in reason for reason in reasons)
     assert verdict_of((), reasons) == "could not tell"
     assert verdict_of((FaultKind.SEEDS,), reasons) == "not lossless"
 
 
-def test_a_sound_engine_leaves_no_doubt_even_if_it_does_not_count_acceptance() -> None:
-    assert list(doubts(SOUND, FINE, None)) == []
+COUNTED = AcceptanceStatistics(10, 70, 30)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "is_plain", "why"),
+    [
+        (AcceptanceStatistics(10, 70, 0), True, "no drafted token was accepted"),
+        (AcceptanceStatistics.unknown(), True, "nothing shows that the side with speculation speculates"),
+        (AcceptanceStatistics.unknown("SGLang", 1.0), True, "nothing shows that the side with speculation speculates"),
+        (COUNTED, False, "nothing shows that the side without speculation does not speculate"),
+    ],
+)
+def test_sides_that_may_not_be_what_they_are_said_to_be_could_not_be_told(
+    acceptance: AcceptanceStatistics, is_plain: bool, why: str
+) -> None:
+    assert [why in reason for reason in side_doubts(acceptance, is_plain)] == [True]
+    found = conclude(SOUND, FINE, None, acceptance, unit="tokens", is_plain=is_plain)
+    assert found.verdict == "could not tell"
+
+
+@pytest.mark.parametrize("acceptance", [COUNTED, AcceptanceStatistics.unknown("SGLang", 2.5)])
+def test_a_sound_engine_leaves_no_doubt_by_counts_or_by_its_own_word(acceptance: AcceptanceStatistics) -> None:
+    assert list(doubts(SOUND, FINE)) == []
+    assert list(side_doubts(acceptance, True)) == []
     assert verdict_of((), ()) == "lossless"
 
 

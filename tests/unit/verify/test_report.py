@@ -71,6 +71,14 @@ def test_a_reader_sees_the_first_differing_position_both_tokens_and_the_verdict(
     assert text.strip().endswith("not lossless: stale state")
 
 
+def test_a_verdict_says_what_was_not_tested() -> None:
+    plan = VerifyPlan(prompts=4, prompts_sha256="0" * 64, max_tokens=8, samples=0, penalties=False)
+    findings = report().findings.model_copy(update={"verdict": "lossless", "faults": (), "scope": plan.scope})
+    out = io.StringIO()
+    show(report_of(plan, SUBJECTS, findings), Console(file=out, width=160))
+    assert out.getvalue().strip().endswith("lossless, greedy only, no penalties")
+
+
 def test_the_bundled_prompts_are_read_and_so_are_a_users(tmp_path: Path) -> None:
     assert len(read_prompt_set()) == 20
     path = tmp_path / "p.jsonl"

@@ -33,9 +33,6 @@ spec:
         {{- include "dflash-serve.arguments" $root | nindent 8 }}
       env:
         {{- include "dflash-serve.environment" $root | nindent 8 }}
-        {{- if and $values.secrets.apiKeys.name $values.podMonitor.enabled }}
-        - {name: DFLASH_SERVE_HTTP_OPEN_METRICS, value: "true"} # Prometheus has no key
-        {{- end }}
         {{- with $values.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}

@@ -1,0 +1,54 @@
+"""Calls are read out of an answer's text however it is cut, and what is no call stays text."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_torch.server.tools import CallReader, finish_of, read_calls
+
+ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\n</tool_call>"}}\n</tool_call>'
+TWO = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+ANSWERS = {
+    "no call < here": ("no call < here", []),
+    f"Let me see. {ONE}": ("Let me see.", [("f", '{"a": "}\\n</tool_call>"}')]),
+    f"{ONE}\n{TWO}\n": ("", [("f", '{"a": "}\\n</tool_call>"}'), ("g", "{}")]),
+    f"{TWO}\n and so on": ("and so on", [("g", "{}")]),
+    TWO[: TWO.index("{}") + 1]: ("", [("g", "{")]),
+    TWO[:20]: (TWO[:20], []),
+    "a <tool_": ("a <tool_", []),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_whole_answer_is_text_and_calls(answer: str) -> None:
+    text, calls = read_calls(answer)
+    assert (text, [(call.function.name, call.function.arguments) for call in calls]) == ANSWERS[answer]
+
+
+@given(answer=st.sampled_from(list(ANSWERS)), cuts=st.lists(st.integers(0, 120), max_size=20))
+def test_pieces_add_up_to_the_whole_however_an_answer_is_cut(answer: str, cuts: list[int]) -> None:
+    edges = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
+    reader, text, names, arguments = CallReader(), "", list[str](), dict[int, str]()
+    for n in range(len(edges) - 1):
+        said, deltas = reader.feed(answer[edges[n] : edges[n + 1]], last=n == len(edges) - 2)
+        text += said
+        for delta in deltas:
+            names += [delta.function.name] if delta.function.name else []
+            arguments[delta.index] = arguments.get(delta.index, "") + delta.function.arguments
+    expected, calls = ANSWERS[answer]
+    assert re.sub(r"\s+$", "", text) == expected
+    assert [(name, arguments[n]) for n, name in enumerate(names)] == calls
+
+
+def test_spaces_between_words_after_a_call_are_kept() -> None:
+    reader = CallReader()
+    pieces = [reader.feed(piece, last=False)[0] for piece in (TWO, "\n", "and", " so", " on")]
+    assert "".join(pieces) == "and so on"
+
+
+def test_an_answer_that_was_cut_off_waits_for_no_tool() -> None:
+    assert (finish_of("stop", 1), finish_of("stop", 0), finish_of("length", 1)) == ("tool_calls", "stop", "length")
