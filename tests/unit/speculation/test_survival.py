@@ -22,9 +22,9 @@ def simulate(
 def test_survival_is_learnt_whatever_the_width() -> None:
     conditional = [0.9, 0.8, 0.7, 0.6]
     estimate = SurvivalEstimate(4)
-    for round_ in range(10):
-        simulate(estimate, conditional, 5, 100, seed=round_, name=f"wide {round_}")
-        simulate(estimate, conditional, 2, 100, seed=100 + round_, name=f"narrow {round_}")
+    for round_ in range(40):
+        simulate(estimate, conditional, 5, 25, seed=round_, name=f"wide {round_}")
+        simulate(estimate, conditional, 2, 25, seed=100 + round_, name=f"narrow {round_}")
     assert estimate.overall() == pytest.approx(np.cumprod(conditional), abs=0.15)
 
 
