@@ -25,11 +25,12 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_whole(path: Path, content: str | bytes, *, do: str = "name another place") -> None:
+def write_whole(path: Path, content: str | bytes, *, do: str = "name another place", private: bool = False) -> None:
     """Writes a file (text as UTF-8) under a scratch name beside it, then renames: no reader sees half of it.
 
     Args:
         do: what the user can do where it cannot be written.
+        private: nobody but the owner may read it.
 
     Raises:
         UserError: it cannot be written; what was there before is untouched.
@@ -38,6 +39,7 @@ def write_whole(path: Path, content: str | bytes, *, do: str = "name another pla
     scratch = _scratch(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.touch(mode=0o600 if private else 0o666)  # less the umask
         scratch.write_bytes(data)
         scratch.replace(path)
     except OSError as error:

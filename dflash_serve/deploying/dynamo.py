@@ -92,7 +92,7 @@ def _worker(workload: Workload) -> Document:
         "volumes": volumes(workload),
     }
     return {
-        **_component("worker"),
+        **_component("worker", workload.replicas),
         "sharedMemorySize": f"{SHARED_MEMORY_GIB}Gi",
         "podTemplate": {"spec": pod},
         **({} if nodes == 1 else {"multinode": {"nodeCount": nodes}}),
@@ -127,5 +127,5 @@ def _preparing(workload: Workload) -> Document:
     }
 
 
-def _component(name: str) -> dict[str, object]:
-    return {"name": name, "type": name, "replicas": 1, "runtimeVersionOverride": DYNAMO}
+def _component(name: str, replicas: int = 1) -> dict[str, object]:
+    return {"name": name, "type": name, "replicas": replicas, "runtimeVersionOverride": DYNAMO}

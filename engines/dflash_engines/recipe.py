@@ -12,6 +12,9 @@ from dflash_serve.common.yaml_file import describe, read_recipe_file
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 
+BATCH = 32
+"""Requests at once of an engine whose recipe leaves limits.max_batch_size open: a graph has to end somewhere."""
+
 Format = Literal["fp8", "nvfp4"]
 OnnxPrecision = Literal["fp16", "fp8", "nvfp4"]
 Compute = Literal["sm75", "sm80", "sm86", "sm89", "sm120", "sm121"]

@@ -36,7 +36,7 @@ class Acme:
         metrics=METRICS,
         environment={"ACME_QUIET": "1"},
         needs_gpu=True,
-        server_flags={},
+        server_flags=(),
     )
 
     def check(self, deployment: Deployment) -> list[Problem]:
