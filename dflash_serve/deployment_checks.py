@@ -108,6 +108,16 @@ def check_pairing(config: DrafterConfig, target: TargetShape) -> list[Problem]:
     return [Problem(what, where, do) for what, do in _mismatches(config, target)]
 
 
+def pairing_notes(config: DrafterConfig, target: TargetShape) -> list[str]:
+    """What is unusual about the pair, and may be sound: a drafter can be trained with a RoPE base of its own."""
+    if target.rope_theta is None or config.rope.theta == target.rope_theta:
+        return []
+    return [
+        f"its RoPE base is {config.rope.theta:g}, {target.name}'s is {target.rope_theta:g}: sound only where it was "
+        "trained so; where it was not, it accepts little, and `dflash-serve doctor` says so"
+    ]
+
+
 def _mismatches(config: DrafterConfig, target: TargetShape) -> Iterator[tuple[str, str]]:
     """(what, do) of each."""
     other = "use the drafter that was trained for this target"

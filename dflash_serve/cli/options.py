@@ -27,6 +27,7 @@ NUM_PROMPTS = "How many prompts to use, the first ones."
 REPORT = "File for the report, JSON."
 
 DeploymentFile = Annotated[Path | None, typer.Argument(metavar="DEPLOYMENT", help=DEPLOYMENT)]
+DeploymentOption = Annotated[Path | None, typer.Option("--deployment", help=DEPLOYMENT)]
 RequiredDeploymentFile = Annotated[Path, typer.Argument(metavar="DEPLOYMENT", help=DEPLOYMENT)]
 Target = Annotated[str | None, typer.Option(help="Target: hub id, folder, or the bundled smollm2.")]
 Drafter = Annotated[str | None, typer.Option(help="Drafter: hub id, folder, or the bundled smollm2.")]

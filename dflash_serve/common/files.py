@@ -63,6 +63,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     scratch.mkdir()
     try:
         yield scratch
+        _readable(scratch)
         _take_place(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -79,6 +80,24 @@ def mend_folder(folder: Path) -> None:
             path.rename(folder)
         else:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def require_writable(folder: Path, *, do: str = "name another --output") -> None:
+    """Asks for a folder before hours are spent on what is to stand in it; makes it where it is not there.
+
+    Raises:
+        UserError: it cannot be made, or nothing can be written in it.
+    """
+    write_whole(folder / ".writable", "", do=do)
+    (folder / ".writable").unlink()
+
+
+def _readable(folder: Path) -> None:
+    """Gives every file the mode that the umask gives new files: safetensors' own writer makes them private."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
 
 
 def _scratch(path: Path) -> Path:

@@ -139,7 +139,7 @@ def test_copies_go_with_one_node_and_whole_attention(fields: dict[str, Any]) -> 
 
 
 def test_a_model_that_does_not_fit_a_gpu_is_advised_to_be_split(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 100, "head_dim": 1024}
+    sizes: Any = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 100, "head_dim": 1024}
     target = write_paper_target(tmp_path / "large", **sizes)
     (said, *_) = problems({"target": {"model": str(target)}}, hardware={"gpu": "b200", "count": 8})
     assert "set parallel.tensor to 8" in said
