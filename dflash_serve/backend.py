@@ -219,11 +219,13 @@ class EngineFacts:
     """What its container must have set."""
     prefill_annotations: Mapping[str, str] = field(default_factory=dict)
     """Of the pods of a prefill server (`role: prefill`): what a router reads there."""
-    server_flags: Mapping[str, str] = field(default_factory=dict)
-    """Options of `serve` that only this engine's own server has -> environment variables that it reads them from.
+    server_flags: Sequence[str] = ()
+    """Options of `serve` that this engine's own server honours, and not every one: `api-key-file`, `drain-seconds`.
 
     One with `drain-seconds` among them ends its answers itself after SIGTERM.
     """
+    data_parallel: bool = False
+    """Whether one server runs several copies of the model (`parallel.data`); otherwise replicas are deployed."""
 
 
 def installed() -> list[str]:

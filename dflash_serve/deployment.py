@@ -1,8 +1,4 @@
-"""Deployment: the one frozen description of what is served. YAML in, unknown keys refused.
-
-Precedence: flag > environment (`DFLASH_SERVE_SPECULATION__WIDTH=off`) > YAML > default; every default stands here and
-nowhere else.
-"""
+"""Deployment: the one frozen description of what is served; every default stands here and nowhere else."""
 
 from __future__ import annotations
 
@@ -11,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic import BeforeValidator, Field, JsonValue
 
 from dflash_serve.common.frozen import Frozen, PositiveInt
-from dflash_serve.common.yaml_file import describe, read_yaml
-from dflash_serve.errors import UserError
+from dflash_serve.common.settings import ENV_PREFIX, merged_settings
 
-ENV_PREFIX = "DFLASH_SERVE_"
+__all__ = ["ENV_PREFIX"]
 GIB = 1 << 30
 PER_NODE = 8
 """Most GPUs of one node; NVL72 racks are reached as several nodes."""
@@ -33,6 +27,14 @@ def _width(width: object) -> object:
     raise ValueError("a width is a number of slots from 1 on (1 = the anchor alone), `auto` or `off`")
 
 
+def _text_keys(value: object) -> object:
+    """YAML's {4: 15} as JSON has it."""
+    if isinstance(value, Mapping):
+        return {str(key): _text_keys(inner) for key, inner in value.items()}
+    return value
+
+
+EngineArgsOfBackends = Annotated[dict[str, dict[str, JsonValue]], BeforeValidator(_text_keys)]
 Width = Annotated[int | Literal["auto", "off"], BeforeValidator(_width)]
 """Slots verified a step, the anchor counted: a number, `auto` (what pays by measured cost), or `off`."""
 
@@ -64,6 +66,9 @@ class Parallel(Frozen):
 
     tensor: PositiveInt = 1
     """GPUs that share every layer (tensor parallelism), on all nodes together."""
+    data: PositiveInt = 1
+    """Copies of the whole model, each on GPUs of its own, that share out the requests; SGLang has them in one server,
+    other engines as replicas (`dflash-serve deploy`)."""
     expert: PositiveInt = 1
     """How many of the tensor-parallel devices share out the experts instead of slicing them."""
     pipeline: PositiveInt = 1
@@ -79,8 +84,9 @@ class Parallel(Frozen):
 class Limits(Frozen):
     """What one server takes on."""
 
-    max_batch_size: PositiveInt = 32
-    """Requests that run at the same time; further ones wait in the queue."""
+    max_batch_size: PositiveInt | None = None
+    """Requests that run at the same time; further ones wait in the queue. None = the engine's own choice, or what its
+    memory holds; `dflash-serve serve --dry-run` says which number that is."""
     max_model_len: PositiveInt | None = None
     """Tokens of prompt and answer together; None = what the target was made for."""
     max_queued_requests: PositiveInt = 256
@@ -98,6 +104,21 @@ class KVCacheSettings(Frozen):
     """Keep finished prompts' blocks for others (prefix caching); None = only where the drafter does not starve."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the free memory given to it; None = what the weights and the drafter's context leave."""
+
+
+class Serving(Frozen):
+    """What clients see of the server."""
+
+    served_model_name: str | None = None
+    """Name that clients use for the model; None = the target, as it is named here."""
+    api_key_file: str | None = None
+    """File of API keys, one a line (SGLang takes one); None = the server is open."""
+    reasoning_parser: str | None = None
+    """How thoughts are told from answers, by the model's family (`qwen3`, `deepseek-r1`, `gpt-oss`) or the engine's own
+    name for it; None = they are not."""
+    tool_call_parser: str | None = None
+    """How tool calls are read from answers, by the model's family (`qwen3`, `qwen3_coder`, `gpt-oss`) or the engine's
+    own name for it; None = they are not."""
 
 
 class Hardware(Frozen):
@@ -149,51 +170,22 @@ class Deployment(Frozen):
     limits: Limits = Limits()
     kv_cache: KVCacheSettings = KVCacheSettings()
     hardware: Hardware = Hardware()
+    serving: Serving = Serving()
+    engine_args: EngineArgsOfBackends = Field(default={})
+    """Arguments of an engine's own server, by backend: `{sglang: {mem-fraction-static: 0.9}}`. Handed on as they are,
+    checked against the engine's own parser; one that another key stands for is refused."""
     role: Literal["whole", "prefill", "decode"] = "whole"
     """Prefill and decode are the halves of a disaggregated pair of servers."""
 
 
-class _Environment(Deployment, BaseSettings):
-    """Reads the environment only; never built, it lends its fields to the source below."""
-
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid")
-
-
 def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> Deployment:
-    """Merges YAML, environment and flags.
+    """Merges YAML, environment and flags: flag > environment (`DFLASH_SERVE_SPECULATION__WIDTH=off`) > YAML > default.
 
     Args:
         path: a YAML file, or None.
         flags: nested values given on the command line; None values count as not given.
 
     Raises:
-        UserError: a file that cannot be read, an unknown key or an impossible value (the first one is named).
+        UserError: a file that cannot be read, an unknown key or an impossible value: the first one, and where it is.
     """
-    merged = _read_mapping(path) if path else {}
-    environment: dict[str, Any] = EnvSettingsSource(_Environment)()
-    for layer in (environment, flags or {}):
-        merged = _overlay(merged, layer)
-    try:
-        return Deployment.model_validate(merged)
-    except ValidationError as error:
-        raise UserError(describe(error), where=str(path or "deployment")) from None
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    raw = read_yaml(path)
-    if not isinstance(raw, dict):
-        raise UserError("not a mapping", where=str(path), do="start with `target: {model: ...}`")
-    return raw
-
-
-def _overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for key, value in over.items():
-        if value is None:
-            continue
-        nested = isinstance(value, Mapping)
-        below = out.get(key)
-        out[key] = _overlay(below if isinstance(below, Mapping) else {}, value) if nested else value
-        if nested and not out[key]:
-            del out[key]
-    return out
+    return merged_settings(Deployment, path, flags or {}, start="target: {model: ...}")

@@ -9,8 +9,8 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.manifest import verify
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import TargetShape
-from dflash_serve.deployment import Deployment
-from dflash_serve.errors import Problem
+from dflash_serve.deployment import GIB, GPUS, Deployment
+from dflash_serve.errors import Problem, UserError
 
 
 def uses_drafter(deployment: Deployment) -> bool:
@@ -39,6 +39,57 @@ def length_problems(deployment: Deployment, target: TargetShape) -> Iterator[Pro
         yield Problem(what, "limits.max_model_len", f"use {most} or less")
 
 
+def device_problems(deployment: Deployment, model_devices: int, weight_bytes: int) -> Iterator[Problem]:
+    """Another number of GPUs than the deployment has; a model that fits one GPU is advised to be copied, not split.
+
+    Args:
+        model_devices: GPUs of one copy of the model.
+        weight_bytes: of the target, on all its devices together.
+    """
+    parallel, count = deployment.parallel, deployment.hardware.count
+    used = model_devices * parallel.data
+    if used == count:
+        return
+    what = f"{model_devices} GPU{'s' * (model_devices > 1)} for a copy of the model"
+    what += f" x {parallel.data} copies" if parallel.data > 1 else ""
+    what += f", but hardware.count is {count}"
+    gpu = GPUS.get(deployment.hardware.gpu or "")
+    fits = weight_bytes / model_devices < (gpu or min(GPUS.values(), key=lambda one: one.memory)).memory / 2
+    ways = {"parallel.tensor": f"parallel.tensor to {count}", "hardware.count": f"hardware.count to {used}"}
+    if fits and count > used and count % model_devices == 0:
+        size, copies = f"{weight_bytes / model_devices / GIB:.0f} GiB of weights", count // model_devices
+        ways = {"parallel.data": f"parallel.data to {copies} ({size} leave room on a GPU: copies answer more)"} | ways
+    yield Problem(what, next(iter(ways)), f"set {', or '.join(ways.values())}")
+
+
+def key_problems(file: str, most: int | None = None) -> Iterator[Problem]:
+    """A file of API keys that cannot be read, has none, or more than an engine takes."""
+    where = "serving.api_key_file"
+    try:
+        keys = read_keys(file)
+    except UserError as error:
+        yield Problem(f"{error.where} {error.what}", where, error.do)
+        return
+    if most is not None and len(keys) > most:
+        yield Problem(f"{file} has {len(keys)} keys, this engine takes {most}", where, "leave one in it")
+
+
+def read_keys(file: str) -> list[str]:
+    """API keys, one a line; empty lines and lines that begin with # are skipped.
+
+    Raises:
+        UserError: the file cannot be read, or has none.
+    """
+    try:
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read ({error})", where=file, do="give a file with one key a line") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise UserError("has no key", where=file, do="write one key a line, or leave the file out")
+    return keys
+
+
 def changed_files(deployment: Deployment) -> list[Problem]:
     """Files of what `dflash-serve build` made that are not what it made; asked before anything is loaded.
 
@@ -55,6 +106,16 @@ def check_pairing(config: DrafterConfig, target: TargetShape) -> list[Problem]:
     """Everything in which the drafter cannot be this target's."""
     where = f"drafter for {target.name}"
     return [Problem(what, where, do) for what, do in _mismatches(config, target)]
+
+
+def pairing_notes(config: DrafterConfig, target: TargetShape) -> list[str]:
+    """What is unusual about the pair, and may be sound: a drafter can be trained with a RoPE base of its own."""
+    if target.rope_theta is None or config.rope.theta == target.rope_theta:
+        return []
+    return [
+        f"its RoPE base is {config.rope.theta:g}, {target.name}'s is {target.rope_theta:g}: sound only where it was "
+        "trained so; where it was not, it accepts little, and `dflash-serve doctor` says so"
+    ]
 
 
 def _mismatches(config: DrafterConfig, target: TargetShape) -> Iterator[tuple[str, str]]:

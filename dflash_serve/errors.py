@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 
 class UserError(Exception):
@@ -35,6 +36,12 @@ class Problem:
     def error(self) -> UserError:
         """The same as an error to raise."""
         return UserError(self.what, where=self.where, do=self.do)
+
+
+def did_you_mean(given: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """ "did you mean X?" for the nearest of the known names, shown with `prefix` before it; "" where none is near."""
+    near = get_close_matches(given, list(known), n=1, cutoff=0.7)
+    return f"did you mean {prefix}{near[0]}?" if near else ""
 
 
 def first_line(error: Exception) -> str:

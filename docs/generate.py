@@ -35,11 +35,7 @@ def cli_page() -> str:
     """Every verb: what it does, its arguments and options."""
     group: Any = typer.main.get_command(app)
     lines = ["# Command line", "", NOTE, ""]
-    lines += [
-        "`dflash-serve VERB --help` says the same. Exit codes of every verb: 0 all is well; 1 it is not (`verify`:",
-        "not lossless, `doctor`: a fault, `inspect`: a problem); 2, and one line on stderr, a mistake in what was",
-        "given; 3 it could not be told.",
-    ]
+    lines += ["`dflash-serve VERB --help` says the same. What flags and exit codes mean: [grammar](grammar.md)."]
     for name, command in group.commands.items():
         lines += ["", f"## {name}", "", " ".join(command.help.split()), "", *_parameters(command)]
     return "\n".join(lines) + "\n"

@@ -9,10 +9,11 @@ from pathlib import Path
 from dflash_serve.deployment import Gpu
 from dflash_serve.errors import UserError
 
+from .engine_arguments import PARSERS, argument_table
 from .launch_plan import LaunchPlan
 
-DRAFT = "draft"
-"""Where `prepare` puts the drafter, below its folder."""
+DRAFT, SECRETS = "draft", "secrets.yaml"
+"""Where `prepare` puts the drafter, and the server's API key, below its folder."""
 KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4", "mxfp4": "mxfp4"}
 LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
@@ -40,16 +41,18 @@ def kernels_of(gpu: Gpu) -> AttentionKernels:
 
 
 def arguments(plan: LaunchPlan, folder: Path) -> list[str]:
-    """All arguments but host, port and those of `node_arguments`."""
+    """All arguments but host, port and those of `node_arguments`; the user's own come last."""
     parts = (
         _models(plan),
         _precision(plan),
         _parallel(plan),
         _limits(plan),
+        _serving(plan, folder),
         _speculation(plan, folder),
         _kernels(plan),
     )
-    return [word for part in parts for flag in part for word in flag] + ["--enable-metrics"]
+    ours = [word for part in parts for flag in part for word in flag]
+    return [*ours, "--enable-metrics", *argument_table(plan.deployment).words(plan.engine_args)]
 
 
 def node_arguments(nodes: int, environment: Mapping[str, str]) -> list[str]:
@@ -93,6 +96,8 @@ def _precision(plan: LaunchPlan) -> Iterator[Flag]:
 def _parallel(plan: LaunchPlan) -> Iterator[Flag]:
     parallel = plan.deployment.parallel
     yield "--tp-size", str(parallel.tensor)
+    if parallel.data > 1:
+        yield "--dp-size", str(parallel.data)
     if parallel.expert > 1:
         yield "--ep-size", str(parallel.expert)
     if parallel.pipeline > 1:
@@ -104,7 +109,8 @@ def _parallel(plan: LaunchPlan) -> Iterator[Flag]:
 
 def _limits(plan: LaunchPlan) -> Iterator[Flag]:
     limits, cache = plan.deployment.limits, plan.deployment.kv_cache
-    yield "--max-running-requests", str(limits.max_batch_size)
+    if limits.max_batch_size is not None:
+        yield "--max-running-requests", str(limits.max_batch_size)
     yield "--max-queued-requests", str(limits.max_queued_requests)
     if limits.max_model_len is not None:
         yield "--context-length", str(limits.max_model_len)
@@ -114,6 +120,17 @@ def _limits(plan: LaunchPlan) -> Iterator[Flag]:
         yield ("--disable-radix-cache",)
     if cache.memory_fraction is not None and plan.memory is not None:
         yield "--mem-fraction-static", str(plan.memory.static_fraction(cache.memory_fraction))
+
+
+def _serving(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
+    """What clients see. The key goes into a file: a command line can be read by everybody on the machine."""
+    serving = plan.deployment.serving
+    if serving.served_model_name is not None:
+        yield "--served-model-name", serving.served_model_name
+    for key, _, name in PARSERS.of(serving):
+        yield f"--{key.replace('_', '-')}", name
+    if serving.api_key_file is not None:
+        yield "--config", str(folder / SECRETS)
 
 
 def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
@@ -133,11 +150,11 @@ def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
 
 
 def _kernels(plan: LaunchPlan) -> Iterator[Flag]:
-    """SGLang's own choice where the GPU is not named, and for latent attention."""
+    """SGLang's own choice where the GPU is not named, and for latent attention; the user's where one is given."""
     if plan.gpu is None:
         return
-    kernels = kernels_of(plan.gpu)
-    if not plan.target.latent:
+    kernels, given = kernels_of(plan.gpu), {name.replace("_", "-") for name in plan.engine_args}
+    if not plan.target.latent and "attention-backend" not in given:
         yield "--attention-backend", kernels.target
-    if plan.algorithm is not None:
+    if plan.algorithm is not None and "speculative-draft-attention-backend" not in given:
         yield "--speculative-draft-attention-backend", kernels.drafter

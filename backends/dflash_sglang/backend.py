@@ -6,17 +6,22 @@ import os
 import sys
 from pathlib import Path
 
+import yaml
+
 from dflash_serve.backend import Command
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors
 from dflash_serve.checkpoint.writer import write_drafter
+from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Deployment
-from dflash_serve.deployment_checks import changed_files
+from dflash_serve.deployment_checks import changed_files, read_keys
 from dflash_serve.errors import Problem, raise_problems
+from dflash_serve.preview import Preview
 
-from .arguments import DRAFT, arguments, node_arguments
+from .arguments import DRAFT, SECRETS, arguments, node_arguments
 from .checks import problems
 from .facts import FACTS
 from .launch_plan import OURS, WIDTH_VARIABLE, LaunchPlan, read_launch_plan
+from .preview import preview
 
 
 class SGLangBackend:
@@ -37,7 +42,7 @@ class SGLangBackend:
         return problems(read_launch_plan(deployment))
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
-        """Writes draft/. A built target or drafter is held against its manifest first, byte for byte.
+        """Writes draft/ and the API key. A built target or drafter is held against its manifest first, byte for byte.
 
         Raises:
             UserError: the first problem of `check`, a built file that was changed, or a drafter that cannot be read.
@@ -47,7 +52,18 @@ class SGLangBackend:
         raise_problems(changed_files(deployment))
         if plan.checkpoint is not None:
             _write_draft_folder(plan.checkpoint, folder.resolve() / DRAFT)
+        if deployment.serving.api_key_file is not None:
+            key = read_keys(deployment.serving.api_key_file)[0]
+            write_whole(folder / SECRETS, yaml.safe_dump({"api-key": key}), private=True)
         self._prepared = plan
+
+    def preview(self, deployment: Deployment, folder: Path) -> Preview:
+        """What `prepare` would write, and what is chosen where the deployment leaves it open.
+
+        Raises:
+            UserError: the target or drafter cannot be found or read at all.
+        """
+        return preview(read_launch_plan(deployment))
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
         """The command line for a prepared folder; on several nodes, that of the node it is asked on.

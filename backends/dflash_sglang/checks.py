@@ -7,9 +7,17 @@ from collections.abc import Iterator
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.deployment import GIB
-from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems
+from dflash_serve.deployment_checks import (
+    block_problems,
+    check_pairing,
+    device_problems,
+    key_problems,
+    length_problems,
+)
+from dflash_serve.engine_args import parser_problems
 from dflash_serve.errors import Problem
 
+from .engine_arguments import PARSERS, argument_table
 from .facts import DATA_PARALLEL_ATTENTION, installed_version, parse_release, release_problems
 from .launch_plan import GRAPH_BYTES, OURS, RUNTIME_BYTES, LaunchPlan
 
@@ -28,7 +36,7 @@ def problems(plan: LaunchPlan) -> list[Problem]:
     if plan.drafter is not None:
         found += check_pairing(plan.drafter, plan.target.shape)
         found += _drafter_problems(plan, plan.drafter)
-    for problems_of in (_devices, _experts, _unsupported, _heads, _precision, _lengths, _memory):
+    for problems_of in (_devices, _experts, _unsupported, _heads, _precision, _lengths, _memory, _arguments):
         found += problems_of(plan)
     return found
 
@@ -72,10 +80,13 @@ def _attention(plan: LaunchPlan, drafter: DrafterConfig) -> Iterator[Problem]:
 
 def _devices(plan: LaunchPlan) -> Iterator[Problem]:
     parallel, hardware = plan.deployment.parallel, plan.deployment.hardware
-    if parallel.tensor != hardware.count:
-        what = f"tensor parallelism over {parallel.tensor} devices, but hardware.count is {hardware.count}"
-        do = f"set parallel.tensor to {hardware.count}, or hardware.count to {parallel.tensor}"
-        yield Problem(what, "parallel.tensor", do)
+    yield from device_problems(plan.deployment, parallel.tensor * parallel.pipeline, plan.target.weight_bytes)
+    if parallel.data > 1 and parallel.nodes > 1:
+        what = "SGLang keeps its copies of the model on one node"
+        yield Problem(what, "parallel.data", "set it to 1, and take replicas: `dflash-serve deploy`")
+    if parallel.data > 1 and parallel.attention_data:
+        what = "copies of the model and data-parallel attention exclude each other"
+        yield Problem(what, "parallel.data", "set it to 1, or parallel.attention_data to false")
     if parallel.tensor % parallel.nodes:
         what = f"{parallel.tensor} devices cannot be shared evenly by {parallel.nodes} nodes"
         yield Problem(what, "parallel.nodes", "use a number of nodes that divides parallel.tensor")
@@ -189,6 +200,17 @@ def _memory(plan: LaunchPlan) -> Iterator[Problem]:
     if longest is not None and memory.tokens < longest:
         what = f"{longest} tokens, but after the weights there is room for the K/V of about {memory.tokens}"
         yield Problem(what, "limits.max_model_len", "shorten it, use kv_cache.dtype fp8, or more devices")
+
+
+def _arguments(plan: LaunchPlan) -> Iterator[Problem]:
+    """What the user hands on to SGLang, and what clients are to see."""
+    table, serving = argument_table(plan.deployment), plan.deployment.serving
+    yield from table.problems(plan.engine_args)
+    if serving.reasoning_parser or serving.tool_call_parser:
+        flags = {"reasoning_parser": "reasoning-parser", "tool_call_parser": "tool-call-parser"}
+        yield from parser_problems(table, serving, PARSERS, flags)
+    if serving.api_key_file is not None:
+        yield from key_problems(serving.api_key_file, most=1)
 
 
 def _gib(size: int) -> str:

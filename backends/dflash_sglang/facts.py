@@ -118,6 +118,8 @@ FACTS = EngineFacts(
         widths=("width {{width}}", rate(f"{STEPS}_total", by="width")),
     ),
     read_acceptance=read_acceptance,
+    server_flags=("api-key-file",),
+    data_parallel=True,
     # Otherwise /health generates a token too, and a full batch would look like a dead process.
     environment={"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"},
     # The default of --disaggregation-bootstrap-port: where a prefill server tells decoding ones of its K/V.

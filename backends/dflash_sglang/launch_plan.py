@@ -10,6 +10,7 @@ from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.deployment import ENV_PREFIX, GIB, GPUS, Deployment, Gpu
 from dflash_serve.deployment_checks import uses_drafter
+from dflash_serve.engine_args import EngineArgs
 
 NATIVE, OURS = "DFLASH", "DFLASH_SERVE"
 """SGLang's own algorithm, and the one our plug-in registers, whose width follows the policy."""
@@ -61,6 +62,11 @@ class LaunchPlan:
     target: TargetLayout
     checkpoint: Checkpoint | None
     """None = no speculation."""
+
+    @property
+    def engine_args(self) -> EngineArgs:
+        """The user's own arguments for SGLang."""
+        return self.deployment.engine_args.get("sglang", {})
 
     @property
     def drafter(self) -> DrafterConfig | None:

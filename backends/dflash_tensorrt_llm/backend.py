@@ -14,11 +14,14 @@ from dflash_serve.common.yaml_file import describe
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import changed_files
 from dflash_serve.errors import Problem, UserError, raise_problems
+from dflash_serve.preview import Preview
 
 from .checks import problems
 from .draft_folder import write_draft_folder
+from .engine_arguments import config_fields, merged, serving_options
 from .facts import FACTS
 from .launch_plan import LaunchPlan, make_launch_plan
+from .preview import preview
 from .upstream import LlmArgs, Release, installed_release, llm_args
 
 CONFIG, DRAFT, PLUG_IN = "config.yaml", "draft", "dflash_serve_drafter"
@@ -72,15 +75,30 @@ class TensorRTLLMBackend:
         if plan.drafter is not None:
             assert deployment.drafter is not None
             write_draft_folder(deployment.drafter, plan.drafter, folder / DRAFT)
+        for name, text in self._texts(plan, folder).items():
+            write_whole(folder / name, text)
+
+    def preview(self, deployment: Deployment, folder: Path) -> Preview:
+        """What `prepare` would write, and what is chosen where the deployment leaves it open.
+
+        Raises:
+            UserError: the target or drafter cannot be found or read at all, or the release would refuse config.yaml.
+        """
+        plan = make_launch_plan(deployment, self.release)
+        return preview(plan, self._texts(plan, folder.resolve()))
+
+    def _texts(self, plan: LaunchPlan, folder: Path) -> dict[str, str]:
+        """Name -> text of the files that are ours, beside the drafter's."""
+        texts = {CONFIG: self.yaml(plan, folder)}
         if plan.needs_plug_in:
-            write_whole(folder / PLUG_IN / "__init__.py", REGISTERING.format(architecture=plan.target.architecture))
-        write_whole(folder / CONFIG, self.yaml(plan, folder))
+            texts[f"{PLUG_IN}/__init__.py"] = REGISTERING.format(architecture=plan.target.architecture)
+        return texts
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
         """`trtllm-serve` on one node; under `srun` and `trtllm-llmapi-launch`, one task a device, on several."""
         plan, folder = make_launch_plan(deployment, self.release), folder.resolve()
         serve = ["trtllm-serve", plan.deployment.target.model, "--host", host, "--port", str(port)]
-        serve += ["--config", str(folder / CONFIG)]
+        serve += ["--config", str(folder / CONFIG), *serving_options(plan)]
         env = {}
         if plan.needs_plug_in:
             serve += ["--custom_module_dirs", str(folder / PLUG_IN)]
@@ -94,7 +112,7 @@ class TensorRTLLMBackend:
         Raises:
             UserError: the release would refuse it.
         """
-        return yaml.safe_dump(_configuration(plan, folder / DRAFT).yaml_fields(), sort_keys=False)
+        return yaml.safe_dump(_configuration(plan, folder / DRAFT), sort_keys=False)
 
 
 def _launcher(plan: LaunchPlan) -> list[str]:
@@ -106,31 +124,38 @@ def _launcher(plan: LaunchPlan) -> list[str]:
     return ["srun", "--mpi=pmix", *tasks, "trtllm-llmapi-launch"]
 
 
-def _configuration(plan: LaunchPlan, drafter: Path) -> LlmArgs:
-    """The configuration, as far as it differs from upstream's defaults; `drafter` is the folder it loads.
+def _configuration(plan: LaunchPlan, drafter: Path) -> dict[str, object]:
+    """The configuration, as far as it differs from upstream's defaults, with the user's own keys.
+
+    Args:
+        drafter: the folder that it loads.
 
     Raises:
         UserError: the release would refuse it.
     """
-    limits, target = plan.deployment.limits, plan.deployment.target
+    batch, target = plan.max_batch_size, plan.deployment.target
+    limit = {} if batch is None else {"max_batch_size": batch}
     fields: dict[str, object] = {
         "tensor_parallel_size": plan.deployment.parallel.tensor,
-        "max_batch_size": limits.max_batch_size,
+        **limit,
         "max_seq_len": plan.max_model_len,
         "max_num_tokens": plan.max_num_tokens,
         "kv_cache_config": _kv_cache(plan),
         # Padding lets every batch size use a graph; without it a batch of 17 runs eagerly.
-        "cuda_graph_config": {"enable_padding": True, "max_batch_size": limits.max_batch_size},
+        "cuda_graph_config": {"enable_padding": True, **limit},
         "enable_iter_perf_stats": True,  # acceptance in /metrics
         "return_perf_metrics": True,  # without it there is no /prometheus/metrics
         **_parallel(plan),
         **({} if target.revision is None else {"revision": target.revision}),
         **({} if plan.drafter is None else {"speculative_config": _speculative(plan, drafter)}),
     }
+    fields = merged(fields, config_fields(plan.engine_args))
+    ours = {name: value for name, value in fields.items() if name in LlmArgs.model_fields}
     try:
-        return llm_args(fields, plan.release)
+        known = llm_args(ours, plan.release).yaml_fields()
     except ValidationError as error:
         raise UserError(describe(error), where=f"configuration for TensorRT-LLM {plan.release}") from None
+    return {**known, **{name: value for name, value in fields.items() if name not in known}}
 
 
 def _parallel(plan: LaunchPlan) -> dict[str, object]:

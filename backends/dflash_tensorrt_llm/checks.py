@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.deployment import GIB, PER_NODE
-from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems
+from dflash_serve.deployment_checks import block_problems, check_pairing, device_problems, length_problems
+from dflash_serve.engine_args import parser_problems
 from dflash_serve.errors import Problem
 
+from .engine_arguments import PARSER_FLAGS, PARSERS, argument_problems, argument_table, named_parsers
 from .launch_plan import ACTIVATIONS, OVERHEAD, PAGE, LaunchPlan
 from .upstream import FIRST
 
@@ -19,9 +21,10 @@ LEAST_POOL = 0.15
 
 def problems(plan: LaunchPlan) -> list[Problem]:
     """Every problem, in the order in which a user would fix them."""
-    checks: list[Check] = [_release, _devices, _queue, _target_layout, _target_precision, _role]
+    checks: list[Check] = [_release, _devices, _queue, _serving, argument_problems]
+    checks += [_target_layout, _target_precision, _role]
     if plan.drafter is not None:
-        checks += [_drafter_fits, _implementation, _drafter_layout, _block_reuse]
+        checks += [_width, _drafter_fits, _implementation, _drafter_layout, _block_reuse]
     return [problem for check in [*checks, _lengths, _rows, _memory] for problem in check(plan)]
 
 
@@ -42,10 +45,12 @@ def _devices(plan: LaunchPlan) -> Iterator[Problem]:
     if parallel.context > 1 and plan.drafter is not None:
         yield Problem("DFlash does not run with context parallelism (Helix)", "parallel.context", "set it to 1")
     world = parallel.tensor * parallel.pipeline * parallel.context
-    if world != hardware.count:
-        what = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {world} devices"
-        what += f", but hardware.count is {hardware.count}"
-        yield Problem(what, "parallel.tensor", f"set parallel.tensor to {hardware.count}, or hardware.count to {world}")
+    if parallel.data > 1:
+        what = f"one trtllm-serve has one copy of the model, not {parallel.data}"
+        do = f"`dflash-serve deploy` makes {parallel.data} replicas of it; to start one yourself, set it to 1"
+        yield Problem(what, "parallel.data", do)
+    else:
+        yield from device_problems(plan.deployment, world, plan.target.weight_bytes)
     if world % parallel.nodes:
         yield Problem(
             f"{world} devices do not spread evenly over {parallel.nodes} nodes", "parallel.nodes", "change one"
@@ -62,6 +67,23 @@ def _queue(plan: LaunchPlan) -> Iterator[Problem]:
     if "max_queued_requests" in limits.model_fields_set:
         what = f"TensorRT-LLM queues without bound, it cannot stop at {limits.max_queued_requests} requests"
         yield Problem(what, "limits.max_queued_requests", "leave it out, and bound the queue at your gateway")
+
+
+def _serving(plan: LaunchPlan) -> Iterator[Problem]:
+    serving = plan.deployment.serving
+    if serving.api_key_file is not None:
+        what = "trtllm-serve asks nobody for a key"
+        yield Problem(what, "serving.api_key_file", "leave it out, and let a gateway ask")
+    yield from parser_problems(argument_table(plan), named_parsers(plan), PARSERS, PARSER_FLAGS)
+
+
+def _width(plan: LaunchPlan) -> Iterator[Problem]:
+    """A width that follows cost, asked for by name; where it was left to its default, `preview.notes` says it."""
+    speculation = plan.deployment.speculation
+    if speculation.width == "auto" and "width" in speculation.model_fields_set and not plan.has_schedule:
+        what = f"TensorRT-LLM verifies all {plan.block_size} slots in every step, it has no width that follows cost"
+        do = f"set a number, {plan.block_size} being the whole block (or off), or use --backend sglang"
+        yield Problem(what, "speculation.width", do)
 
 
 def _target_layout(plan: LaunchPlan) -> Iterator[Problem]:
@@ -171,8 +193,8 @@ def _lengths(plan: LaunchPlan) -> Iterator[Problem]:
 
 
 def _rows(plan: LaunchPlan) -> Iterator[Problem]:
-    asked, batch = plan.deployment.limits.max_num_tokens, plan.deployment.limits.max_batch_size
-    if asked is None or plan.drafter is None:
+    asked, batch = plan.deployment.limits.max_num_tokens, plan.max_batch_size
+    if asked is None or batch is None or plan.drafter is None:
         return
     rows = batch * plan.block_size
     if rows > asked:
@@ -197,7 +219,7 @@ def _memory(plan: LaunchPlan) -> Iterator[Problem]:
 
 def _arena(plan: LaunchPlan, drafter: DrafterConfig, budget: int) -> Iterator[Problem]:
     """An arena beyond `budget` bytes, and the limits that it would keep to."""
-    batch, length = plan.deployment.limits.max_batch_size, plan.max_model_len
+    batch, length = plan.max_batch_size or 1, plan.max_model_len
     needed = plan.arena_bytes(batch, length)
     if needed <= budget:
         return

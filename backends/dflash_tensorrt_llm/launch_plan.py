@@ -18,6 +18,7 @@ from dflash_serve.checkpoint.source import drafter_source, local_folder
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu, Model
 from dflash_serve.deployment_checks import uses_drafter
+from dflash_serve.engine_args import EngineArgs
 
 from .upstream import Release
 
@@ -27,6 +28,10 @@ OVERHEAD = 4 * GIB
 """CUDA context, NCCL, workspaces; upstream's own estimate (test_dflash_config_budget.py @414ba69)."""
 ACTIVATIONS = 4 * GIB
 """Left for activations and CUDA graphs."""
+MOST_REQUESTS, UNKNOWN_GPU_REQUESTS = 256, 32
+"""Requests at once where the deployment does not say how many; the second where it does not name its GPU either."""
+ARENA_SHARE = 0.4
+"""Of what the weights leave, for the context of the drafter of so many requests; the rest is K/V."""
 PAGE = 32
 """Tokens a page of the paged arena (attention_backend TRTLLM)."""
 
@@ -45,6 +50,17 @@ class LaunchPlan:
     """The drafter's."""
     needs_plug_in: tuple[str, ...]
     """What of this drafter TensorRT-LLM's own drafter would get wrong in silence; nothing = it runs, and not ours."""
+
+    @property
+    def engine_args(self) -> EngineArgs:
+        """The user's own options of trtllm-serve and keys of config.yaml."""
+        return self.deployment.engine_args.get("tensorrt-llm", {})
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether the user says how many tokens are drafted by batch size."""
+        speculative = self.engine_args.get("speculative_config", {})
+        return isinstance(speculative, dict) and "draft_len_schedule" in speculative
 
     @property
     def block_size(self) -> int:
@@ -73,6 +89,22 @@ class LaunchPlan:
         return max(1, self.drafter.num_key_value_heads // self.drafter_devices)
 
     @property
+    def max_batch_size(self) -> int | None:
+        """Requests at once; None = upstream's own 2048, which no drafter's context would leave room for.
+
+        Unasked it is the largest power of two up to `MOST_REQUESTS` whose context takes at most `ARENA_SHARE` of what
+        the weights leave.
+        """
+        asked = self.deployment.limits.max_batch_size
+        if asked is not None or self.drafter is None:
+            return asked
+        if self.gpu is None:
+            return UNKNOWN_GPU_REQUESTS
+        budget = ARENA_SHARE * (self.gpu.memory - self.weight_bytes - OVERHEAD - ACTIVATIONS)
+        sizes = (MOST_REQUESTS >> halvings for halvings in range(MOST_REQUESTS.bit_length()))
+        return next((size for size in sizes if self.arena_bytes(size, self.max_model_len) <= budget), 1)
+
+    @property
     def max_model_len(self) -> int:
         """Tokens of prompt and answer that are served."""
         asked = self.deployment.limits.max_model_len
@@ -83,7 +115,7 @@ class LaunchPlan:
         """Rows of a step; grown where a full batch of blocks needs more than upstream's default."""
         asked = self.deployment.limits.max_num_tokens
         block = self.block_size if self.drafter else 1
-        return asked or max(ROWS, self.deployment.limits.max_batch_size * block)
+        return asked or max(ROWS, (self.max_batch_size or 1) * block)
 
     @property
     def weight_bytes(self) -> int:
@@ -107,7 +139,7 @@ class LaunchPlan:
 
     def pool_fraction(self, gpu: Gpu) -> float:
         """`free_gpu_memory_fraction` that leaves room for the arena: a share of what is free after the weights."""
-        arena = self.arena_bytes(self.deployment.limits.max_batch_size, self.max_model_len)
+        arena = self.arena_bytes(self.max_batch_size or 1, self.max_model_len)
         free = gpu.memory - self.weight_bytes - OVERHEAD
         return max(0.05, min(0.9, int(100 * (free - ACTIVATIONS - arena) / free) / 100)) if free > 0 else 0.05
 

@@ -10,29 +10,38 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_serve.backend import Command, Engine, Prompt, ServerBackend
 from dflash_serve.checkpoint.quantization import plain_only
-from dflash_serve.checkpoint.reader import read_config, read_drafter
+from dflash_serve.checkpoint.reader import read_drafter
 from dflash_serve.checkpoint.source import drafter_folder, local_folder, target_folder, target_source
-from dflash_serve.checkpoint.target import read_target_layout, read_target_shape
+from dflash_serve.checkpoint.target import read_target_shape
+from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Deployment
-from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems, uses_drafter
+from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems
 from dflash_serve.doctor.evidence import DiagnosableBackend, Steps
 from dflash_serve.errors import Problem, raise_problems
 from dflash_serve.models.target_config import read_target_config
+from dflash_serve.preview import Preview
 from dflash_serve.speculation.params import SamplingParams
 
 from .facts import FACTS, SETTINGS_PREFIX
-from .memory import memory_problems
+from .launch import (
+    DEPLOYMENT_FILE,
+    argument_problems,
+    memory_of,
+    preview,
+    server_environment,
+    with_batch_size,
+)
 
 if TYPE_CHECKING:
     from .engine import EmbeddedEngine
     from .faults.reference import EmbeddedReference
     from .faults.tensors import Difference
 
-DEPLOYMENT_FILE = "deployment.json"
 HONOURED = {
     *("target.model", "target.revision", "drafter.model", "drafter.revision"),
     *("speculation.block_size", "speculation.width", "hardware.gpu", "hardware.dtype"),
     *("limits.max_batch_size", "limits.max_model_len", "limits.max_queued_requests"),
+    *("serving.served_model_name", "serving.api_key_file"),
 }
 """Fields of a Deployment that this backend acts on; any other must be left at its default."""
 
@@ -53,7 +62,7 @@ class EmbeddedBackend(ServerBackend, DiagnosableBackend):
         source = target_source(target.model)
         read_target_config(local_folder(source, target.revision, files=["config.json"]))
         shape = replace(read_target_shape(source, target.revision), name=target.model)
-        problems = [*_unsupported(deployment), *length_problems(deployment, shape)]
+        problems = [*_unsupported(deployment), *argument_problems(deployment), *length_problems(deployment, shape)]
         if drafter is None:
             return problems
         config, quantization = read_drafter(drafter.model, drafter.revision)
@@ -69,7 +78,7 @@ class EmbeddedBackend(ServerBackend, DiagnosableBackend):
         raise_problems(self.check(deployment))
         from .start import start_engine
 
-        return start_engine(deployment)
+        return start_engine(with_batch_size(deployment))
 
     def reference(
         self,
@@ -114,33 +123,33 @@ class EmbeddedBackend(ServerBackend, DiagnosableBackend):
             UserError: the first problem of `check`, or weights and K/V caches that do not fit into memory.
         """
         raise_problems(self.check(deployment))
-        raise_problems(_memory(deployment))
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / DEPLOYMENT_FILE).write_text(deployment.model_dump_json(indent=1))
+        raise_problems(memory_of(deployment))
+        write_whole(folder / DEPLOYMENT_FILE, with_batch_size(deployment).model_dump_json(indent=1))
+
+    def preview(self, deployment: Deployment, folder: Path) -> Preview:
+        """What `prepare` would write, and what is chosen where the deployment leaves it open.
+
+        Raises:
+            UserError: the target or drafter cannot be found or read at all.
+        """
+        return preview(deployment, folder)
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
         """The HTTP server of this backend, for a folder that `prepare` has written."""
         argv = (sys.executable, "-m", "dflash_torch.server", str(folder.resolve() / DEPLOYMENT_FILE))
-        return Command(argv, {f"{SETTINGS_PREFIX}HOST": host, f"{SETTINGS_PREFIX}PORT": str(port)})
-
-
-def _memory(deployment: Deployment) -> list[Problem]:
-    """A server reserves for its whole K/V cache; what it cannot back would end it under load."""
-    model, drafter = deployment.target, None
-    target = read_target_layout(Path(target_folder(model.model, model.revision)), model)
-    if uses_drafter(deployment) and deployment.drafter is not None:
-        drafter, _ = read_config(deployment.drafter.model, deployment.drafter.revision)
-    return memory_problems(deployment, target, drafter)
+        listening = {f"{SETTINGS_PREFIX}HOST": host, f"{SETTINGS_PREFIX}PORT": str(port)}
+        return Command(argv, {**listening, **server_environment(deployment)})
 
 
 def _unsupported(deployment: Deployment) -> list[Problem]:
     """Everything asked for that this backend would ignore: a setting without effect would be a lie."""
     asked = _leaves(deployment.model_dump(exclude_defaults=True))
     do = "leave it out, or serve with --backend sglang or tensorrt-llm"
+    instead = {"parallel.data": "set it to 1, and take replicas: `dflash-serve deploy`"}
     return [
-        Problem(f"the embedded backend has no such thing (given: {value!r})", field, do)
+        Problem(f"the embedded backend has no such thing (given: {value!r})", field, instead.get(field, do))
         for field, value in asked.items()
-        if field not in HONOURED
+        if field not in HONOURED and not field.startswith("engine_args.")
     ]
 
 

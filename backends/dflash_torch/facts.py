@@ -21,7 +21,7 @@ REQUESTS_ENDED, REQUESTS_REFUSED = f"{PREFIX}request_success", f"{PREFIX}request
 SETTINGS_PREFIX = "DFLASH_SERVE_HTTP_"
 """Environment variables that the embedded server reads its settings from (`server.settings`)."""
 SERVER_FLAGS = ("served-model-name", "api-key-file", "drain-seconds", "acceptance-metrics")
-"""Settings that `serve` has options for."""
+"""Options of `serve` that it honours."""
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
@@ -70,5 +70,5 @@ FACTS = EngineFacts(
     ),
     read_acceptance=read_acceptance,
     needs_gpu=False,
-    server_flags={flag: SETTINGS_PREFIX + flag.replace("-", "_").upper() for flag in SERVER_FLAGS},
+    server_flags=SERVER_FLAGS,
 )

@@ -20,15 +20,18 @@ from dflash_serve.errors import Problem
 GIB = 2**30
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 """Where it is, a GPU's own memory decides, which only the extra `[cuda]` can read."""
+MOST_REQUESTS = 32
+"""Requests at once where the deployment does not say how many."""
+USED_SHARE = 0.8
+"""Of the free memory that is taken unasked: others need some, and activations do."""
 NVLINKS = 18
 """Links asked for: what Hopper and Blackwell GPUs have at most."""
 
 
 def memory_problems(deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None) -> list[Problem]:
     """One where weights and K/V caches together are more than what is free; none where that is not known."""
-    gpus = [] if deployment.hardware.gpu == "none" else local_gpus()
-    free = gpus[0].free if gpus else None if gpus is None and NVIDIA_DRIVER.exists() else free_bytes()
-    needed = needed_bytes(deployment, target, drafter, on_gpu=bool(gpus))
+    free, on_gpu = _free(deployment)
+    needed = needed_bytes(deployment, target, drafter, on_gpu=on_gpu)
     if free is None or needed <= free:
         return []
     what = f"weights and K/V need {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free"
@@ -36,13 +39,36 @@ def memory_problems(deployment: Deployment, target: TargetLayout, drafter: Draft
     return [Problem(what, "limits", do)]
 
 
+def fitting_batch(deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None) -> int:
+    """Requests whose K/V at full length the free memory holds: a power of two up to `MOST_REQUESTS`, at least 1."""
+    free, on_gpu = _free(deployment)
+    if free is None:
+        return MOST_REQUESTS
+    for batch in (MOST_REQUESTS >> halvings for halvings in range(MOST_REQUESTS.bit_length())):
+        if needed_bytes(deployment, target, drafter, on_gpu=on_gpu, batch=batch) <= free * USED_SHARE:
+            return batch
+    return 1
+
+
+def _free(deployment: Deployment) -> tuple[int | None, bool]:
+    """Free bytes (None = not known), and whether they are a GPU's."""
+    gpus = [] if deployment.hardware.gpu == "none" else local_gpus()
+    free = gpus[0].free if gpus else None if gpus is None and NVIDIA_DRIVER.exists() else free_bytes()
+    return free, bool(gpus)
+
+
 def needed_bytes(
-    deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None, *, on_gpu: bool = False
+    deployment: Deployment,
+    target: TargetLayout,
+    drafter: DrafterConfig | None,
+    *,
+    on_gpu: bool = False,
+    batch: int | None = None,
 ) -> int:
-    """Weights, and the K/V caches of all requests at their full length."""
+    """Weights, and the K/V caches of all requests at their full length; of one where their number is not given."""
     dtype, limits = deployment.hardware.dtype, deployment.limits
     size = 2 if dtype == "bfloat16" or (dtype == "auto" and on_gpu) else 4
-    rows = limits.max_batch_size * (limits.max_model_len or target.shape.max_position_embeddings or 0)
+    rows = (batch or limits.max_batch_size or 1) * (limits.max_model_len or target.shape.max_position_embeddings or 0)
     in_bf16 = target.weight_bytes + rows * target.kv_bytes(BF16)
     if drafter is not None:
         in_bf16 += weight_bytes(drafter) + rows * context_bytes(drafter)

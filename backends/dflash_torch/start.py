@@ -22,8 +22,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def start_engine(deployment: Deployment) -> EmbeddedEngine:
-    """Loads and starts what `EmbeddedBackend.check` has passed."""
+    """Loads and starts what `EmbeddedBackend.check` has passed; its `limits.max_batch_size` is filled in."""
     model, entries = deployment.target, deployment.limits.max_batch_size
+    assert entries is not None
     dtype = DTYPES.get(deployment.hardware.dtype)
     target = load_target(model.model, dtype=dtype, device=_device(deployment), revision=model.revision)
     target.pack()

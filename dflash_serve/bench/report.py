@@ -122,11 +122,12 @@ class ReportData:
         engines = {run.variant: run.acceptance.engine or "unknown" for run in reversed(self.runs)}
         told: list[tuple[str, str]] = []
         for name, deployment in list(self.deployed.items())[:1]:  # they differ in their widths only
+            most = deployment.limits.max_batch_size or "the engine's own number of"
             told += [
                 ("Target", deployment.target.model),
                 ("Drafter", deployment.drafter.model if deployment.drafter is not None else "none"),
                 ("Variants", f"{', '.join(self.deployed)}; engine: {engines.get(name, 'unknown')}"),
-                ("Limits", f"{deployment.limits.max_batch_size} users at once, {deployment.hardware.dtype} arithmetic"),
+                ("Limits", f"{most} users at once, {deployment.hardware.dtype} arithmetic"),
             ]
         for name, variant in self.variants.items():
             if name not in self.deployed:

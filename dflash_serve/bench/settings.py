@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, JsonValue
 
 from dflash_serve.backend import EMBEDDED, ServerBackend, server_backend
 from dflash_serve.common.frozen import Frozen, PositiveInt
@@ -67,6 +67,8 @@ class Settings(Frozen):
     warm_up: bool
     """Each server answers a request for each user before it is measured."""
     output: Path
+    engine_args: dict[str, dict[str, JsonValue]] = Field(default={})
+    """On top of the deployment's."""
 
     def requests(self, concurrency: int) -> int:
         """Requests of one run."""
@@ -108,8 +110,8 @@ def read_deployment(settings: Settings) -> Deployment | None:
     """
     if settings.deployment is None and settings.target is None:
         return None
-    flags = {"target": {"model": settings.target}, "drafter": {"model": settings.drafter}}
-    return load_deployment(settings.deployment, flags)
+    flags: dict[str, Any] = {"target": {"model": settings.target}, "drafter": {"model": settings.drafter}}
+    return load_deployment(settings.deployment, {**flags, "engine_args": settings.engine_args})
 
 
 def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[dict[str, Variant], ServerBackend | None]:

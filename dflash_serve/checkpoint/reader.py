@@ -117,10 +117,12 @@ def _read(folder_or_id: str | Path, revision: str | None) -> tuple[DrafterConfig
 
 
 def weight_problems(checkpoint: Checkpoint) -> list[Problem]:
-    """NaN and infinity in the tensors that were found; needs torch."""
+    """NaN and infinity in the tensors that were found, and matrices of nothing but zeros; needs torch."""
     found: list[Problem] = []
-    for _ in read_tensors(checkpoint, found):
-        pass
+    empty = [name for name, tensor in read_tensors(checkpoint, found) if tensor.dim() > 1 and not tensor.any()]
+    if empty:
+        what = f"nothing but zeros in {empty[0]}" + (f" and {len(empty) - 1} more" if len(empty) > 1 else "")
+        found.append(Problem(what, str(checkpoint.folder), "download the drafter again: this one drafts nothing"))
     return found
 
 

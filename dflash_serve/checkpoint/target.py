@@ -41,6 +41,8 @@ class TargetShape:
     hidden_size: int
     num_layers: int
     max_position_embeddings: int | None
+    rope_theta: float | None = None
+    """Base of its rotary positions; None = config.json does not say."""
 
 
 def read_target_shape(folder_or_id: str | Path, revision: str | None = None) -> TargetShape:
@@ -63,7 +65,15 @@ def _shape(raw: Mapping[str, object], folder: Path, name: str) -> TargetShape:
         hidden_size=required_size(inner, "hidden_size", folder),
         num_layers=required_size(inner, "num_hidden_layers", folder),
         max_position_embeddings=longest if type(longest) is int else None,
+        rope_theta=_rope_theta(inner),
     )
+
+
+def _rope_theta(fields: Mapping[str, object]) -> float | None:
+    """At top level, or in transformers 5's `rope_parameters`."""
+    inside = fields.get("rope_parameters")
+    found = inside.get("rope_theta") if isinstance(inside, dict) else fields.get("rope_theta")
+    return float(found) if isinstance(found, int | float) else None
 
 
 def _language_model(raw: Mapping[str, object]) -> Mapping[str, object]:

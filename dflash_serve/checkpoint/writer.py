@@ -37,7 +37,7 @@ def write_drafter(
         overwrite: replace what is there.
 
     Raises:
-        UserError: the destination is taken, or the dialect cannot express this drafter.
+        UserError: the destination is taken or cannot be written, or the dialect cannot express this drafter.
         ValueError: the tensors are not those of `config`.
     """
     folder = Path(folder).resolve()
@@ -48,9 +48,13 @@ def write_drafter(
     _check_destination(folder, overwrite)
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     text = json.dumps({**fields, "dtype": dtype, "torch_dtype": dtype}, indent=2, sort_keys=True)
-    with whole_folder(folder) as scratch:
-        (scratch / "config.json").write_text(text + "\n", encoding="utf-8")
-        _write_tensors(scratch / SINGLE, tensors)
+    try:
+        with whole_folder(folder) as scratch:
+            (scratch / "config.json").write_text(text + "\n", encoding="utf-8")
+            _write_tensors(scratch / SINGLE, tensors)
+    except OSError as error:
+        do = "give another destination"
+        raise UserError(f"cannot be written ({error.strerror})", where=str(folder), do=do) from None
 
 
 def _check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:

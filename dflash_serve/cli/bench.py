@@ -64,6 +64,8 @@ def bench(
     in_turn: InTurn = None,
     warm_up: WarmUp = True,
     output: Output = Path("bench"),
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Measure throughput and interactivity with and without speculation, side by side.
 
@@ -73,14 +75,16 @@ def bench(
     from dflash_serve.bench.runner import Bench
     from dflash_serve.bench.settings import Settings
 
-    _run(Bench(Settings.model_validate(context.params)))  # the parameters above, by name
+    own = options.engine_arguments(context, backend)
+    named = {name: value for name, value in context.params.items() if name in Settings.model_fields}
+    _run(Bench(Settings.model_validate({**named, **own})), as_json=as_json, quiet=quiet or as_json)
 
 
-def _run(asked: Bench) -> None:
+def _run(asked: Bench, *, as_json: bool, quiet: bool) -> None:
     """Runs it; however it ends, what is finished is told."""
     output = asked.settings.output
     try:
-        files = asked.run(_tell)
+        files = asked.run(_keep_quiet if quiet else _tell)
     except KeyboardInterrupt:
         typer.echo(f"interrupted: finished runs are in {output}; the same command goes on with the rest", err=True)
         raise typer.Exit(130) from None
@@ -88,8 +92,16 @@ def _run(asked: Bench) -> None:
         if (output / "runs").is_dir():
             typer.echo(f"finished runs are in {output}; the same command goes on with the rest", err=True)
         raise error
-    typer.echo(json.loads(files[0].read_text(encoding="utf-8"))["sentence"])
-    typer.echo(f"report: {files[-1]}")
+    report = files[0].read_text(encoding="utf-8")
+    if as_json:
+        typer.echo(report, nl=False)
+        return
+    typer.echo(json.loads(report)["sentence"])
+    if not quiet:
+        typer.echo(f"report: {files[-1]}")
+
+
+def _keep_quiet(_run: Run, _done: int, _planned: int) -> None: ...
 
 
 def _tell(run: Run, done: int, planned: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_serve.cli import options
+from dflash_serve.cli.inspect import refuse_idle_revision
+from dflash_serve.common.extras import need
 
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.config import DrafterConfig
@@ -32,27 +35,32 @@ def convert(
     revision: options.Revision = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DST.")] = False,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Write a drafter in another dialect. Weights keep their values and dtypes; nothing half-written is left behind.
 
     A --target that is given is checked against the drafter, and named in what is written.
     """
+    need("torch", "safetensors", "torch")
     from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
     from dflash_serve.checkpoint.source import target_source
     from dflash_serve.checkpoint.target import read_target_shape
     from dflash_serve.checkpoint.writer import write_drafter
 
+    refuse_idle_revision(source, revision)
     checkpoint = open_checkpoint(source, revision)
     tensors = load_tensors(checkpoint)
     assert checkpoint.config is not None
     assert checkpoint.dialect is not None
-    shape = None if target is None else read_target_shape(target_source(target))
+    shape = None if target is None else replace(read_target_shape(target_source(target)), name=target)
     config = checkpoint.config if shape is None else _of_target(checkpoint.config, shape)
     write_drafter(destination, config, tensors, dialect=to.value, target=target, overwrite=overwrite)
     note = _note(config, to, target)
     if as_json:
         report = {"source": str(checkpoint.folder), "from": checkpoint.dialect.name, "destination": str(destination)}
         typer.echo(json.dumps({**report, "to": to.value, "tensors": len(tensors), "note": note}))
+        return
+    if quiet:
         return
     typer.echo(f"{destination}: {checkpoint.dialect.name} -> {to.value}, {len(tensors)} tensors")
     if note:

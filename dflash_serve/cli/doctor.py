@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,6 +29,8 @@ URL = "Address of a running server of this pair, which nobody else uses meanwhil
 Url = Annotated[str | None, typer.Option(help=URL)]
 SEEN = "Acceptance length that was seen, of a server that is not there to be asked."
 Observed = Annotated[float | None, typer.Option(help=SEEN, min=1)]
+NumPrompts = Annotated[int, typer.Option(help=options.NUM_PROMPTS, min=2)]
+MaxTokens = Annotated[int, typer.Option(help=options.MAX_TOKENS, min=8)]
 Progress = Callable[[str, int], None]
 """Called with the name of what is about to run, and how many of its kind there are."""
 SHOWN = 8
@@ -60,19 +62,23 @@ class ExaminedPair:
 
 
 def doctor(
-    target: options.Target = options.BUNDLED,
-    drafter: options.Drafter = options.BUNDLED,
+    context: typer.Context,
+    deployment: options.DeploymentFile = None,
+    target: options.Target = None,
+    drafter: options.Drafter = None,
     url: Url = None,
     observed: Observed = None,
     model: options.ServedModel = None,
     api_key_file: options.ApiKeyFile = None,
     block_size: options.BlockSize = None,
-    dtype: options.Dtype = "auto",
+    dtype: options.Dtype = None,
     prompts: options.PromptFile = None,
-    num_prompts: Annotated[int, typer.Option(help=options.NUM_PROMPTS, min=2)] = 16,
-    max_tokens: Annotated[int, typer.Option(help=options.MAX_TOKENS, min=8)] = 64,
+    num_prompts: NumPrompts = 16,
+    max_tokens: MaxTokens = 64,
     output: options.Report = Path("doctor-report.json"),
     resume: options.Resume = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Say why acceptance is low: of a server, or of a pair whose checkpoint may be wrong about itself."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
@@ -84,17 +90,31 @@ def doctor(
     if url is not None and observed is not None:
         raise UserError("the server says it itself", where="--observed", do="leave it out, or --url")
     asked = tuple(read_prompt_set(prompts)[:num_prompts])
-    pair = ExaminedPair(target or options.BUNDLED, drafter or options.BUNDLED, block_size, dtype, asked, max_tokens)
+    pair = _examined_pair(deployment, context.params, asked)
     endpoint = Endpoint(url, model, read_api_key(api_key_file)) if url else None
-    with _progress() as advance:
+    with _progress(quiet=quiet) as advance:
 
         def answered() -> None:
             advance("asking the server", len(asked))
 
         told = interview(endpoint, asked, pair.params, pair.drafter_block_size, answered) if endpoint else None
         report = _examine(pair, told, observed, output, resume, advance)
-    _show(report, output)
+    _show(report, output, as_json=as_json)
     raise typer.Exit(report.verdict.exit_code)
+
+
+def _examined_pair(path: Path | None, given: Mapping[str, Any], prompts: tuple[Prompt, ...]) -> ExaminedPair:
+    """The pair of the file or the flags; the bundled one where neither names a target."""
+    from dflash_serve.deployment import load_deployment
+
+    flags = options.deployment_flags({**given, "api_key_file": None})
+    if path is None and given["target"] in (None, options.BUNDLED):
+        flags |= {"target": {"model": options.BUNDLED}, "drafter": {"model": given["drafter"] or options.BUNDLED}}
+    found = load_deployment(path, flags)
+    if found.drafter is None:
+        raise UserError("there is no drafter", where="doctor", do="give --drafter")
+    block_size, dtype = found.speculation.block_size, found.hardware.dtype
+    return ExaminedPair(found.target.model, found.drafter.model, block_size, dtype, prompts, given["max_tokens"])
 
 
 def _examine(
@@ -185,11 +205,11 @@ def _belongs_to(pair: ExaminedPair, engine: Engine, width: int) -> dict[str, obj
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def _progress(*, quiet: bool) -> Iterator[Progress]:
     """A line that says what runs, and how much of it is done."""
     from rich.console import Console
 
-    with Console(stderr=True).status("starting") as status:
+    with Console(stderr=True, quiet=quiet).status("starting") as status:
         done: list[str] = []
 
         def advance(name: str, count: int) -> None:
@@ -199,8 +219,11 @@ def _progress() -> Iterator[Progress]:
         yield advance
 
 
-def _show(report: SuspectReport | PairReport, output: Path) -> None:
-    """Prints the page for people."""
+def _show(report: SuspectReport | PairReport, output: Path, *, as_json: bool) -> None:
+    """Prints the page for people, or the report's JSON."""
+    if as_json:
+        typer.echo(output.read_text(encoding="utf-8"), nl=False)
+        return
     from rich.console import Console
 
     from dflash_serve.doctor.diagnosis import Verdict

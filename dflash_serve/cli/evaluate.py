@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from dflash_serve.backend import Engine, Prompt, embedded_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.figures import compare_with_plain, number, survival_text, time_run
+from dflash_serve.common.extras import need
 from dflash_serve.common.frozen import Frozen
 from dflash_serve.common.provenance import Environment, environment
+from dflash_serve.common.settings import overlay
+from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 
@@ -26,6 +30,8 @@ Controls = Annotated[bool | None, typer.Option(help=SPOILT)]
 TIMED = "How many prompts of a task to time alone, with and without speculation in turns."
 Speed = Annotated[int, typer.Option(help=TIMED, min=0)]
 
+AT_ONCE = 16
+"""Requests at once where nobody says how many."""
 AS_IT_IS = "as it is"
 """The drafter with its own features, as opposed to the controls."""
 
@@ -60,31 +66,37 @@ class EvaluationReport(Frozen):
 
 
 def evaluate(
+    context: typer.Context,
     task: Tasks,
-    target: options.Target = options.BUNDLED,
-    drafter: options.Drafter = options.BUNDLED,
+    deployment: options.DeploymentFile = None,
+    target: options.Target = None,
+    drafter: options.Drafter = None,
     num_prompts: Annotated[int, typer.Option(help=options.NUM_PROMPTS, min=1)] = 20,
     max_tokens: Annotated[int, typer.Option(help=options.MAX_TOKENS, min=2)] = 128,
     width: Annotated[str | None, typer.Option(help=f"{options.WIDTH} [default: the whole block]")] = None,
     temperature: options.Temperature = 0.0,
-    max_batch_size: options.MaxBatchSize = 16,
+    max_batch_size: options.MaxBatchSize = None,
     controls: Controls = None,
     speed: Speed = 4,
     output: Annotated[Path | None, typer.Option(help=options.REPORT)] = None,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
-    """Measure what a drafter is worth, task by task."""
+    """Measure what a drafter is worth, task by task: the bundled pair, that of a deployment, or one that is named."""
+    need("torch", "safetensors", "torch", "transformers")
     from dflash_serve.prompts import task_prompts
 
     tasks = {name: _messages(texts[:num_prompts]) for name, texts in map(task_prompts, task)}
     if width == "auto" and controls:
         raise UserError("controls need a fixed width", where="--controls", do="give --width a number, or leave it out")
-    target, drafter = target or options.BUNDLED, drafter or options.BUNDLED
-    engine, chosen = _start(target, drafter, width, max_batch_size)
-    evaluation = _Evaluation(engine, chosen, SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0))
+    described = _described(deployment, context.params)
+    engine, chosen = embedded_backend().engine(described), described.speculation.width
+    assert described.drafter is not None and chosen != "off"  # noqa: PT018
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
+    evaluation = _Evaluation(engine, chosen, params, quiet or as_json)
     report = EvaluationReport(
-        target=target,
-        drafter=drafter,
+        target=described.target.model,
+        drafter=described.drafter.model,
         width=chosen,
         max_tokens=max_tokens,
         temperature=temperature,
@@ -99,25 +111,29 @@ def _messages(texts: list[str]) -> list[Prompt]:
     return [[{"role": "user", "content": text}] for text in texts]
 
 
-def _start(
-    target: str, drafter: str, width: str | None, max_batch_size: int | None
-) -> tuple[Engine, int | Literal["auto"]]:
-    """The engine at the width that was asked for, and that width.
+def _described(path: Path | None, given: Mapping[str, Any]) -> Deployment:
+    """The pair with its width: the flag's, else the file's where it says one, else the whole block.
 
     Raises:
         UserError: anything about them that does not fit, or a width without speculation.
     """
     from dflash_serve.checkpoint.reader import read_config
-    from dflash_serve.deployment import load_deployment
 
-    given = {"target": target, "drafter": drafter, "width": width, "max_batch_size": max_batch_size}
-    if width is None:
-        given["width"] = read_config(drafter)[0].block_size
-    deployment = load_deployment(flags=options.deployment_flags(given))
-    chosen = deployment.speculation.width
-    if chosen == "off" or chosen == 1:
+    flags = options.deployment_flags(given)
+    if path is None and given["target"] is None:
+        flags |= {"target": {"model": options.BUNDLED}, "drafter": {"model": given["drafter"] or options.BUNDLED}}
+    described = load_deployment(path, flags)
+    if described.drafter is None:
+        raise UserError("there is no drafter", where="evaluate", do="give --drafter")
+    if "width" not in described.speculation.model_fields_set:
+        block = described.speculation.block_size or read_config(described.drafter.model)[0].block_size
+        described = load_deployment(path, overlay(flags, {"speculation": {"width": block}}))
+    if described.limits.max_batch_size is None:
+        limits = described.limits.model_copy(update={"max_batch_size": AT_ONCE})
+        described = described.model_copy(update={"limits": limits})
+    if described.speculation.width in ("off", 1):
         raise UserError("without speculation nothing is accepted", where="--width", do="give 2 or more, or auto")
-    return embedded_backend().engine(deployment), chosen
+    return described
 
 
 def speed_up(engine: Engine, prompts: list[Prompt], params: SamplingParams) -> float | None:
@@ -133,6 +149,8 @@ class _Evaluation:
     engine: Engine
     width: int | Literal["auto"]
     params: SamplingParams
+    quiet: bool
+    """No progress is shown."""
 
     def task(self, name: str, asked: list[Prompt], controls: bool, speed: int) -> dict[str, TaskFigures]:
         """Measures a task as it is and under the controls; the first `speed` prompts are timed, too.
@@ -152,13 +170,17 @@ class _Evaluation:
         return rows
 
     def _measure(self, engine: Engine, label: str, asked: list[Prompt]) -> TaskFigures:
+        from rich.console import Console
         from rich.progress import track
 
         from dflash_serve.speculation.statistics import total
 
         stream = engine.stream(asked, [self.params] * len(asked))
         finished = (chunk for chunk in stream if chunk.finish_reason is not None)
-        for _ in track(finished, label, total=len(asked), transient=True):
+        console = Console(stderr=True, quiet=self.quiet)
+        for _ in track(
+            finished, label, total=len(asked), console=console, transient=True, disable=not console.is_terminal
+        ):
             pass
         whole = total(output.statistics for output in stream.outputs())
         return TaskFigures(

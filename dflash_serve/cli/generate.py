@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dflash_serve.cli import options
+from dflash_serve.common.extras import need
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,36 +22,41 @@ if TYPE_CHECKING:
     from dflash_serve.speculation.params import SamplingParams
 
 
+Compare = Annotated[bool, typer.Option("--compare", help="Measure the same prompt without speculation, side by side.")]
+
+
 def generate(
+    context: typer.Context,
     prompt: Annotated[str, typer.Argument(help="What to ask.")],
-    target: options.Target = options.BUNDLED,
+    deployment: options.DeploymentOption = None,
+    target: options.Target = None,
     drafter: options.Drafter = None,
     block_size: options.BlockSize = None,
-    width: options.Width = "auto",
-    dtype: options.Dtype = "auto",
+    width: options.Width = None,
+    dtype: options.Dtype = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this mass; 1 is off.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0 is off.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
     raw: options.Raw = False,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Measure the same prompt without speculation, side by side.")
-    ] = False,
+    compare: Compare = False,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Stream an answer, then print acceptance length, survival and speed."""
+    need("torch", "safetensors", "torch", "transformers")
     from rich.console import Console
 
     console = Console(stderr=as_json, highlight=False)
     params = _params(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
-    llm = _load(console, target or options.BUNDLED, drafter, block_size=block_size, width=width, dtype=dtype)
+    llm = _load(console, deployment, context.params)
     asked: Prompt = prompt if raw else [{"role": "user", "content": prompt}]
     run = _answer(llm, asked, params, console, show=not as_json)
     comparison = _compare(llm, asked, params, console) if compare else None
     if as_json:
         typer.echo(json.dumps(_report(run, comparison), indent=2))
-    else:
+    elif not quiet:
         for line in _summary(llm, run, comparison):
             console.print(line, soft_wrap=True)
     if comparison is not None and not comparison.same_tokens and temperature == 0:
@@ -70,14 +77,17 @@ def _params(**given: Any) -> SamplingParams:
         raise UserError(describe(error)) from None
 
 
-def _load(console: Console, target: str, drafter: str | None, **settings: Any) -> LLM:
-    """The pair; the bundled target brings its drafter."""
+def _load(console: Console, path: Path | None, given: Mapping[str, Any]) -> LLM:
+    """The pair of the file or the flags; the bundled target brings its drafter."""
+    from dflash_serve.deployment import load_deployment
     from dflash_serve.llm import LLM
 
-    if drafter is None and target == options.BUNDLED:
-        drafter = options.BUNDLED
-    with console.status(f"loading {target} (the first time it is converted and measured)"):
-        return LLM(target, drafter, max_batch_size=1, **settings)
+    flags = options.deployment_flags({**given, "max_batch_size": 1})
+    if path is None and given["target"] in (None, options.BUNDLED):
+        flags |= {"target": {"model": options.BUNDLED}, "drafter": {"model": given["drafter"] or options.BUNDLED}}
+    described = load_deployment(path, flags)
+    with console.status(f"loading {described.target.model} (the first time it is converted and measured)"):
+        return LLM(described)
 
 
 def _answer(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console, *, show: bool) -> TimedRun:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dflash_serve.cli import options
+from dflash_serve.common.extras import need
+from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.config import DrafterConfig
@@ -22,39 +26,53 @@ def inspect(
     target: options.Target = None,
     revision: options.Revision = None,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Describe a drafter and list everything wrong with it, by itself or for a --target; exit code 1 if anything is."""
-    from dflash_serve.checkpoint.reader import open_checkpoint
+    need("torch", "safetensors", "torch")
+    from dflash_serve.checkpoint.reader import open_checkpoint, weight_problems
     from dflash_serve.checkpoint.source import target_source
     from dflash_serve.checkpoint.target import read_target_shape
-    from dflash_serve.deployment_checks import check_pairing
+    from dflash_serve.deployment_checks import check_pairing, pairing_notes
 
+    refuse_idle_revision(drafter, revision)
     checkpoint = open_checkpoint(drafter, revision)
-    problems = checkpoint.problems + _weight_problems(checkpoint)
-    if target is not None:
-        shape = read_target_shape(target_source(target))
-        problems += check_pairing(checkpoint.config, shape) if checkpoint.config is not None else []
+    with reading(drafter, quiet=quiet or as_json):
+        problems = checkpoint.problems + weight_problems(checkpoint)
+    notes: list[str] = []
+    if target is not None and checkpoint.config is not None:
+        shape = replace(read_target_shape(target_source(target)), name=target)
+        problems += check_pairing(checkpoint.config, shape)
+        notes += pairing_notes(checkpoint.config, shape)
     if as_json:
-        typer.echo(json.dumps(_as_json(checkpoint, problems), indent=2))
+        typer.echo(json.dumps(_as_json(checkpoint, problems, notes), indent=2))
     else:
-        _print(checkpoint, problems)
+        _print(checkpoint, problems, notes, quiet=quiet)
     if problems:
         raise typer.Exit(1)
 
 
-def _weight_problems(checkpoint: Checkpoint) -> list[Problem]:
-    """NaN and infinity in the tensors; a bar on a terminal's stderr says how far the reading is."""
+@contextmanager
+def reading(drafter: str, *, quiet: bool) -> Iterator[None]:
+    """Says on a terminal that weights are read, which takes a while for gigabytes of them."""
     from rich.console import Console
-    from rich.progress import track
 
-    from dflash_serve.checkpoint.reader import read_tensors
+    with Console(stderr=True, quiet=quiet).status(f"reading the weights of {drafter}"):
+        yield
 
-    found: list[Problem] = []
-    console, count, tensors = Console(stderr=True), len(checkpoint.pieces), read_tensors(checkpoint, found)
-    hidden = not console.is_terminal
-    for _ in track(tensors, "reading weights", total=count, console=console, transient=True, disable=hidden):
-        pass
-    return found
+
+def refuse_idle_revision(drafter: str, revision: str | None) -> None:
+    """A revision of what has none would be ignored.
+
+    Raises:
+        UserError: the drafter is a folder, or bundled.
+    """
+    from pathlib import Path
+
+    from dflash_serve.checkpoint.source import drafter_source
+
+    if revision is not None and Path(drafter_source(drafter)).is_dir():
+        raise UserError(f"{drafter} is a folder, which has no revisions", where="--revision", do="leave it out")
 
 
 def _dialect(checkpoint: Checkpoint) -> str | None:
@@ -72,7 +90,7 @@ def _sizes(checkpoint: Checkpoint) -> tuple[int, int]:
     return parameters, sum(header.bytes for header in checkpoint.headers.values())
 
 
-def _as_json(checkpoint: Checkpoint, problems: list[Problem]) -> dict[str, object]:
+def _as_json(checkpoint: Checkpoint, problems: list[Problem], notes: list[str]) -> dict[str, object]:
     parameters, size = _sizes(checkpoint)
     config = checkpoint.config
     return {
@@ -83,10 +101,11 @@ def _as_json(checkpoint: Checkpoint, problems: list[Problem]) -> dict[str, objec
         "parameters": parameters,
         "bytes": size,
         "problems": [{"what": p.what, "where": p.where, "do": p.do} for p in problems],
+        "notes": notes,
     }
 
 
-def _print(checkpoint: Checkpoint, problems: list[Problem]) -> None:
+def _print(checkpoint: Checkpoint, problems: list[Problem], notes: list[str], *, quiet: bool) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -95,7 +114,10 @@ def _print(checkpoint: Checkpoint, problems: list[Problem]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in _rows(checkpoint):
         table.add_row(Text(name, style="bold"), Text(value))
-    console.print(table)
+    if not quiet:
+        console.print(table)
+        for note in notes:
+            console.print(Text("note  ", style="bold yellow").append(note, style="default"))
     for problem in problems:
         console.print(Text("problem  ", style="bold red").append(str(problem), style="default"))
     if not problems:

@@ -6,10 +6,12 @@ Verbs of rooms that the core does not know (`build`) are found by their entry po
 from __future__ import annotations
 
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
+from typing import Annotated
 
 import typer
 
+from dflash_serve.cli import options
 from dflash_serve.cli.bench import bench
 from dflash_serve.cli.convert import convert
 from dflash_serve.cli.deploy import deploy
@@ -26,12 +28,31 @@ from dflash_serve.errors import UserError
 app = typer.Typer(
     help="One DFlash drafter, every engine: check it, prove it lossless, serve it.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich would take "[default: ...]" for a style, and cuts option names at 80 columns
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dflash-serve {version('dflash-serve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """One DFlash drafter, every engine: check it, prove it lossless, serve it."""
+
+
+ENGINE_VERBS = (serve, verify, bench, deploy)
+"""Those that start an engine's own server, or say how."""
 for verb in (generate, serve, inspect, convert, train, evaluate, verify, doctor, top, bench, deploy):
-    app.command()(verb)
+    app.command(cls=options.TakesEngineArguments if verb in ENGINE_VERBS else None)(verb)
 for point in entry_points(group="dflash_serve.verbs"):
     app.command()(point.load())
 

@@ -5,11 +5,15 @@ Where a verb has bounds of its own, it shares the wording alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from dflash_serve.errors import UserError
 
 BUNDLED = "smollm2"
 """The target and drafter that need no download."""
@@ -22,7 +26,9 @@ MAX_TOKENS = "Longest answer, in tokens."
 NUM_PROMPTS = "How many prompts to use, the first ones."
 REPORT = "File for the report, JSON."
 
-DeploymentFile = Annotated[Path | None, typer.Argument(metavar="[DEPLOYMENT]", help=DEPLOYMENT)]
+DeploymentFile = Annotated[Path | None, typer.Argument(metavar="DEPLOYMENT", help=DEPLOYMENT)]
+DeploymentOption = Annotated[Path | None, typer.Option("--deployment", help=DEPLOYMENT)]
+RequiredDeploymentFile = Annotated[Path, typer.Argument(metavar="DEPLOYMENT", help=DEPLOYMENT)]
 Target = Annotated[str | None, typer.Option(help="Target: hub id, folder, or the bundled smollm2.")]
 Drafter = Annotated[str | None, typer.Option(help="Drafter: hub id, folder, or the bundled smollm2.")]
 Revision = Annotated[str | None, typer.Option(help="Commit of the drafter's hub repository.")]
@@ -45,8 +51,54 @@ PromptFile = Annotated[
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Send prompts as they are, without the chat template.")]
 Report = Annotated[Path, typer.Option(help=REPORT)]
+ServedName = Annotated[str | None, typer.Option(help="Name that clients use for the model. [default: the target]")]
+KeyFile = Annotated[Path | None, typer.Option(help="File of API keys, one a line; without it the server is open.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result alone: no progress, no remarks.")]
+
+ENGINE_WORDS = "dflash_serve.engine_words"
+"""Where a command's context keeps what stood after `--`."""
+
+
+class TakesEngineArguments(TyperCommand):
+    """A verb whose words after `--` are the engine's own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Takes them off before anything else is read: none of them is a file of ours."""
+        if "--" in args:
+            at = args.index("--")
+            ctx.meta[ENGINE_WORDS], args = args[at + 1 :], args[:at]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The usage line names them."""
+        return [*super().collect_usage_pieces(ctx), "[-- ENGINE ARGUMENTS]"]
+
+
+def engine_arguments(context: typer.Context, backend: str, *named: str) -> dict[str, Any]:
+    """The words after `--`, and parameters of the verb that are an engine's own, as a Deployment's `engine_args`.
+
+    Raises:
+        UserError: words that are no flags.
+    """
+    from dflash_serve.engine_args import from_words
+
+    own = {name.replace("_", "-"): context.params[name] for name in named if context.params[name] is not None}
+    given = {**from_words(context.meta.get(ENGINE_WORDS, ())), **own}
+    return {"engine_args": {backend: given}} if given else {}
+
+
+def require_target(verb: str, path: Path | None, target: str | None) -> None:
+    """Asks for anything that names a target: a file, a flag, or the environment.
+
+    Raises:
+        UserError: nothing does.
+    """
+    from dflash_serve.common.settings import ENV_PREFIX
+
+    if path is None and target is None and not any(name.startswith(f"{ENV_PREFIX}TARGET") for name in os.environ):
+        raise UserError(f"nothing to {verb}", where=verb, do="give a deployment.yaml, or --target and --drafter")
 
 
 def deployment_flags(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +106,12 @@ def deployment_flags(given: Mapping[str, Any]) -> dict[str, Any]:
 
     None counts as not given, and so does a name that is not there.
     """
+    keys = given.get("api_key_file")
     return {
+        "serving": {
+            "served_model_name": given.get("served_model_name"),
+            "api_key_file": str(keys.resolve()) if keys else None,
+        },
         "target": {"model": given.get("target")},
         "drafter": {"model": given.get("drafter")},
         "speculation": {name: given.get(name) for name in ("block_size", "width")},

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from dflash_serve.cli import options
+from dflash_serve.common.extras import need
+from dflash_serve.common.files import require_writable
 
 
 class Stage(StrEnum):
@@ -26,20 +28,30 @@ def train(
     resume: options.Resume = False,
     device: Annotated[str, typer.Option(help="Where to train: auto, cpu, cuda or cuda:N.")] = "auto",
     stage: Annotated[Stage, typer.Option(help="How far to go; data: until the answers are there.")] = Stage.all,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
-    """Train a drafter for a target on answers the target writes itself."""
-    from dflash_serve.training.malloc import keep_freed_memory
+    """Train a drafter for a target on answers the target writes itself.
 
+    JSON is the finished drafter's provenance.json, or null where the run has not ended.
+    """
+    need("train", "safetensors", "torch", "transformers")
+    from dflash_serve.training.malloc import keep_freed_memory
+    from dflash_serve.training.recipe import load_recipe
+
+    settings = load_recipe(recipe)
+    require_writable(output)
     keep_freed_memory()  # before torch
     import torch
 
     from dflash_serve.models.loader import load_target, load_tokenizer
-    from dflash_serve.training.recipe import load_recipe
-    from dflash_serve.training.run import choose_device, run
+    from dflash_serve.training.run import DRAFTER, PROVENANCE, choose_device, run
 
-    settings = load_recipe(recipe)
     model, revision = settings.target.model, settings.target.revision
     # Never fp16: features reach 25,000, too near its end.
     target = load_target(model, dtype=torch.bfloat16, device=choose_device(device), revision=revision)
     tokenizer = load_tokenizer(model, revision)
-    run(settings, target, tokenizer, output, resume=resume, data_only=stage is Stage.data)
+    run(settings, target, tokenizer, output, resume=resume, data_only=stage is Stage.data, quiet=quiet)
+    if as_json:
+        provenance = output / DRAFTER / PROVENANCE
+        typer.echo(provenance.read_text(encoding="utf-8") if provenance.is_file() else "null", nl=False)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -72,6 +72,8 @@ def verify(
     same_seeds: SameSeeds = None,
     output: options.Report = Path("verify-report.json"),
     resume: options.Resume = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Prove that speculation changed nothing, on any engine; or show what it changed."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
@@ -83,9 +85,10 @@ def verify(
         _refuse(context.params)
         pair = _servers(with_url, without_url, model, api_key_file, concurrency)
     else:
-        flags = options.deployment_flags(context.params)
+        served = {**context.params, "api_key_file": None}  # it is that of a server that runs
+        flags = {**options.deployment_flags(served), **options.engine_arguments(context, backend_name)}
         pair = _deployed(_described(deployment, flags), backend_name, concurrency)
-    raise typer.Exit(_run(_plan(context.params, asked, pair), asked, pair, output, resume))
+    raise typer.Exit(_run(_plan(context.params, asked, pair), asked, pair, output, resume, Told(as_json, quiet)))
 
 
 def _check_samples(samples: int | None) -> None:
@@ -173,7 +176,14 @@ def _dtype(given: str | None) -> Precision:
     return "float32" if given == "float32" else "bfloat16"
 
 
-def _run(plan: VerifyPlan, prompts: Sequence[Prompt], pair: SubjectPair, output: Path, resume: bool) -> int:
+class Told(NamedTuple):
+    """How it is told."""
+
+    as_json: bool
+    quiet: bool
+
+
+def _run(plan: VerifyPlan, prompts: Sequence[Prompt], pair: SubjectPair, output: Path, resume: bool, told: Told) -> int:
     """Verifies, writes the report and shows it; the exit code."""
     from rich.console import Console
 
@@ -182,21 +192,24 @@ def _run(plan: VerifyPlan, prompts: Sequence[Prompt], pair: SubjectPair, output:
 
     belongs_to = {"plan": plan.model_dump(mode="json"), "subjects": pair.descriptions}
     with resumable(output, belongs_to, "finished answers", resume=resume) as journal:
-        with _progress() as progress:
+        with _progress(quiet=told.quiet) as progress:
             findings = Verification(plan, prompts, pair, journal, progress).run()
         report = report_of(plan, pair.descriptions, findings)
         write_report(report, output)
-    console = Console(highlight=False)
+    console = Console(highlight=False, quiet=told.as_json)
     show(report, console)
-    console.print(f"report: {output}", soft_wrap=True)
+    if told.as_json:
+        typer.echo(output.read_text(encoding="utf-8"), nl=False)
+    elif not told.quiet:
+        console.print(f"report: {output}", soft_wrap=True)
     return EXIT_CODES[findings.verdict]
 
 
 @contextmanager
-def _progress() -> Iterator[Any]:
+def _progress(*, quiet: bool) -> Iterator[Any]:
     from rich.console import Console
 
-    with Console(stderr=True).status("verifying") as status:
+    with Console(stderr=True, quiet=quiet).status("verifying") as status:
         counts = Counter[str]()
 
         def told(what: str, count: int) -> None:

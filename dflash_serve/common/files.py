@@ -25,11 +25,12 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_whole(path: Path, content: str | bytes, *, do: str = "name another place") -> None:
+def write_whole(path: Path, content: str | bytes, *, do: str = "name another place", private: bool = False) -> None:
     """Writes a file (text as UTF-8) under a scratch name beside it, then renames: no reader sees half of it.
 
     Args:
         do: what the user can do where it cannot be written.
+        private: nobody but the owner may read it.
 
     Raises:
         UserError: it cannot be written; what was there before is untouched.
@@ -38,6 +39,7 @@ def write_whole(path: Path, content: str | bytes, *, do: str = "name another pla
     scratch = _scratch(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.touch(mode=0o600 if private else 0o666)  # less the umask
         scratch.write_bytes(data)
         scratch.replace(path)
     except OSError as error:
@@ -61,6 +63,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     scratch.mkdir()
     try:
         yield scratch
+        _readable(scratch)
         _take_place(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -77,6 +80,24 @@ def mend_folder(folder: Path) -> None:
             path.rename(folder)
         else:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def require_writable(folder: Path, *, do: str = "name another --output") -> None:
+    """Asks for a folder before hours are spent on what is to stand in it; makes it where it is not there.
+
+    Raises:
+        UserError: it cannot be made, or nothing can be written in it.
+    """
+    write_whole(folder / ".writable", "", do=do)
+    (folder / ".writable").unlink()
+
+
+def _readable(folder: Path) -> None:
+    """Gives every file the mode that the umask gives new files: safetensors' own writer makes them private."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
 
 
 def _scratch(path: Path) -> Path:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from dflash_serve.backend import ServerBackend
@@ -38,9 +40,13 @@ def running_server(
         UserError: it cannot be started, ends by itself, or is not ready in time.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # Nobody but us asks it: a key would only have to be given to every client of ours.
+    serving = deployment.serving.model_copy(update={"api_key_file": None})
+    deployment = deployment.model_copy(update={"serving": serving})
     backend.prepare(deployment, folder)
     port, log = free_port(), folder / "server.log"
     command = backend.command(deployment, folder, port=port)
+    require_program(command.argv, backend.name)
     process = _start(command.argv, log, {**os.environ, **command.env})
     try:
         url = f"http://127.0.0.1:{port}"
@@ -48,6 +54,19 @@ def running_server(
         yield url
     finally:
         _stop(process)
+
+
+def require_program(argv: Sequence[str], backend_name: str) -> None:
+    """Asks for what a command starts, before Python or the shell says it in words of theirs.
+
+    Raises:
+        UserError: the program, or the module that Python is to run, is not installed here.
+    """
+    module = argv[2].partition(".")[0] if len(argv) > 2 and argv[1] == "-m" else None
+    there = find_spec(module) is not None if module else shutil.which(argv[0]) is not None
+    if not there:
+        do = f"start it where --backend {backend_name} is installed, or look at it with --dry-run"
+        raise UserError("not installed in this environment", where=module or argv[0], do=do)
 
 
 def run_command(argv: Sequence[str], log: Path, *, env: Mapping[str, str]) -> int:

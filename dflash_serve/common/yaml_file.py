@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from dflash_serve.errors import UserError
+from dflash_serve.errors import UserError, did_you_mean
 
 VARIABLE = re.compile(r"\$\{(\w+)(:-([^}]*))?\}")
 
@@ -58,10 +62,37 @@ def _variable(found: re.Match[str], path: Path) -> str:
     return os.environ[name]
 
 
-def describe(error: ValidationError) -> str:
-    """The first mistake pydantic found, in one line."""
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("constrained", "literal", "int")))
+def describe(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+    """The first mistake pydantic found, in one line.
+
+    Args:
+        model: what was read; with it, an unknown key is told the one that was probably meant.
+    """
+    first = first_mistake(error)
+    parts = [str(part) for part in first["loc"] if not str(part).startswith(("constrained", "literal", "int"))]
+    field = ".".join(parts)
     if first["type"] == "extra_forbidden":
-        return f"unknown key {field}"
+        hint = did_you_mean(parts[-1], _keys(model, parts[:-1]), prefix="".join(f"{part}." for part in parts[:-1]))
+        return "; ".join(part for part in (f"unknown key {field}", hint) if part)
     return f"{field}: {first['msg'].removeprefix('Value error, ')} (given: {first['input']!r})"
+
+
+def first_mistake(error: ValidationError) -> ErrorDetails:
+    """An unknown key before anything else: a missing one is often the same, misspelt."""
+    found = error.errors()
+    return next((one for one in found if one["type"] == "extra_forbidden"), found[0])
+
+
+def fields_below(field: FieldInfo) -> Mapping[str, FieldInfo] | None:
+    """The keys of a section; None where the field is a plain value."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    sections = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return next((section.model_fields for section in sections), None)
+
+
+def _keys(model: type[BaseModel] | None, path: Sequence[str]) -> list[str]:
+    """The keys that a model has at a place."""
+    fields: Mapping[str, FieldInfo] | None = model.model_fields if model else None
+    for part in path:
+        fields = fields_below(fields[part]) if fields and part in fields else None
+    return list(fields or ())

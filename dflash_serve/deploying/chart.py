@@ -44,11 +44,12 @@ def values(workload: Workload) -> Iterator[Document]:
         "engine": {} if workload.backend in KNOWN else _engine(workload.facts),
         "deployment": workload.fields,
         "image": _image(workload.image),
+        "replicas": workload.replicas,
         "startup": {"gigabytes": workload.gigabytes},
         "podLabels": workload.pod_labels,
         "podAnnotations": workload.pod_annotations,
     }
-    yield {name: value for name, value in found.items() if value not in ({}, {"gigabytes": None})}
+    yield {name: value for name, value in found.items() if value not in ({}, {"gigabytes": None}, 1)}
 
 
 def _engine(facts: EngineFacts) -> Document:

@@ -104,7 +104,7 @@ class HubToken(ValuesSection):
 
 
 class ApiKeys(HubToken):
-    """A Secret of this namespace; no name = an open server. One key a line; backend torch only."""
+    """A Secret of this namespace; no name = an open server. One key a line; backends torch and sglang (one key)."""
 
     key: str = "keys"
 

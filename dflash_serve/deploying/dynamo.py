@@ -17,8 +17,8 @@ from .workload import CONFIG, DRAIN_SECONDS, MARGIN_SECONDS, PREPARED, SHARED_ME
 DYNAMO = "1.6.0"
 """The runtime inside the image: the image's tag is ours, so Dynamo cannot read it there."""
 FRAMEWORKS = {"sglang": "sglang", "tensorrt-llm": "trtllm"}
-LISTENING = {"--host", "--port"}
-"""Dynamo's frontend listens; a worker does not."""
+LISTENING = {"--host", "--port", "--served-model-name", "--served_model_name"}
+"""Dynamo's frontend listens, a worker does not; the model's name is always given."""
 TRTLLM_OPTIONS = {"--config": "--extra-engine-args"}
 
 
@@ -34,6 +34,13 @@ def dynamo(workload: Workload) -> Iterator[Document]:
     if workload.deployment.role != "whole":
         what = f"one half ({workload.deployment.role}) is not a graph"
         raise UserError(what, where="role", do="render a whole deployment, and split it in the graph")
+    serving = workload.deployment.serving
+    for key in ("reasoning_parser", "tool_call_parser"):
+        if getattr(serving, key) is not None:
+            what = "Dynamo's frontend parses answers itself, by parsers and names of its own"
+            raise UserError(
+                what, where=f"serving.{key}", do=f"leave it out, and give the worker --dyn-{key.replace('_', '-')}"
+            )
     yield config_map(workload)
     yield {
         "apiVersion": "nvidia.com/v1beta1",
@@ -56,17 +63,19 @@ def worker_arguments(workload: Workload) -> tuple[str, list[str], Mapping[str, s
     parallel = workload.deployment.parallel.model_copy(update={"nodes": 1})
     alone = workload.deployment.model_copy(update={"parallel": parallel})
     command = workload.server.command(alone, Path(PREPARED))
+    name = workload.deployment.serving.served_model_name or workload.deployment.target.model
     if workload.backend == "sglang":
-        words = _without_listening(command.argv[3:])  # python -m sglang.launch_server
-        return "dynamo.sglang", [*words, "--served-model-name", workload.deployment.target.model], command.env
+        words = _without(LISTENING, command.argv[3:])  # python -m sglang.launch_server
+        return "dynamo.sglang", [*words, "--served-model-name", name], command.env
     _, model, *words = command.argv
-    options = _translated(_without_listening(words))
-    return "dynamo.trtllm", ["--model", model, "--served-model-name", model, *options], command.env
+    options = _translated(_without(LISTENING, words))
+    return "dynamo.trtllm", ["--model", model, "--served-model-name", name, *options], command.env
 
 
-def _without_listening(words: Sequence[str]) -> list[str]:
+def _without(flags: set[str], words: Sequence[str]) -> list[str]:
+    """The words without those flags and their values."""
     kept = iter(words)
-    return [word for word in kept if word not in LISTENING or not next(kept)]
+    return [word for word in kept if word not in flags or not next(kept)]
 
 
 def _translated(words: Sequence[str]) -> list[str]:
@@ -92,7 +101,7 @@ def _worker(workload: Workload) -> Document:
         "volumes": volumes(workload),
     }
     return {
-        **_component("worker"),
+        **_component("worker", workload.replicas),
         "sharedMemorySize": f"{SHARED_MEMORY_GIB}Gi",
         "podTemplate": {"spec": pod},
         **({} if nodes == 1 else {"multinode": {"nodeCount": nodes}}),
@@ -127,5 +136,5 @@ def _preparing(workload: Workload) -> Document:
     }
 
 
-def _component(name: str) -> dict[str, object]:
-    return {"name": name, "type": name, "replicas": 1, "runtimeVersionOverride": DYNAMO}
+def _component(name: str, replicas: int = 1) -> dict[str, object]:
+    return {"name": name, "type": name, "replicas": replicas, "runtimeVersionOverride": DYNAMO}

@@ -60,8 +60,12 @@ def kserve(workload: Workload) -> Iterator[Document]:
             "labels": {**workload.selector, **workload.pod_labels},
             "annotations": {"serving.kserve.io/deploymentMode": "Standard", **workload.pod_annotations},
         },
-        "spec": {"predictor": {"minReplicas": 1, "maxReplicas": 1, **pod(workload, "kserve-container")}},
+        "spec": {"predictor": {**_replicas(workload), **pod(workload, "kserve-container")}},
     }
+
+
+def _replicas(workload: Workload) -> dict[str, int]:
+    return {"minReplicas": workload.replicas, "maxReplicas": workload.replicas}
 
 
 def compose(workload: Workload) -> Iterator[Document]:
@@ -71,6 +75,9 @@ def compose(workload: Workload) -> Iterator[Document]:
         UserError: the deployment needs more than one machine.
     """
     _refuse_several_nodes(workload, "a compose file is one machine's")
+    if workload.replicas > 1:
+        what = f"{workload.replicas} copies of the model, and a compose file is one server behind one port"
+        raise UserError(what, where="parallel.data", do="use --backend sglang, which has them in one server, or helm")
     # Compose replaces $NAME inside the text; $$ is a plain dollar.
     config = {"content": yaml_text(workload.fields).replace("$", "$$")}
     yield {

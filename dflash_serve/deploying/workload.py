@@ -67,6 +67,8 @@ class Workload:
     deployment: Deployment
     image: str | None = None
     """None = the name that deploy/README.md builds it under."""
+    replicas: int = 1
+    """Servers of this deployment, each on GPUs of its own."""
 
     @cached_property
     def server(self) -> ServerBackend:
@@ -154,6 +156,25 @@ class Workload:
     def startup_seconds(self) -> int:
         """After so long a container that is not ready is started again."""
         return BASE_SECONDS + math.ceil((self.gigabytes or UNKNOWN_GIGABYTES) / GIGABYTES_PER_SECOND)
+
+
+def workload_of(name: str, backend: str, deployment: Deployment, image: str | None = None) -> Workload:
+    """The workload of a deployment; copies of the model that an engine has not in one server become replicas.
+
+    Raises:
+        UserError: the backend is not installed or has no server, or the GPUs cannot be shared evenly by the replicas.
+    """
+    copies, count = deployment.parallel.data, deployment.hardware.count
+    if copies == 1 or server_backend(backend).facts.data_parallel:
+        return Workload(name, backend, deployment, image)
+    if count % copies:
+        what = f"{count} GPUs (hardware.count) cannot be shared evenly by {copies} copies"
+        raise UserError(what, where="parallel.data", do="use a divisor")
+    one = {
+        "parallel": deployment.parallel.model_copy(update={"data": 1}),
+        "hardware": deployment.hardware.model_copy(update={"count": count // copies}),
+    }
+    return Workload(name, backend, deployment.model_copy(update=one), image, copies)
 
 
 class _Dumper(yaml.SafeDumper):

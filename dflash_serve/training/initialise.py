@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
+from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.common.yaml_file import describe
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter
@@ -45,8 +48,19 @@ def drafter_config(section: DrafterSection, target: TargetConfig) -> DrafterConf
             rms_norm_eps=target.rms_norm_eps,
             rope=target.rope,
         )
-    except ValueError as error:
-        raise UserError(" ".join(str(error).split()), where="drafter", do="correct the recipe") from None
+    except ValidationError as error:
+        raise UserError(describe(error), where="drafter", do="correct the recipe") from None
+
+
+def check_drafter(section: DrafterSection, target: TargetConfig) -> None:
+    """Whether `new_drafter` would have a drafter to make; reads no weights.
+
+    Raises:
+        UserError: the recipe does not fit the target, or the drafter to go on from is described otherwise or not there.
+    """
+    wanted = drafter_config(section, target)
+    if section.init not in FRESH:
+        _refuse_other(wanted, read_config(section.init)[0], section.init)
 
 
 @torch.no_grad()
@@ -93,9 +107,13 @@ def _from_target(drafter: Drafter, target: TargetModel, generator: torch.Generat
 def _from_drafter(drafter: Drafter, name: str) -> None:
     """What it has learnt, for a longer training or other data."""
     given = load_drafter(name, dtype=torch.float32)
-    wanted, found = drafter.config.model_dump(), given.config.model_dump()
+    _refuse_other(drafter.config, given.config, name)
+    drafter.load_state_dict(given.state_dict())
+
+
+def _refuse_other(config: DrafterConfig, given: DrafterConfig, name: str) -> None:
+    wanted, found = config.model_dump(), given.model_dump()
     different = ", ".join(key for key in wanted if wanted[key] != found[key])
     if different:
         do = "give the recipe its values, or start from the target"
         raise UserError(f"its {different} differ from the recipe's", where=f"drafter.init {name}", do=do)
-    drafter.load_state_dict(given.state_dict())

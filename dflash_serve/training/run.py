@@ -26,14 +26,14 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.answers import make_data
 from dflash_serve.training.dataset import MANIFEST, DataManifest, load_answers, totals
-from dflash_serve.training.initialise import FRESH, drafter_config, new_drafter
+from dflash_serve.training.initialise import FRESH, check_drafter, drafter_config, new_drafter
 from dflash_serve.training.recipe import Recipe, section_hash
 from dflash_serve.training.trainer import CURRENT, Tick, Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DRAFTER = "drafter"
+DRAFTER, PROVENANCE = "drafter", "provenance.json"
 
 
 def choose_device(name: str) -> torch.device:
@@ -59,16 +59,20 @@ def run(
     *,
     resume: bool = False,
     data_only: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Makes the data, trains on it and writes output/drafter in z-lab's form; goes on where a killed run stopped.
 
     Raises:
         UserError: the output folder holds another run.
     """
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=quiet)
     started = now()
     if (output / CURRENT).exists() and not resume and not data_only:
-        raise UserError("it holds an unfinished run", where=str(output), do="add --resume, or give another --output")
+        finished = (output / DRAFTER / PROVENANCE).is_file()
+        do = "give another --output" if finished else "add --resume, or give another --output"
+        raise UserError(f"it holds {'a finished' if finished else 'an unfinished'} run", where=str(output), do=do)
+    check_drafter(recipe.drafter, target.config)  # before hours are spent on answers
     manifest = make_data(recipe, target, tokenizer, output / "data", lambda what, n: console.print(f"{what}: {n}"))
     answers, tokens, answer_tokens = totals(manifest.shards)
     console.print(f"data: {answers} answers, {tokens} tokens, {answer_tokens} of them answered")
@@ -77,7 +81,7 @@ def run(
     trainer = new_trainer(recipe, target, manifest, output)
     if resume and trainer.resume():
         console.print(f"resumed at step {trainer.progress.step}")
-    with Display(output / "log.jsonl", recipe.training.log_every, console) as display, _until_stopped(trainer):
+    with Display(output / "log.jsonl", recipe.training.log_every, console) as display, _until_stopped(trainer, console):
         trainer.run(display)
     if trainer.fraction < 1:
         console.print(f"stopped at step {trainer.progress.step}; go on with --resume")
@@ -137,12 +141,12 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
         "best_step": None if best is None else best.step,
         "validation": None if best is None else best.scores,
     }
-    write_whole(output / DRAFTER / "provenance.json", json.dumps(provenance, indent=2, ensure_ascii=False) + "\n")
+    write_whole(output / DRAFTER / PROVENANCE, json.dumps(provenance, indent=2, ensure_ascii=False) + "\n")
 
 
 @contextmanager
-def _until_stopped(trainer: Trainer) -> Iterator[None]:
-    """SIGINT and SIGTERM end the step and save; a second one ends the process."""
+def _until_stopped(trainer: Trainer, console: Console) -> Iterator[None]:
+    """SIGINT and SIGTERM end the step and save, and say so; a second one ends the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -151,6 +155,7 @@ def _until_stopped(trainer: Trainer) -> Iterator[None]:
 
     def stop(number: int, _frame: object) -> None:
         trainer.stopping = True
+        console.print("stopping: this step is finished and saved first; a second Ctrl-C loses what is not saved yet")
         signal.signal(number, signal.SIG_DFL)
 
     for number in numbers:

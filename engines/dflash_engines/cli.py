@@ -13,7 +13,7 @@ import typer
 from dflash_serve.errors import UserError
 
 from .pipeline import Done, Source, Step, run, verify_output
-from .recipe import Recipe, load_recipe
+from .recipe import Recipe, find_recipe, load_recipe
 from .steps import find_sources, make_steps, write_deployments
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def build(
     recipe: Annotated[
         Path,
-        typer.Argument(metavar="RECIPE", help="YAML file of what to serve and what to build, as in engines/recipes."),
+        typer.Argument(metavar="RECIPE", help="YAML file of what to serve and what to build, or a recipe's name."),
     ],
     output: Annotated[Path | None, typer.Option(help="Folder to build in; builds/<recipe> unless named.")] = None,
     dry_run: Annotated[
@@ -36,11 +36,15 @@ def build(
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print the result alone: no progress, no remarks.")
+    ] = False,
 ) -> None:
     """Build the checkpoints, graphs and engines that a recipe names; a build that was stopped goes on."""
     from rich.console import Console
 
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, quiet=quiet)
+    recipe = find_recipe(recipe)
     folder = (output or Path("builds") / recipe.stem).resolve()
     if verify:
         _verify(folder, as_json, console)

@@ -25,6 +25,8 @@ from dflash_serve.models.drafter import Attention, Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.layers import RMSNorm
 
+from .recipe import BATCH
+
 GRAPHS = ("block", "context")
 SAMPLE = "sample.safetensors"
 Shape = tuple[int, ...]
@@ -117,7 +119,7 @@ class Context(nn.Module):
 
 def shape_ranges(graph: str, drafter: DrafterConfig, limits: Limits) -> dict[str, tuple[Shape, Shape, Shape]]:
     """Least, usual and largest shape of every input of a graph: requests up to the batch, tokens to max_model_len."""
-    most, length = limits.max_batch_size, limits.max_model_len or 8192
+    most, length = limits.max_batch_size or BATCH, limits.max_model_len or 8192
     usual = min(1024, length) if graph == "block" else min(8 * most, length)
     shapes = [_shapes(graph, drafter, *size) for size in ((1, 1), (min(8, most), usual), (most, length))]
     return {name: (shapes[0][name], shapes[1][name], shapes[2][name]) for name in shapes[0]}

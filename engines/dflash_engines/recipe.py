@@ -10,7 +10,10 @@ from pydantic import Field, NonNegativeInt, ValidationError
 from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.common.yaml_file import describe, read_recipe_file
 from dflash_serve.deployment import Deployment
-from dflash_serve.errors import UserError
+from dflash_serve.errors import UserError, did_you_mean
+
+BATCH = 32
+"""Requests at once of an engine whose recipe leaves limits.max_batch_size open: a graph has to end somewhere."""
 
 Format = Literal["fp8", "nvfp4"]
 OnnxPrecision = Literal["fp16", "fp8", "nvfp4"]
@@ -72,6 +75,23 @@ class Recipe(Frozen):
     """The release its configuration is written for."""
     deployment: Deployment
     build: Build = Build()
+
+
+def find_recipe(path: Path) -> Path:
+    """The file itself, or the recipe of that name that comes with this package.
+
+    Raises:
+        UserError: there is neither.
+    """
+    if path.exists() or path.suffix or path.parent != Path():
+        return path
+    here = Path(__file__).parent
+    folder = next(each for each in (here / "recipes", here.parent / "recipes") if each.is_dir())
+    names = sorted(each.stem for each in folder.glob("*.yaml"))
+    if path.name not in names:
+        do = did_you_mean(path.name, names) or f"there are: {', '.join(names)}"
+        raise UserError("neither a file nor a recipe's name", where=str(path), do=do)
+    return folder / f"{path.name}.yaml"
 
 
 def load_recipe(path: Path) -> Recipe:

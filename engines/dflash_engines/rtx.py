@@ -32,7 +32,7 @@ from .pipeline import Measured, Work
 from .recipe import Compute, OnnxPrecision
 
 BINDINGS = "tensorrt_rtx_bindings"
-LABEL = "not built here: TensorRT for SM100 and SM103 needs one of these GPUs and NVIDIA's own package index"
+LABEL = "not built here: TensorRT builds for the GPU that it finds, and comes from NVIDIA's own package index"
 
 
 def compile_engines(

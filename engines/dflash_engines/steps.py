@@ -11,7 +11,7 @@ import yaml
 from dflash_serve.checkpoint.manifest import file_entries
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.common.files import sha256, write_whole
-from dflash_serve.deployment import Deployment, Model
+from dflash_serve.deployment import GPUS, Deployment, Model
 from dflash_serve.errors import UserError
 
 from .pipeline import Measured, Source, Step, Work
@@ -174,7 +174,8 @@ def _last(recipe: Recipe) -> Iterator[Step]:
 
         needs = (*(f"onnx-{p}" for p in build.onnx), *(f"drafter-{f}" for f in build.drafter))
         parameters = {"kinds": list(build.commands), "limits": deployment.limits.model_dump(mode="json")}
-        about = "for SM100 and SM103: written down, not built here"
+        gpu = GPUS.get(deployment.hardware.gpu or "")
+        about = f"for {f'SM{gpu.compute}' if gpu else 'the GPU it will run on'}: written down, not built here"
         yield Step("commands", commands, needs, parameters, revision=2, about=about)
     if build.acceptance and build.acceptance.prompts:
         wanted = build.acceptance

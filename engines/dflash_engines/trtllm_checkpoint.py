@@ -22,7 +22,7 @@ from dflash_serve.errors import UserError
 
 from .pipeline import Measured, Work, quietly
 from .quantize import BOUNDS, compare, quantized_model, source_in_bf16
-from .recipe import Checkpoints
+from .recipe import BATCH, Checkpoints
 
 DECODERS = {"llama": "llama", "mistral": "llama", "qwen2": "qwen", "qwen3": "qwen"}
 """transformers' model_type -> ModelOpt's decoder_type."""
@@ -66,7 +66,7 @@ def build_command(folder: Path, deployment: Deployment, size: int, precision: st
     limits = deployment.limits
     length = str(limits.max_model_len or 8192)
     argv = ["trtllm-build", "--checkpoint_dir", folder.name, "--output_dir", f"{folder.name}-engine"]
-    argv += ["--max_batch_size", str(limits.max_batch_size), "--max_seq_len", length]
+    argv += ["--max_batch_size", str(limits.max_batch_size or BATCH), "--max_seq_len", length]
     argv += ["--max_num_tokens", str(limits.max_num_tokens or 8192), "--gemm_plugin", "auto", "--workers", str(size)]
     return argv + (["--use_fp8_context_fmha", "enable"] if precision == "fp8" else [])
 

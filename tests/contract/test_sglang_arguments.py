@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,19 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.cli.main import app
 from dflash_serve.deployment import GPUS, Deployment
+from dflash_serve.engine_args import pinned_parser
 from dflash_sglang import SGLangBackend
 from dflash_sglang.arguments import kernels_of
+from dflash_sglang.engine_arguments import PINNED, _parser
+from tests.support.golden_deployments import FOLDER as GOLDEN
+from tests.support.golden_deployments import NAMES, hub
 from tests.support.paper_models import FP8, NVFP4, write_paper_drafter, write_paper_target
 
 pytest.importorskip("sglang")
+__all__ = ["hub"]
 
 HOPPER = {"is_sm90": True, "is_hopper_with_cuda_12_3": True, "device_sm": 90, "device_capability": (9, 0)}
 BLACKWELL = {
@@ -137,7 +145,7 @@ def test_sglang_understands_what_we_write(
     assert (resolved.tp_size, resolved.ep_size, resolved.nnodes) == (layout.tensor, layout.expert, layout.nodes)
     assert resolved.attn_dp_size == (layout.tensor if layout.attention_data else 1)
     assert resolved.node_rank == (1 if layout.nodes > 1 else 0)
-    assert resolved.max_running_requests == 32
+    assert resolved.max_running_requests == 48, "SGLang's own number, as the dry-run says"
     if precision.startswith(("none", "fp8-online")):  # else the checkpoint itself says it, sooner or later
         assert resolved.quantization == ("fp8" if precision == "fp8-online" else None)
 
@@ -210,7 +218,8 @@ def test_what_a_dry_run_prints_is_what_sglang_understands(
     file = tmp_path / "deployment.yaml"
     file.write_text(yaml.safe_dump(wanted.model_dump(mode="json", exclude_unset=True)))
     SGLangBackend().prepare(wanted, tmp_path / "prepared")
-    dry_run = ["serve", str(file), "--backend", "sglang", "--dry-run", "--folder", str(tmp_path / "prepared")]
+    dry_run = ["serve", str(file), "--backend", "sglang", "--dry-run", "--quiet"]
+    dry_run += ["--folder", str(tmp_path / "prepared")]
     printed = CliRunner().invoke(app, [*dry_run, "--host", "0.0.0.0", "--port", "30000"])
     assert printed.exit_code == 0, printed.output
     argv = [word for word in shlex.split(printed.output) if not word.startswith("DFLASH_SERVE_")]
@@ -236,3 +245,73 @@ def test_the_draft_folder_is_what_sglangs_own_parser_expects(models: dict[str, P
     assert parsed.block_size == 8
     assert parsed.mask_token_id == 7
     assert tuple(parsed.target_layer_ids) == (1, 3, 5)
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_golden_launches_are_taken_by_sglangs_own_parser(on_gpu: Any, tmp_path: Path, name: str) -> None:
+    file = GOLDEN / f"{name}.yaml"
+    dry_run = ["serve", str(file), "--backend", "sglang", "--dry-run", "--json", "--folder", str(tmp_path)]
+    told = json.loads(CliRunner().invoke(app, dry_run).stdout)
+    assert told["problems"] == []
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text(told["files"][0]["text"])
+    deployed = yaml.safe_load(file.read_text())
+    weights = drafter_folder(deployed["drafter"]["model"]) / "model.safetensors"
+    (tmp_path / "draft" / "model.safetensors").symlink_to(weights)  # a header and a hole: what `prepare` would load
+    resolved = _parser().parse_args(told["command"][3:])
+    if deployed["target"].get("quantization") != "mxfp4":  # whose kernels SGLang registers on a real GPU only
+        resolved = on_gpu(tuple(told["command"]), deployed["hardware"]["gpu"])
+    serving, parallel = deployed.get("serving", {}), deployed.get("parallel", {})
+    assert resolved.reasoning_parser == serving.get("reasoning_parser")
+    assert resolved.tool_call_parser == {"qwen3": "qwen"}.get(
+        serving.get("tool_call_parser"), serving.get("tool_call_parser")
+    )
+    assert resolved.served_model_name in (serving.get("served_model_name"), deployed["target"]["model"])
+    assert (resolved.tp_size, resolved.dp_size) == (parallel.get("tensor", 1), parallel.get("data", 1))
+    given = deployed.get("engine_args", {}).get("sglang", {})
+    assert {name: getattr(resolved, name.replace("-", "_")) for name in given} == given
+
+
+def test_the_pinned_list_is_that_of_the_installed_sglang() -> None:
+    """Pinned for 0.5.23; another release may differ, and is then asked itself."""
+    if version("sglang") != "0.5.23":
+        pytest.skip("pinned for 0.5.23")
+    installed, pinned = _parser(), pinned_parser(PINNED)
+    assert set(installed._option_string_actions) == set(pinned._option_string_actions)
+    for option, action in installed._option_string_actions.items():
+        other = pinned._option_string_actions[option]
+        assert (action.dest, action.nargs) == (other.dest, other.nargs), option
+        assert sorted(map(str, action.choices or ())) == sorted(map(str, other.choices or ())), option
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("mem-fraction-static", "much", "invalid float value"),
+        ("schedule-policy", "best", "invalid choice"),
+        ("mem-fraction-statc", 0.9, "did you mean mem-fraction-static?"),
+        ("tp-size", 2, "set parallel.tensor"),
+        ("tensor-parallel-size", 2, "set parallel.tensor"),
+    ],
+)
+def test_arguments_are_held_against_the_installed_parser(
+    models: dict[str, Path], name: str, value: object, said: str
+) -> None:
+    fields = deployment(models, "b200", "none", Layout("one")).model_dump()
+    (problem,) = SGLangBackend().check(Deployment.model_validate({**fields, "engine_args": {"sglang": {name: value}}}))
+    assert said in str(problem)
+
+
+def test_the_key_is_read_from_its_file_and_is_on_no_command_line(
+    models: dict[str, Path], on_gpu: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("# ours\nsecret-one\n")
+    fields = deployment(models, "b200", "none", Layout("one")).model_dump()
+    keyed = Deployment.model_validate({**fields, "serving": {"api_key_file": str(tmp_path / "keys")}})
+    backend = SGLangBackend()
+    backend.prepare(keyed, tmp_path / "prepared")
+    command = backend.command(keyed, tmp_path / "prepared")
+    assert "secret-one" not in " ".join([*command.argv, *command.env.values()])
+    assert on_gpu(command.argv, "b200").api_key == "secret-one"
+    assert (tmp_path / "prepared" / "secrets.yaml").stat().st_mode & 0o077 == 0

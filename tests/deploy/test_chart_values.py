@@ -30,6 +30,7 @@ from tests.support.chart import (
 GENERATED = generated_files()
 OPEN = {
     "global": "Helm's own",
+    "deployment.engine_args": "arguments of an engine's own server",
     "engine.environment": "an engine's own variables",
     "resources.extra": "extended resources",
     "placement.nodeSelector": "node labels",

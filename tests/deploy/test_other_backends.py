@@ -36,7 +36,7 @@ class Acme:
         metrics=METRICS,
         environment={"ACME_QUIET": "1"},
         needs_gpu=True,
-        server_flags={},
+        server_flags=(),
     )
 
     def check(self, deployment: Deployment) -> list[Problem]:
@@ -82,7 +82,7 @@ def deploy(file: Path, form: str, name: str = "acme") -> list[Manifest]:
 
 
 def test_serve_starts_it(file: Path) -> None:
-    result = CliRunner().invoke(app, ["serve", str(file), "--backend", "acme", "--dry-run"])
+    result = CliRunner().invoke(app, ["serve", str(file), "--backend", "acme", "--dry-run", "--quiet"])
     assert result.stdout.split() == ["acme-serve", "--host=127.0.0.1", "--port=8000"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,15 @@ def test_a_problem_of_the_deployment_comes_first_and_nothing_is_written(write: A
             ["--render", "helm", "--backend", "nope"],
             "no backend 'nope'; installed are: sglang, tensorrt-llm, torch, vllm",
         ),
-        (["--render", "dynamo"], "Dynamo has no such engine; use --backend sglang or tensorrt-llm"),
-        (["--render", "helm", "--image", "x/y:latest"], "x/y:latest is not pinned"),
-        (["--render", "compose", "--output", f"{__file__}/x.yaml"], "x.yaml: cannot be written"),
+        (["--render", "helm"], "--backend: which engine?; name one: sglang, tensorrt-llm, torch"),
+        (["--render", "heml", "--backend", "torch"], "no form 'heml'; did you mean helm?"),
+        (["--render", "helm", "--backend", "torch", "--name", "Bad_Name"], "'Bad_Name' is no name for Kubernetes"),
+        (
+            ["--render", "dynamo", "--backend", "torch"],
+            "Dynamo has no such engine; use --backend sglang or tensorrt-llm",
+        ),
+        (["--render", "helm", "--backend", "torch", "--image", "x/y:latest"], "x/y:latest is not pinned"),
+        (["--render", "compose", "--backend", "torch", "--output", f"{__file__}/x.yaml"], "x.yaml: cannot be written"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(write: Any, words: list[str], said: str) -> None:
@@ -94,7 +101,7 @@ def test_half_of_a_pair_is_no_graph(write: Any) -> None:
 
 def test_dynamo_is_given_the_engines_own_flags_but_where_to_listen(write: Any) -> None:
     path = write()
-    dry = run("serve", path, "--backend", "sglang", "--dry-run", "--folder", "/prepared").stdout
+    dry = run("serve", path, "--backend", "sglang", "--dry-run", "--quiet", "--folder", "/prepared").stdout
     words = shlex.split(dry)
     wanted = words[words.index("sglang.launch_server") + 1 :]
     for flag in ("--host", "--port"):
@@ -138,7 +145,81 @@ def test_an_init_container_writes_what_the_worker_reads(write: Any, tmp_path: Pa
 
 def test_a_deployment_with_dollars_survives_compose(write: Any) -> None:
     path = write(target={"model": "smollm2", "revision": "a$HOME"}, drafter=None)
-    text = run("deploy", path, "--render", "compose").stdout
+    text = run("deploy", path, "--render", "compose", "--backend", "torch").stdout
     content = yaml.safe_load(text)["configs"]["deployment"]["content"]
     assert yaml.safe_load(content.replace("$$", "$"))["target"]["revision"] == "a$HOME"
     assert "a$$HOME" in content
+
+
+def test_a_folder_of_this_machine_is_not_in_a_container(
+    pair: Fields, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--render", "helm", "--backend", "sglang")
+    noted = run("deploy", write(), *words)
+    assert noted.exception is None
+    assert f"note: target.model: mount {pair['target']['model']} at the same path" in noted.stderr
+    target = Path(pair["target"]["model"])
+    monkeypatch.chdir(target.parent)
+    assert "target.model: target is a folder below this one" in refusal(write(target={"model": "target"}), *words)
+
+
+def test_a_file_of_keys_of_this_machine_is_refused(write: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\n")
+    line = refusal(write(serving={"api_key_file": str(tmp_path / "keys")}), "--render", "helm", "--backend", "sglang")
+    assert line.startswith("serving.api_key_file: a file of this machine is not in the container")
+    assert "secrets.apiKeys.name" in line
+
+
+@pytest.mark.parametrize("form", ["helm", "compose", "kserve", "dynamo"])
+def test_engine_arguments_and_what_clients_see_are_in_every_rendering(write: Any, form: str) -> None:
+    more = {"engine_args": {"sglang": {"mem-fraction-static": 0.9}}, "serving": {"served_model_name": "mine"}}
+    words = ("--render", form, "--backend", "sglang")
+    text = run("deploy", write(**more), *words, "--", "--schedule-conservativeness", "0.3").stdout
+    assert "mem-fraction-static: 0.9" in text, "in the deployment's file"
+    assert "schedule-conservativeness: '0.3'" in text, "words after -- too"
+    assert "served_model_name: mine" in text
+    if form == "dynamo":
+        arguments = list(yaml.safe_load_all(text))[1]["spec"]["components"][1]
+        (container,) = arguments["podTemplate"]["spec"]["containers"]
+        said = " ".join(container["args"])
+        assert "--mem-fraction-static 0.9 --schedule-conservativeness 0.3" in said
+        assert said.endswith("--served-model-name mine")
+        assert said.count("--served-model-name") == 1
+
+
+def test_dynamo_parses_answers_itself(write: Any) -> None:
+    line = refusal(write(serving={"reasoning_parser": "qwen3"}), "--render", "dynamo", "--backend", "sglang")
+    assert line.startswith("serving.reasoning_parser: Dynamo's frontend parses answers itself")
+
+
+EIGHT: Fields = {"parallel": {"data": 8}, "hardware": {"gpu": "b200", "count": 8}}
+
+
+def test_copies_are_sglangs_own_and_replicas_of_the_others(write: Any) -> None:
+    path = write(**EIGHT)
+    own = yaml.safe_load(run("deploy", path, "--render", "helm", "--backend", "sglang").stdout)
+    assert "replicas" not in own
+    assert (own["deployment"]["parallel"]["data"], own["deployment"]["hardware"]["count"]) == (8, 8)
+    replicas = yaml.safe_load(run("deploy", path, "--render", "helm", "--backend", "tensorrt-llm").stdout)
+    assert replicas["replicas"] == 8
+    assert "parallel" not in replicas["deployment"]
+    assert "count" not in replicas["deployment"]["hardware"], "one GPU each"
+    served = list(yaml.safe_load_all(run("deploy", path, "--render", "kserve", "--backend", "tensorrt-llm").stdout))[1]
+    assert served["spec"]["predictor"]["minReplicas"] == 8
+    graph = list(yaml.safe_load_all(run("deploy", path, "--render", "dynamo", "--backend", "tensorrt-llm").stdout))[1]
+    assert [component["replicas"] for component in graph["spec"]["components"]] == [1, 8]
+
+
+def test_copies_that_are_replicas_have_no_place_in_a_compose_file(write: Any) -> None:
+    line = refusal(write(**EIGHT), "--render", "compose", "--backend", "tensorrt-llm")
+    assert "parallel.data: 8 copies of the model" in line
+    uneven = {"parallel": {"data": 3}, "hardware": {"gpu": "b200", "count": 8}}
+    line = refusal(write(**uneven), "--render", "helm", "--backend", "tensorrt-llm")
+    assert "8 GPUs (hardware.count) cannot be shared evenly by 3 copies" in line
+
+
+def test_a_rendering_is_json_too_and_quiet(write: Any) -> None:
+    told = run("deploy", write(), "--render", "helm", "--backend", "sglang", "--json", "--quiet")
+    assert json.loads(told.stdout)[0]["backend"] == "sglang"
+    assert "limits.max_batch_size" not in told.stderr
+    assert "limits.max_batch_size = 48" in run("deploy", write(), "--render", "helm", "--backend", "sglang").stderr

@@ -27,7 +27,7 @@ def file(tmp_path: Path) -> Path:
 def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert load_deployment(file).limits.max_batch_size == 32
+    assert load_deployment(file).limits.max_batch_size is None
     assert load_deployment(file).speculation.width == 8
     monkeypatch.setenv("DFLASH_SERVE_SPECULATION__WIDTH", "off")
     assert load_deployment(file).speculation.width == "off"
@@ -69,3 +69,61 @@ def test_a_mistake_is_one_line_that_names_file_and_field(tmp_path: Path, text: s
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.yaml"):
         load_deployment(tmp_path / "nowhere.yaml")
+
+
+MISSPELT = {
+    "target: {model: x}\nparalel: {tensor: 1}": "unknown key paralel; did you mean parallel?",
+    "target: {model: x}\nparallel: {tensr: 1}": "unknown key parallel.tensr; did you mean parallel.tensor?",
+    "targt: {model: x}": "unknown key targt; did you mean target?",
+    "target: {model: x}\nzzz: 1": "unknown key zzz",
+}
+
+
+@pytest.mark.parametrize("text", MISSPELT)
+def test_a_misspelt_key_is_told_the_one_that_was_meant(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_deployment(path)
+    assert str(caught.value) == f"{path}: {MISSPELT[text]}"
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("DFLASH_SERVE_SPECULATON__WIDTH", "did you mean DFLASH_SERVE_SPECULATION__WIDTH?"),
+        ("DFLASH_SERVE_SPECULATION__WIDHT", "did you mean DFLASH_SERVE_SPECULATION__WIDTH?"),
+        ("DFLASH_SERVE_SPECULATION_WIDTH", "did you mean DFLASH_SERVE_SPECULATION__WIDTH?"),
+        ("DFLASH_SERVE_QQQ__ZZZ", "unset it"),
+    ],
+)
+def test_a_misspelt_variable_is_named_never_ignored(
+    file: Path, monkeypatch: pytest.MonkeyPatch, variable: str, hint: str
+) -> None:
+    monkeypatch.setenv(variable, "off")
+    with pytest.raises(UserError) as caught:
+        load_deployment(file)
+    assert str(caught.value) == f"{variable}: names no key of the deployment; {hint}"
+
+
+def test_variables_of_others_are_left_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours for the HTTP server and clients, and those that Kubernetes makes of a service of our name."""
+    for name in ("HTTP_PORT", "API_KEY", "PORT", "SERVICE_HOST", "PORT_80_TCP_ADDR", "COST_TABLE"):
+        monkeypatch.setenv(f"DFLASH_SERVE_{name}", "tcp://10.0.0.1:80")
+    assert load_deployment(file).speculation.width == 8
+
+
+def test_a_bad_value_names_the_layer_that_gave_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"^command line: speculation.width"):
+        load_deployment(file, {"speculation": {"width": "wide"}})
+    monkeypatch.setenv("DFLASH_SERVE_SPECULATION__WIDTH", "wide")
+    with pytest.raises(UserError, match=r"^DFLASH_SERVE_SPECULATION__WIDTH: speculation.width"):
+        load_deployment(file)
+
+
+def test_engine_args_come_from_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text("target: {model: x}\nengine_args: {sglang: {a: 1, b: 2}, tensorrt-llm: {c: {4: 3}}}")
+    monkeypatch.setenv("DFLASH_SERVE_ENGINE_ARGS", '{"sglang": {"b": 3}}')
+    found = load_deployment(path, {"engine_args": {"sglang": {"d": True}}})
+    assert found.engine_args == {"sglang": {"a": 1, "b": 3, "d": True}, "tensorrt-llm": {"c": {"4": 3}}}

@@ -116,7 +116,8 @@ def test_a_server_that_is_never_ready_is_given_up_and_stopped(tmp_path: Path) ->
 
 def test_a_program_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     nothing = FakeBackend("", executable=str(tmp_path / "nothing"))
-    with pytest.raises(UserError, match=r"cannot be started .*install"), running_server(nothing, DESCRIBED, tmp_path):
+    said = pytest.raises(UserError, match=r"nothing: not installed in this environment")
+    with said, running_server(nothing, DESCRIBED, tmp_path):
         pass
 
 

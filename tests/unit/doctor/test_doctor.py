@@ -124,7 +124,7 @@ class Alternating(FixedWidth):
 
     turn = 0
 
-    def widths(self, request_ids: Sequence[Hashable]) -> list[int]:
+    def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
         type(self).turn += 1
         return [1 + type(self).turn % self.width] * len(request_ids)
 

@@ -57,7 +57,7 @@ IMPOSSIBLE: list[tuple[str, Mapping[str, object], Changes, str, str]] = [
     ("float32", QWEN, {"hardware.dtype": "float32"}, "hardware.dtype", "float32"),
     ("pipeline", QWEN, devices(2, pipeline=2), "parallel.pipeline", "pipeline parallelism"),
     ("Helix", QWEN, devices(2, context=2), "parallel.context", "Helix"),
-    ("devices that do not add up", QWEN, {"hardware.count": 4}, "parallel.tensor", "hardware.count is 4"),
+    ("devices that do not add up", QWEN, {"hardware.count": 4}, "parallel.data", "hardware.count is 4"),
     ("heads that do not split", QWEN, devices(3, tensor=3), "parallel.tensor", "32 attention heads"),
     ("devices over uneven nodes", OSS, {"parallel.nodes": 3}, "parallel.nodes", "do not spread evenly"),
     ("too many devices on a node", OSS, devices(16, tensor=16), "parallel.nodes", "at most 8"),

@@ -15,7 +15,8 @@ backend: {{ .Values.backend | quote }} is none that this chart knows ({{ $known 
 {{- $expert := dig "expert" 1 $parallel | int }}
 {{- $pipeline := dig "pipeline" 1 $parallel | int }}
 {{- $context := dig "context" 1 $parallel | int }}
-{{- $world := mul $tensor $pipeline $context }}
+{{- $data := dig "data" 1 $parallel | int }}
+{{- $world := mul $tensor $pipeline $context $data }}
 {{- if and (eq $facts.gpu "none") $engine.needsGpu }}
 deployment.hardware.gpu: {{ .Values.backend }} needs a GPU; name it, or set backend to torch
 {{- end }}
@@ -23,7 +24,10 @@ deployment.hardware.gpu: {{ .Values.backend }} needs a GPU; name it, or set back
 deployment.hardware.count: the embedded engine runs on one device, not {{ $facts.count }}; set it to 1 and raise replicas, or use sglang or tensorrt-llm
 {{- end }}
 {{- if and $engine.needsGpu (ne ($world | int) ($facts.count | int)) }}
-deployment.parallel: tensor {{ $tensor }} x pipeline {{ $pipeline }} x context {{ $context }} = {{ $world }} devices, but hardware.count is {{ $facts.count }}; make them agree
+deployment.parallel: tensor {{ $tensor }} x pipeline {{ $pipeline }} x context {{ $context }}{{ if gt $data 1 }} x data {{ $data }}{{ end }} = {{ $world }} devices, but hardware.count is {{ $facts.count }}; make them agree
+{{- end }}
+{{- if and (gt $data 1) (ne .Values.backend "sglang") (include "dflash-serve.isKnown" .) }}
+deployment.parallel.data: {{ .Values.backend }} has one copy of the model in a server; set it to 1 and replicas to {{ $data }}, as `dflash-serve deploy --render helm` does
 {{- end }}
 {{- if mod $tensor $expert }}
 deployment.parallel.expert: {{ $expert }} does not divide tensor {{ $tensor }}; experts are shared out among those devices
@@ -88,7 +92,7 @@ deployment.speculation.width: {{ $width }} is larger than the block of {{ $block
 
 {{- define "dflash-serve.problems.limits" -}}
 {{- $limits := get .Values.deployment "limits" | default dict }}
-{{- $batch := dig "max_batch_size" 32 $limits | int }}
+{{- $batch := dig "max_batch_size" 0 $limits | default 0 | int }}
 {{- $rows := dig "max_num_tokens" 0 $limits | default 0 | int }}
 {{- $block := dig "speculation" "block_size" 0 .Values.deployment | default 0 | int | max 1 }}
 {{- if and $rows (lt $rows (mul $batch $block | int)) }}

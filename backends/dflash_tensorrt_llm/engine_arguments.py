@@ -1,0 +1,161 @@
+"""What `trtllm-serve` and its config.yaml take besides what we write: `engine_args.tensorrt-llm`.
+
+A name of the command line becomes an option, any other a key of config.yaml, merged into ours. Options: trtllm-serve
+@00209af, and --served_model_name of 1.3.0rc15; keys: `TorchLlmArgs` of `tensorrt_llm/llmapi/llm_args.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from dflash_serve.deployment import Serving
+from dflash_serve.engine_args import ArgumentTable, EngineArgs, EngineParser, ParserNames, pinned_parser
+from dflash_serve.errors import Problem, did_you_mean
+
+from .launch_plan import LaunchPlan
+from .upstream import LlmArgs
+
+PINNED = Path(__file__).with_name("flags.json")
+LISTENING = "--host and --port of `dflash-serve serve`"
+PLUG_IN = "dflash-serve writes it where the drafter needs it"
+KEYS = {
+    "host": LISTENING,
+    "port": LISTENING,
+    "backend": "DFlash runs in its PyTorch backend",
+    "config": "engine_args take the place of a file",
+    "custom_module_dirs": PLUG_IN,
+    "max_batch_size": "limits.max_batch_size",
+    "max_num_tokens": "limits.max_num_tokens",
+    "max_seq_len": "limits.max_model_len",
+    "tensor_parallel_size": "parallel.tensor",
+    "pipeline_parallel_size": "parallel.pipeline",
+    "context_parallel_size": "parallel.context",
+    "moe_expert_parallel_size": "parallel.expert",
+    "gpus_per_node": "parallel.nodes",
+    "free_gpu_memory_fraction": "kv_cache.memory_fraction",
+    "revision": "target.revision",
+    "reasoning_parser": "serving.reasoning_parser",
+    "tool_parser": "serving.tool_call_parser",
+    "served_model_name": "serving.served_model_name",
+    "server_role": "role",
+}
+CONFIG_KEYS = {
+    **{name: key for name, key in KEYS.items() if name in LlmArgs.model_fields},
+    "enable_attention_dp": "parallel.attention_data",
+    "enable_iter_perf_stats": "metrics are always on",
+    "return_perf_metrics": "metrics are always on",
+    "kv_cache_config.enable_block_reuse": "kv_cache.block_reuse",
+    "kv_cache_config.free_gpu_memory_fraction": "kv_cache.memory_fraction",
+    "kv_cache_config.dtype": "kv_cache.dtype",
+    "cuda_graph_config.max_batch_size": "limits.max_batch_size",
+    "speculative_config.decoding_type": "dflash-serve serves DFlash",
+    "speculative_config.max_draft_len": "speculation.block_size",
+    "speculative_config.speculative_model": "drafter.model",
+    "speculative_config.mask_token_id": "the drafter's own description says it",
+    "speculative_config.target_layer_ids": "the drafter's own description says it",
+    "speculative_config.attention_backend": "it follows from hardware.gpu and the drafter",
+}
+"""Path in config.yaml -> the key of the Deployment that stands for it, or who else sets it."""
+OTHER_CONFIG = (
+    *("allreduce_strategy", "attn_backend", "batch_wait_max_tokens_ratio", "batch_wait_timeout_iters"),
+    *("cache_transceiver_config", "checkpoint_format", "cp_config", "custom_tokenizer", "enable_autotuner"),
+    *("enable_layerwise_nvtx_marker", "enable_lora", "enable_min_latency", "enable_resource_governor"),
+    *("env_overrides", "force_dynamic_quantization", "garbage_collection_gen0_threshold"),
+    *("iter_stats_max_iterations", "kv_connector_config", "load_format", "lora_config", "max_input_len"),
+    *("max_stats_len", "moe_cluster_parallel_size", "moe_tensor_parallel_size", "nvfp4_gemm_config"),
+    *("otlp_traces_endpoint", "peft_cache_config", "perf_metrics_max_requests", "postprocess_tokenizer_dir"),
+    *("print_iter_log", "request_stats_max_iterations", "sampler_type", "scheduler_config", "sleep_config"),
+    *("sparse_attention_config", "stream_interval", "tokenizer_mode", "torch_compile_config"),
+    *("use_cute_dsl_bf16_bmm", "use_cute_dsl_bf16_gemm", "use_cute_dsl_blockscaling_bmm"),
+    *("use_cute_dsl_blockscaling_mm",),
+)  # fmt: skip
+"""Keys of config.yaml that our mirror does not have; their values are TensorRT-LLM's to check."""
+PARSERS = ParserNames(
+    reasoning={"deepseek_r1": "deepseek-r1"},
+    tool_call={"qwen": "qwen3", "qwen25": "qwen3", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31",
+               "glm45": "glm4", "minimax-m2": "minimax_m2"},
+)  # fmt: skip
+"""Families that TensorRT-LLM calls otherwise."""
+HARMONY = "gpt-oss"
+"""Its answers are parsed by trtllm-serve itself, whatever parser is named."""
+
+
+def argument_table(plan: LaunchPlan) -> ArgumentTable:
+    """The options of trtllm-serve, from the pinned list."""
+    return ArgumentTable("tensorrt-llm", f"TensorRT-LLM {plan.release}", _parser, KEYS)
+
+
+def _parser() -> EngineParser:
+    return pinned_parser(PINNED)
+
+
+PARSER_FLAGS = {"reasoning_parser": "reasoning_parser", "tool_call_parser": "tool_parser"}
+"""Key of `serving` -> option."""
+
+
+def named_parsers(plan: LaunchPlan) -> Serving:
+    """The parsers that it must be told: of gpt-oss it knows itself."""
+    serving = plan.deployment.serving
+    own = {
+        key: None
+        for key in PARSER_FLAGS
+        if getattr(serving, key) == HARMONY and plan.target.shape.model_type == "gpt_oss"
+    }
+    return serving.model_copy(update=own)
+
+
+def serving_options(plan: LaunchPlan) -> list[str]:
+    """What clients see, and the user's own options, as words of the command line."""
+    name = plan.deployment.serving.served_model_name
+    words = [] if name is None else ["--served_model_name", name]
+    words += [word for key, _, parser in PARSERS.of(named_parsers(plan)) for word in (f"--{PARSER_FLAGS[key]}", parser)]
+    return [*words, *argument_table(plan).words(options(plan.engine_args))]
+
+
+def options(given: EngineArgs) -> dict[str, JsonValue]:
+    """Those that are options of the command line."""
+    parser = _parser() if given else None
+    return {name: value for name, value in given.items() if parser and parser.action(name)}
+
+
+def config_fields(given: EngineArgs) -> dict[str, JsonValue]:
+    """Those that are keys of config.yaml."""
+    words = options(given)
+    return {name.replace("-", "_"): value for name, value in given.items() if name not in words}
+
+
+def argument_problems(plan: LaunchPlan) -> Iterator[Problem]:
+    """What trtllm-serve does not have, and what a key of the Deployment stands for."""
+    table, given = argument_table(plan), plan.engine_args
+    yield from table.problems(options(given))
+    known = {*LlmArgs.model_fields, *OTHER_CONFIG}
+    for name, value in config_fields(given).items():
+        where = f"{table.where}.{name}"
+        if name not in known:
+            do = did_you_mean(name, [*known, *_parser().names]) or "see `trtllm-serve --help` and TorchLlmArgs"
+            yield Problem(f"{table.engine} has no such option or key of config.yaml", where, do)
+        for path in _paths(name, value):
+            if path in CONFIG_KEYS:
+                key = CONFIG_KEYS[path]
+                do = f"set {key}" if "." in key else f"leave it out: {key}"
+                yield Problem(f"{path} is what dflash-serve sets itself", where, do)
+
+
+def _paths(name: str, value: JsonValue) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _paths(f"{name}.{key}", inner)
+    else:
+        yield name
+
+
+def merged(ours: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
+    """config.yaml with the user's own keys, which are none of ours."""
+    out = dict(ours)
+    for key, value in given.items():
+        below = out.get(key)
+        out[key] = merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return out

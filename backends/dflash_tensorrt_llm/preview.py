@@ -1,0 +1,95 @@
+"""What TensorRT-LLM makes of what a Deployment leaves open, and what would be written for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.deployment import GIB
+from dflash_serve.preview import Choice, PreparedFile, Preview
+
+from .engine_arguments import HARMONY, named_parsers
+from .launch_plan import ROWS, LaunchPlan
+
+
+def preview(plan: LaunchPlan, files: Mapping[str, str]) -> Preview:
+    """Everything but the command and the problems.
+
+    Args:
+        files: name -> text of those of its own that `prepare` would write.
+    """
+    return Preview([*_files(plan, files)], list(_choices(plan)), list(notes(plan)))
+
+
+def _files(plan: LaunchPlan, files: Mapping[str, str]) -> Iterator[PreparedFile]:
+    about = {"config.yaml": "what `trtllm-serve --config` reads"}
+    for name, text in files.items():
+        yield PreparedFile(name, about.get(name, "registers our drafter with TensorRT-LLM"), text)
+    if plan.drafter is not None:
+        text = json.dumps(DIALECTS["zlab"].write(plan.drafter, None), indent=2, sort_keys=True) + "\n"
+        yield PreparedFile("draft/config.json", "the drafter's description in z-lab's dialect", text)
+        yield PreparedFile(
+            "draft/dflash_serve.json", "the same for our plug-in", plan.drafter.model_dump_json(indent=2)
+        )
+        yield PreparedFile("draft/model.safetensors", "the drafter's weights, linked, or renamed to z-lab's names")
+
+
+def _choices(plan: LaunchPlan) -> Iterator[Choice]:
+    limits, deployment = plan.deployment.limits, plan.deployment
+    if limits.max_batch_size is None:
+        yield _max_batch_size(plan)
+    if limits.max_model_len is None:
+        source = "the target's positions" if plan.target.shape.max_position_embeddings else "no config.json says more"
+        yield Choice("limits.max_model_len", f"{plan.max_model_len}", source)
+    if limits.max_num_tokens is None:
+        why = "upstream's default" if plan.max_num_tokens == ROWS else "a full batch of blocks"
+        yield Choice("limits.max_num_tokens", f"{plan.max_num_tokens}", why)
+    if plan.drafter is not None:
+        if deployment.speculation.block_size is None:
+            yield Choice("speculation.block_size", f"{plan.drafter.block_size}", "the drafter's own")
+        ours = "; ".join(plan.needs_plug_in)
+        why = f"TensorRT-LLM's own would ignore: {ours}" if ours else "this one needs nothing else"
+        yield Choice("drafter implementation", "ours" if ours else "TensorRT-LLM's own", why)
+        yield Choice("attention of the drafter", plan.attention_backend, "what runs it on this GPU")
+        if deployment.kv_cache.memory_fraction is None and plan.gpu is not None:
+            why = "what weights, activations and the drafter's context leave"
+            yield Choice("kv_cache.memory_fraction", f"{plan.pool_fraction(plan.gpu)}", why)
+        if deployment.kv_cache.block_reuse is None:
+            yield Choice(
+                "kv_cache.block_reuse", "false", "a reused prompt would leave the drafter without its features"
+            )
+    if plan.gpu is None:
+        yield Choice("hardware.gpu", "not named", "memory is not checked")
+    yield Choice("release", f"{plan.release}", "the installed one, or the newest whose sources were read")
+
+
+def _max_batch_size(plan: LaunchPlan) -> Choice:
+    batch = plan.max_batch_size
+    if batch is None:
+        return Choice(
+            "limits.max_batch_size", "TensorRT-LLM's default, 2048", "its memory decides how many run at once"
+        )
+    arena = plan.arena_bytes(batch, plan.max_model_len) / GIB
+    why = f"the drafter's context of so many takes {arena:.1f} GiB a device, beside the K/V pool"
+    return Choice("limits.max_batch_size", f"{batch}", why)
+
+
+def notes(plan: LaunchPlan) -> Iterator[str]:
+    """What TensorRT-LLM does not do with this deployment, or does otherwise."""
+    serving = plan.deployment.serving
+    if HARMONY in (serving.reasoning_parser, serving.tool_call_parser) and named_parsers(plan) != serving:
+        yield "gpt-oss's answers are parsed by trtllm-serve itself: no parser is named to it"
+    if plan.drafter is None:
+        return
+    if plan.deployment.speculation.width == "auto" and not plan.has_schedule:
+        yield (
+            f"TensorRT-LLM verifies all {plan.block_size} slots in every step: it has no width that follows cost. "
+            "At high load that can be slower than no speculation; set speculation.width, or use --backend sglang"
+        )
+    if (
+        plan.deployment.limits.max_queued_requests
+        and "max_queued_requests" not in plan.deployment.limits.model_fields_set
+    ):
+        yield "TensorRT-LLM queues without bound: bound the queue at your gateway"
+    yield "acceptance by slot is in its metrics; the width of a step is not, for it never changes"

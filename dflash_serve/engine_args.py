@@ -1,0 +1,211 @@
+"""Arguments that go to an engine's own server as they are: written as its flags, held against its own parser.
+
+A backend brings an `ArgumentTable`: the parser (the installed engine's, or one made from a pinned list of its flags)
+and the flags that keys of the Deployment stand for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+
+from dflash_serve.deployment import Serving
+from dflash_serve.errors import Problem, UserError, did_you_mean
+
+EngineArgs = Mapping[str, JsonValue]
+"""Name, without dashes -> value: text or a number, a list for several, true for a flag that stands alone."""
+TYPES: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+
+
+class EngineParser(argparse.ArgumentParser):
+    """An engine's flags; what it does not understand is a ValueError, where argparse would end the process."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False)
+
+    def error(self, message: str) -> Any:
+        """Raises what argparse would print."""
+        raise ValueError(message)
+
+    def complaint(self, words: Sequence[str]) -> str | None:
+        """What it says of words that are not a whole command line; None where it takes them."""
+        for action in self._actions:
+            action.required = False
+        try:
+            self.parse_args(words)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def action(self, name: str) -> argparse.Action | None:
+        """The flag of a name, with dashes or underscores; None where there is none."""
+        spellings = (f"--{name}", f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}")
+        return next((self._option_string_actions[one] for one in spellings if one in self._option_string_actions), None)
+
+    @property
+    def names(self) -> list[str]:
+        """Every long name, without dashes."""
+        return [option[2:] for option in self._option_string_actions if option.startswith("--")]
+
+
+@dataclass(frozen=True)
+class ArgumentTable:
+    """What an engine's own server takes, and what of it is not the user's to give."""
+
+    backend: str
+    engine: str
+    """Whose flags they are: `SGLang 0.5.23`."""
+    parser: Callable[[], EngineParser]
+    """Made when it is needed: an installed engine takes seconds to import."""
+    keys: Mapping[str, str]
+    """Flag, as argparse names it (`tp_size`) -> the key of the Deployment that stands for it, or who else sets it."""
+
+    def problems(self, given: EngineArgs) -> list[Problem]:
+        """Arguments that this engine does not have, or that a key stands for; where none is, what its parser says."""
+        if not given:
+            return []
+        parser = self.parser()
+        found = [problem for name in given for problem in self._problems_of(name, parser)]
+        if found:
+            return found
+        complaint = parser.complaint(self.words(given))
+        return [Problem(f"{self.engine} refuses them: {complaint}", self.where, "correct it")] if complaint else []
+
+    def words(self, given: EngineArgs) -> list[str]:
+        """As words of a command line, each under the engine's own spelling."""
+        parser = self.parser() if given else None
+        return [word for name, value in given.items() for word in _words(parser, name, value)]
+
+    @property
+    def where(self) -> str:
+        """The key that they stand under."""
+        return f"engine_args.{self.backend}"
+
+    def _problems_of(self, name: str, parser: EngineParser) -> Iterator[Problem]:
+        where, action = f"{self.where}.{name}", parser.action(name)
+        if action is None:
+            hint = did_you_mean(name.replace("_", "-"), parser.names) or did_you_mean(name, parser.names)
+            yield Problem(f"{self.engine} has no such argument", where, hint or "see the engine's own --help")
+        elif action.dest in self.keys:
+            key = self.keys[action.dest]
+            do = f"set {key}" if "." in key or key == "role" else f"leave it out: {key}"
+            yield Problem(f"{action.option_strings[0]} is what dflash-serve sets itself", where, do)
+
+
+@dataclass(frozen=True)
+class ParserNames:
+    """What an engine calls the parsers of model families that it has under another name."""
+
+    reasoning: Mapping[str, str]
+    tool_call: Mapping[str, str]
+
+    def of(self, serving: Serving) -> Iterator[tuple[str, str, str]]:
+        """(key, the family as it was named, the engine's name) of each parser that is asked for."""
+        asked = {
+            "reasoning_parser": (serving.reasoning_parser, self.reasoning),
+            "tool_call_parser": (serving.tool_call_parser, self.tool_call),
+        }
+        for key, (family, names) in asked.items():
+            if family is not None:
+                yield key, family, names.get(family, family)
+
+
+def parser_problems(
+    table: ArgumentTable, serving: Serving, names: ParserNames, flags: Mapping[str, str]
+) -> list[Problem]:
+    """Parsers of answers that the engine does not have.
+
+    Args:
+        flags: key of `serving` -> the engine's flag for it.
+    """
+    found = []
+    for key, family, name in names.of(serving):
+        action = table.parser().action(flags[key])
+        known = [str(choice) for choice in action.choices] if action and action.choices else None
+        if known is not None and name not in known:
+            do = did_you_mean(family, known) or f"there are: {', '.join(known)}"
+            found.append(Problem(f"{table.engine} has no {key.replace('_', ' ')} {family!r}", f"serving.{key}", do))
+    return found
+
+
+def _words(parser: EngineParser | None, name: str, value: JsonValue) -> list[str]:
+    action = parser.action(name) if parser else None
+    flag = f"--{name}"
+    if action is not None:
+        flag = next((one for one in action.option_strings if one[2:].replace("-", "_") == name.replace("-", "_")), flag)
+    if value is True and (action is None or action.nargs in (0, "?")):
+        return [flag]
+    if value is False and action is not None and action.nargs == 0:
+        negated = f"--no-{flag[2:]}"
+        return [negated] if negated in action.option_strings else []  # off is what it is unless given
+    if isinstance(value, list):
+        return [flag, *(_text(one) for one in value)]
+    return [flag, _text(value)]
+
+
+def _text(value: JsonValue) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return json.dumps(value) if isinstance(value, dict | list) or value is None else str(value)
+
+
+def from_words(words: Sequence[str]) -> dict[str, JsonValue]:
+    """What stands after `--` on a command line, as `engine_args` have it: `--a 1 --b --c=2` -> {a: 1, b: true, c: 2}.
+
+    Raises:
+        UserError: a value without a flag before it, or a flag given twice.
+    """
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            if name in found:
+                raise UserError("given twice", where=f"--{name}", do="give it once; several values follow one flag")
+            found[name] = [value] if equals else []
+        elif not name:
+            raise UserError("not a flag", where=word, do="after `--` come the engine's own flags, in their long form")
+        else:
+            found[name].append(word)
+    return {name: _value(values) for name, values in found.items()}
+
+
+def _value(values: Sequence[str]) -> JsonValue:
+    return True if not values else values[0] if len(values) == 1 else list(values)
+
+
+def pinned_parser(path: Path) -> EngineParser:
+    """A parser of a pinned list: JSON, a row a flag, its keys the arguments of `add_flag`."""
+    parser = EngineParser()
+    for row in json.loads(path.read_text(encoding="utf-8")):
+        add_flag(parser, **row)
+    return parser
+
+
+def add_flag(
+    parser: EngineParser,
+    names: Sequence[str],
+    dest: str,
+    takes: int | str = 1,
+    type: str = "str",
+    choices: Sequence[str] | None = None,
+) -> None:
+    """Adds a flag as a row of a pinned list describes it.
+
+    Args:
+        takes: 0 = it stands alone, 1, or argparse's `?`, `*` and `+`.
+    """
+    if takes == 0:
+        negated = any(name.startswith("--no-") for name in names)
+        own = [name for name in names if not name.startswith("--no-")]
+        action: Any = argparse.BooleanOptionalAction if negated else "store_true"
+        parser.add_argument(*(own if negated else names), dest=dest, action=action)
+        return
+    nargs = None if takes == 1 else takes
+    parser.add_argument(*names, dest=dest, nargs=nargs, type=TYPES[type], choices=choices)

@@ -1,0 +1,99 @@
+"""Three launches of real models, word for word as `serve --dry-run --show-files` tells them.
+
+After a wanted change: GOLDEN=write pytest tests/unit/cli/test_golden_dry_runs.py, and read the difference. SGLang's own
+parser takes the same commands in tests/contract/test_sglang_arguments.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from dflash_serve.cli.main import app
+from tests.support.golden_deployments import FOLDER, NAMES, hub
+
+__all__ = ["hub"]
+ENGINES = ("sglang", "tensorrt-llm")
+REFUSED = {("llama-8b-eight-copies-b200", "tensorrt-llm")}
+"""One trtllm-serve has one copy: the dry-run says so, and what to do."""
+
+
+def dry_run(name: str, engine: str, *more: str) -> Result:
+    words = ["serve", str(FOLDER / f"{name}.yaml"), "--backend", engine, "--dry-run", "--folder", "/prepared", *more]
+    return CliRunner().invoke(app, words)
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dry_run_tells_all_of_a_launch(name: str, engine: str) -> None:
+    told = dry_run(name, engine, "--show-files")
+    assert told.exit_code == (2 if (name, engine) in REFUSED else 0), told.output
+    path, text = FOLDER / f"{name}.{engine}.txt", told.stdout.replace(sys.executable, "python")
+    if os.environ.get("GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_json_has_the_same_with_every_files_text(engine: str) -> None:
+    told = json.loads(dry_run("qwen3-8b-b200", engine, "--json").stdout)
+    assert told["problems"] == []
+    assert told["backend"] == engine
+    files = {file["name"]: file["text"] for file in told["files"]}
+    assert json.loads(files["draft/config.json"])["block_size"] == 16
+    assert files["draft/model.safetensors"] is None, "weights"
+    chosen = {choice["key"]: choice for choice in told["chosen"]}
+    assert chosen["limits.max_batch_size"]["value"] in ("48", "64")
+    assert chosen["limits.max_batch_size"]["why"]
+
+
+@pytest.mark.usefixtures("hub")
+def test_tensorrt_llms_config_is_shown_and_differs_by_width() -> None:
+    texts = {}
+    for width in ("8", "16", "off"):
+        told = json.loads(dry_run("qwen3-8b-b200", "tensorrt-llm", "--json", "--width", width).stdout)
+        texts[width] = next(file["text"] for file in told["files"] if file["name"] == "config.yaml")
+    configured = {width: yaml.safe_load(text).get("speculative_config") for width, text in texts.items()}
+    assert configured["8"]["max_draft_len"] == 7
+    assert configured["16"]["max_draft_len"] == 15
+    assert configured["off"] is None
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_width_that_follows_cost_is_refused_by_tensorrt_llm_where_it_is_asked_for() -> None:
+    told = dry_run("qwen3-8b-b200", "tensorrt-llm", "--width", "auto")
+    assert told.exit_code == 2
+    (line,) = (line for line in told.stdout.splitlines() if "speculation.width:" in line)
+    assert "set a number, 16 being the whole block (or off), or use --backend sglang" in line
+    unasked = dry_run("qwen3-8b-b200", "tensorrt-llm")
+    assert unasked.exit_code == 0
+    assert "it has no width that follows cost" in unasked.stdout, "left to its default, it is a note"
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_dry_run_writes_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("empty") / "place"
+    words = ["serve", str(FOLDER / "qwen3-8b-b200.yaml"), "--backend", "tensorrt-llm", "--dry-run"]
+    CliRunner().invoke(app, [*words, "--folder", str(folder)])
+    assert not folder.exists()
+
+
+@pytest.mark.usefixtures("hub")
+def test_an_8b_model_on_eight_gpus_is_advised_to_be_copied_not_split() -> None:
+    for engine in ENGINES:
+        told = dry_run("qwen3-8b-b200", engine).stdout
+        assert "parallel.data" not in told
+    words = ["serve", "--target", "Qwen/Qwen3-8B", "--drafter", "z-lab/Qwen3-8B-DFlash-b16", "--dry-run"]
+    os.environ["DFLASH_SERVE_HARDWARE__COUNT"] = "8"
+    try:
+        told = CliRunner().invoke(app, [*words, "--backend", "sglang"]).stdout
+    finally:
+        del os.environ["DFLASH_SERVE_HARDWARE__COUNT"]
+    assert "set parallel.data to 8 (15 GiB of weights leave room on a GPU: copies answer more)" in told
