@@ -2,8 +2,8 @@
 
 `causal` is always written and speaks for every layer. `use_swa` + `swa_window_size` make every layer slide although
 ModelOpt leaves `layer_types` at `full_attention`: a reader that does not know them ignores the window in silence.
-Resolved as vLLM does (`qwen3_dflash.py`, `_resolve_layer_attention`). What we write says it both ways: z-lab's keys stand
-beside ModelOpt's, so that SGLang and TensorRT-LLM read the same.
+Resolved as vLLM does (`qwen3_dflash.py`, `_resolve_layer_attention`). What we write says it both ways: z-lab's keys
+stand beside ModelOpt's, so that SGLang and TensorRT-LLM read the same.
 """
 
 from __future__ import annotations

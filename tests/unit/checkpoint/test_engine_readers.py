@@ -59,7 +59,9 @@ def test_what_a_dialect_cannot_say_is_refused(dialect: str, case: str) -> None:
         written(dialect, case)
 
 
-@pytest.mark.parametrize("case", [case for case, layers in LAYERS.items() if len({kind.causal for kind in layers}) == 1])
+@pytest.mark.parametrize(
+    "case", [case for case, layers in LAYERS.items() if len({kind.causal for kind in layers}) == 1]
+)
 def test_zlabs_causality_is_explicit_wherever_one_key_can_say_it(case: str) -> None:
     assert written("zlab", case)["is_causal"] == LAYERS[case][0].causal
 
