@@ -49,7 +49,7 @@ def _vllm_layer(raw: Raw, index: int) -> AttentionKind:
         return AttentionKind(window=window, causal=raw["is_causal"])
     if dflash.get("causal") is not None:
         return AttentionKind(window=window, causal=dflash["causal"])
-    return AttentionKind(window=window, causal=bool(types) and types[index] == SLIDING)
+    return AttentionKind(window=window, causal=types is not None and types[index] == SLIDING)
 
 
 def sglang(raw: Raw) -> Reading:

@@ -17,6 +17,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from dflash_vllm.facts import SLOTS_ACCEPTED, SLOTS_OFFERED, STEPS
 
 from . import proof
+from .steps import steps_by_width
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +73,6 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
 
     def log_engine_initialized(self) -> None:
         """Says nothing."""
-
-
-def steps_by_width(offered: Sequence[int]) -> dict[int, int]:
-    """Steps of each width, from how often each slot was offered: slot k is in every step wider than k."""
-    wider = [*offered[1:], 0]
-    return {slot + 1: count - wider[slot - 1] for slot, count in enumerate(offered, 1) if count > wider[slot - 1]}
 
 
 HELP: Mapping[str, str] = {

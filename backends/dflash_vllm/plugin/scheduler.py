@@ -6,14 +6,13 @@ verified by step t + 1; a width chosen now shows its result then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from time import perf_counter
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from . import proof
+from .steps import StepClock, decoding_steps
 from .widths import LiveWidths, make_policy
 
 
@@ -48,7 +47,7 @@ class _FollowsLoad:
             raise ValueError(f"dflash-serve: for this async_scheduling use --scheduler-cls {__name__}.{other}")
         widths = sorted({drafted + 1 for drafted in host.dynamic_sd_lookup[1:]})
         self.widths = LiveWidths(make_policy(host.num_spec_tokens + 1, widths))
-        self._clock = _Clock()
+        self._clock = StepClock()
         self._accepted: dict[str, int] = {}
         host.dynamic_sd_lookup = _Lookup(self)
 
@@ -89,47 +88,6 @@ class AsyncWidthScheduler(_FollowsLoad, AsyncScheduler):  # type: ignore[misc]
     """For servers that schedule while the last step computes: GPUs."""
 
     is_async = True
-
-
-class _Clock:
-    """Seconds of a step: from one answer to the next where steps follow one another, else from its scheduling."""
-
-    def __init__(self) -> None:
-        self._begun: float | None = None
-        self._from: float | None = None
-
-    def scheduled(self) -> None:
-        """A step begins, unless one is under way."""
-        if self._begun is None:
-            self._begun = perf_counter()
-
-    def answered(self) -> float | None:
-        """The step's result is there; None where its begin was not seen."""
-        now = perf_counter()
-        begun, self._begun = self._from or self._begun, None
-        self._from = now
-        return None if begun is None else now - begun
-
-    def settled(self, *, busy: bool) -> None:
-        """The result is worked in; `busy`: requests are left."""
-        if not busy:
-            self._from = None
-
-
-def decoding_steps(output: Any, accepted: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Of the requests that decoded in a step: (width, drafted tokens accepted); those that were prefilled are left out.
-
-    Args:
-        output: vLLM's `SchedulerOutput`.
-        accepted: by request, for those whose drafted tokens were put to the test and that had not ended.
-    """
-    steps = {}
-    begun = {request.req_id for request in output.scheduled_new_reqs}
-    for request_id, rows in output.num_scheduled_tokens.items():
-        drafted = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-        if rows == drafted + 1 and request_id not in begun and (not drafted or request_id in accepted):
-            steps[request_id] = (rows, accepted.get(request_id, 0))
-    return steps
 
 
 def _context_tokens(running: Any) -> int:

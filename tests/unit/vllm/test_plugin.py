@@ -1,0 +1,91 @@
+"""The parts of the plug-in that need no vLLM: accounting for tensors, widths, steps and their time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash_serve.errors import UserError
+from dflash_vllm.plugin import steps
+from dflash_vllm.plugin.guards import account
+from dflash_vllm.plugin.steps import StepClock, decoding_steps, steps_by_width
+from dflash_vllm.plugin.widths import COST_TABLE, given_cost
+
+PARAMETERS = [
+    *("model.embed_tokens.weight", "lm_head.weight", "model.mask_embedding", "model.fc.weight", "model.norm.weight"),
+    *("model.hidden_norm.weight", "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.gate_up_proj.weight"),
+    "model.layers.0.self_attn.k_norm.weight",
+]
+TENSORS = [
+    *("fc.weight", "norm.weight", "hidden_norm.weight", "layers.0.self_attn.k_norm.weight"),
+    *(f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"),
+    *(f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")),
+]
+
+
+def test_a_drafter_that_fits_is_accounted_for_under_any_of_its_names() -> None:
+    assert account(TENSORS, PARAMETERS) == ([], [])
+    assert account([f"model.{name}" for name in TENSORS], PARAMETERS) == ([], [])
+    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    assert account([renamed.get(name, name) for name in TENSORS], PARAMETERS) == ([], [])
+    assert account([*TENSORS, "lm_head.weight", "d2t", "t2d", "layers.0.rotary_emb.inv_freq"], PARAMETERS) == ([], [])
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_missing_tensor_is_named(name: str) -> None:
+    assert account([other for other in TENSORS if other != name], PARAMETERS) == ([], [name])
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.0.self_attn.q_proj.bias", "layers.7.mlp.up_proj.weight", "markov_head.weight"]
+)
+def test_every_tensor_that_goes_nowhere_is_named(name: str) -> None:
+    assert account([*TENSORS, name], PARAMETERS) == ([name], [])
+
+
+def output(rows: dict[str, int], drafted: dict[str, int], new: tuple[str, ...] = ()) -> Any:
+    return SimpleNamespace(
+        num_scheduled_tokens=rows,
+        scheduled_spec_decode_tokens={name: [0] * count for name, count in drafted.items()},
+        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
+    )
+
+
+def test_a_step_tells_of_the_requests_that_decoded_and_had_not_ended() -> None:
+    rows = {"drafting": 4, "plain": 1, "prompt": 40, "short prompt": 1, "chunk": 5, "ended": 4}
+    step = output(rows, {"drafting": 3, "ended": 3}, new=("prompt", "short prompt"))
+    assert decoding_steps(step, {"drafting": 2}) == {"drafting": (4, 2), "plain": (1, 0)}
+
+
+def test_steps_by_width_come_from_how_often_each_slot_was_offered() -> None:
+    assert steps_by_width([]) == {}
+    assert steps_by_width([5, 5, 2, 0]) == {3: 3, 4: 2}
+    assert steps_by_width([3, 3, 3]) == {4: 3}
+
+
+def test_steps_that_follow_one_another_are_timed_from_answer_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(time=0.0)
+    monkeypatch.setattr(steps, "perf_counter", lambda: now.time)
+    clock, found = StepClock(), []
+    for begun, answered, busy in [(10, 12, True), (12.5, 15, False), (100, 101, True), (100.5, 103, True)]:
+        now.time = begun
+        clock.scheduled()
+        now.time = answered
+        found.append(clock.answered())
+        clock.settled(busy=busy)
+    assert found == [2, 3, 1, 2]  # the third began after a pause; the fourth was scheduled while it computed
+
+
+def test_a_cost_table_that_is_none_is_named(tmp_path: Path) -> None:
+    assert given_cost({}) is None
+    path = tmp_path / "cost.json"
+    path.write_text('{"target": {"1": 1.0, "8": 2.0}, "draft": {"1": 0.5}}')
+    cost = given_cost({COST_TABLE: str(path)})
+    assert cost is not None
+    assert cost.target_seconds(8) == 2.0
+    path.write_text('{"target": {}}')
+    with pytest.raises(UserError, match=r"cost.json: no cost table"):
+        given_cost({COST_TABLE: str(path)})
