@@ -19,7 +19,7 @@ Flag = tuple[str, ...]
 def arguments(plan: LaunchPlan, folder: Path) -> list[str]:
     """All arguments but host and port, the target's first."""
     parts = (_models(plan), _precision(plan), _parallel(plan), _limits(plan), _speculation(plan, folder))
-    return [plan.target_path, *(word for part in parts for flag in part for word in flag)]
+    return [plan.deployment.target.model, *(word for part in parts for flag in part for word in flag)]
 
 
 def _models(plan: LaunchPlan) -> Iterator[Flag]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
-from dflash_serve.checkpoint.source import drafter_source, target_source
+from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu
 from dflash_serve.deployment_checks import uses_drafter
@@ -53,8 +53,6 @@ class LaunchPlan:
 
     deployment: Deployment
     target: TargetLayout
-    target_path: str
-    """What vLLM loads: the hub id or folder, and for the bundled pair the folder it was converted into."""
     checkpoint: Checkpoint | None
     """None = no speculation."""
 
@@ -139,6 +137,5 @@ def read_launch_plan(deployment: Deployment) -> LaunchPlan:
     if uses_drafter(deployment):
         assert deployment.drafter is not None
         checkpoint = open_checkpoint(drafter_source(deployment.drafter.model), deployment.drafter.revision)
-    path = str(target_source(deployment.target.model))
-    target = deployment.target.model_copy(update={"model": path})
-    return LaunchPlan(deployment, read_target_layout(target_configuration(target), target), path, checkpoint)
+    target = read_target_layout(target_configuration(deployment.target), deployment.target)
+    return LaunchPlan(deployment, target, checkpoint)

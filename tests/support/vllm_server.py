@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from dflash_serve.errors import UserError
 from dflash_vllm import VLLMBackend
 from dflash_vllm.facts import FACTS
 
-ON_CPU = ("--enforce-eager", "--served-model-name", "m")
-"""On top of our command: nothing is compiled."""
+ON_CPU = ("--enforce-eager", "--served-model-name", "m", "--long-prefill-token-threshold", "256")
+"""On top of our command: nothing is compiled, and a long prompt goes in several chunks (only such a one: a seeded request
+whose prompt is cut ends vLLM's engine on a CPU, `gpu_model_runner.py:3502`)."""
 ENVIRONMENT = {
     **FACTS.environment,
     "HF_HUB_OFFLINE": "1",
@@ -36,7 +38,9 @@ ENVIRONMENT = {
 PATIENCE = 420.0
 CROWD = 16
 """Requests that a server takes at once."""
-LIMITS = {"max_batch_size": CROWD, "max_model_len": 1024, "max_num_tokens": 1024}
+LIMITS = {"max_batch_size": CROWD, "max_model_len": 1024, "max_num_tokens": 2048}
+AT_ONCE = 2
+"""Servers side by side, of 2.5 GB each: most of a start is one thread that imports."""
 
 
 class OnCpu(VLLMBackend):
@@ -113,3 +117,36 @@ def serving(folder: Path, deployment: Deployment, backend: OnCpu | None = None) 
     """A server that is ready; it is gone when the block ends."""
     with running_server(backend or OnCpu(), deployment, folder, patience=PATIENCE) as url:
         yield Server(url, folder)
+
+
+@dataclass(frozen=True)
+class Berth:
+    """A server's place among several."""
+
+    ready: Future[Server] = field(default_factory=Future)
+    left: Event = field(default_factory=Event)
+    """Set it when the server is no longer needed: it is stopped, and another one may start."""
+
+
+@contextmanager
+def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]]) -> Iterator[Mapping[str, Berth]]:
+    """Servers by name, each in a folder of its own, started in this order, some side by side."""
+    berths = {name: Berth() for name in wanted}
+
+    def run(berth: Berth, own: Path, deployment: Deployment, backend: OnCpu) -> None:
+        try:
+            with serving(own, deployment, backend) as server:
+                berth.ready.set_result(server)
+                berth.left.wait()
+        except UserError as error:
+            berth.ready.set_exception(error)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            for number, (name, how) in enumerate(wanted.items()):
+                pool.submit(run, berths[name], folder / str(number), *how)
+            yield berths
+        finally:
+            for berth in berths.values():
+                berth.left.set()
+            pool.shutdown(cancel_futures=True)
