@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .launch_plan import LaunchPlan
+from .schedule import every_width
 
 DRAFT = "draft"
 """Where `prepare` puts the drafter, below its folder."""
@@ -68,7 +69,7 @@ def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
     if plan.block_size is None:
         return
     yield "--speculative-config", json.dumps(speculative_config(plan, folder / DRAFT))
-    if len(plan.widths) > 1:
+    if len(plan.widths) > 1 and plan.static_schedule is None:
         scheduler = "WidthScheduler" if plan.on_cpu else "AsyncWidthScheduler"
         yield "--scheduler-cls", f"{SCHEDULERS}.{scheduler}"
 
@@ -86,20 +87,12 @@ def speculative_config(plan: LaunchPlan, draft: Path) -> dict[str, object]:
         "rejection_sample_method": "standard",
     }
     if plan.widths != (plan.block_size,):
-        config["num_speculative_tokens_per_batch_size"] = listed(plan.widths, plan.deployment.limits.max_batch_size)
+        most = plan.deployment.limits.max_batch_size
+        schedule = plan.static_schedule or every_width(plan.widths, most)
+        config["num_speculative_tokens_per_batch_size"] = schedule
     if not plan.on_cpu:
         # Otherwise a drafter takes over the target's: FP8 keys and values, and kernels made for causal attention.
         config["kv_cache_dtype"] = "bfloat16"
         if not all(kind.causal for kind in plan.drafter.layers):
             config["attention_backend"] = "FLASH_ATTN"
     return config
-
-
-def listed(widths: tuple[int, ...], max_batch_size: int) -> list[list[int]]:
-    """A schedule in which every width occurs, because vLLM captures CUDA graphs of those that do, and of no others.
-
-    The widest are for the smallest batches; our scheduler looks widths up elsewhere.
-    """
-    rows = [[batch, batch, width - 1] for batch, width in enumerate(sorted(widths, reverse=True), start=1)]
-    rows[-1][1] = max_batch_size
-    return rows

@@ -13,6 +13,8 @@ from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu
 from dflash_serve.deployment_checks import uses_drafter
 
 from .drafter_rules import V1_VARIABLE
+from .plugin.widths import given_cost
+from .schedule import Row, given_survival, static_schedule
 
 ROWS = 8192
 """vLLM's default of max_num_batched_tokens on an H100."""
@@ -77,9 +79,21 @@ class LaunchPlan:
         if width != "auto":
             assert isinstance(width, int)
             return (width,)
-        most = self.deployment.limits.max_batch_size - 1  # one batch size a width: see `arguments.schedule`
+        most = self.deployment.limits.max_batch_size - 1  # one batch size a width: see `schedule.every_width`
         powers = [power for power in (2, 4, 8, 16, 32) if power < self.block_size]
         return (1, *[*powers, self.block_size][-most:]) if most > 0 else (self.block_size,)
+
+    @property
+    def static_schedule(self) -> list[Row] | None:
+        """vLLM's table of widths, where costs and a survival were given for an automatic one; None = another kind.
+
+        Raises:
+            UserError: the cost table or the survival that was given is none.
+        """
+        cost, survival = given_cost(), given_survival()
+        if cost is None or survival is None or len(self.widths) < 2:
+            return None
+        return static_schedule(cost, survival, self.widths, self.deployment.limits.max_batch_size)
 
     @property
     def on_cpu(self) -> bool:

@@ -24,8 +24,8 @@ from dflash_vllm import VLLMBackend
 from dflash_vllm.facts import FACTS
 
 ON_CPU = ("--enforce-eager", "--served-model-name", "m", "--long-prefill-token-threshold", "256")
-"""On top of our command: nothing is compiled, and a long prompt goes in several chunks (only such a one: a seeded request
-whose prompt is cut ends vLLM's engine on a CPU, `gpu_model_runner.py:3502`)."""
+"""On top of our command: nothing is compiled, and a long prompt goes in several chunks. (Only such a one: a seeded
+request whose prompt is cut ends vLLM's engine on a CPU, `gpu_model_runner.py:3502`.)"""
 ENVIRONMENT = {
     **FACTS.environment,
     "HF_HUB_OFFLINE": "1",

@@ -11,8 +11,10 @@ import pytest
 from dflash_serve.checkpoint.reader import open_checkpoint
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
+from dflash_serve.speculation.allocation import CostModel
 from dflash_vllm import VLLMBackend
-from dflash_vllm.arguments import listed
+from dflash_vllm.plugin.widths import COST_TABLE
+from dflash_vllm.schedule import SURVIVAL, every_width, given_survival, static_schedule
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 from tests.support.tiny import edit_json
 
@@ -75,7 +77,7 @@ def test_every_listed_width_gets_a_batch_size_because_graphs_are_captured_of_tho
 
 
 def test_a_schedule_falls_with_the_batch() -> None:
-    assert listed((1, 2, 8), 16) == [[1, 1, 7], [2, 2, 1], [3, 16, 0]]
+    assert every_width((1, 2, 8), 16) == [[1, 1, 7], [2, 2, 1], [3, 16, 0]]
 
 
 def test_drafted_slots_have_rows_of_their_own(fields: dict[str, Any], tmp_path: Path) -> None:
@@ -126,3 +128,44 @@ def test_nothing_is_prepared_for_a_deployment_with_problems(fields: dict[str, An
     with pytest.raises(UserError, match="mask_token_id 96 is outside"):
         VLLMBackend().prepare(Deployment.model_validate(fields), tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
+
+
+MEASURED = (0.627, 0.347, 0.202, 0.119, 0.093, 0.073, 0.052)
+"""The bundled drafter's survival."""
+FLAT_THEN_STEEP = CostModel(target={1: 1.0, 8: 1.0, 256: 32.0}, draft={1: 0.05, 16: 0.05})
+
+
+def test_a_static_schedule_covers_every_batch_and_is_what_pays_at_each() -> None:
+    rows = static_schedule(FLAT_THEN_STEEP, MEASURED, (1, 2, 4, 8), 16)
+    assert [row[0] for row in rows] == [1, *(row[1] + 1 for row in rows[:-1])]
+    assert rows[-1][1] == 16
+    assert (rows[0][2], rows[-1][2]) == (7, 0)
+    for first, last, drafted in rows:
+        for batch in range(first, last + 1):
+
+            def rate(width: int, n: int = batch) -> float:
+                return n * (1 + sum(MEASURED[: width - 1])) / FLAT_THEN_STEEP.step_seconds([width] * n)
+
+            assert rate(drafted + 1) == max(map(rate, (1, 2, 4, 8)))
+
+
+def test_costs_and_a_survival_give_a_static_schedule_without_a_scheduler_of_ours(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "cost.json"
+    table.write_text(FLAT_THEN_STEEP.model_dump_json())
+    monkeypatch.setenv(COST_TABLE, str(table))
+    assert "--scheduler-cls" in flags(fields, tmp_path)
+    monkeypatch.setenv(SURVIVAL, ",".join(map(str, MEASURED)))
+    assert "--scheduler-cls" not in flags(fields, tmp_path)
+    rows = static_schedule(FLAT_THEN_STEEP, MEASURED, (1, 2, 4, 8), 32)
+    assert speculative(fields, tmp_path)["num_speculative_tokens_per_batch_size"] == rows
+    assert speculative(fields, tmp_path, speculation={"width": 3})["num_speculative_tokens_per_batch_size"] == [
+        [1, 32, 2]
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "0.5,0.6", "1.2", "half", "0.5,-0.1"])
+def test_a_survival_that_is_none_is_named(text: str) -> None:
+    with pytest.raises(UserError, match="is no survival"):
+        given_survival({SURVIVAL: text})
