@@ -11,6 +11,7 @@ from .schedule import every_width
 
 DRAFT = "draft"
 """Where `prepare` puts the drafter, below its folder."""
+SCHEDULER = "--scheduler-cls"
 SCHEDULERS = "dflash_vllm.plugin.scheduler"
 """The module of our schedulers, whose widths follow the load."""
 Flag = tuple[str, ...]
@@ -71,7 +72,7 @@ def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
     yield "--speculative-config", json.dumps(speculative_config(plan, folder / DRAFT))
     if len(plan.widths) > 1 and plan.static_schedule is None:
         scheduler = "WidthScheduler" if plan.on_cpu else "AsyncWidthScheduler"
-        yield "--scheduler-cls", f"{SCHEDULERS}.{scheduler}"
+        yield SCHEDULER, f"{SCHEDULERS}.{scheduler}"
 
 
 def speculative_config(plan: LaunchPlan, draft: Path) -> dict[str, object]:

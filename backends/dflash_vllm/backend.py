@@ -12,10 +12,11 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import changed_files
 from dflash_serve.errors import Problem, raise_problems
 
-from .arguments import DRAFT, arguments
+from .arguments import DRAFT, SCHEDULER, arguments
 from .checks import problems
 from .facts import FACTS
 from .launch_plan import LaunchPlan, read_launch_plan
+from .plugin.widths import GUESSED_COSTS
 
 LAUNCHER = "vllm.entrypoints.cli.main"
 """What the command `vllm` runs; by this Python, so that it is the vLLM that was checked."""
@@ -59,7 +60,8 @@ class VLLMBackend:
         prepared = self._prepared
         plan = prepared if prepared and prepared.deployment == deployment else read_launch_plan(deployment)
         argv = [sys.executable, "-m", LAUNCHER, "serve", *arguments(plan, folder.resolve())]
-        return Command((*argv, "--host", host, "--port", str(port)))
+        env = {GUESSED_COSTS: plan.guessed_costs.model_dump_json()} if SCHEDULER in argv else {}
+        return Command((*argv, "--host", host, "--port", str(port)), env)
 
 
 def _write_draft_folder(checkpoint: Checkpoint, folder: Path) -> None:

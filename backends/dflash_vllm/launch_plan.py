@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
+from dflash_serve.checkpoint.config import BF16, DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu
 from dflash_serve.deployment_checks import uses_drafter
+from dflash_serve.speculation.costs import CostModel
 
 from .drafter_rules import V1_VARIABLE
 from .plugin.widths import given_cost
@@ -20,6 +21,9 @@ ROWS = 8192
 """vLLM's default of max_num_batched_tokens on an H100."""
 OVERHEAD = 6 * GIB
 """CUDA context, NCCL, workspaces, CUDA graphs, activations of a prefill."""
+KNEE, KNEE_OF_A_CPU = 256, 8
+"""Rows from which on arithmetic takes longer than reading the weights in bf16: 990 TFLOP/s / 3.35 TB/s = 296 on an
+H100, 2250 / 8 = 281 on a B200; a CPU's is guessed. Served steps correct what follows from it."""
 KV_BYTES = {"auto": 2.0, "bfloat16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 """Of one number in the K/V cache, by `kv_cache.dtype`."""
 
@@ -94,6 +98,21 @@ class LaunchPlan:
         if cost is None or survival is None or len(self.widths) < 2:
             return None
         return static_schedule(cost, survival, self.widths, self.deployment.limits.max_batch_size)
+
+    @property
+    def guessed_costs(self) -> CostModel:
+        """What steps cost by the models' sizes, in steps of one request: memory alone, then arithmetic alone."""
+        assert self.drafter is not None
+        assert self.block_size is not None
+        head = self.drafter.vocab_size * self.drafter.hidden_size * BF16
+        share = (weight_bytes(self.drafter) + head) / self.target.weight_bytes
+        knee = KNEE_OF_A_CPU if self.on_cpu else KNEE
+        blocks = max(1, knee // self.block_size)
+        steep = {
+            "target": {1: 1.0, knee: 1.0, 8 * knee: 8.0},
+            "draft": {1: share, blocks: share, 8 * blocks: 8 * share},
+        }
+        return CostModel.model_validate(steep)
 
     @property
     def on_cpu(self) -> bool:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dflash_serve.deployment import ENV_PREFIX
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.allocation import CostModel, choose_widths
+from dflash_serve.speculation.allocation import choose_widths
+from dflash_serve.speculation.costs import CostModel
 
 SURVIVAL = f"{ENV_PREFIX}SURVIVAL"
 """Survival of slots 1, 2, ... as numbers with commas; with a cost table, what a static schedule follows from."""
@@ -52,8 +53,9 @@ def static_schedule(
 
 
 def _widths(cost: CostModel, survival: Sequence[float], widths: Sequence[int], most: int) -> Iterator[int]:
+    slots = [*survival, *[0.0] * max(widths)][: max(widths) - 1]
     for batch in range(1, most + 1):
-        yield choose_widths([survival] * batch, cost, max_width=max(widths), allowed_widths=widths)[0]
+        yield choose_widths([slots] * batch, cost, allowed_widths=widths)[0]
 
 
 def every_width(widths: Sequence[int], max_batch_size: int) -> list[Row]:

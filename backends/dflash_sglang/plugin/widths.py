@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from dflash_serve.deployment import ENV_PREFIX
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.allocation import CostModel
-from dflash_serve.speculation.width import AutoWidth, FixedWidth, WidthPolicy
+from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.width import AutoWidth, FixedWidth, Step, WidthPolicy
 from dflash_sglang.launch_plan import WIDTH_VARIABLE
 
 COST_TABLE = f"{ENV_PREFIX}COST_TABLE"
@@ -78,9 +78,9 @@ class BatchWidths:
 
     def verified(self, width: int, accepted: Sequence[tuple[str, int]]) -> None:
         """Learns from a step; called by `metrics.on_result`."""
-        for request_id, count in accepted:
-            if request_id in self._known:
-                self.policy.observe(request_id, width, count)
+        known = [(request_id, count) for request_id, count in accepted if request_id in self._known]
+        ids, counts = [request_id for request_id, _ in known], [count for _, count in known]
+        self.policy.observe(Step(ids, [width] * len(known), counts))
 
     def finished(self, request_id: str) -> None:
         """Forgets a request."""

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from . import proof
 from .steps import StepClock, decoding_steps
-from .widths import LiveWidths, make_policy
+from .widths import make_widths
 
 
 class _Lookup:
@@ -46,7 +46,7 @@ class _FollowsLoad:
             other = "WidthScheduler" if self.is_async else "AsyncWidthScheduler"
             raise ValueError(f"dflash-serve: for this async_scheduling use --scheduler-cls {__name__}.{other}")
         widths = sorted({drafted + 1 for drafted in host.dynamic_sd_lookup[1:]})
-        self.widths = LiveWidths(make_policy(host.num_spec_tokens + 1, widths))
+        self.widths = make_widths(host.num_spec_tokens + 1, widths)
         self._clock = StepClock()
         self._accepted: dict[str, int] = {}
         host.dynamic_sd_lookup = _Lookup(self)

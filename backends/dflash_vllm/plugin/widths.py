@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from pydantic import ValidationError
 
 from dflash_serve.deployment import ENV_PREFIX
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.allocation import CostModel
-from dflash_serve.speculation.width import AutoWidth, WidthPolicy
+from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.width import AutoWidth, FixedWidth, Step, WidthPolicy
 
 COST_TABLE = f"{ENV_PREFIX}COST_TABLE"
-"""A JSON file of measured costs, to begin with."""
+"""A JSON file of measured costs, taken as they are: nothing is learnt of time then."""
+GUESSED_COSTS = f"{ENV_PREFIX}GUESSED_COSTS"
+"""Costs as JSON, in steps of one request: what `serve` gathers from the models' sizes. Served steps correct them."""
+CLEAN, ANY = 4, 32
+"""Steps after which the second is known that a guess counts in: of decoding alone, or of whatever there was."""
 
 
 def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
@@ -32,25 +37,39 @@ def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
         raise UserError(f"no cost table ({str(error).splitlines()[0]})", where=path) from None
 
 
-def make_policy(block_size: int, allowed_widths: Sequence[int]) -> WidthPolicy:
-    """The policy of a server whose steps may have these widths.
+def make_widths(
+    block_size: int, allowed_widths: Sequence[int], environment: Mapping[str, str] = os.environ
+) -> LiveWidths:
+    """Those of a server whose steps may have these widths, by the costs that it was given or by a guess.
 
     Raises:
-        UserError: the cost table that was given is none.
+        UserError: what was given are no costs.
     """
-    cost = given_cost() or CostModel(target={1: 1.0, 64: 1.0, 640: 10.0}, draft={1: 0.15, 64: 0.15, 640: 1.5})
-    return AutoWidth(cost, block_size, allowed_widths=[width for width in allowed_widths if width > 1])
+    cost, wide = given_cost(environment), [width for width in allowed_widths if width > 1]
+    if cost is not None:
+        return LiveWidths(AutoWidth(cost, block_size, allowed_widths=wide), learns_costs=False)
+    try:
+        guess = CostModel.model_validate_json(environment.get(GUESSED_COSTS, ""))
+    except ValidationError as error:
+        where, do = GUESSED_COSTS, "start it by `dflash-serve serve`, or give a cost table"
+        raise UserError(f"no costs ({str(error).splitlines()[0]})", where=where, do=do) from None
+    return LiveWidths(_Unscaled(guess, block_size, wide))
 
 
 class LiveWidths:
-    """One width for a whole batch, from a policy that speaks of requests."""
+    """One width for a whole batch, from a policy that speaks of requests.
 
-    def __init__(self, policy: WidthPolicy) -> None:
-        self.policy = policy
+    Args:
+        policy: what is asked and told.
+        learns_costs: whether it is told what steps took.
+    """
+
+    def __init__(self, policy: WidthPolicy, *, learns_costs: bool = True) -> None:
+        self.policy, self.learns_costs = policy, learns_costs
 
     def choose(self, request_ids: Sequence[str], context_tokens: int) -> int:
         """The width of the blocks that this step drafts, verified by the next one."""
-        return max(self.policy.widths(request_ids), default=1)
+        return max(self.policy.widths(request_ids, context_tokens), default=1)
 
     def verified(self, steps: Mapping[str, tuple[int, int]], *, seconds: float | None, context_tokens: int) -> None:
         """Learns from a step.
@@ -60,10 +79,69 @@ class LiveWidths:
             seconds: what it took; None where it was no clean measurement.
             context_tokens: tokens of all its requests' contexts together.
         """
-        for request_id, (width, accepted) in steps.items():
-            self.policy.observe(request_id, width, accepted)
+        widths, accepted = [width for width, _ in steps.values()], [count for _, count in steps.values()]
+        told = seconds if self.learns_costs else None
+        self.policy.observe(Step(list(steps), widths, accepted, told, context_tokens))
 
     def finished(self, request_ids: Sequence[str]) -> None:
         """Forgets requests."""
         for request_id in request_ids:
             self.policy.forget(request_id)
+
+
+class _Unscaled:
+    """The policy while nobody knows how many seconds a guess counts in: whole blocks; then an AutoWidth.
+
+    What was seen until then is told to it, so that nothing is learnt twice.
+    """
+
+    def __init__(self, guess: CostModel, block_size: int, allowed_widths: Sequence[int]) -> None:
+        self.guess, self.block_size, self.allowed_widths = guess, block_size, allowed_widths
+        self.policy: WidthPolicy = FixedWidth(max(allowed_widths, default=1))
+        self._seen: list[Step] | None = []
+        """None = the policy is the final one."""
+        self._ended: list[str] = []
+
+    @property
+    def resting(self) -> bool:
+        return self.policy.resting
+
+    def widths(self, request_ids: Sequence[str], context_tokens: int = 0) -> list[int]:
+        return self.policy.widths(request_ids, context_tokens)
+
+    def observe(self, step: Step) -> None:
+        if self._seen is None:
+            self.policy.observe(step)
+        elif step.widths:
+            self._seen.append(step)
+            self._decide(self._seen)
+
+    def forget(self, request_id: str) -> None:
+        if self._seen is None:
+            self.policy.forget(request_id)
+        else:
+            self._ended.append(request_id)
+
+    def _decide(self, seen: Sequence[Step]) -> None:
+        timed = [(step, step.seconds) for step in seen if step.seconds]
+        if len(timed) < CLEAN and len(seen) < ANY:
+            return
+        guessed = [self.guess.step_seconds(list(step.widths), step.context_tokens) for step, _ in timed]
+        ratios = [seconds / guess for (_, seconds), guess in zip(timed, guessed, strict=True)]
+        self.policy = AutoWidth(
+            scaled(self.guess, median(ratios) if ratios else 1.0), self.block_size, allowed_widths=self.allowed_widths
+        )
+        self._seen = None
+        for step in seen:
+            self.policy.observe(step)
+        for request_id in self._ended:
+            self.policy.forget(request_id)
+
+
+def scaled(cost: CostModel, factor: float) -> CostModel:
+    """The same costs in another unit."""
+    tables = {
+        name: {size: factor * value for size, value in getattr(cost, name).items()} for name in ("target", "draft")
+    }
+    slopes = {name: factor * getattr(cost, name) for name in ("target_context", "draft_context")}
+    return CostModel.model_validate({**tables, **slopes})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.allocation import CostModel
+from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import FixedWidth
 from dflash_sglang.launch_plan import WIDTH_VARIABLE
 from dflash_sglang.plugin.metrics import on_result
@@ -47,7 +47,7 @@ def test_requests_that_have_ended_are_forgotten() -> None:
     widths = BatchWidths(policy)
     widths.choose(["a"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FixedWidth, "observe", lambda _, rid, *__: told.append(rid))
+        patch.setattr(FixedWidth, "observe", lambda _, step: told.extend(step.request_ids))
         widths.finished("a")
         widths.verified(4, [("a", 1)])
     assert told == []

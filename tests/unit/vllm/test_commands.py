@@ -11,7 +11,7 @@ import pytest
 from dflash_serve.checkpoint.reader import open_checkpoint
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.allocation import CostModel
+from dflash_serve.speculation.costs import CostModel
 from dflash_vllm import VLLMBackend
 from dflash_vllm.plugin.widths import COST_TABLE
 from dflash_vllm.schedule import SURVIVAL, every_width, given_survival, static_schedule

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from dflash_serve.errors import UserError
+from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.width import AutoWidth, Step
 from dflash_vllm.plugin import steps
 from dflash_vllm.plugin.guards import account
 from dflash_vllm.plugin.steps import StepClock, decoding_steps, steps_by_width
-from dflash_vllm.plugin.widths import COST_TABLE, given_cost
+from dflash_vllm.plugin.widths import ANY, CLEAN, COST_TABLE, GUESSED_COSTS, LiveWidths, given_cost, make_widths
 
 PARAMETERS = [
     *("model.embed_tokens.weight", "lm_head.weight", "model.mask_embedding", "model.fc.weight", "model.norm.weight"),
@@ -89,3 +91,67 @@ def test_a_cost_table_that_is_none_is_named(tmp_path: Path) -> None:
     path.write_text('{"target": {}}')
     with pytest.raises(UserError, match=r"cost.json: no cost table"):
         given_cost({COST_TABLE: str(path)})
+
+
+GUESS = CostModel(target={1: 1.0, 8: 1.0, 64: 8.0}, draft={1: 0.1, 64: 0.8})
+"""In steps of one request."""
+STEP_SECONDS = 0.004
+"""What such a step takes."""
+
+
+def serve(widths: LiveWidths, requests: int, steps: int, *, accepts: int, clean: bool = True) -> list[int]:
+    """The widths of some steps in which every request's first drafted tokens are right, on a machine as guessed."""
+    ids, chosen = [f"{requests}-{i}" for i in range(requests)], []
+    for _ in range(steps):
+        width = widths.choose(ids, 100)
+        chosen.append(width)
+        seconds = STEP_SECONDS * GUESS.step_seconds([width] * requests) if clean else None
+        step = {name: (width, min(accepts, width - 1)) for name in ids}
+        widths.verified(step, seconds=seconds, context_tokens=100)
+    widths.finished(ids)
+    return chosen
+
+
+def guessed() -> LiveWidths:
+    return make_widths(8, [1, 2, 4, 8], {GUESSED_COSTS: GUESS.model_dump_json()})
+
+
+def test_the_first_steps_tell_the_unit_of_a_guess_and_then_widths_follow_the_load() -> None:
+    widths = guessed()
+    assert serve(widths, 1, CLEAN, accepts=7) == [8] * CLEAN
+    assert set(serve(widths, 1, 40, accepts=7)[-20:]) == {8}
+    crowd = serve(widths, 64, 60, accepts=0)
+    assert sorted(crowd)[30] == 1
+    assert sorted(serve(widths, 1, 60, accepts=7))[30] == 8
+
+
+def test_a_unit_is_settled_for_even_if_no_step_is_ever_clean() -> None:
+    widths = guessed()
+    serve(widths, 64, ANY, accepts=0, clean=False)
+    assert sorted(serve(widths, 64, 40, accepts=0, clean=False))[20] == 1
+
+
+def test_a_cost_table_that_was_measured_is_believed(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(GUESS.model_dump_json())
+    widths = make_widths(8, [1, 2, 4, 8], {COST_TABLE: str(path)})
+    told: list[Step] = []
+    widths.policy = SimpleNamespace(observe=told.append)  # type: ignore[assignment]
+    widths.verified({"a": (8, 2)}, seconds=0.5, context_tokens=7)
+    assert told == [Step(["a"], [8], [2], None, 7)]
+
+
+def test_without_costs_and_without_a_guess_nothing_starts() -> None:
+    with pytest.raises(UserError, match="start it by `dflash-serve serve`"):
+        make_widths(8, [1, 8], {})
+
+
+def test_requests_that_ended_before_the_unit_was_known_are_not_kept() -> None:
+    widths = guessed()
+    for name in ("a", "b"):
+        serve(widths, 1, 2, accepts=3)
+        widths.finished([name])
+    serve(widths, 1, 5, accepts=3)
+    policy: Any = widths.policy
+    assert isinstance(policy.policy, AutoWidth)
+    assert not policy.policy.survival._rows
