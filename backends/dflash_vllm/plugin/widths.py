@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -100,13 +100,13 @@ class _Unscaled:
         self.policy: WidthPolicy = FixedWidth(max(allowed_widths, default=1))
         self._seen: list[Step] | None = []
         """None = the policy is the final one."""
-        self._ended: list[str] = []
+        self._ended: list[Hashable] = []
 
     @property
     def resting(self) -> bool:
         return self.policy.resting
 
-    def widths(self, request_ids: Sequence[str], context_tokens: int = 0) -> list[int]:
+    def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
         return self.policy.widths(request_ids, context_tokens)
 
     def observe(self, step: Step) -> None:
@@ -116,7 +116,7 @@ class _Unscaled:
             self._seen.append(step)
             self._decide(self._seen)
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: Hashable) -> None:
         if self._seen is None:
             self.policy.forget(request_id)
         else:

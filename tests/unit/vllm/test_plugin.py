@@ -136,7 +136,7 @@ def test_a_cost_table_that_was_measured_is_believed(tmp_path: Path) -> None:
     path.write_text(GUESS.model_dump_json())
     widths = make_widths(8, [1, 2, 4, 8], {COST_TABLE: str(path)})
     told: list[Step] = []
-    widths.policy = SimpleNamespace(observe=told.append)  # type: ignore[assignment]
+    widths.policy = SimpleNamespace(observe=told.append)
     widths.verified({"a": (8, 2)}, seconds=0.5, context_tokens=7)
     assert told == [Step(["a"], [8], [2], None, 7)]
 
