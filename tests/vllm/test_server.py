@@ -14,15 +14,18 @@ from typing import Any
 import pytest
 
 from dflash_serve import LLM, SamplingParams
+from dflash_serve.checkpoint.source import BUNDLED_DRAFTER
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.common.journal import Journal
 from dflash_serve.models.loader import load_tokenizer
+from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.questions import VerifyPlan
 from dflash_serve.verify.subjects import two_servers
 from dflash_serve.verify.verification import Verification
 from dflash_vllm.facts import ACCEPTED, DRAFTED, DRAFTS, FACTS, SLOTS_ACCEPTED, SLOTS_OFFERED, STEPS
+from dflash_vllm.schedule import static_schedule
 from tests.support.prompts import word_problems
 from tests.support.promql import exported, missing
 from tests.support.vllm_server import CROWD, Berth, OnCpu, Server, fleet, smollm2
@@ -31,9 +34,18 @@ pytestmark = pytest.mark.model
 PROMPTS, TOKENS, STREAMS = 12, 40, 10
 FLAT_THEN_STEEP = {"target": {1: 1.0, 8: 1.0, 256: 32.0}, "draft": {1: 0.05, 16: 0.05}}
 """Costs of a machine on which 8 rows cost no more than one, and every further row costs in full."""
+SURVIVAL = (0.627, 0.347, 0.202, 0.119, 0.093, 0.073, 0.052)
+"""The bundled drafter's, by slot."""
 SCHEMA = {"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]}
 BOUNDED = {"ignore_eos": False}
 Tokens = list[list[int]]
+
+
+def static_flags() -> tuple[str, str]:
+    """A schedule of widths worked out before launch, for a vLLM into which nothing of ours is loaded."""
+    rows = static_schedule(CostModel.model_validate(FLAT_THEN_STEEP), SURVIVAL, (1, 2, 4, 8), CROWD)
+    speculative = {"method": "dflash", "model": str(BUNDLED_DRAFTER), "num_speculative_tokens": 7}
+    return "--speculative-config", json.dumps({**speculative, "num_speculative_tokens_per_batch_size": rows})
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +60,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, B
         "full": (smollm2(8), OnCpu()),
         "auto": (smollm2("auto"), OnCpu(env=costs)),
         "3": (smollm2(3), OnCpu()),
+        "static": (smollm2(8), OnCpu(*static_flags(), env={"VLLM_PLUGINS": "cpu_repair"})),
     }
     with fleet(folder, wanted) as running:
         yield running
@@ -174,11 +187,11 @@ def test_it_exports_all_that_the_dashboard_asks_of_it_and_routers_look_for(serve
 
 
 def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers: Mapping[str, Berth]) -> None:
-    plan = VerifyPlan(prompts=4, prompts_sha256="", max_tokens=32, samples=96, dtype="float32")
+    plan = VerifyPlan(prompts=4, prompts_sha256="", max_tokens=24, samples=48, dtype="float32")
     urls = [servers[name].ready.result().url for name in ("full", "plain")]
     pair = two_servers(*(Endpoint(url, concurrency=CROWD) for url in urls))
     found = Verification(plan, word_problems(8), pair, Journal(None, {})).run()
-    assert (found.verdict, found.faults, found.unit) == ("lossless", (), "tokens")
+    assert (found.verdict, found.faults, found.unit) == ("lossless", (), "token ids")
     assert all(one.identical == 4 for one in found.greedy)
     servers["full"].left.set()
 
@@ -217,3 +230,18 @@ def test_a_narrow_width_changes_no_token(servers: Mapping[str, Berth], prompts: 
     widths = read_acceptance(server.url).since(before).widths
     assert widths is not None
     assert max(widths) == 3
+
+
+def test_a_static_schedule_needs_nothing_of_ours_inside_vllm(
+    servers: Mapping[str, Berth], prompts: Tokens, truth: dict[str, Any]
+) -> None:
+    server = servers["static"].ready.result()
+    assert server.tokens(prompts[:2], TOKENS) == truth["one stream"]
+    few = server.samples.total(DRAFTS)
+    assert server.tokens(prompts, 24, CROWD) == truth["a crowd"]
+    many = server.samples.total(DRAFTS)
+    assert few is not None
+    assert many is not None
+    assert few > 20
+    assert many - few < 0.3 * CROWD * 24 / 2.5  # off, but for the first and last few requests
+    assert not server.samples.knows(f"{STEPS}_total")
