@@ -99,7 +99,7 @@ VLLM_CPU := tests/support/vllm_cpu
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/ready
-	$(VLLM_BIN)/python -m pytest tests/vllm
+	$(VLLM_BIN)/python -m pytest tests/vllm tests/contract/test_vllm_arguments.py
 
 .venv-vllm/ready: pyproject.toml $(wildcard $(VLLM_CPU)/pyproject.toml $(VLLM_CPU)/*/pyproject.toml $(VLLM_CPU)/*.txt)
 	$(PYTHON) -m venv .venv-vllm
