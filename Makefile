@@ -101,6 +101,17 @@ VLLM_CPU := tests/support/vllm_cpu
 test-vllm: .venv-vllm/ready
 	$(VLLM_BIN)/python -m pytest tests/vllm tests/contract/test_vllm_arguments.py
 
+# What `auto` is worth on that server, at 1 to 16 users: about an hour, and nothing else may run. aiperf comes from .venv.
+.PHONY: bench-vllm
+bench-vllm: .venv-vllm/ready .venv/test
+	mkdir -p build
+	$(VLLM_BIN)/python -c 'from dflash_serve.checkpoint.source import target_folder as f; \
+	  print("target: {model: %s}\ndrafter: {model: smollm2}\nhardware: {gpu: none}" % f("smollm2")); \
+	  print("limits: {max_batch_size: 16, max_model_len: 1024, max_num_tokens: 2048}")' > build/vllm.yaml
+	PATH="$$PATH:$(CURDIR)/$(BIN)" VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 \
+	  $(VLLM_BIN)/dflash-serve bench build/vllm.yaml --backend vllm --variants off,fixed,auto \
+	  --concurrency 1,2,4,8,16 --rounds 2 --max-tokens 48 --output benchmarks/results/serving-vllm-2core
+
 .venv-vllm/ready: pyproject.toml $(wildcard $(VLLM_CPU)/pyproject.toml $(VLLM_CPU)/*/pyproject.toml $(VLLM_CPU)/*.txt)
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -r $(VLLM_CPU)/requirements.txt

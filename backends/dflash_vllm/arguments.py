@@ -36,6 +36,8 @@ def _precision(plan: LaunchPlan) -> Iterator[Flag]:
     asked = plan.deployment.target.quantization
     if asked != "none" and plan.target.native_quantization is None:
         yield "--quantization", asked  # a quantised checkpoint says so itself
+    if plan.on_cpu:
+        yield ("--enforce-eager",)  # compiling for a CPU takes minutes at every start
     if plan.deployment.kv_cache.dtype != "auto":
         yield "--kv-cache-dtype", plan.deployment.kv_cache.dtype
 

@@ -23,9 +23,9 @@ from dflash_serve.errors import UserError
 from dflash_vllm import VLLMBackend
 from dflash_vllm.facts import FACTS
 
-ON_CPU = ("--enforce-eager", "--served-model-name", "m", "--long-prefill-token-threshold", "256")
-"""On top of our command: nothing is compiled, and a long prompt goes in several chunks. (Only such a one: a seeded
-request whose prompt is cut ends vLLM's engine on a CPU, `gpu_model_runner.py:3502`.)"""
+ON_CPU = ("--served-model-name", "m", "--long-prefill-token-threshold", "256")
+"""On top of our command: a long prompt goes in several chunks. (Only such a one: a seeded request whose prompt is cut
+ends vLLM's engine on a CPU, `gpu_model_runner.py:3502`.)"""
 ENVIRONMENT = {
     **FACTS.environment,
     "HF_HUB_OFFLINE": "1",

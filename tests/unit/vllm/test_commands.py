@@ -97,6 +97,7 @@ def test_a_drafter_inherits_neither_the_targets_keys_and_values_nor_its_attentio
 def test_a_cpu_computes_in_float32_with_its_own_attention_and_in_turns(fields: dict[str, Any], tmp_path: Path) -> None:
     found = flags(fields, tmp_path, hardware={"gpu": "none"})
     assert found["--dtype"] == "float32"
+    assert "--enforce-eager" in found
     assert found["--scheduler-cls"] == "dflash_vllm.plugin.scheduler.WidthScheduler"
     assert "attention_backend" not in json.loads(found["--speculative-config"])
     assert flags(fields, tmp_path)["--scheduler-cls"] == "dflash_vllm.plugin.scheduler.AsyncWidthScheduler"
