@@ -39,8 +39,6 @@ PATIENCE = 420.0
 CROWD = 16
 """Requests that a server takes at once."""
 LIMITS = {"max_batch_size": CROWD, "max_model_len": 1024, "max_num_tokens": 2048}
-AT_ONCE = 2
-"""Servers side by side, of 2.5 GB each: most of a start is one thread that imports."""
 
 
 class OnCpu(VLLMBackend):
@@ -125,28 +123,41 @@ class Berth:
 
     ready: Future[Server] = field(default_factory=Future)
     left: Event = field(default_factory=Event)
-    """Set it when the server is no longer needed: it is stopped, and another one may start."""
+    """Set it when the server is no longer needed: it is stopped."""
 
 
-@contextmanager
-def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]]) -> Iterator[Mapping[str, Berth]]:
-    """Servers by name, each in a folder of its own, started in this order, some side by side."""
-    berths = {name: Berth() for name in wanted}
+class Fleet:
+    """Servers by name, each in a folder of its own, started when it or the one before it is first asked for."""
 
-    def run(berth: Berth, own: Path, deployment: Deployment, backend: OnCpu) -> None:
+    def __init__(self, folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]], pool: ThreadPoolExecutor) -> None:
+        self.folder, self.wanted, self.pool = folder, wanted, pool
+        self.berths: dict[str, Berth] = {}
+
+    def __getitem__(self, name: str) -> Berth:
+        names = list(self.wanted)
+        for near in names[names.index(name) :][:2]:  # most of a start is one thread that imports
+            if near not in self.berths:
+                self.berths[near] = Berth()
+                self.pool.submit(self._run, near)
+        return self.berths[name]
+
+    def _run(self, name: str) -> None:
+        berth = self.berths[name]
         try:
-            with serving(own, deployment, backend) as server:
+            with serving(self.folder / name, *self.wanted[name]) as server:
                 berth.ready.set_result(server)
                 berth.left.wait()
         except UserError as error:
             berth.ready.set_exception(error)
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+
+@contextmanager
+def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]]) -> Iterator[Fleet]:
+    """All of them are gone when the block ends."""
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        servers = Fleet(folder, wanted, pool)
         try:
-            for number, (name, how) in enumerate(wanted.items()):
-                pool.submit(run, berths[name], folder / str(number), *how)
-            yield berths
+            yield servers
         finally:
-            for berth in berths.values():
+            for berth in servers.berths.values():
                 berth.left.set()
-            pool.shutdown(cancel_futures=True)

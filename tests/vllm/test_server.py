@@ -28,7 +28,7 @@ from dflash_vllm.facts import ACCEPTED, DRAFTED, DRAFTS, FACTS, SLOTS_ACCEPTED, 
 from dflash_vllm.schedule import static_schedule
 from tests.support.prompts import word_problems
 from tests.support.promql import exported, missing
-from tests.support.vllm_server import CROWD, Berth, OnCpu, Server, fleet, smollm2
+from tests.support.vllm_server import CROWD, Fleet, OnCpu, Server, fleet, smollm2
 
 pytestmark = pytest.mark.model
 PROMPTS, TOKENS, STREAMS = 12, 40, 10
@@ -49,7 +49,7 @@ def static_flags() -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Berth]]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Without speculation (`plain`), and at every kind of width."""
     folder = tmp_path_factory.mktemp("smollm2")
     table = folder / "cost.json"
@@ -67,7 +67,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, B
 
 
 @pytest.fixture(scope="module")
-def prompts(servers: Mapping[str, Berth]) -> Tokens:
+def prompts(servers: Fleet) -> Tokens:
     tokenizer = load_tokenizer("smollm2")
     encoded = [
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
@@ -129,7 +129,7 @@ def logprobs(server: Server, prompts: Tokens) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def truth(servers: Mapping[str, Berth], prompts: Tokens) -> dict[str, Any]:
+def truth(servers: Fleet, prompts: Tokens) -> dict[str, Any]:
     """What the same server answers without speculation."""
     server = servers["plain"].ready.result()
     return {name: ask(server, prompts) for name, ask in CASES.items()} | {"logprobs": logprobs(server, prompts)}
@@ -143,7 +143,7 @@ def assert_nothing_changed(server: Server, prompts: Tokens, truth: Mapping[str, 
 
 
 def test_whole_blocks_change_no_token_and_accept_what_the_embedded_engine_does(
-    servers: Mapping[str, Berth], prompts: Tokens, truth: dict[str, Any]
+    servers: Fleet, prompts: Tokens, truth: dict[str, Any]
 ) -> None:
     server = servers["full"].ready.result()
     before = read_acceptance(server.url)
@@ -157,7 +157,7 @@ def test_whole_blocks_change_no_token_and_accept_what_the_embedded_engine_does(
     assert found.acceptance_length == pytest.approx(reference, rel=0.03)
 
 
-def test_what_vllm_counts_is_what_we_count(servers: Mapping[str, Berth], prompts: Tokens) -> None:
+def test_what_vllm_counts_is_what_we_count(servers: Fleet, prompts: Tokens) -> None:
     server = servers["full"].ready.result()
     server.tokens(prompts[:3], 16, 3)
     now = server.samples
@@ -169,7 +169,7 @@ def test_what_vllm_counts_is_what_we_count(servers: Mapping[str, Berth], prompts
     assert all(wider <= narrower for narrower, wider in pairwise(survival))
 
 
-def test_what_vllm_does_not_do_with_speculation_it_says(servers: Mapping[str, Berth], prompts: Tokens) -> None:
+def test_what_vllm_does_not_do_with_speculation_it_says(servers: Fleet, prompts: Tokens) -> None:
     for asked in ({"min_p": 0.1, "temperature": 0.5}, {"logit_bias": {"5": 3}}):
         with pytest.raises(urllib.error.HTTPError) as refused:
             servers["full"].ready.result().complete(prompts[0], 8, **asked)
@@ -177,7 +177,7 @@ def test_what_vllm_does_not_do_with_speculation_it_says(servers: Mapping[str, Be
         assert "not yet supported with speculative decoding" in refused.value.read().decode()
 
 
-def test_it_exports_all_that_the_dashboard_asks_of_it_and_routers_look_for(servers: Mapping[str, Berth]) -> None:
+def test_it_exports_all_that_the_dashboard_asks_of_it_and_routers_look_for(servers: Fleet) -> None:
     server, metrics = servers["full"].ready.result(), FACTS.metrics
     page = exported(server.get(metrics.path))
     assert missing("vllm", page) == []
@@ -186,7 +186,7 @@ def test_it_exports_all_that_the_dashboard_asks_of_it_and_routers_look_for(serve
         server.get(path)  # an HTTP error raises
 
 
-def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers: Mapping[str, Berth]) -> None:
+def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers: Fleet) -> None:
     plan = VerifyPlan(prompts=4, prompts_sha256="", max_tokens=24, samples=48, dtype="float32")
     urls = [servers[name].ready.result().url for name in ("full", "plain")]
     pair = two_servers(*(Endpoint(url, concurrency=CROWD) for url in urls))
@@ -194,6 +194,7 @@ def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers:
     assert (found.verdict, found.faults, found.unit) == ("lossless", (), "token ids")
     assert all(one.identical == 4 for one in found.greedy)
     servers["full"].left.set()
+    servers["plain"].left.set()
 
 
 def mean_width(statistics: AcceptanceStatistics) -> float:
@@ -203,7 +204,7 @@ def mean_width(statistics: AcceptanceStatistics) -> float:
 
 
 def test_widths_follow_the_load_and_come_back_and_no_token_changes(
-    servers: Mapping[str, Berth], prompts: Tokens, truth: dict[str, Any]
+    servers: Fleet, prompts: Tokens, truth: dict[str, Any]
 ) -> None:
     server, seen = servers["auto"].ready.result(), []
     for streams in (1, CROWD, 1):
@@ -223,17 +224,18 @@ def test_widths_follow_the_load_and_come_back_and_no_token_changes(
     servers["auto"].left.set()
 
 
-def test_a_narrow_width_changes_no_token(servers: Mapping[str, Berth], prompts: Tokens, truth: dict[str, Any]) -> None:
+def test_a_narrow_width_changes_no_token(servers: Fleet, prompts: Tokens, truth: dict[str, Any]) -> None:
     server = servers["3"].ready.result()
     before = read_acceptance(server.url)
     assert_nothing_changed(server, prompts, truth)
     widths = read_acceptance(server.url).since(before).widths
     assert widths is not None
     assert max(widths) == 3
+    servers["3"].left.set()
 
 
 def test_a_static_schedule_needs_nothing_of_ours_inside_vllm(
-    servers: Mapping[str, Berth], prompts: Tokens, truth: dict[str, Any]
+    servers: Fleet, prompts: Tokens, truth: dict[str, Any]
 ) -> None:
     server = servers["static"].ready.result()
     assert server.tokens(prompts[:2], TOKENS) == truth["one stream"]
