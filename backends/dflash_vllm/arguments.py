@@ -72,7 +72,7 @@ def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
     if plan.block_size is None:
         return
     yield "--speculative-config", json.dumps(speculative_config(plan, folder / DRAFT))
-    if len(plan.widths) > 1 and plan.static_schedule is None:
+    if len(plan.widths) > 1 and plan.schedule() is None:
         scheduler = "WidthScheduler" if plan.on_cpu else "AsyncWidthScheduler"
         yield SCHEDULER, f"{SCHEDULERS}.{scheduler}"
 
@@ -91,7 +91,7 @@ def speculative_config(plan: LaunchPlan, draft: Path) -> dict[str, object]:
     }
     if plan.widths != (plan.block_size,):
         most = plan.deployment.limits.max_batch_size
-        schedule = plan.static_schedule or every_width(plan.widths, most)
+        schedule = plan.schedule() or every_width(plan.widths, most)
         config["num_speculative_tokens_per_batch_size"] = schedule
     if not plan.on_cpu:
         # Otherwise a drafter takes over the target's: FP8 keys and values, and kernels made for causal attention.

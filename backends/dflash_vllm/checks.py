@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.deployment import GIB
 from dflash_serve.deployment_checks import block_problems, length_problems
-from dflash_serve.errors import Problem
+from dflash_serve.errors import Problem, UserError
 
 from .drafter_rules import drafter_problems
 from .facts import installed_version, release_problems
@@ -56,6 +56,10 @@ def _speculation(plan: LaunchPlan) -> Iterator[Problem]:
             yield Problem("there is no drafter", "speculation.draft_window", "name one, or remove the window")
         return
     yield from plug_in_problems()
+    try:
+        plan.schedule()
+    except UserError as error:
+        yield Problem(error.what, error.where, error.do)
     family = plan.target.shape.model_type
     if not family.startswith(CAPTURING):
         what = f"vLLM's model for {family!r} does not hand out hidden states"

@@ -87,8 +87,7 @@ class LaunchPlan:
         powers = [power for power in (2, 4, 8, 16, 32) if power < self.block_size]
         return (1, *[*powers, self.block_size][-most:]) if most > 0 else (self.block_size,)
 
-    @property
-    def static_schedule(self) -> list[Row] | None:
+    def schedule(self) -> list[Row] | None:
         """vLLM's table of widths, where costs and a survival were given for an automatic one; None = another kind.
 
         Raises:

@@ -65,11 +65,11 @@ class _FollowsLoad:
         self._accepted[kwargs["request_id"]] = kwargs["num_accepted_tokens"]
         return super().make_spec_decoding_stats(*args, **kwargs)  # type: ignore[misc]
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         seconds = self._clock.answered()
         self._accepted = {}
         tokens = _context_tokens(self.running)  # type: ignore[attr-defined]
-        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         steps = decoding_steps(scheduler_output, self._accepted)
         is_clean = len(steps) == len(scheduler_output.num_scheduled_tokens)
         self.widths.verified(steps, seconds=seconds if is_clean else None, context_tokens=tokens)

@@ -34,7 +34,8 @@ def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
     try:
         return CostModel.model_validate_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
-        raise UserError(f"no cost table ({str(error).splitlines()[0]})", where=path) from None
+        do = "give seconds by rows (target) and by requests (draft), or leave it out"
+        raise UserError(f"no cost table ({str(error).splitlines()[0]})", where=path, do=do) from None
 
 
 def make_widths(

@@ -14,6 +14,8 @@ from dflash_vllm import VLLMBackend
 from dflash_vllm.checks import PLUG_INS_VARIABLE
 from dflash_vllm.drafter_rules import V1_VARIABLE
 from dflash_vllm.facts import is_supported, release_problems
+from dflash_vllm.plugin.widths import COST_TABLE
+from dflash_vllm.schedule import SURVIVAL
 from tests.support.paper_models import NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
 from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, edit_json, tiny_drafter_config, write_quantized_drafter
 
@@ -136,6 +138,16 @@ def test_an_environment_that_leaves_our_plug_in_out_is_refused(
     assert whats(deploy(target, drafter, speculation__width="off")) == ""
     monkeypatch.setenv(PLUG_INS_VARIABLE, "other,dflash_serve")
     assert whats(deploy(target, drafter)) == ""
+
+
+@pytest.mark.parametrize(("variable", "value", "message"), [
+    (COST_TABLE, "/nowhere.json", "no cost table"), (SURVIVAL, "0.2,0.4", "is no survival"),
+])  # fmt: skip
+def test_costs_and_survivals_that_are_none_are_found_before_launch(
+    target: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert message in str(VLLMBackend().check(deploy(target, drafter))[0])
 
 
 def test_experts_are_shared_by_all_devices_or_none(tmp_path: Path, drafter: Path) -> None:
