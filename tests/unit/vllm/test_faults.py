@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from dflash_vllm import VLLMBackend
 from tests.support.paper_models import write_paper_target
 from tests.support.vllm_faults import FAULTS, write_faulty
 
-SMOLLM2 = {
+SMOLLM2: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576,
     "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192,
 }  # fmt: skip
