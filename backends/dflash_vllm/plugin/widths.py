@@ -91,52 +91,39 @@ class LiveWidths:
 
 
 class _Unscaled:
-    """The policy while nobody knows how many seconds a guess counts in: whole blocks; then an AutoWidth.
-
-    What was seen until then is told to it, so that nothing is learnt twice.
-    """
+    """The policy while nobody knows the unit of a guess: no drafts, for a few steps; then an AutoWidth."""
 
     def __init__(self, guess: CostModel, block_size: int, allowed_widths: Sequence[int]) -> None:
         self.guess, self.block_size, self.allowed_widths = guess, block_size, allowed_widths
-        self.policy: WidthPolicy = FixedWidth(max(allowed_widths, default=1))
-        self._seen: list[Step] | None = []
-        """None = the policy is the final one."""
-        self._ended: list[Hashable] = []
+        self.policy: WidthPolicy = FixedWidth(1)
+        self._ratios: list[float] | None = []
+        """Seconds by guess, of each clean step; None = the policy is the final one."""
+        self._steps = 0
 
     @property
     def resting(self) -> bool:
-        return self.policy.resting
+        return False
 
     def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
         return self.policy.widths(request_ids, context_tokens)
 
     def observe(self, step: Step) -> None:
-        if self._seen is None:
+        if self._ratios is None:
             self.policy.observe(step)
         elif step.widths:
-            self._seen.append(step)
-            self._decide(self._seen)
+            self._measure(step, self._ratios)
 
     def forget(self, request_id: Hashable) -> None:
-        if self._seen is None:
-            self.policy.forget(request_id)
-        else:
-            self._ended.append(request_id)
+        self.policy.forget(request_id)
 
-    def _decide(self, seen: Sequence[Step]) -> None:
-        timed = [(step, step.seconds) for step in seen if step.seconds]
-        if len(timed) < CLEAN and len(seen) < ANY:
-            return
-        guessed = [self.guess.step_seconds(list(step.widths), step.context_tokens) for step, _ in timed]
-        ratios = [seconds / guess for (_, seconds), guess in zip(timed, guessed, strict=True)]
-        self.policy = AutoWidth(
-            scaled(self.guess, median(ratios) if ratios else 1.0), self.block_size, allowed_widths=self.allowed_widths
-        )
-        self._seen = None
-        for step in seen:
-            self.policy.observe(step)
-        for request_id in self._ended:
-            self.policy.forget(request_id)
+    def _measure(self, step: Step, ratios: list[float]) -> None:
+        self._steps += 1
+        if step.seconds:
+            ratios.append(step.seconds / self.guess.step_seconds(list(step.widths), step.context_tokens))
+        if len(ratios) >= CLEAN or self._steps >= ANY:
+            cost = scaled(self.guess, median(ratios) if ratios else 1.0)
+            self.policy = AutoWidth(cost, self.block_size, allowed_widths=self.allowed_widths)
+            self._ratios = None
 
 
 def scaled(cost: CostModel, factor: float) -> CostModel:
