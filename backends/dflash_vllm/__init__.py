@@ -1,5 +1,5 @@
-"""vLLM, so far by its metrics alone: `verify`, `doctor` and `bench` read a vLLM server that somebody else started."""
+"""vLLM as a backend: checks and command line here, and in `plugin` what vLLM's own processes load."""
 
-from .backend import backend
+from .backend import VLLMBackend, backend
 
-__all__ = ["backend"]
+__all__ = ["VLLMBackend", "backend"]

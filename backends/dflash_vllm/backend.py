@@ -1,23 +1,77 @@
-"""vLLM as a Backend that serves nothing yet: every Deployment is a problem, but its metrics can be read."""
+"""vLLM as a Backend: it answers about a Deployment and hands out a command; vLLM's own server does the serving."""
 
 from __future__ import annotations
 
-from dflash_serve.deployment import Deployment
-from dflash_serve.errors import Problem
+import sys
+from pathlib import Path
 
+from dflash_serve.backend import Command
+from dflash_serve.checkpoint.reader import Checkpoint, load_tensors
+from dflash_serve.checkpoint.writer import write_drafter
+from dflash_serve.deployment import Deployment
+from dflash_serve.deployment_checks import changed_files
+from dflash_serve.errors import Problem, raise_problems
+
+from .arguments import DRAFT, SCHEDULER, arguments
+from .checks import problems
 from .facts import FACTS
+from .launch_plan import LaunchPlan, read_launch_plan
+from .plugin.widths import GUESSED_COSTS
+
+LAUNCHER = "vllm.entrypoints.cli.main"
+"""What the command `vllm` runs; by this Python, so that it is the vLLM that was checked."""
 
 
 class VLLMBackend:
-    """Facts about vLLM's own server."""
+    """Checks and command line for vLLM 0.32-0.33. Needs neither a GPU nor vLLM until the command is run."""
 
     name = "vllm"
     facts = FACTS
 
+    def __init__(self) -> None:
+        self._prepared: LaunchPlan | None = None
+
     def check(self, deployment: Deployment) -> list[Problem]:
-        """One problem: we do not start vLLM yet."""
-        do = "use --backend torch, sglang or tensorrt-llm; a running vLLM server is read by verify, doctor and bench"
-        return [Problem("dflash-serve does not start vLLM yet", "--backend vllm", do)]
+        """Everything that would not work; reads config.json files and safetensors headers only.
+
+        Raises:
+            UserError: the target or drafter cannot be found or read at all.
+        """
+        return problems(read_launch_plan(deployment))
+
+    def prepare(self, deployment: Deployment, folder: Path) -> None:
+        """Writes draft/. A built target or drafter is held against its manifest first, byte for byte.
+
+        Raises:
+            UserError: the first problem of `check`, a built file that was changed, or a drafter that cannot be read.
+        """
+        plan = read_launch_plan(deployment)
+        raise_problems(problems(plan), hint="`dflash-serve serve --dry-run` shows all")
+        raise_problems(changed_files(deployment))
+        if plan.checkpoint is not None:
+            _write_draft_folder(plan.checkpoint, folder.resolve() / DRAFT)
+        self._prepared = plan
+
+    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        """The command line for a prepared folder.
+
+        What `prepare` has just read of the same deployment is not read again: the command goes with that folder.
+        """
+        prepared = self._prepared
+        plan = prepared if prepared and prepared.deployment == deployment else read_launch_plan(deployment)
+        argv = [sys.executable, "-m", LAUNCHER, "serve", *arguments(plan, folder.resolve())]
+        env = {GUESSED_COSTS: plan.guessed_costs.model_dump_json()} if SCHEDULER in argv else {}
+        return Command((*argv, "--host", host, "--port", str(port)), env)
+
+
+def _write_draft_folder(checkpoint: Checkpoint, folder: Path) -> None:
+    """Writes the drafter as vLLM reads it (z-lab's dialect, every key; one file, plain names), whole or not at all.
+
+    Raises:
+        UserError: the checkpoint has problems, or something that is no drafter stands there.
+    """
+    assert checkpoint.config is not None
+    write_drafter(folder, checkpoint.config, load_tensors(checkpoint), dialect="zlab", overwrite=True)
 
 
 backend = VLLMBackend()

@@ -1,20 +1,84 @@
-"""What vLLM's server calls its probes and metrics, from its documentation, and how to read them."""
+"""What vLLM calls its own things: the releases that were read and run, its probes, its metrics and our plug-in's."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
 from dflash_serve.backend import EngineFacts, MetricNames, Probes, SpeculationLines
-from dflash_serve.common.prometheus import Scrape, rate
+from dflash_serve.common.prometheus import Samples, Scrape, rate
+from dflash_serve.errors import Problem
 from dflash_serve.speculation.statistics import AcceptanceStatistics
+
+Release = tuple[int, int]
+OLDEST, NEWEST = (0, 32), (0, 33)
+TESTED = "0.32-0.33"
+"""The supported releases, as messages name them."""
+REAL_OFF = (0, 33)
+"""The first release whose drafter (V2 model runner) does not run where the width is 1."""
 
 DRAFTS, DRAFTED, ACCEPTED = (
     f"vllm:spec_decode_{name}_total" for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 )
 ACCEPTED_BY_SLOT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
+PREFIX = "dflash_vllm:"
+"""Of our plug-in's own metrics, on the same page as vLLM's."""
+SLOTS_OFFERED, SLOTS_ACCEPTED = f"{PREFIX}slots_offered", f"{PREFIX}slots_accepted"
+"""Counters by slot of the block; like STEPS without the `_total` that they are exported with."""
+STEPS = f"{PREFIX}steps"
+"""Counter of requests' decoding steps by width; width 1 = without a draft."""
+SPECULATING = ', width!="1"'
+"""Selects the steps that verified at least one drafted token."""
+
+
+def installed_version() -> str | None:
+    """vLLM's version in this environment; None where there is none (the deployment is for another machine)."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return None
+
+
+def parse_release(text: str) -> Release | None:
+    """The first two numbers of a version; None where it is no version."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def is_supported(text: str) -> bool:
+    """Whether a version is one of the tested releases."""
+    release = parse_release(text)
+    return release is not None and OLDEST <= release <= NEWEST
+
+
+def release_problems(text: str | None) -> Iterator[Problem]:
+    """What is wrong with a version; nothing where none is installed."""
+    if text is not None and not is_supported(text):
+        what = f"vLLM {text} is not supported, tested {TESTED}"
+        yield Problem(what, "vllm", f"pip install 'vllm=={'.'.join(map(str, NEWEST))}.*'")
+
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
-    """vLLM counts verifications and tokens; accepted ones by position, drafted ones not."""
+    """Acceptance by our plug-in's counters where it is loaded, else by vLLM's own; None = not vLLM's metrics."""
     samples = scrape.samples()
+    return _of_plug_in(samples) or _of_vllm(samples)
+
+
+def _of_plug_in(samples: Samples) -> AcceptanceStatistics | None:
+    widths = samples.by(f"{STEPS}_total", "width")
+    if not widths or samples.total(DRAFTS) is None:
+        return None
+    offered = samples.by_slot(f"{SLOTS_OFFERED}_total", "slot", first=1)
+    accepted = samples.by_slot(f"{SLOTS_ACCEPTED}_total", "slot", first=1)
+    verifications = sum(count for width, count in widths.items() if width > 1)
+    engine = f"{FACTS.title} with dflash-serve"
+    return AcceptanceStatistics(verifications, sum(offered), sum(accepted), offered, accepted, widths, engine)
+
+
+def _of_vllm(samples: Samples) -> AcceptanceStatistics | None:
+    """vLLM counts verifications and tokens; accepted ones by position, drafted ones not."""
     verifications, drafted = samples.total(DRAFTS), samples.total(DRAFTED)
     if verifications is None:  # vLLM has these counters from the start where it speculates, at 0
         plain = AcceptanceStatistics(0, 0, 0, None, None, None, FACTS.title)
@@ -46,6 +110,13 @@ FACTS = EngineFacts(
     ),
     speculation=SpeculationLines(
         acceptance_length=("{{pod}}", f"1 + {rate(ACCEPTED, by='pod')} / {rate(DRAFTS, by='pod')}"),
+        survival=(
+            "slot {{slot}}",
+            f"{rate(f'{SLOTS_ACCEPTED}_total', by='slot')} / {rate(f'{SLOTS_OFFERED}_total', by='slot')}",
+        ),
+        widths=("width {{width}}", rate(f"{STEPS}_total", by="width")),
     ),
     read_acceptance=read_acceptance,
+    # Otherwise vLLM tells its authors what it serves, and on what.
+    environment={"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
 )

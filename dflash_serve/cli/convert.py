@@ -83,6 +83,8 @@ def _of_target(config: DrafterConfig, target: TargetShape) -> DrafterConfig:
 def _note(config: DrafterConfig, to: To, target: str | None) -> str | None:
     """z-lab's `DFlashDraftModel` reads num_target_layers whether it needs it or not (dflash 0.1.0)."""
     if to is To.speculators:
+        if len({kind.causal for kind in config.layers}) > 1:
+            return "vLLM 0.32 and 0.33 would make every layer causal, full-attention ones too: give vLLM `--to zlab`"
         return None if target is not None else "the verifier is not named; vLLM serves it by that name: give --target"
     if config.num_target_layers is not None:
         return None

@@ -25,7 +25,7 @@ from .dashboard import dashboard
 from .workload import Document, Workload, yaml_text
 
 CHART = "deploy/helm/dflash-serve"
-KNOWN = ("torch", "sglang", "tensorrt-llm")
+KNOWN = ("torch", "sglang", "tensorrt-llm", "vllm")
 """Backends that the chart has images, checks and acceptance probes for; others bring their `engine` in the values."""
 SCHEMA, ENGINES, DASHBOARD = "values.schema.json", "files/engines.yaml", "dashboards/dflash-serve.json"
 DIALECT = "http://json-schema.org/draft-07/schema#"

@@ -85,7 +85,18 @@ def tensorrt_llm(drafted: int, accepted: int) -> Engine:
     return Engine(answers)
 
 
-ENGINES: dict[str, Callable[[int, int], Engine]] = {"sglang": sglang, "tensorrt-llm": tensorrt_llm}
+def vllm(drafted: int, accepted: int) -> Engine:
+    labels = '{engine="0",model_name="m"}'
+    page = f"""# TYPE vllm:spec_decode_num_draft_tokens_total counter
+vllm:spec_decode_num_draft_tokens_total{labels} {drafted}.0
+vllm:spec_decode_num_draft_tokens_created{labels} 1.7e+09
+vllm:spec_decode_num_accepted_tokens_total{labels} {accepted}.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {accepted}.0
+"""
+    return Engine({"/health_generate": (200, ""), "/v1/completions": (200, {}), "/metrics": (200, page)})
+
+
+ENGINES: dict[str, Callable[[int, int], Engine]] = {"sglang": sglang, "tensorrt-llm": tensorrt_llm, "vllm": vllm}
 EACH = pytest.mark.parametrize("backend", ENGINES)
 
 

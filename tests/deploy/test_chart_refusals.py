@@ -26,8 +26,8 @@ REFUSED: list[tuple[str, Changes, str]] = [
     # an installation, what is changed in it, the beginning of the line
     (
         "sglang",
-        {"backend": "vllm"},
-        'backend: "vllm" is none that this chart knows .sglang, tensorrt-llm, torch.; give its',
+        {"backend": "acme"},
+        'backend: "acme" is none that this chart knows .sglang, tensorrt-llm, torch, vllm.; give its',
     ),
     ("sglang", {"image.repository": ""}, "image.repository: no image"),
     ("sglang", {"image.repository": "registry.example:5000/engine:latest"}, "image.repository: .* has a tag"),
@@ -59,6 +59,7 @@ REFUSED: list[tuple[str, Changes, str]] = [
     (TWO, {"deployment.parallel.nodes": 3}, "deployment.parallel.nodes: 16 devices do not spread evenly over 3"),
     (TWO, {"deployment.parallel.nodes": 1}, "deployment.parallel.nodes: 16 devices on a node, .* set it to 2"),
     (TWO, {"backend": "tensorrt-llm"}, "deployment.parallel.nodes: TensorRT-LLM starts 2 nodes by srun and MPI"),
+    (TWO, {"backend": "vllm"}, "deployment.parallel.nodes: vLLM is started on one node, not 2"),
     (CPU, {"deployment.parallel.nodes": 2}, "deployment.parallel.nodes: the embedded engine runs on one node"),
     ("sglang", {"deployment.role": "prefill"}, "deployment.role: prefill is one half of a pair"),
     (DGX, {"deployment.role": "decode"}, "deployment.role: decode is one half of a pair"),

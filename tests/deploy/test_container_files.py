@@ -24,7 +24,7 @@ from dflash_serve.deployment import Deployment, Model
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
 EACH = pytest.mark.parametrize("name", BACKENDS)
-BASE = {"torch": "PYTHON", "sglang": "BASE", "tensorrt-llm": "BASE"}
+BASE = {"torch": "PYTHON", "sglang": "BASE", "tensorrt-llm": "BASE", "vllm": "BASE"}
 """The build argument that names the image below."""
 LABELS = ("title", "description", "licenses", "version", "revision", "base.name")
 
@@ -152,7 +152,12 @@ def test_the_constraints_are_within_what_the_project_asks_for() -> None:
 
 
 def test_what_is_copied_is_enough_for_the_wheel_and_the_wheel_has_the_chart(tmp_path: Path) -> None:
-    assert copied("torch") - {"deploy/docker/constraints.txt"} == copied("sglang") == copied("tensorrt-llm")
+    assert (
+        copied("torch") - {"deploy/docker/constraints.txt"}
+        == copied("sglang")
+        == copied("tensorrt-llm")
+        == copied("vllm")
+    )
     for word in copied("sglang"):
         source, target = ROOT / word, tmp_path / "src" / word
         target.parent.mkdir(parents=True, exist_ok=True)

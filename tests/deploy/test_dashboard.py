@@ -69,9 +69,12 @@ VLLM = {
         )
     },
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": {"model_name", "engine", "position"},
+    "dflash_vllm:steps_total": {"model_name", "engine", "width"},
+    "dflash_vllm:slots_offered_total": {"model_name", "engine", "slot"},
+    "dflash_vllm:slots_accepted_total": {"model_name", "engine", "slot"},
 }
 """What vLLM documents of its Prometheus metrics (docs/design/metrics.md, vllm/v1/metrics/loggers.py and
-vllm/v1/spec_decode/metrics.py). It was never scraped by us."""
+vllm/v1/spec_decode/metrics.py), and our plug-in's. The real server is asked in tests/vllm/test_server.py."""
 
 
 def test_every_expression_is_promql_over_the_chosen_namespace_and_release() -> None:
@@ -92,8 +95,8 @@ def test_every_engine_has_acceptance_survival_interactivity_queue_and_first_toke
     }
     everyone = set(PREFIXES.values())
     assert everyone == set(installed())
-    assert engines.pop("Width") == everyone - {"tensorrt-llm", "vllm"}  # they report none
-    assert engines.pop("Survival by slot") == everyone - {"vllm"}  # it counts accepted tokens by slot, drafted ones not
+    assert engines.pop("Width") == everyone - {"tensorrt-llm"}  # it reports none
+    assert engines.pop("Survival by slot") == everyone
     assert engines == dict.fromkeys(engines, everyone)
     assert {"Acceptance length", "Interactivity", "Queue", "Time to the first token"} <= set(engines)
 

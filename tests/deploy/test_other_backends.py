@@ -131,9 +131,12 @@ def test_dynamo_says_that_it_does_not_know_it(file: Path) -> None:
         deploy(file, "dynamo")
 
 
-def test_an_engine_of_which_we_only_have_facts_is_refused_in_one_line(file: Path) -> None:
+def test_an_engine_of_which_we_only_have_facts_is_refused_in_one_line(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Acme, "command")
     with pytest.raises(
         UserError,
-        match=r"^--backend vllm: dflash-serve does not start it yet: .*; use another, such as --backend torch$",
+        match=r"^--backend acme: dflash-serve does not start it yet: .*; use another, such as --backend torch$",
     ):
-        deploy(file, "compose", "vllm")
+        deploy(file, "compose")

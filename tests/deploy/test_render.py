@@ -31,6 +31,7 @@ FORMS = {
     "torch": ("helm", "compose", "kserve"),
     "sglang": ("helm", "compose", "kserve", "dynamo"),
     "tensorrt-llm": ("helm", "compose", "kserve", "dynamo"),
+    "vllm": ("helm", "compose", "kserve"),
 }
 NOT_MEANT = {("qwen3-coder-30b-a3b-b200", "torch")}
 """The embedded backend has no experts; it says so when it prepares."""
@@ -57,7 +58,7 @@ def takes(name: str, path: Path) -> bool:
     """Whether the backend has nothing against the recipe."""
     try:
         return not server_backend(name).check(load_deployment(path))
-    except UserError:  # SGLang and TensorRT-LLM cannot find the bundled target
+    except UserError:  # only the embedded backend finds the bundled target
         return False
 
 

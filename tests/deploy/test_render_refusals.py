@@ -66,10 +66,6 @@ def test_a_problem_of_the_deployment_comes_first_and_nothing_is_written(write: A
         (["--render", "helm", "--prepare", "/x"], "one of --render and --prepare"),
         (["--render", "nomad"], "there are: helm, manifests, dynamo, kserve, compose"),
         (
-            ["--render", "helm", "--backend", "vllm"],
-            "it only reads the metrics of a server that runs; use another, such as --backend torch",
-        ),
-        (
             ["--render", "helm", "--backend", "nope"],
             "no backend 'nope'; installed are: sglang, tensorrt-llm, torch, vllm",
         ),

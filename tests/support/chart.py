@@ -17,7 +17,7 @@ from .helm import HELM_3, HELM_4, Layer, helm
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "dflash-serve"
 RECIPES = ROOT / "engines" / "recipes"
-BACKENDS = ("torch", "sglang", "tensorrt-llm")
+BACKENDS = ("torch", "sglang", "tensorrt-llm", "vllm")
 HELMS = (HELM_3, HELM_4)
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 KUBERNETES = "1.34.0"

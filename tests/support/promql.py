@@ -18,6 +18,7 @@ SCRAPED = {"namespace", "pod", "app_kubernetes_io_instance"}
 PREFIXES = {
     "dflash:": "torch",
     "dflash_serve:": "sglang",
+    "dflash_vllm:": "vllm",
     "sglang:": "sglang",
     "trtllm_": "tensorrt-llm",
     "vllm:": "vllm",

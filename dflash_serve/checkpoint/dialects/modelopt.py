@@ -1,8 +1,9 @@
 """NVIDIA ModelOpt's dialect (0.47, `DFlashExporter`): z-lab's form, with windows and causality inside `dflash_config`.
 
 `causal` is always written and speaks for every layer. `use_swa` + `swa_window_size` make every layer slide although
-`layer_types` still says `full_attention`: a reader that does not know them ignores the window in silence. Resolved as
-vLLM does (`qwen3_dflash.py`, `_resolve_layer_attention`).
+ModelOpt leaves `layer_types` at `full_attention`: a reader that does not know them ignores the window in silence.
+Resolved as vLLM does (`qwen3_dflash.py`, `_resolve_layer_attention`). What we write says it both ways: z-lab's keys
+stand beside ModelOpt's, so that SGLang and TensorRT-LLM read the same.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import zlab
 from dflash_serve.checkpoint.dialects.dialect import ConfigSection, Dialect, inexpressible, one_value
-from dflash_serve.checkpoint.dialects.transformer_keys import FULL, SLIDING, make_kinds, read_windows
+from dflash_serve.checkpoint.dialects.transformer_keys import SLIDING, make_kinds, read_windows
 
 NAME = "modelopt"
 KEYS = {"causal", "use_swa", "swa_window_size"}
@@ -47,7 +48,7 @@ def _windows(config: ConfigSection, dflash: ConfigSection) -> tuple[int | None, 
 
 
 def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
-    """config.json as ModelOpt 0.47 exports it."""
+    """config.json as ModelOpt 0.47 exports it, and with the keys that z-lab's readers look for."""
     fields = zlab.write_fields(config, NAME)
     causal = one_value({kind.causal for kind in config.layers}, "causality", NAME)
     window = one_value({kind.window for kind in config.layers}, "windows", NAME)
@@ -55,10 +56,9 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
     assert isinstance(dflash, dict)
     if config.has_mask_embedding:
         raise inexpressible("a mask embedding", NAME)
-    dflash["causal"] = causal
+    fields["is_causal"] = dflash["causal"] = causal
     if window is not None:
         dflash.update(use_swa=True, swa_window_size=window)
-        fields["layer_types"] = [FULL] * config.num_layers
     return fields
 
 

@@ -2,7 +2,8 @@
 
 The transformer is nested in `transformer_layer_config`. `aux_hidden_state_layer_ids` index Hugging Face's
 hidden_states, whose entry 0 is the embedding: they are our ids + 1. Full-attention layers are always bidirectional
-inside the block; sliding ones are causal unless `sliding_window_non_causal`.
+inside the block; sliding ones are causal unless `sliding_window_non_causal`. vLLM 0.32 and 0.33 take that key for every
+layer (`speculators/algos.py:124`), so it is written as true wherever no layer is causal.
 """
 
 from __future__ import annotations
@@ -112,8 +113,7 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
     """config.json as speculators 0.9 saves it."""
     _check_expressible(config)
     one_value({kind.window for kind in config.layers} - {None}, "windows", NAME)
-    sliding = {kind.causal for kind in config.layers if kind.window is not None}
-    causal = one_value(sliding, "causality", NAME)
+    causal = one_value({kind.causal for kind in config.layers if kind.window is not None}, "causality", NAME)
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}
     return {
         "architectures": ["DFlashSpeculator"],
@@ -123,7 +123,7 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": [index + 1 for index in config.target_layer_ids],
         "draft_vocab_size": config.vocab_size,
-        "sliding_window_non_causal": causal is False,
+        "sliding_window_non_causal": not causal,
         **({} if config.num_target_layers is None else {DEPTH_KEY: config.num_target_layers}),
         "speculators_config": {
             "algorithm": "dflash",

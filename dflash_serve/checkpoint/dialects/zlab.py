@@ -111,7 +111,7 @@ def _target_layer_ids(dflash: ConfigSection, depth: int | None, count: int) -> t
 def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
     """config.json as SGLang 0.5.23, TensorRT-LLM 1.3 (block_size at top level), vLLM and z-lab's code read it."""
     fields = write_fields(config, NAME)
-    causal = _causal_override(config)
+    causal = _common_causality(config)
     return fields if causal is None else {**fields, "is_causal": causal}
 
 
@@ -137,14 +137,14 @@ def write_fields(config: DrafterConfig, dialect: str) -> dict[str, object]:
     }
 
 
-def _causal_override(config: DrafterConfig) -> bool | None:
-    """None where the layers follow the rule (sliding = causal), else what `is_causal` gives them all."""
+def _common_causality(config: DrafterConfig) -> bool | None:
+    """What `is_causal` gives all layers; None where they differ, and the rule (sliding = causal) tells them apart."""
+    causal = {kind.causal for kind in config.layers}
+    if len(causal) == 1:
+        return causal.pop()
     if all(kind.causal == (kind.window is not None) for kind in config.layers):
         return None
-    causal = {kind.causal for kind in config.layers}
-    if len(causal) > 1:
-        raise inexpressible("some layers causal and others not, other than sliding ones causal", NAME)
-    return causal.pop()
+    raise inexpressible("some layers causal and others not, other than sliding ones causal", NAME)
 
 
 DIALECT = Dialect(NAME, matches, read, write)

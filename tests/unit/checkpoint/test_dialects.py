@@ -104,7 +104,7 @@ def test_modelopt_windows_hold_although_layer_types_say_full(causal: bool, tmp_p
         "dflash_config.swa_window_size": 9,
         "dflash_config.causal": causal,
     }
-    config = read(tmp_path, raw("zlab"), change)
+    config = read(tmp_path, raw("zlab"), change, "is_causal")
     assert config.layers == (AttentionKind(window=9, causal=causal),) * 2
     assert read_config(tmp_path)[1] == "modelopt"
 
@@ -115,7 +115,7 @@ def test_modelopt_windows_hold_in_the_sliding_layers_where_layer_types_tells_the
         "dflash_config.swa_window_size": 9,
         "layer_types": ["sliding_attention", "full_attention"],
     }
-    config = read(tmp_path, raw("zlab"), change, "use_sliding_window")
+    config = read(tmp_path, raw("zlab"), change, "use_sliding_window", "is_causal")
     assert config.layers == (AttentionKind(window=9, causal=True), FULL)
 
 
@@ -124,7 +124,8 @@ def test_modelopt_writes_what_modelopt_exports() -> None:
     dflash = fields["dflash_config"]
     assert isinstance(dflash, dict)
     assert (dflash["causal"], dflash["use_swa"], dflash["swa_window_size"]) == (False, True, 6)
-    assert fields["layer_types"] == ["full_attention"] * 2
+    assert (fields["layer_types"], fields["sliding_window"]) == (["sliding_attention"] * 2, 6)  # ModelOpt leaves them
+    assert fields["is_causal"] is False
 
 
 def test_qwen_windows_without_layer_types_begin_at_max_window_layers(tmp_path: Path) -> None:

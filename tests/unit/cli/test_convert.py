@@ -15,7 +15,7 @@ from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.cli.convert import To, convert
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter
-from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
+from tests.support.tiny import FULL, SLIDING, tiny_drafter_config, write_tiny_drafter
 
 app = typer.Typer()
 app.command()(convert)
@@ -51,6 +51,12 @@ def test_a_target_is_named_and_gives_the_depth_that_zlabs_code_needs(tmp_path: P
     runner.invoke(app, [str(source), str(tmp_path / "d"), "--to", "speculators", "--target", str(target)])
     written = json.loads((tmp_path / "d" / "config.json").read_text())
     assert written["speculators_config"]["verifier"]["name_or_path"] == str(target)
+
+
+def test_a_drafter_that_vllm_would_misread_in_speculators_words_is_not_written_without_a_word(tmp_path: Path) -> None:
+    source = write_tiny_drafter(tmp_path / "a", tiny_drafter_config(layers=(FULL, SLIDING)))
+    result = runner.invoke(app, [str(source), str(tmp_path / "b"), "--to", "speculators"])
+    assert "note: vLLM 0.32 and 0.33 would make every layer causal" in result.output
 
 
 def test_a_drafter_is_not_named_after_a_target_it_does_not_fit(tmp_path: Path) -> None:

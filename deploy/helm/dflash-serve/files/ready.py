@@ -100,7 +100,21 @@ def ask_tensorrt_llm(url: str, model: str, headers: dict[str, str]) -> tuple[int
     return sum(s.get("numDraftTokens", 0) for s in stats), sum(s.get("numAcceptedTokens", 0) for s in stats)
 
 
-ASK = {"torch": ask_torch, "sglang": ask_sglang, "tensorrt-llm": ask_tensorrt_llm}
+def ask_vllm(url: str, model: str, headers: dict[str, str]) -> tuple[int, int]:
+    """Of all answers since its start, ours among them, by the counters of its /metrics."""
+    call(f"{url}/v1/completions", completion(model), headers)
+    page = call(f"{url}/metrics", headers=headers)
+    lines = page.decode().splitlines() if isinstance(page, bytes) else []
+
+    def total(name: str) -> int:
+        return int(
+            sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"vllm:spec_decode_{name}_total{{"))
+        )
+
+    return total("num_draft_tokens"), total("num_accepted_tokens")
+
+
+ASK = {"torch": ask_torch, "sglang": ask_sglang, "tensorrt-llm": ask_tensorrt_llm, "vllm": ask_vllm}
 
 if __name__ == "__main__":
     main()

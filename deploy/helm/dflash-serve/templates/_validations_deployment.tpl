@@ -60,6 +60,9 @@ resources.extra: nvidia.com/gpu is counted from deployment.hardware.count; leave
 {{- if and (gt $nodes 1) (eq .Values.backend "torch") }}
 deployment.parallel.nodes: the embedded engine runs on one node, not {{ $nodes }}; set it to 1, or use sglang
 {{- end }}
+{{- if and (gt $nodes 1) (eq .Values.backend "vllm") }}
+deployment.parallel.nodes: vLLM is started on one node, not {{ $nodes }}; set it to 1, or use sglang
+{{- end }}
 {{- if and (gt $nodes 1) (eq .Values.backend "tensorrt-llm") }}
 deployment.parallel.nodes: TensorRT-LLM starts {{ $nodes }} nodes by srun and MPI, which this chart has not; use sglang, or `dflash-serve deploy --render dynamo`
 {{- end }}

@@ -1,0 +1,101 @@
+"""A Deployment as arguments of `vllm serve`. vLLM counts drafted tokens, K = B - 1, where we count slots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from .launch_plan import LaunchPlan
+from .schedule import every_width
+
+DRAFT = "draft"
+"""Where `prepare` puts the drafter, below its folder."""
+SCHEDULER = "--scheduler-cls"
+SCHEDULERS = "dflash_vllm.plugin.scheduler"
+"""The module of our schedulers, whose widths follow the load."""
+Flag = tuple[str, ...]
+"""`--name` and its value, or `--name` alone."""
+
+
+def arguments(plan: LaunchPlan, folder: Path) -> list[str]:
+    """All arguments but host and port, the target's first."""
+    parts = (_models(plan), _precision(plan), _parallel(plan), _limits(plan), _speculation(plan, folder))
+    return [plan.deployment.target.model, *(word for part in parts for flag in part for word in flag)]
+
+
+def _models(plan: LaunchPlan) -> Iterator[Flag]:
+    if plan.deployment.target.revision is not None:
+        yield "--revision", plan.deployment.target.revision
+    # Otherwise generation_config.json sets sampling parameters that no request asked for.
+    yield "--generation-config", "vllm"
+
+
+def _precision(plan: LaunchPlan) -> Iterator[Flag]:
+    yield "--dtype", plan.dtype
+    asked = plan.deployment.target.quantization
+    if asked != "none" and plan.target.native_quantization is None:
+        yield "--quantization", asked  # a quantised checkpoint says so itself
+    if plan.on_cpu:
+        yield ("--enforce-eager",)  # compiling for a CPU takes minutes at every start
+    if plan.deployment.kv_cache.dtype != "auto":
+        yield "--kv-cache-dtype", plan.deployment.kv_cache.dtype
+
+
+def _parallel(plan: LaunchPlan) -> Iterator[Flag]:
+    yield "--tensor-parallel-size", str(plan.deployment.parallel.tensor)
+    if plan.deployment.parallel.pipeline > 1:
+        yield "--pipeline-parallel-size", str(plan.deployment.parallel.pipeline)
+    if plan.deployment.parallel.expert > 1:
+        yield ("--enable-expert-parallel",)
+
+
+def _limits(plan: LaunchPlan) -> Iterator[Flag]:
+    limits, cache = plan.deployment.limits, plan.deployment.kv_cache
+    yield "--max-num-seqs", str(limits.max_batch_size)
+    yield "--max-num-queued-reqs", str(limits.max_queued_requests)
+    if limits.max_model_len is not None:
+        yield "--max-model-len", str(limits.max_model_len)
+    if plan.block_size is not None:
+        # Every request's block takes K slots more of the same buffer when it is drafted.
+        yield "--max-num-batched-tokens", str(plan.rows + limits.max_batch_size * (plan.block_size - 1))
+        yield "--max-num-scheduled-tokens", str(plan.rows)
+    elif limits.max_num_tokens is not None:
+        yield "--max-num-batched-tokens", str(limits.max_num_tokens)
+    if cache.block_reuse is False:
+        yield ("--no-enable-prefix-caching",)
+    if cache.memory_fraction is not None and plan.memory is not None:
+        yield "--gpu-memory-utilization", str(plan.memory.utilization(cache.memory_fraction))
+
+
+def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
+    if plan.block_size is None:
+        return
+    yield "--speculative-config", json.dumps(speculative_config(plan, folder / DRAFT))
+    if len(plan.widths) > 1 and plan.schedule() is None:
+        scheduler = "WidthScheduler" if plan.on_cpu else "AsyncWidthScheduler"
+        yield SCHEDULER, f"{SCHEDULERS}.{scheduler}"
+
+
+def speculative_config(plan: LaunchPlan, draft: Path) -> dict[str, object]:
+    """vLLM's `SpeculativeConfig` (config/speculative.py): greedy drafts, and the acceptance test that is exact."""
+    assert plan.block_size is not None
+    assert plan.drafter is not None
+    config: dict[str, object] = {
+        "method": "dflash",
+        "model": str(draft),
+        "num_speculative_tokens": plan.block_size - 1,
+        "draft_tensor_parallel_size": plan.deployment.parallel.tensor,
+        "draft_sample_method": "greedy",
+        "rejection_sample_method": "standard",
+    }
+    if plan.widths != (plan.block_size,):
+        most = plan.deployment.limits.max_batch_size
+        schedule = plan.schedule() or every_width(plan.widths, most)
+        config["num_speculative_tokens_per_batch_size"] = schedule
+    if not plan.on_cpu:
+        # Otherwise a drafter takes over the target's: FP8 keys and values, and kernels made for causal attention.
+        config["kv_cache_dtype"] = "bfloat16"
+        if not all(kind.causal for kind in plan.drafter.layers):
+            config["attention_backend"] = "FLASH_ATTN"
+    return config

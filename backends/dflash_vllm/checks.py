@@ -1,0 +1,169 @@
+"""Everything in which a Deployment and vLLM 0.32-0.33 do not go together, from files alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+from dflash_serve.checkpoint.quantization import plain_only
+from dflash_serve.deployment import GIB
+from dflash_serve.deployment_checks import block_problems, length_problems
+from dflash_serve.errors import Problem, UserError
+
+from .drafter_rules import drafter_problems
+from .facts import installed_version, release_problems
+from .launch_plan import OVERHEAD, LaunchPlan
+
+CAPTURING = (
+    *("afmoe", "apertus", "cohere2_moe", "deepseek", "gemma4", "gpt_oss", "granite", "k2_horizon", "kimi", "laguna"),
+    *("llama", "mimo_v2", "minicpm", "minimax_m2", "mistral", "muse_glimmer", "nemotron_h", "plamo3", "qwen2", "qwen3"),
+    *("sarvam", "step1"),
+)
+"""Families (model_type's beginning) whose vLLM model hands out hidden states (`SupportsEagle3`)."""
+PLUG_IN = "dflash_serve"
+"""Our entry point in vLLM's groups of plug-ins."""
+PLUG_INS_VARIABLE = "VLLM_PLUGINS"
+"""vLLM's own: the plug-ins that are loaded; absent = all."""
+
+
+def problems(plan: LaunchPlan) -> list[Problem]:
+    """All of them: the drafter's own first, because the others may follow from them."""
+    found = list(plan.checkpoint.problems) if plan.checkpoint else []
+    found += plain_only(plan.checkpoint.quantization if plan.checkpoint else None, "vLLM", "drafter.model")
+    found += release_problems(installed_version())
+    if plan.drafter is not None:
+        limits = plan.deployment.limits
+        found += drafter_problems(
+            plan.drafter, plan.target.shape, max_model_len=limits.max_model_len, v1_runner=plan.v1_runner
+        )
+        found += block_problems(plan.deployment, plan.drafter)
+    for problems_of in (_speculation, _devices, _experts, _heads, _precision, _memory):
+        found += problems_of(plan)
+    return [*found, *length_problems(plan.deployment, plan.target.shape)]
+
+
+def plug_in_problems(environment: Mapping[str, str] = os.environ) -> Iterator[Problem]:
+    """An environment in which vLLM would not load our plug-in; it only logs that."""
+    named = environment.get(PLUG_INS_VARIABLE)
+    if named is not None and PLUG_IN not in named.split(","):
+        what = f"{named!r} leaves {PLUG_IN} out: drafters would not be loaded strictly, nor their slots counted"
+        yield Problem(what, PLUG_INS_VARIABLE, f"add {PLUG_IN}, or unset it")
+
+
+def _speculation(plan: LaunchPlan) -> Iterator[Problem]:
+    if plan.checkpoint is None:
+        if plan.deployment.speculation.draft_window is not None:
+            yield Problem("there is no drafter", "speculation.draft_window", "name one, or remove the window")
+        return
+    yield from plug_in_problems()
+    try:
+        plan.schedule()
+    except UserError as error:
+        yield Problem(error.what, error.where, error.do)
+    family = plan.target.shape.model_type
+    if not family.startswith(CAPTURING):
+        what = f"vLLM's model for {family!r} does not hand out hidden states"
+        yield Problem(what, "target.model", "serve without a drafter, or use another backend")
+    if plan.deployment.speculation.draft_window is not None:
+        what = "vLLM has no window for drafters that were trained without one"
+        yield Problem(what, "speculation.draft_window", "leave it out, or use --backend sglang")
+    asked = plan.deployment.limits.max_num_tokens
+    if asked is not None and plan.block_rows > asked:
+        batch, block = plan.deployment.limits.max_batch_size, plan.block_size
+        what = f"{batch} blocks of {block} slots are {plan.block_rows} rows a step, max_num_tokens is {asked}"
+        yield Problem(what, "limits.max_num_tokens", f"set it to {plan.block_rows}, or limits.max_batch_size lower")
+
+
+def _devices(plan: LaunchPlan) -> Iterator[Problem]:
+    parallel, hardware = plan.deployment.parallel, plan.deployment.hardware
+    world = parallel.tensor * parallel.pipeline
+    if world != hardware.count:
+        what = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} = {world} devices, but hardware.count is "
+        do = f"set hardware.count to {world}, or parallel.tensor to {hardware.count}"
+        yield Problem(f"{what}{hardware.count}", "parallel.tensor", do)
+    if parallel.nodes > 1:
+        yield Problem("several nodes are not covered by this backend", "parallel.nodes", "use --backend sglang")
+    if parallel.context > 1:
+        what = "context parallelism is not covered by this backend"
+        yield Problem(what, "parallel.context", "set it to 1, or use the tensorrt-llm backend")
+    if parallel.pipeline > 1 and plan.checkpoint is not None:
+        what = "pipeline parallelism with a drafter is not covered by this backend"
+        yield Problem(what, "parallel.pipeline", "set it to 1 and raise parallel.tensor")
+    if parallel.attention_data:
+        what = "data-parallel ranks of vLLM cannot agree on a width, and it drops the schedule with a warning"
+        yield Problem(what, "parallel.attention_data", "set it to false, and run several servers behind a router")
+    if plan.deployment.role != "whole":
+        what = f"role {plan.deployment.role} is not covered by this backend"
+        yield Problem(what, "role", "serve whole, or use --backend sglang")
+
+
+def _experts(plan: LaunchPlan) -> Iterator[Problem]:
+    parallel, experts = plan.deployment.parallel, plan.target.experts
+    if parallel.expert == 1:
+        return
+    if not experts:
+        yield Problem("the target has no experts", "parallel.expert", "set it to 1")
+    elif parallel.expert != parallel.tensor:
+        what = f"expert parallelism {parallel.expert} is not tensor parallelism {parallel.tensor}"
+        do = f"vLLM shares experts among all tensor-parallel devices: use {parallel.tensor} or 1"
+        yield Problem(what, "parallel.expert", do)
+    elif experts % parallel.expert:
+        what = f"{experts} experts cannot be shared evenly by {parallel.expert} devices"
+        yield Problem(what, "parallel.expert", "use a divisor")
+
+
+def _heads(plan: LaunchPlan) -> Iterator[Problem]:
+    """Heads are split; K/V heads are split, or repeated where there are more devices than heads."""
+    tensor = plan.deployment.parallel.tensor
+    shapes = [("target.model", plan.target.attention_heads, 1 if plan.target.latent else plan.target.kv_heads)]
+    if plan.drafter is not None:
+        shapes.append(("drafter.model", plan.drafter.num_attention_heads, plan.drafter.num_key_value_heads))
+    for where, heads, kv_heads in shapes:
+        if heads % tensor:
+            what = f"{heads} attention heads cannot be split over {tensor} devices"
+            yield Problem(what, where, "use a number of devices that divides them")
+        elif max(kv_heads, tensor) % min(kv_heads, tensor):
+            what = f"{kv_heads} K/V heads can be neither split over {tensor} devices nor repeated evenly"
+            yield Problem(what, where, "use a divisor or a multiple of them")
+
+
+def _precision(plan: LaunchPlan) -> Iterator[Problem]:
+    """Number formats: what a device has not, and what is not covered."""
+    asked, native = plan.deployment.target.quantization, plan.target.native_quantization
+    where, drafter = "target.quantization", plan.deployment.drafter
+    if asked != "none" and native is not None and native != asked:
+        yield Problem(f"{asked} is asked for, but the checkpoint is {native}", where, f"set it to {native}")
+    elif asked in ("nvfp4", "mxfp4") and native is None:
+        what = f"{asked} is asked for, but the checkpoint is not quantised"
+        yield Problem(what, where, f"give a checkpoint in {asked}; `dflash-serve build` makes one")
+    if "nvfp4" in (asked, native) and plan.gpu is not None and not plan.gpu.is_blackwell:
+        yield Problem(f"{plan.gpu.name} has no FP4 arithmetic", where, "use fp8, or a b200 or b300")
+    if drafter is not None and plan.checkpoint is not None and drafter.quantization != "none":
+        what = "quantised drafters are not covered by this backend"
+        yield Problem(what, "drafter.quantization", "set it to none; the drafter is small beside its target")
+    if plan.deployment.kv_cache.dtype == "nvfp4":
+        what = "NVFP4 keys and values are not covered by this backend"
+        yield Problem(what, "kv_cache.dtype", "use fp8 or bfloat16")
+    if plan.dtype == "float32" and not plan.on_cpu:
+        yield Problem("vLLM's attention on GPUs has no float32", "hardware.dtype", "use auto or bfloat16")
+
+
+def _memory(plan: LaunchPlan) -> Iterator[Problem]:
+    """Whether weights and one longest request fit on a device; nothing where the deployment does not name its GPU."""
+    memory = plan.memory
+    if plan.deployment.kv_cache.memory_fraction is not None and memory is None:
+        what = "a share of the memory is asked for, but not of which GPU"
+        yield Problem(what, "kv_cache.memory_fraction", "name hardware.gpu, or leave the share to vLLM")
+    if memory is None or plan.gpu is None:
+        return
+    if memory.pool <= 0:
+        what = (
+            f"one device needs {memory.weights / GIB:.1f} GiB for weights and {OVERHEAD / GIB:.1f} GiB to run, but a "
+            f"{plan.gpu.name} has {memory.total / GIB:.1f} GiB"
+        )
+        yield Problem(what, "hardware", "use more devices (parallel.tensor), or a quantised target")
+        return
+    longest = plan.deployment.limits.max_model_len or plan.target.shape.max_position_embeddings
+    if longest is not None and memory.tokens < longest:
+        what = f"{longest} tokens, but after the weights there is room for the K/V of about {memory.tokens}"
+        yield Problem(what, "limits.max_model_len", "shorten it, use kv_cache.dtype fp8, or more devices")

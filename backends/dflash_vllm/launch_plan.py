@@ -1,0 +1,173 @@
+"""LaunchPlan: a Deployment, its target and its drafter, as their files describe them; what follows for vLLM."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from dflash_serve.checkpoint.config import BF16, DrafterConfig, context_bytes, weight_bytes
+from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
+from dflash_serve.checkpoint.source import drafter_source
+from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu
+from dflash_serve.deployment_checks import uses_drafter
+from dflash_serve.speculation.costs import CostModel
+
+from .drafter_rules import V1_VARIABLE
+from .plugin.widths import given_cost
+from .schedule import Row, given_survival, static_schedule
+
+ROWS = 8192
+"""vLLM's default of max_num_batched_tokens on an H100."""
+OVERHEAD = 6 * GIB
+"""CUDA context, NCCL, workspaces, CUDA graphs, activations of a prefill."""
+KNEE, KNEE_OF_A_CPU = 256, 8
+"""Rows from which on arithmetic takes longer than reading the weights in bf16: 990 TFLOP/s / 3.35 TB/s = 296 on an
+H100, 2250 / 8 = 281 on a B200; a CPU's is guessed. Served steps correct what follows from it."""
+KV_BYTES = {"auto": 2.0, "bfloat16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+"""Of one number in the K/V cache, by `kv_cache.dtype`."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device, on the safe side; the drafter's K/V lies in the target's pages, so both count per token."""
+
+    total: int
+    weights: int
+    """Target and drafter."""
+    token: int
+    """K/V of one token, target's and drafter's."""
+
+    @property
+    def pool(self) -> int:
+        """What is left for K/V; may be negative."""
+        return self.total - self.weights - OVERHEAD
+
+    @property
+    def tokens(self) -> int:
+        """How many the pool holds."""
+        return max(0, self.pool // self.token)
+
+    def utilization(self, share: float) -> float:
+        """`--gpu-memory-utilization`: of all memory, where K/V gets `share` of what weights leave."""
+        return round((self.weights + share * (self.total - self.weights)) / self.total, 3)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What is served, as far as files tell."""
+
+    deployment: Deployment
+    target: TargetLayout
+    checkpoint: Checkpoint | None
+    """None = no speculation."""
+
+    @property
+    def drafter(self) -> DrafterConfig | None:
+        """None where there is none, or where it cannot be understood (its checkpoint's problems say why)."""
+        return self.checkpoint.config if self.checkpoint else None
+
+    @property
+    def block_size(self) -> int | None:
+        """B; None without speculation."""
+        if self.drafter is None:
+            return None
+        return self.deployment.speculation.block_size or self.drafter.block_size
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Every width that a step may have, 1 = no draft. Few, because each gets CUDA graphs of its own."""
+        if self.block_size is None:
+            return ()
+        width = self.deployment.speculation.width
+        if width != "auto":
+            assert isinstance(width, int)
+            return (width,)
+        most = self.deployment.limits.max_batch_size - 1  # one batch size a width: see `schedule.every_width`
+        powers = [power for power in (2, 4, 8, 16, 32) if power < self.block_size]
+        return (1, *[*powers, self.block_size][-most:]) if most > 0 else (self.block_size,)
+
+    def schedule(self) -> list[Row] | None:
+        """vLLM's table of widths, where costs and a survival were given for an automatic one; None = another kind.
+
+        Raises:
+            UserError: the cost table or the survival that was given is none.
+        """
+        cost, survival = given_cost(), given_survival()
+        if cost is None or survival is None or len(self.widths) < 2:
+            return None
+        return static_schedule(cost, survival, self.widths, self.deployment.limits.max_batch_size)
+
+    @property
+    def guessed_costs(self) -> CostModel:
+        """What steps cost by the models' sizes, in steps of one request: memory alone, then arithmetic alone."""
+        assert self.drafter is not None
+        assert self.block_size is not None
+        head = self.drafter.vocab_size * self.drafter.hidden_size * BF16
+        share = (weight_bytes(self.drafter) + head) / self.target.weight_bytes
+        knee = KNEE_OF_A_CPU if self.on_cpu else KNEE
+        blocks = max(1, knee // self.block_size)
+        steep = {
+            "target": {1: 1.0, knee: 1.0, 8 * knee: 8.0},
+            "draft": {1: share, blocks: share, 8 * blocks: 8 * share},
+        }
+        return CostModel.model_validate(steep)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is served without a GPU."""
+        return self.deployment.hardware.gpu == "none"
+
+    @property
+    def v1_runner(self) -> bool:
+        """Whether vLLM's first model runner serves."""
+        return self.on_cpu or os.environ.get(V1_VARIABLE) == "0"
+
+    @property
+    def dtype(self) -> str:
+        """Arithmetic of the target and its drafter."""
+        asked = self.deployment.hardware.dtype
+        return asked if asked != "auto" else "float32" if self.on_cpu else "bfloat16"
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """None where the deployment does not name one."""
+        return GPUS.get(self.deployment.hardware.gpu or "none")
+
+    @property
+    def rows(self) -> int:
+        """Rows of one step of the target; grown where a full batch of blocks needs more."""
+        return self.deployment.limits.max_num_tokens or max(ROWS, self.block_rows)
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a full batch of blocks."""
+        return self.deployment.limits.max_batch_size * (self.block_size or 1)
+
+    @property
+    def memory(self) -> MemoryEstimate | None:
+        """The estimate for one device; None where the deployment does not name its GPU."""
+        if self.gpu is None:
+            return None
+        tensor = self.deployment.parallel.tensor
+        weights = self.target.weight_bytes // tensor
+        token = self.target.kv_bytes(KV_BYTES[self.deployment.kv_cache.dtype])
+        token //= 1 if self.target.latent else min(tensor, self.target.kv_heads)
+        if self.drafter is not None:
+            weights += weight_bytes(self.drafter) // tensor
+            token += context_bytes(self.drafter) // min(tensor, self.drafter.num_key_value_heads)
+        return MemoryEstimate(self.gpu.memory, weights, token)
+
+
+def read_launch_plan(deployment: Deployment) -> LaunchPlan:
+    """Reads config.json files and safetensors headers.
+
+    Raises:
+        UserError: the target or drafter cannot be found or read at all.
+    """
+    checkpoint = None
+    if uses_drafter(deployment):
+        assert deployment.drafter is not None
+        checkpoint = open_checkpoint(drafter_source(deployment.drafter.model), deployment.drafter.revision)
+    target = read_target_layout(target_configuration(deployment.target), deployment.target)
+    return LaunchPlan(deployment, target, checkpoint)

@@ -1,0 +1,167 @@
+"""What is asked of a drafter inside vLLM, whoever started it: its files, and what vLLM's own model made of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dflash_serve.checkpoint.quantization import plain_only
+from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
+from dflash_serve.checkpoint.source import local_folder
+from dflash_serve.checkpoint.target import TargetShape
+from dflash_serve.errors import Problem, UserError
+from dflash_vllm.drafter_rules import drafter_problems
+
+logger = logging.getLogger(__name__)
+MOST = 8
+"""Problems in one message."""
+PLAIN = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
+"""Architectures that we understand to the last tensor; of others only the names of tensors are checked."""
+EXACT = ("standard", "block")
+"""Acceptance tests that change no distribution; `synthetic` and `fly` do."""
+STACKED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Tensors of a checkpoint that become rows of one parameter."""
+ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "midlayer.": "layers.0."}
+"""Other names that vLLM knows for a tensor (`DFlashQwen3Model.hf_to_vllm_mapper`)."""
+OF_THE_TARGET = ("embed_tokens", "lm_head", "mask_embedding", "draft_id_to_target_id")
+"""Parts of the names of parameters that a checkpoint need not fill."""
+SKIPPED = ("t2d", "d2t", "rotary_emb.")
+"""Parts of the names of tensors that go elsewhere, or nowhere on purpose."""
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Ends a server that starts, with the first of the problems; where there are none, nothing happens.
+
+    Raises:
+        ValueError: the problems.
+    """
+    found = list(problems)
+    if found:
+        more = [f"(and {len(found) - MOST} more)"] if len(found) > MOST else []
+        raise ValueError("dflash-serve: " + "\n".join([*map(str, found[:MOST]), *more]))
+
+
+def draft_problems(vllm_config: Any) -> list[Problem]:
+    """Everything wrong with the drafter that vLLM was given, and with how it is to be used."""
+    asked = vllm_config.speculative_config
+    found = list(_acceptance_problems(asked))
+    checkpoint = draft_checkpoint(vllm_config)
+    if checkpoint is None:
+        return found
+    found += [*checkpoint.problems, *plain_only(checkpoint.quantization, "vLLM", str(checkpoint.folder))]
+    if checkpoint.config is not None:
+        target = vllm_config.model_config
+        found += drafter_problems(
+            checkpoint.config,
+            target_shape(target),
+            max_model_len=int(target.max_model_len),
+            v1_runner=not vllm_config.use_v2_model_runner,
+        )
+        found += _block_problems(checkpoint, asked.num_speculative_tokens)
+    return found
+
+
+def _acceptance_problems(asked: Any) -> Iterator[Problem]:
+    if asked.rejection_sample_method not in EXACT:
+        what = f"rejection_sample_method {asked.rejection_sample_method} changes what the target would have said"
+        yield Problem(what, "--speculative-config", "use standard")
+
+
+def draft_checkpoint(vllm_config: Any) -> Checkpoint | None:
+    """The drafter's files; None where we cannot find them, or where it has a head that we do not know."""
+    draft = vllm_config.speculative_config.draft_model_config
+    try:
+        folder = local_folder(draft.model, draft.revision)
+    except UserError as error:
+        logger.warning("dflash-serve: only the names of the drafter's tensors are checked: %s", error)
+        return None
+    return open_checkpoint(folder) if _is_plain(folder) else None
+
+
+def _is_plain(folder: Path) -> bool:
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        architectures = raw.get("architectures") or [PLAIN[0]]
+        return architectures[0] in PLAIN
+    except (OSError, ValueError, AttributeError, TypeError, LookupError):
+        return True  # open_checkpoint says what is wrong with it
+
+
+def target_shape(model_config: Any) -> TargetShape:
+    """The target as vLLM read it."""
+    text = model_config.hf_text_config
+    return TargetShape(
+        name=str(model_config.model),
+        model_type=str(text.model_type),
+        vocab_size=int(model_config.get_vocab_size()),
+        hidden_size=int(model_config.get_hidden_size()),
+        num_layers=int(model_config.get_total_num_hidden_layers()),
+        max_position_embeddings=int(model_config.max_model_len),
+    )
+
+
+def _block_problems(checkpoint: Checkpoint, drafted: int) -> Iterator[Problem]:
+    """vLLM drafts slots for which the drafter was never trained, pays for them and accepts none."""
+    assert checkpoint.config is not None
+    most = checkpoint.config.block_size - 1
+    if drafted > most:
+        what = f"num_speculative_tokens {drafted} is more than block_size - 1 = {most}"
+        yield Problem(what, "--speculative-config", f"use {most} or less: vLLM does not count the anchor")
+
+
+def reading_problems(model: Any, vllm_config: Any) -> Iterator[Problem]:
+    """Where the model that vLLM built is not the one that the checkpoint describes: ids, windows, causality."""
+    checkpoint = draft_checkpoint(vllm_config)
+    if checkpoint is None or checkpoint.config is None:
+        return
+    drafter, where, do = checkpoint.config, str(checkpoint.folder), "dflash-serve convert it --to zlab"
+    built = [(layer.self_attn.sliding_window, bool(layer.self_attn.causal)) for layer in model.model.layers]
+    meant = [(kind.window, kind.causal) for kind in drafter.layers]
+    if built != meant:
+        what = f"its layers' (window, causal) are {_several(meant)}, vLLM reads {_several(built)}"
+        yield Problem(what, where, do)
+    ids = list((getattr(model.config, "dflash_config", None) or {}).get("target_layer_ids") or [])
+    if ids != list(drafter.target_layer_ids):
+        yield Problem(f"its target_layer_ids are {list(drafter.target_layer_ids)}, vLLM reads {ids}", where, do)
+
+
+def _several(values: list[tuple[int | None, bool]]) -> str:
+    return str(values[0]) if len(set(values)) == 1 else str(values)
+
+
+def tensor_problems(names: Iterable[str], parameters: Collection[str]) -> Iterator[Problem]:
+    """Tensors that no parameter takes, and parameters that no tensor fills."""
+    unknown, missing = account(names, parameters)
+    parts = [f"unknown tensors: {', '.join(unknown)}"] if unknown else []
+    parts += [f"missing: {', '.join(missing)}"] if missing else []
+    if parts:
+        do = "`dflash-serve inspect` on the drafter's folder says more"
+        yield Problem(f"the drafter does not fit its config.json: {'; '.join(parts)}", do=do)
+
+
+def account(names: Iterable[str], parameters: Collection[str]) -> tuple[list[str], list[str]]:
+    """(tensors that went nowhere, tensors that parameters still wait for), both by the checkpoint's kind of names."""
+    wanted = {piece for name in parameters for piece in _pieces(name.removeprefix("model."))}
+    found = {_plain(name) for name in names if not any(part in name for part in SKIPPED)}
+    needed = {name for name in wanted if not any(part in name for part in OF_THE_TARGET)}
+    return sorted(found - wanted), sorted(needed - found)
+
+
+def _plain(name: str) -> str:
+    name = name.removeprefix("model.")
+    return next((name.replace(old, new) for old, new in ALIASES.items() if old in name), name)
+
+
+def _pieces(parameter: str) -> Iterator[str]:
+    """A stacked parameter's pieces; another one itself."""
+    parts = [parameter.replace(whole, part) for part, whole in STACKED.items() if f".{whole}." in parameter]
+    yield from parts or [parameter]

@@ -1,0 +1,90 @@
+"""Our counters beside vLLM's own on /metrics, in the API server's process (entry point `vllm.stat_logger_plugins`).
+
+What is derived from them is a quotient of rates, taken where it is read: survival of slot k =
+slots_accepted{slot="k"} / slots_offered{slot="k"}; acceptance length = 1 + sum of slots_accepted / steps over widths
+greater than 1.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from dflash_vllm.facts import SLOTS_ACCEPTED, SLOTS_OFFERED, STEPS
+
+from . import proof
+from .steps import steps_by_width
+
+logger = logging.getLogger(__name__)
+
+
+class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
+    """Counts the slots and the widths of every step.
+
+    Raises:
+        ValueError: it speculates, and our plug-in was not loaded.
+    """
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.speculates = vllm_config.speculative_config is not None
+        self.labels = (str(vllm_config.model_config.served_model_name), str(engine_index))
+        if self.speculates:
+            proof()
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+        **_: Any,
+    ) -> None:
+        """Counts one step of the engine. What a stat logger raises would end vLLM's engine, so this never does."""
+        if not self.speculates:
+            return
+        try:
+            self._record(getattr(scheduler_stats, "spec_decoding_stats", None), iteration_stats)
+        except Exception:
+            logger.exception("dflash-serve: slots and widths are no longer counted")
+            self.speculates = False
+
+    def _record(self, drafting: Any, iteration: Any) -> None:
+        """vLLM tells of the requests that drafted, and of the tokens that came."""
+        offered = list(drafting.num_draft_tokens_per_pos) if drafting else []
+        widths = steps_by_width(offered)
+        decoding = len(iteration.inter_token_latencies_iter) if iteration else 0
+        plain = decoding - (drafting.num_drafts if drafting else 0)
+        if plain > 0:
+            widths[1] = plain
+        for width, count in widths.items():
+            _counter(STEPS, "width").labels(*self.labels, str(width)).inc(count)
+        if drafting:
+            self._count(SLOTS_OFFERED, offered)
+            self._count(SLOTS_ACCEPTED, drafting.num_accepted_tokens_per_pos)
+
+    def _count(self, name: str, by_slot: Sequence[int]) -> None:
+        for slot, count in enumerate(by_slot, start=1):
+            if count:
+                _counter(name, "slot").labels(*self.labels, str(slot)).inc(count)
+
+    def log_engine_initialized(self) -> None:
+        """Says nothing."""
+
+
+HELP: Mapping[str, str] = {
+    STEPS: "Decoding steps of one request, by width (the anchor counted; 1 = no draft).",
+    SLOTS_OFFERED: "Drafted tokens put to the test, by slot of the block.",
+    SLOTS_ACCEPTED: "Drafted tokens that were accepted, by slot of the block.",
+}
+
+
+@cache
+def _counter(name: str, label: str) -> Any:
+    """One for all engines of this process."""
+    from prometheus_client import Counter
+
+    return Counter(name, HELP[name], ["model_name", "engine", label])

@@ -1,0 +1,42 @@
+"""vLLM's own drafters, refused where vLLM would load them wrongly and say nothing. Imported by name, by vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
+
+from .guards import draft_problems, reading_problems, refuse, tensor_problems
+
+
+class _Strict:
+    """Mixed into a drafter: what is wrong ends the start, with a ValueError that says it."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        refuse(draft_problems(vllm_config))
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        refuse(reading_problems(self, vllm_config))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        """As vLLM does, then accounts for every tensor and every parameter."""
+        names: list[str] = []
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                names.append(name)
+                yield name, tensor
+
+        loaded = super().load_weights(noted())  # type: ignore[misc]
+        refuse(tensor_problems(names, {name for name, _ in self.named_parameters()}))  # type: ignore[attr-defined]
+        return loaded
+
+
+class StrictDFlash(_Strict, DFlashQwen3ForCausalLM):  # type: ignore[misc]
+    """A plain DFlash drafter."""
+
+
+class StrictDFlash2(_Strict, DFlash2Qwen3ForCausalLM):  # type: ignore[misc]
+    """A DFlash2 drafter; of it only the names of tensors are checked."""

@@ -1,0 +1,94 @@
+"""vLLM's schedulers with widths that follow the load: at every step our policy says how many tokens are drafted.
+
+The choice is made in the one process that schedules for all ranks, so they all draft the same. Drafts of step t are
+verified by step t + 1; a width chosen now shows its result then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from . import proof
+from .steps import StepClock, decoding_steps
+from .widths import make_widths
+
+
+class _Lookup:
+    """Stands where vLLM has its table batch size -> drafted tokens."""
+
+    def __init__(self, scheduler: _FollowsLoad) -> None:
+        self.scheduler = scheduler
+
+    def __getitem__(self, batch_size: int) -> int:
+        return self.scheduler.drafted_tokens()
+
+
+class _FollowsLoad:
+    """Mixed into a scheduler.
+
+    Raises:
+        ValueError: our plug-in was not loaded, or vLLM was started without a schedule (it is where the widths stand
+            that have CUDA graphs), or with the other one of our two classes.
+    """
+
+    is_async: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        host: Any = self
+        proof()
+        if host.dynamic_sd_lookup is None:
+            raise ValueError("dflash-serve: needs num_speculative_tokens_per_batch_size, without data parallelism")
+        if bool(host.scheduler_config.async_scheduling) is not self.is_async:
+            other = "WidthScheduler" if self.is_async else "AsyncWidthScheduler"
+            raise ValueError(f"dflash-serve: for this async_scheduling use --scheduler-cls {__name__}.{other}")
+        widths = sorted({drafted + 1 for drafted in host.dynamic_sd_lookup[1:]})
+        self.widths = make_widths(host.num_spec_tokens + 1, widths)
+        self._clock = StepClock()
+        self._accepted: dict[str, int] = {}
+        host.dynamic_sd_lookup = _Lookup(self)
+
+    def drafted_tokens(self) -> int:
+        """How many tokens this step drafts for each request."""
+        running = self.running  # type: ignore[attr-defined]
+        return self.widths.choose([request.request_id for request in running], _context_tokens(running)) - 1
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self._clock.scheduled()
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """Called for every request whose drafted tokens were put to the test."""
+        self._accepted[kwargs["request_id"]] = kwargs["num_accepted_tokens"]
+        return super().make_spec_decoding_stats(*args, **kwargs)  # type: ignore[misc]
+
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        seconds = self._clock.answered()
+        self._accepted = {}
+        tokens = _context_tokens(self.running)  # type: ignore[attr-defined]
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        steps = decoding_steps(scheduler_output, self._accepted)
+        is_clean = len(steps) == len(scheduler_output.num_scheduled_tokens)
+        self.widths.verified(steps, seconds=seconds if is_clean else None, context_tokens=tokens)
+        self.widths.finished(list(scheduler_output.finished_req_ids))
+        self._clock.settled(busy=bool(self.running))  # type: ignore[attr-defined]
+        return outputs
+
+
+class WidthScheduler(_FollowsLoad, Scheduler):  # type: ignore[misc]
+    """For servers that schedule and compute in turns: CPUs."""
+
+    is_async = False
+
+
+class AsyncWidthScheduler(_FollowsLoad, AsyncScheduler):  # type: ignore[misc]
+    """For servers that schedule while the last step computes: GPUs."""
+
+    is_async = True
+
+
+def _context_tokens(running: Any) -> int:
+    return sum(request.num_computed_tokens for request in running)

@@ -1,0 +1,135 @@
+"""Which width the coming step drafts for, and what the policy learns of the last one. Needs no vLLM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from pydantic import ValidationError
+
+from dflash_serve.deployment import ENV_PREFIX
+from dflash_serve.errors import UserError
+from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.width import AutoWidth, FixedWidth, Step, WidthPolicy
+
+COST_TABLE = f"{ENV_PREFIX}COST_TABLE"
+"""A JSON file of measured costs, taken as they are: nothing is learnt of time then."""
+GUESSED_COSTS = f"{ENV_PREFIX}GUESSED_COSTS"
+"""Costs as JSON, in steps of one request: what `serve` gathers from the models' sizes. Served steps correct them."""
+CLEAN, ANY = 4, 32
+"""Steps after which the second is known that a guess counts in: of decoding alone, or of whatever there was."""
+
+
+def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
+    """The cost table that was given; None = none.
+
+    Raises:
+        UserError: the file cannot be read or is no cost table.
+    """
+    path = environment.get(COST_TABLE)
+    if path is None:
+        return None
+    try:
+        return CostModel.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValidationError) as error:
+        do = "give seconds by rows (target) and by requests (draft), or leave it out"
+        raise UserError(f"no cost table ({str(error).splitlines()[0]})", where=path, do=do) from None
+
+
+def make_widths(
+    block_size: int, allowed_widths: Sequence[int], environment: Mapping[str, str] = os.environ
+) -> LiveWidths:
+    """Those of a server whose steps may have these widths, by the costs that it was given or by a guess.
+
+    Raises:
+        UserError: what was given are no costs.
+    """
+    cost, wide = given_cost(environment), [width for width in allowed_widths if width > 1]
+    if cost is not None:
+        return LiveWidths(AutoWidth(cost, block_size, allowed_widths=wide), learns_costs=False)
+    try:
+        guess = CostModel.model_validate_json(environment.get(GUESSED_COSTS, ""))
+    except ValidationError as error:
+        where, do = GUESSED_COSTS, "start it by `dflash-serve serve`, or give a cost table"
+        raise UserError(f"no costs ({str(error).splitlines()[0]})", where=where, do=do) from None
+    return LiveWidths(_Unscaled(guess, block_size, wide))
+
+
+class LiveWidths:
+    """One width for a whole batch, from a policy that speaks of requests.
+
+    Args:
+        policy: what is asked and told.
+        learns_costs: whether it is told what steps took.
+    """
+
+    def __init__(self, policy: WidthPolicy, *, learns_costs: bool = True) -> None:
+        self.policy, self.learns_costs = policy, learns_costs
+
+    def choose(self, request_ids: Sequence[str], context_tokens: int) -> int:
+        """The width of the blocks that this step drafts, verified by the next one."""
+        return max(self.policy.widths(request_ids, context_tokens), default=1)
+
+    def verified(self, steps: Mapping[str, tuple[int, int]], *, seconds: float | None, context_tokens: int) -> None:
+        """Learns from a step.
+
+        Args:
+            steps: request ids -> (width, drafted tokens that were accepted).
+            seconds: what it took; None where it was no clean measurement.
+            context_tokens: tokens of all its requests' contexts together.
+        """
+        widths, accepted = [width for width, _ in steps.values()], [count for _, count in steps.values()]
+        told = seconds if self.learns_costs else None
+        self.policy.observe(Step(list(steps), widths, accepted, told, context_tokens))
+
+    def finished(self, request_ids: Sequence[str]) -> None:
+        """Forgets requests."""
+        for request_id in request_ids:
+            self.policy.forget(request_id)
+
+
+class _Unscaled:
+    """The policy while nobody knows the unit of a guess: no drafts, for a few steps; then an AutoWidth."""
+
+    def __init__(self, guess: CostModel, block_size: int, allowed_widths: Sequence[int]) -> None:
+        self.guess, self.block_size, self.allowed_widths = guess, block_size, allowed_widths
+        self.policy: WidthPolicy = FixedWidth(1)
+        self._ratios: list[float] | None = []
+        """Seconds by guess, of each clean step; None = the policy is the final one."""
+        self._steps = 0
+
+    @property
+    def resting(self) -> bool:
+        return False
+
+    def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
+        return self.policy.widths(request_ids, context_tokens)
+
+    def observe(self, step: Step) -> None:
+        if self._ratios is None:
+            self.policy.observe(step)
+        elif step.widths:
+            self._measure(step, self._ratios)
+
+    def forget(self, request_id: Hashable) -> None:
+        self.policy.forget(request_id)
+
+    def _measure(self, step: Step, ratios: list[float]) -> None:
+        self._steps += 1
+        if step.seconds:
+            ratios.append(step.seconds / self.guess.step_seconds(list(step.widths), step.context_tokens))
+        if len(ratios) >= CLEAN or self._steps >= ANY:
+            cost = scaled(self.guess, median(ratios) if ratios else 1.0)
+            self.policy = AutoWidth(cost, self.block_size, allowed_widths=self.allowed_widths)
+            self._ratios = None
+
+
+def scaled(cost: CostModel, factor: float) -> CostModel:
+    """The same costs in another unit."""
+    tables = {
+        name: {size: factor * value for size, value in getattr(cost, name).items()} for name in ("target", "draft")
+    }
+    slopes = {name: factor * getattr(cost, name) for name in ("target_context", "draft_context")}
+    return CostModel.model_validate({**tables, **slopes})

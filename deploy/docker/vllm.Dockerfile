@@ -1,0 +1,55 @@
+# syntax=docker/dockerfile:1
+# One thin layer over an image that has vLLM: our package, and a user of no rights.
+#
+#   docker buildx build -f deploy/docker/vllm.Dockerfile --build-arg BASE=vllm/vllm-openai@sha256:... -t dflash-serve-vllm:0.1.0 .
+#
+# BASE   an image with vLLM 0.32 or 0.33, by digest; no default: what is not pinned is not built.
+ARG BASE
+
+FROM ${BASE} AS build
+ARG BASE
+# A tag may be another image tomorrow.
+RUN case "$BASE" in *@sha256:*) ;; *) echo "BASE must be pinned by digest: vllm/vllm-openai@sha256:..." >&2; exit 2 ;; esac
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
+COPY pyproject.toml README.md LICENSE /src/
+COPY dflash_serve /src/dflash_serve
+COPY backends /src/backends
+COPY engines /src/engines
+COPY deploy/helm /src/deploy/helm
+RUN python3 -m pip wheel --no-deps --wheel-dir /wheels /src
+
+FROM ${BASE}
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG BASE
+LABEL org.opencontainers.image.title="dflash-serve on vLLM" \
+      org.opencontainers.image.description="vLLM with strict DFlash drafters and a width that follows load" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION" \
+      org.opencontainers.image.base.name="$BASE"
+USER 0
+# What the engine brings stays what it is: pip may add what our package needs, and change nothing that is there.
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
+    python3 -m pip list --format=freeze --exclude-editable > /tmp/there.txt && \
+    PIP_BREAK_SYSTEM_PACKAGES=1 \
+    python3 -m pip install --no-cache-dir --disable-pip-version-check --constraint /tmp/there.txt /wheels/*.whl && \
+    rm /tmp/there.txt && \
+    install -d -o 10001 -g 10001 /models /cache /prepared
+# Nothing is told to vLLM's authors.
+ENV VLLM_NO_USAGE_STATS=1 \
+    DO_NOT_TRACK=1 \
+    HOME=/cache \
+    USER=dflash \
+    XDG_CACHE_HOME=/cache \
+    HF_HOME=/models/huggingface \
+    HF_HUB_DISABLE_TELEMETRY=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+USER 10001:10001
+WORKDIR /cache
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=30s --start-period=60m --retries=3 \
+    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=25)"]
+ENTRYPOINT ["dflash-serve"]
+CMD ["serve", "/etc/dflash-serve/deployment.yaml", "--backend", "vllm", "--host", "0.0.0.0", "--port", "8000", "--folder", "/prepared"]

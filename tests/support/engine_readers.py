@@ -1,0 +1,82 @@
+"""How each engine reads a drafter's config.json: its own rules, transcribed, with the lines they stand in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_serve.checkpoint.config import AttentionKind
+
+Raw = Mapping[str, Any]
+SLIDING = "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an engine makes of a config.json."""
+
+    layers: tuple[AttentionKind, ...]
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    block_size: int | None
+    """None = the engine does not read it, it is told K = B - 1."""
+
+
+def vllm(raw: Raw) -> Reading:
+    """vLLM 0.32 and 0.33: `model_executor/models/qwen3_dflash.py` and `transformers_utils/configs/speculators/`."""
+    block = None
+    if "speculators_model_type" in raw:  # base.py:60, algos.py:91 update_dflash
+        block = raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] + 1  # base.py:122
+        dflash = {
+            "mask_token_id": raw["mask_token_id"],
+            "target_layer_ids": [index - 1 for index in raw["aux_hidden_state_layer_ids"]],
+            "causal": not raw.get("sliding_window_non_causal", True),
+        }
+        raw = {**raw["transformer_layer_config"], "dflash_config": dflash}
+    layers = tuple(_vllm_layer(raw, index) for index in range(raw["num_hidden_layers"]))
+    dflash = raw["dflash_config"]
+    return Reading(layers, tuple(dflash["target_layer_ids"]), dflash["mask_token_id"], block)
+
+
+def _vllm_layer(raw: Raw, index: int) -> AttentionKind:
+    """qwen3_dflash.py:86 _dflash_layer_causal and :120 _resolve_layer_attention."""
+    dflash, types = raw["dflash_config"], raw.get("layer_types")
+    use_swa = dflash.get("use_swa", False)
+    slides = use_swa if types is None or (use_swa and SLIDING not in types) else types[index] == SLIDING
+    window = dflash.get("swa_window_size", raw.get("sliding_window")) if slides else None
+    if raw.get("is_causal") is not None:
+        return AttentionKind(window=window, causal=raw["is_causal"])
+    if dflash.get("causal") is not None:
+        return AttentionKind(window=window, causal=dflash["causal"])
+    return AttentionKind(window=window, causal=types is not None and types[index] == SLIDING)
+
+
+def sglang(raw: Raw) -> Reading:
+    """SGLang 0.5.22-0.5.23: `models/dflash.py:157-196`, `speculative/dflash_utils.py:400-420, 588-805`."""
+    dflash = raw.get("dflash_config") or {}
+
+    def key(name: str) -> Any:  # in dflash_config first, then at top level
+        return dflash.get(name, raw.get(name))
+
+    layers = []
+    for kind in raw["layer_types"]:
+        window = raw["sliding_window"] if kind == SLIDING else None
+        causal = kind == SLIDING if key("is_causal") is None else key("is_causal")
+        layers.append(AttentionKind(window=window, causal=causal))
+    return Reading(tuple(layers), tuple(key("target_layer_ids")), key("mask_token_id"), key("block_size") or 16)
+
+
+def tensorrt_llm(raw: Raw) -> Reading:
+    """TensorRT-LLM: `_torch/models/modeling_dflash.py` @009d8fa, `pyexecutor/config_utils.py`."""
+    dflash, layers = raw["dflash_config"], []
+    for kind in raw["layer_types"]:  # _get_attention_mask_args, get_layer_attention_window
+        window = raw["sliding_window"] if kind == SLIDING and raw.get("use_sliding_window") is not False else None
+        causal = window is not None
+        if dflash.get("use_swa") and kind == SLIDING:  # dspark_layer_window_size
+            window = dflash["swa_window_size"]
+        layers.append(AttentionKind(window=window, causal=causal))
+    return Reading(tuple(layers), tuple(dflash["target_layer_ids"]), dflash["mask_token_id"], raw["block_size"])
+
+
+READERS: Mapping[str, Callable[[Raw], Reading]] = {"vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm}

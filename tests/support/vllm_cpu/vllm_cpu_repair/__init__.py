@@ -1,0 +1,45 @@
+"""Sampling under speculation in the CPU build of vLLM: it reads its temperatures from memory that nobody wrote.
+
+`vllm/utils/cpu_triton_utils.py:390` casts the output of `expand_batch_to_tokens` to int64, which makes a copy for every
+other type; the kernel fills the copy. Temperatures above 0 then give gibberish, and `top_k` ends the engine. vLLM calls
+`install` in each of its processes; the first use of the function decides whether it is repaired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def install() -> None:
+    """Stands in for the function until it is first used, and where it is wrong."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if not current_platform.is_cpu() or rejection_sampler.expand_batch_to_tokens.__module__ == __name__:
+        return
+    upstream = rejection_sampler.expand_batch_to_tokens
+
+    def decide(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, *replace: int, **named: int) -> Tensor:
+        expand = upstream if is_right(upstream) else expand_batch_to_tokens
+        rejection_sampler.expand_batch_to_tokens = expand
+        return expand(x, cu_num_tokens, num_tokens, *replace, **named)
+
+    rejection_sampler.expand_batch_to_tokens = decide
+
+
+def is_right(expand: Callable[..., Tensor]) -> bool:
+    """Whether it repeats floats; a buffer that nobody wrote will not hold the random ones we ask for."""
+    values, ends = torch.rand(2), torch.tensor([1, 3], dtype=torch.int32)
+    return torch.equal(expand(values, ends, 3), values[[0, 1, 1]])
+
+
+def expand_batch_to_tokens(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """x [requests] -> [tokens]: each request's value for each of its tokens; cu_num_tokens are their ends."""
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).to(torch.int64)
+    chosen = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return chosen.repeat_interleave(counts, output_size=num_tokens)

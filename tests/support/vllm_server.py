@@ -1,0 +1,163 @@
+"""The real vLLM server on a CPU, started by our backend's own command, and a small client."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from dflash_serve.backend import Command
+from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.common.processes import running_server
+from dflash_serve.common.prometheus import Samples
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+from dflash_vllm import VLLMBackend
+from dflash_vllm.facts import FACTS
+
+ON_CPU = ("--served-model-name", "m", "--long-prefill-token-threshold", "256")
+"""On top of our command: a long prompt goes in several chunks. (Only such a one: a seeded request whose prompt is cut
+ends vLLM's engine on a CPU, `gpu_model_runner.py:3502`.)"""
+ENVIRONMENT = {
+    **FACTS.environment,
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+PATIENCE = 420.0
+CROWD = 16
+"""Requests that a server takes at once."""
+LIMITS = {"max_batch_size": CROWD, "max_model_len": 1024, "max_num_tokens": 2048}
+
+
+class OnCpu(VLLMBackend):
+    """Our backend, its command with what the CPU build needs, and some more."""
+
+    def __init__(self, *flags: str, env: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self.flags, self.env = flags, env or {}
+
+    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        """What `serve` would run, on a CPU."""
+        command = super().command(deployment, folder, host=host, port=port)
+        env = {**ENVIRONMENT, **command.env, **self.env}
+        return replace(command, argv=(*command.argv, *ON_CPU, *self.flags), env=env)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running one, and the folder that was prepared for it."""
+
+    url: str
+    folder: Path
+
+    def get(self, path: str) -> str:
+        """The page; an HTTP error raises."""
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer's JSON; an HTTP error raises."""
+        request = urllib.request.Request(self.url + path, json.dumps({"model": "m", **body}).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+            return found
+
+    def complete(self, prompt: str | Sequence[int], tokens: int = 24, **more: Any) -> dict[str, Any]:
+        """One choice of a completion, its token ids told; greedy and of full length unless told otherwise."""
+        asked = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "return_token_ids": True, **more}
+        answer = self.post("/v1/completions", {"prompt": prompt, **asked})
+        choice: dict[str, Any] = answer["choices"][0]
+        return choice
+
+    def tokens(self, prompts: Sequence[str | Sequence[int]], tokens: int = 24, streams: int = 1) -> list[list[int]]:
+        """The answers' token ids, so many at a time."""
+        with ThreadPoolExecutor(streams) as pool:
+            return [answer["token_ids"] for answer in pool.map(lambda p: self.complete(p, tokens), prompts)]
+
+    @property
+    def samples(self) -> Samples:
+        """Its metrics now."""
+        return Samples(self.get(FACTS.metrics.path))
+
+
+def smollm2(width: int | str, **changes: Any) -> Deployment:
+    """SmolLM2 and the drafter we ship; the test is skipped where there is no SmolLM2."""
+    try:
+        target = str(target_folder("smollm2"))
+    except UserError as error:
+        pytest.skip(str(error))
+    fields: dict[str, Any] = {
+        "target": {"model": target},
+        "drafter": {"model": "smollm2"},
+        "limits": LIMITS,
+        "hardware": {"gpu": "none"},
+        "speculation": {"width": width},
+    }
+    return Deployment.model_validate({**fields, **changes})
+
+
+@contextmanager
+def serving(folder: Path, deployment: Deployment, backend: OnCpu | None = None) -> Iterator[Server]:
+    """A server that is ready; it is gone when the block ends."""
+    with running_server(backend or OnCpu(), deployment, folder, patience=PATIENCE) as url:
+        yield Server(url, folder)
+
+
+@dataclass(frozen=True)
+class Berth:
+    """A server's place among several."""
+
+    ready: Future[Server] = field(default_factory=Future)
+    left: Event = field(default_factory=Event)
+    """Set it when the server is no longer needed: it is stopped."""
+
+
+class Fleet:
+    """Servers by name, each in a folder of its own, started when it or the one before it is first asked for."""
+
+    def __init__(self, folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]], pool: ThreadPoolExecutor) -> None:
+        self.folder, self.wanted, self.pool = folder, wanted, pool
+        self.berths: dict[str, Berth] = {}
+
+    def __getitem__(self, name: str) -> Berth:
+        names = list(self.wanted)
+        for near in names[names.index(name) :][:2]:  # most of a start is one thread that imports
+            if near not in self.berths:
+                self.berths[near] = Berth()
+                self.pool.submit(self._run, near)
+        return self.berths[name]
+
+    def _run(self, name: str) -> None:
+        berth = self.berths[name]
+        try:
+            with serving(self.folder / name, *self.wanted[name]) as server:
+                berth.ready.set_result(server)
+                berth.left.wait()
+        except UserError as error:
+            berth.ready.set_exception(error)
+
+
+@contextmanager
+def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]]) -> Iterator[Fleet]:
+    """All of them are gone when the block ends."""
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        servers = Fleet(folder, wanted, pool)
+        try:
+            yield servers
+        finally:
+            for berth in servers.berths.values():
+                berth.left.set()

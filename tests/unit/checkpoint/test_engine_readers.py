@@ -1,0 +1,71 @@
+"""What we write is read as meant by every engine, by the engine's own rules; where it is not, somebody says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from dflash_serve.checkpoint.config import AttentionKind
+from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.errors import UserError
+from dflash_tensorrt_llm.launch_plan import beyond_built_in
+from tests.support.engine_readers import READERS, Raw
+from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, tiny_drafter_config
+
+CAUSAL = AttentionKind(causal=True)
+LAYERS: Mapping[str, tuple[AttentionKind, ...]] = {
+    "full": (FULL, FULL),
+    "full, causal": (CAUSAL, CAUSAL),
+    "sliding, causal": (SLIDING, SLIDING),
+    "sliding both ways": (SLIDING_BOTH_WAYS, SLIDING_BOTH_WAYS),
+    "full and sliding, causal": (FULL, SLIDING),
+    "full and sliding both ways": (FULL, SLIDING_BOTH_WAYS),
+}
+OUT_OF_WORDS = {
+    ("speculators", "full, causal"),
+    ("modelopt", "full and sliding, causal"),
+    ("modelopt", "full and sliding both ways"),
+}
+"""Refused: the dialect cannot say it."""
+MISREAD = {
+    ("speculators", "vllm", "full and sliding, causal"): (CAUSAL, SLIDING),
+}
+"""Said rightly and read wrongly: `convert` warns of it."""
+READS = {"zlab": READERS, "modelopt": READERS, "speculators": {"vllm": READERS["vllm"]}}
+"""SGLang and TensorRT-LLM do not read the speculators dialect."""
+CASES = [(d, e, c) for d in DIALECTS for e in READS[d] for c in LAYERS if (d, c) not in OUT_OF_WORDS]
+
+
+def written(dialect: str, case: str) -> Raw:
+    return DIALECTS[dialect].write(tiny_drafter_config(layers=LAYERS[case]), None)
+
+
+@pytest.mark.parametrize(("dialect", "engine", "case"), CASES)
+def test_an_engine_reads_what_was_meant(dialect: str, engine: str, case: str) -> None:
+    config = tiny_drafter_config(layers=LAYERS[case])
+    if engine == "tensorrt-llm" and beyond_built_in(config, None):
+        pytest.skip("TensorRT-LLM's own drafter has no such attention; our backend brings one that has")
+    found = READERS[engine](written(dialect, case))
+    assert found.layers == MISREAD.get((dialect, engine, case), config.layers)
+    assert found.target_layer_ids == config.target_layer_ids
+    assert found.mask_token_id == config.mask_token_id
+    assert found.block_size in (config.block_size, None)
+
+
+@pytest.mark.parametrize(("dialect", "case"), sorted(OUT_OF_WORDS))
+def test_what_a_dialect_cannot_say_is_refused(dialect: str, case: str) -> None:
+    with pytest.raises(UserError, match=f"the {dialect} dialect has no way to write"):
+        written(dialect, case)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case, layers in LAYERS.items() if len({kind.causal for kind in layers}) == 1]
+)
+def test_zlabs_causality_is_explicit_wherever_one_key_can_say_it(case: str) -> None:
+    assert written("zlab", case)["is_causal"] == LAYERS[case][0].causal
+
+
+def test_a_speculators_export_of_full_layers_is_not_made_causal_by_vllm() -> None:
+    """With `sliding_window_non_causal: false` vLLM 0.32 and 0.33 make every layer causal: acceptance 2.51 -> 2.28."""
+    assert written("speculators", "full")["sliding_window_non_causal"] is True

@@ -1,0 +1,249 @@
+"""The real server with SmolLM2-135M-Instruct and the drafter we ship: whatever is asked for, at any width, speculation
+changes no token; `verify` says so too; acceptance is the embedded engine's; and the widths follow the load.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from dflash_serve import LLM, SamplingParams
+from dflash_serve.checkpoint.source import BUNDLED_DRAFTER
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.client.metrics import read_acceptance
+from dflash_serve.common.journal import Journal
+from dflash_serve.models.loader import load_tokenizer
+from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
+from dflash_serve.verify.questions import VerifyPlan
+from dflash_serve.verify.subjects import two_servers
+from dflash_serve.verify.verification import Verification
+from dflash_vllm.facts import ACCEPTED, DRAFTED, DRAFTS, FACTS, SLOTS_ACCEPTED, SLOTS_OFFERED, STEPS
+from dflash_vllm.schedule import static_schedule
+from tests.support.prompts import word_problems
+from tests.support.promql import exported, missing
+from tests.support.vllm_server import CROWD, Fleet, OnCpu, Server, fleet, smollm2
+
+pytestmark = pytest.mark.model
+PROMPTS, TOKENS, STREAMS = 12, 40, 10
+FLAT_THEN_STEEP = {"target": {1: 1.0, 8: 1.0, 256: 32.0}, "draft": {1: 0.05, 16: 0.05}}
+"""Costs of a machine on which 8 rows cost no more than one, and every further row costs in full."""
+SURVIVAL = (0.627, 0.347, 0.202, 0.119, 0.093, 0.073, 0.052)
+"""The bundled drafter's, by slot."""
+SCHEMA = {"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]}
+BOUNDED = {"ignore_eos": False}
+Tokens = list[list[int]]
+
+
+def static_flags() -> tuple[str, str]:
+    """A schedule of widths worked out before launch, for a vLLM into which nothing of ours is loaded."""
+    rows = static_schedule(CostModel.model_validate(FLAT_THEN_STEEP), SURVIVAL, (1, 2, 4, 8), CROWD)
+    speculative = {"method": "dflash", "model": str(BUNDLED_DRAFTER), "num_speculative_tokens": 7}
+    return "--speculative-config", json.dumps({**speculative, "num_speculative_tokens_per_batch_size": rows})
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Without speculation (`plain`), and at every kind of width."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    table = folder / "cost.json"
+    table.write_text(json.dumps(FLAT_THEN_STEEP))
+    costs = {"DFLASH_SERVE_COST_TABLE": str(table)}
+    wanted = {
+        "plain": (smollm2("off"), OnCpu()),
+        "full": (smollm2(8), OnCpu()),
+        "auto": (smollm2("auto"), OnCpu(env=costs)),
+        "3": (smollm2(3), OnCpu()),
+        "static": (smollm2(8), OnCpu(*static_flags(), env={"VLLM_PLUGINS": "cpu_repair"})),
+    }
+    with fleet(folder, wanted) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prompts(servers: Fleet) -> Tokens:
+    tokenizer = load_tokenizer("smollm2")
+    encoded = [
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        for messages in word_problems(CROWD)
+    ]
+    return [list(one["input_ids"]) for one in encoded]
+
+
+def both(server: Server, bodies: Sequence[tuple[Sequence[int], dict[str, Any]]]) -> Any:
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return [
+            answer["token_ids"] for answer in pool.map(lambda body: server.complete(body[0], 32, **body[1]), bodies)
+        ]
+
+
+def joined(prompts: Tokens) -> list[int]:
+    return [token for prompt in prompts for token in prompt]
+
+
+Ask = Callable[[Server, Tokens], Any]
+CASES: Mapping[str, Ask] = {
+    "ten streams": lambda server, prompts: server.tokens(prompts[:PROMPTS], TOKENS, STREAMS),
+    "one stream": lambda server, prompts: server.tokens(prompts[:2], TOKENS),
+    "a crowd": lambda server, prompts: server.tokens(prompts, 24, CROWD),
+    "penalties": lambda server, prompts: both(
+        server,
+        [
+            (prompts[0], {"repetition_penalty": 1.3}),
+            (prompts[1], {"presence_penalty": 0.8, "frequency_penalty": 0.5}),
+            (prompts[2], {"bad_words": [" the"]}),
+            (prompts[3], {"allowed_token_ids": list(range(100, 3000))}),
+        ],
+    ),
+    "where an answer ends": lambda server, prompts: both(
+        server,
+        [
+            (prompts[0], {"stop": ["."], **BOUNDED}),
+            (prompts[1], {"min_tokens": 20, **BOUNDED}),
+            (prompts[2], {"max_tokens": 1}),
+            (prompts[3], {"max_tokens": 2}),
+        ],
+    ),
+    "grammars": lambda server, prompts: both(
+        server,
+        [
+            (prompts[0], {"structured_outputs": {"json": SCHEMA}, **BOUNDED}),
+            (prompts[1], {"structured_outputs": {"regex": "[0-9]{1,3} (dollars|pages)"}, **BOUNDED}),
+            (prompts[2], {"structured_outputs": {"choice": ["yes", "no"]}, **BOUNDED}),
+        ],
+    ),
+    "a prompt in chunks": lambda server, prompts: server.tokens([joined(prompts)[:700]], 24),
+    "a prefix from the cache": lambda server, prompts: server.tokens([joined(prompts)[:300] + prompts[3]] * 2, 24),
+}  # fmt: skip
+
+
+def logprobs(server: Server, prompts: Tokens) -> list[float]:
+    found: list[float] = server.complete(prompts[0], 24, logprobs=2)["logprobs"]["token_logprobs"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def truth(servers: Fleet, prompts: Tokens) -> dict[str, Any]:
+    """What the same server answers without speculation."""
+    server = servers["plain"].ready.result()
+    return {name: ask(server, prompts) for name, ask in CASES.items()} | {"logprobs": logprobs(server, prompts)}
+
+
+def assert_nothing_changed(server: Server, prompts: Tokens, truth: Mapping[str, Any]) -> None:
+    for name, ask in CASES.items():
+        assert ask(server, prompts) == truth[name], name
+    assert logprobs(server, prompts) == pytest.approx(truth["logprobs"], abs=1e-3)
+    assert (server.samples.total("vllm:prefix_cache_hits_total") or 0) > 0
+
+
+def test_whole_blocks_change_no_token_and_accept_what_the_embedded_engine_does(
+    servers: Fleet, prompts: Tokens, truth: dict[str, Any]
+) -> None:
+    server = servers["full"].ready.result()
+    before = read_acceptance(server.url)
+    assert server.tokens(prompts[:PROMPTS], TOKENS, STREAMS) == truth["ten streams"]
+    found = read_acceptance(server.url).since(before)
+    assert_nothing_changed(server, prompts, truth)
+    assert found.widths == {8: found.verifications}
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    llm = LLM("smollm2", str(server.folder / "draft"), width=8, max_model_len=1024, max_batch_size=STREAMS)
+    reference = total(output.statistics for output in llm.generate(prompts[:PROMPTS], params)).acceptance_length
+    assert found.acceptance_length == pytest.approx(reference, rel=0.03)
+
+
+def test_what_vllm_counts_is_what_we_count(servers: Fleet, prompts: Tokens) -> None:
+    server = servers["full"].ready.result()
+    server.tokens(prompts[:3], 16, 3)
+    now = server.samples
+    widths = now.by(f"{STEPS}_total", "width")
+    assert sum(count for width, count in widths.items() if width > 1) == now.total(DRAFTS)
+    assert now.total(f"{SLOTS_OFFERED}_total") == now.total(DRAFTED)
+    assert now.total(f"{SLOTS_ACCEPTED}_total") == now.total(ACCEPTED)
+    survival = now.by_slot(f"{SLOTS_ACCEPTED}_total", "slot", first=1)
+    assert all(wider <= narrower for narrower, wider in pairwise(survival))
+
+
+def test_what_vllm_does_not_do_with_speculation_it_says(servers: Fleet, prompts: Tokens) -> None:
+    for asked in ({"min_p": 0.1, "temperature": 0.5}, {"logit_bias": {"5": 3}}):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            servers["full"].ready.result().complete(prompts[0], 8, **asked)
+        assert refused.value.code == 400
+        assert "not yet supported with speculative decoding" in refused.value.read().decode()
+
+
+def test_it_exports_all_that_the_dashboard_asks_of_it_and_routers_look_for(servers: Fleet) -> None:
+    server, metrics = servers["full"].ready.result(), FACTS.metrics
+    page = exported(server.get(metrics.path))
+    assert missing("vllm", page) == []
+    assert {metrics.queued, metrics.running, metrics.kv_cache_usage} <= set(page)
+    for path in (FACTS.probes.started, FACTS.probes.live, FACTS.probes.ready):
+        server.get(path)  # an HTTP error raises
+
+
+def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers: Fleet) -> None:
+    plan = VerifyPlan(prompts=4, prompts_sha256="", max_tokens=24, samples=48, dtype="float32")
+    urls = [servers[name].ready.result().url for name in ("full", "plain")]
+    pair = two_servers(*(Endpoint(url, concurrency=CROWD) for url in urls))
+    found = Verification(plan, word_problems(8), pair, Journal(None, {})).run()
+    assert (found.verdict, found.faults, found.unit) == ("lossless", (), "token ids")
+    assert all(one.identical == 4 for one in found.greedy)
+    servers["full"].left.set()
+    servers["plain"].left.set()
+
+
+def mean_width(statistics: AcceptanceStatistics) -> float:
+    assert statistics.widths is not None
+    steps = sum(statistics.widths.values())
+    return sum(width * count for width, count in statistics.widths.items()) / steps
+
+
+def test_widths_follow_the_load_and_come_back_and_no_token_changes(
+    servers: Fleet, prompts: Tokens, truth: dict[str, Any]
+) -> None:
+    server, seen = servers["auto"].ready.result(), []
+    for streams in (1, CROWD, 1):
+        before = read_acceptance(server.url)
+        few = streams == 1
+        asked, tokens = (prompts[:2], TOKENS) if few else (prompts, 24)
+        assert server.tokens(asked, tokens, streams) == truth["one stream" if few else "a crowd"]
+        seen.append(read_acceptance(server.url).since(before))
+    alone, crowd, again = seen
+    assert mean_width(alone) > 6
+    assert mean_width(crowd) < 2
+    assert crowd.widths is not None
+    assert crowd.widths.get(1, 0) > 0.7 * sum(crowd.widths.values())  # off
+    assert mean_width(again) > 6
+    assert again.acceptance_length == pytest.approx(alone.acceptance_length, rel=0.05)
+    assert_nothing_changed(server, prompts, truth)
+    servers["auto"].left.set()
+
+
+def test_a_narrow_width_changes_no_token(servers: Fleet, prompts: Tokens, truth: dict[str, Any]) -> None:
+    server = servers["3"].ready.result()
+    before = read_acceptance(server.url)
+    assert_nothing_changed(server, prompts, truth)
+    widths = read_acceptance(server.url).since(before).widths
+    assert widths is not None
+    assert max(widths) == 3
+    servers["3"].left.set()
+
+
+def test_a_static_schedule_needs_nothing_of_ours_inside_vllm(
+    servers: Fleet, prompts: Tokens, truth: dict[str, Any]
+) -> None:
+    server = servers["static"].ready.result()
+    assert server.tokens(prompts[:2], TOKENS) == truth["one stream"]
+    few = server.samples.total(DRAFTS)
+    assert server.tokens(prompts, 24, CROWD) == truth["a crowd"]
+    many = server.samples.total(DRAFTS)
+    assert few is not None
+    assert many is not None
+    assert few > 20
+    assert many - few < 0.3 * CROWD * 24 / 2.5  # off, but for the first and last few requests
+    assert not server.samples.knows(f"{STEPS}_total")
