@@ -16,11 +16,11 @@ from dflash_serve.errors import Problem, raise_problems
 from .arguments import DRAFT, arguments, node_arguments
 from .checks import problems
 from .facts import FACTS
-from .launch_plan import OURS, WIDTH_VARIABLE, LaunchPlan, read_launch_plan
+from .launch_plan import WIDTH_VARIABLE, LaunchPlan, read_launch_plan
 
 
 class SGLangBackend:
-    """Checks and command line for SGLang 0.5.22-0.5.23. Needs neither a GPU nor SGLang until the command is run."""
+    """Checks and command line for SGLang 0.5.23. Needs neither a GPU nor SGLang until the command is run."""
 
     name = "sglang"
     facts = FACTS
@@ -61,7 +61,8 @@ class SGLangBackend:
         plan = prepared if prepared and prepared.deployment == deployment else read_launch_plan(deployment)
         argv = [sys.executable, "-m", "sglang.launch_server", *arguments(plan, folder.resolve())]
         argv += node_arguments(deployment.parallel.nodes, os.environ)
-        env = {WIDTH_VARIABLE: str(deployment.speculation.width)} if plan.algorithm == OURS else {}
+        width = plan.block_size if plan.width is None else plan.width
+        env = {} if plan.algorithm is None else {WIDTH_VARIABLE: str(width)}
         return Command((*argv, "--host", host, "--port", str(port)), env)
 
 

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_parallel, get_schedule
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 from dflash_serve.speculation.allocation import CostModel
 
 from .drafting import block_entries, draft_block, positions_of
 from .host import HostWorker
-from .narrow_step import WidthState, verifying
-from .widths import allowed_widths
+from .ranks import Ranks
+from .states import WidthState, verifying
 
 CONTEXT = 128
 """Tokens of context while measuring: attention is a small part of a step at this size."""
@@ -28,14 +27,14 @@ REPETITIONS = 3
 
 
 @torch.no_grad()  # not inference_mode: buffers that are made here serve later, outside of it
-def measure(worker: HostWorker, states: Mapping[int, WidthState]) -> CostModel:
+def measure(worker: HostWorker, states: Mapping[int, WidthState], ranks: Ranks) -> CostModel:
     """Times the target's pass by rows, and the drafter's by requests, up to full batches.
 
     Args:
         states: what the target runs with, by width; SGLang's own where there is none.
     """
-    requests = _doubling(int(get_schedule().max_running_requests))
-    shapes = {n * w: (n, w) for n in requests for w in [1, *allowed_widths(worker.block_size)]}
+    requests = _doubling(int(worker.model_runner.max_running_requests))
+    shapes = {n * w: (n, w) for n in requests for w in sorted({*states, worker.block_size})}
     jobs: list[tuple[str, int, Callable[[], object]]] = [
         ("target", rows, _target_pass(worker, n, w, states.get(w))) for rows, (n, w) in shapes.items()
     ]
@@ -44,9 +43,7 @@ def measure(worker: HostWorker, states: Mapping[int, WidthState]) -> CostModel:
     for _ in range(REPETITIONS):  # interleaved: a busy spell hits all shapes alike, and noise only ever adds time
         for i, (_, _, run) in enumerate(jobs):
             seconds[i] = min(float(seconds[i]), _timed(run, worker.device))
-    group = get_parallel().tp_group
-    if group.world_size > 1:
-        torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    seconds = ranks.slowest(seconds)
     table: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
     for (kind, size, _), time in zip(jobs, seconds.tolist(), strict=True):
         table[kind][size] = time
