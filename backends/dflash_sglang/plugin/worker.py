@@ -13,6 +13,8 @@ from typing import Any
 from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
+from dflash_sglang.launch_plan import narrow_widths
+
 from .calibration import measure
 from .host import worker_problems
 from .metrics import unwatched
@@ -21,7 +23,7 @@ from .ranks import Ranks
 from .results import STEPS
 from .states import CannotBuildError, WidthState, build_states
 from .step import WidthStep
-from .widths import BatchWidths, allowed_widths, asked_width, given_cost, make_policy
+from .widths import BatchWidths, asked_width, given_cost, make_policy
 
 logger = logging.getLogger(__name__)
 WHOLE = "dflash-serve: blocks are verified whole, as SGLang does by itself: %s"
@@ -57,9 +59,9 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
     def _start(self) -> str | None:
         """Makes what the widths need, and the policy; gives the reason where it cannot."""
         fixed = asked_width() or None
-        narrow = {1, *allowed_widths(self.block_size)} if fixed is None else {fixed}
+        narrow = narrow_widths(self.block_size) if fixed is None else [fixed]
         try:
-            self.states = build_states(self, narrow - {self.block_size}, self.ranks)
+            self.states = build_states(self, narrow, self.ranks)
         except CannotBuildError as error:
             return str(error)
         if (fixed or 1) not in self.states:

@@ -10,13 +10,12 @@ import pytest
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.allocation import CostModel
 from dflash_serve.speculation.width import FixedWidth
-from dflash_sglang.launch_plan import WIDTH_VARIABLE
+from dflash_sglang.launch_plan import WIDTH_VARIABLE, narrow_widths
 from dflash_sglang.plugin.results import StepResult, Steps
 from dflash_sglang.plugin.widths import (
     AUTO,
     COST_TABLE,
     BatchWidths,
-    allowed_widths,
     asked_width,
     given_cost,
     make_policy,
@@ -85,8 +84,8 @@ def test_requests_that_have_ended_are_forgotten() -> None:
 
 
 def test_widths_are_few_and_end_with_the_block() -> None:
-    assert allowed_widths(8) == [2, 4, 8]
-    assert allowed_widths(10) == [2, 4, 8, 10]
+    assert narrow_widths(8) == [1, 2, 4]
+    assert narrow_widths(10) == [1, 2, 4, 8]
     assert asked_width({}) is None
     assert asked_width({WIDTH_VARIABLE: "auto"}) == AUTO
     assert asked_width({WIDTH_VARIABLE: "4"}) == 4
