@@ -8,6 +8,7 @@ request; prefill is the case of a long pending part and no draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
-from dflash_serve.speculation.width import WidthPolicy
+from dflash_serve.speculation.width import Step, WidthPolicy
 
 from .grammar import Grammar
 from .model_runner import TargetRunner
@@ -121,17 +122,20 @@ class Scheduler:
     @torch.inference_mode()
     def step(self) -> list[StepResult]:
         """One step of every running request; finished ones leave."""
-        requests = list(self.running)
-        drafts = self._draft(requests)
+        start, requests = perf_counter(), list(self.running)
+        decoding = [request for request in requests if request.is_decoding]
+        context_tokens = sum(request.verified for request in decoding)
+        drafts = self._draft(requests, context_tokens)
         pending = [request.pending[: self.prefill_rows] for request in requests]
         hidden, features = self._verify(requests, pending, drafts)
         accepted = self._accept(requests, pending, drafts, hidden)
-        results = []
-        for index, request in enumerate(requests):
-            result = accepted.get(index) or StepResult(request, [])
+        results = [accepted.get(index) or StepResult(request, []) for index, request in enumerate(requests)]
+        for index, result in enumerate(results):
             self._commit(result, len(pending[index]), drafts[index], features[index])
-            results.append(self._finish(result))
-        return results
+        # Every token is on the host by now; a step that also took in a prompt says nothing of decoding steps.
+        seconds = perf_counter() - start if len(decoding) == len(requests) else None
+        self._observe(decoding, seconds, context_tokens)
+        return [self._finish(result) for result in results]
 
     def _copy_prefix(self, allocation: Allocation) -> None:
         """Target and drafter alike: what the donor has verified but not drafted after yet is injected first."""
@@ -143,13 +147,13 @@ class Scheduler:
                 self.speculator.inject([allocation.donor])
             self.speculator.cache.copy(allocation.donor.entry, allocation.entry, allocation.reused)
 
-    def _draft(self, requests: Sequence[Request]) -> list[list[int]]:
+    def _draft(self, requests: Sequence[Request], context_tokens: int) -> list[list[int]]:
         """Drafted tokens of each request; [] where it is still in its prompt or its width is 1."""
         drafts: list[list[int]] = [[] for _ in requests]
         decoding = [i for i, request in enumerate(requests) if request.is_decoding]
         if self.speculator is None or not decoding:
             return drafts
-        chosen = self.policy.widths([requests[i].id for i in decoding])
+        chosen = self.policy.widths([requests[i].id for i in decoding], context_tokens)
         widths = {i: min(width, requests[i].remaining) for i, width in zip(decoding, chosen, strict=True)}
         wide = [i for i in decoding if widths[i] > 1]
         if wide:
@@ -199,7 +203,13 @@ class Scheduler:
         request.statistics.record(width, accepted)
         self.statistics.record(width, accepted)
         request.steps.append((width, accepted))
-        self.policy.observe(request.id, width, accepted)
+
+    def _observe(self, decoded: Sequence[Request], seconds: float | None, context_tokens: int) -> None:
+        """Tells the policy what the step came to."""
+        if decoded:
+            last = [request.steps[-1] for request in decoded]
+            ids, widths = [request.id for request in decoded], [width for width, _ in last]
+            self.policy.observe(Step(ids, widths, [accepted for _, accepted in last], seconds, context_tokens))
 
     def _finish(self, result: StepResult) -> StepResult:
         """The result up to what ends the answer; sets the finish_reason and lets a finished request go."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 from pathlib import Path
@@ -140,3 +141,13 @@ def _convert(gguf: Path, folder: Path) -> None:
         model.save_pretrained(scratch, max_shard_size="8GB")
         tokenizer.save_pretrained(scratch)
         (scratch / CHECKSUM_FILE).write_text(sha256(scratch / "model.safetensors"))
+
+
+def recorded_survival(folder: Path) -> list[float] | None:
+    """Survival of slots 1..B-1 that a drafter had when it was trained (`provenance.json`); None where none is told."""
+    try:
+        survival = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["validation"]["survival"]
+        shares = [float(share) for share in survival]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return shares if shares and all(0 <= share <= 1 for share in shares) else None

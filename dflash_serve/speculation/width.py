@@ -1,25 +1,51 @@
 """The width policy: how many slots of each block to verify, down to one (speculation off). Needs no torch."""
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass
 from typing import Final, Protocol
 
-from dflash_serve.speculation.allocation import CostModel, choose_widths
+import numpy as np
 
-UNINFORMED: Final = 0.5
-"""The conditional acceptance of slot 1 before anything was seen, worth one observation."""
+from dflash_serve.speculation.allocation import Choices, Integers, choices_of
+from dflash_serve.speculation.belief import Matrix, Vector
+from dflash_serve.speculation.costs import CostModel, StepCosts
+from dflash_serve.speculation.survival import SurvivalEstimate
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a decoding step came to, request by request."""
+
+    request_ids: Sequence[Hashable]
+    widths: Sequence[int]
+    """Slots verified."""
+    accepted: Sequence[int]
+    """Drafted tokens accepted, less than the width."""
+    seconds: float | None = None
+    """How long the whole step took; None = unknown, or it did other work, too (a prompt)."""
+    context_tokens: int = 0
+    """K/V tokens of all requests together."""
 
 
 class WidthPolicy(Protocol):
-    """What an engine asks before each step, and tells after it."""
+    """What an engine asks before each decoding step, and tells after it.
 
-    def widths(self, request_ids: Sequence[Hashable]) -> list[int]:
+    With several ranks one of them asks and tells the others: what it answers depends on times that it measured.
+    """
+
+    @property
+    def resting(self) -> bool:
+        """Speculation has been off for long: an engine may stop doing what only drafts need."""
+        ...
+
+    def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
         """Widths for the coming step, one per request; all 1: do not draft."""
         ...
 
-    def observe(self, request_id: Hashable, width: int, accepted: int) -> None:
-        """What a request's step came to: `accepted` drafted tokens of a block of `width` verified slots."""
+    def observe(self, step: Step) -> None:
+        """What a step came to. Requests may have got less than was asked for them."""
         ...
 
     def forget(self, request_id: Hashable) -> None:
@@ -37,156 +63,152 @@ class FixedWidth:
         if self.width < 1:
             raise ValueError(f"width {self.width}: use 1 (speculation off) to the drafter's block_size")
 
-    def widths(self, request_ids: Sequence[Hashable]) -> list[int]:
+    @property
+    def resting(self) -> bool:
+        return self.width == 1
+
+    def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
         return [self.width] * len(request_ids)
 
-    def observe(self, request_id: Hashable, width: int, accepted: int) -> None:
+    def observe(self, step: Step) -> None:
         pass
 
     def forget(self, request_id: Hashable) -> None:
         pass
 
 
-class SurvivalEstimate:
-    """Survival of slots 1..B-1, from an exponentially weighted memory of what was observed.
-
-    A step of width w that accepted a tokens says something about slots 1..min(a+1, w-1) only: the slots after a
-    rejection and those beyond the width were never put to the test. So the estimate is of the conditional acceptance
-    h_k = P(slot k accepted | slots < k accepted), for which each test is a plain success or failure, and
-    survival_k = h_1 ... h_k. Tests of slot k are weighted by (1 - 1/memory) per later test of the same slot.
-
-    h_k is the mean of a Beta posterior, (successes + strength x prior_k) / (tests + strength). The prior of a request
-    is its batch's estimate; the prior of the batch's own slot k is its slot k-1 (with a strength of one test), so that
-    narrow widths inform wide ones: a slot never tested is thought to be like the one before it.
-    """
-
-    def __init__(self, slots: int, *, memory: float, strength: float) -> None:
-        self._keep = 1 - 1 / memory
-        self._strength = strength
-        self._tests = [0.0] * slots
-        self._successes = [0.0] * slots
-
-    def observe(self, width: int, accepted: int) -> None:
-        """Learn from a step that verified `width` slots and accepted `accepted` drafted tokens."""
-        for slot in range(min(accepted + 1, width - 1)):
-            self._tests[slot] = self._keep * self._tests[slot] + 1
-            self._successes[slot] = self._keep * self._successes[slot] + (slot < accepted)
-
-    def conditional(self, prior: Sequence[float] | None = None) -> list[float]:
-        """h_1..h_{B-1}, shrunk toward `prior` (h of the batch), or each slot toward the one before it."""
-        result: list[float] = []
-        for slot, (tests, successes) in enumerate(zip(self._tests, self._successes, strict=True)):
-            toward, strength = (prior[slot], self._strength) if prior else (result[-1] if result else UNINFORMED, 1.0)
-            result.append((successes + strength * toward) / (tests + strength))
-        return result
+CREDIT: Final = 1.5
+"""Most that may be spent at once on finding out, in steps without speculation."""
+DEBT: Final = 6.0
+"""How far bad luck may take the account below nothing, in the same."""
+REFILL: Final = 0.002
+"""What every step adds: the share of all time that may go into finding out for ever."""
+TRIFLE: Final = 0.001
+"""A price, as a share of a step, that needs no account."""
+REST: Final = 64
+"""Steps without a draft after which speculation is resting."""
 
 
-def survival_of(conditional: Sequence[float]) -> list[float]:
-    """Running products: survival_k = h_1 ... h_k."""
-    result, product = [], 1.0
-    for acceptance in conditional:
-        product *= acceptance
-        result.append(product)
-    return result
-
-
-@dataclass
-class _Request:
-    estimate: SurvivalEstimate
-    last_full_block: float = -inf  # the step in which it was last offered a full block
-
-
-@dataclass
 class AutoWidth:
-    """The widths that the cost model and the observed survival make fastest, with probes so as not to go stale.
+    """The widths that are fastest by what is known of survival and costs, and now and then those that may be.
 
-    A probe offers one request a full block (with `allowed_widths`: the batch the widest one), because slots that are
-    not offered are not learnt about. It comes every `probe_interval` steps, to the request whose last full block is
-    the oldest, and not at all while even a perfect drafter would not pay. If a probe costs (1 + c) times the step it
-    replaces, probing costs at most c / probe_interval of all time; where that exceeds `probe_budget` the interval is
-    stretched to c / probe_budget. The first `learning_probes` come at once, so that a good drafter is not left waiting.
-    So by the measured costs, with a drafter that is never right, `auto` takes longer than `off` by a share of at most
-    `probe_budget`, and once by the steps in which that is found out.
+    Both are learnt from every step (`SurvivalEstimate`, `StepCosts`), and both come with a spread. The policy takes
+    the widths that are best by the means (`exploit`), unless wider ones would be best if things stood as well as they
+    may ("optimism in the face of uncertainty"): then it tries these, or as much of them as it can pay for. So it
+    explores at the margin, where one more slot costs next to nothing, and seldom where a draft is dear. Where a step
+    without a draft might be faster than known, it tries that.
+
+    The account (a conservative bandit; Wu et al. 2016, with speculation off as the baseline whose reward is known):
+    every step pays in REFILL; every step with a draft pays in the tokens it gained per request, less its time in steps
+    without speculation; the account holds CREDIT at most. Exploring needs a balance that covers its price. Below
+    -DEBT nothing is drafted. So, by the costs as they are known, in any stretch of T steps, whatever the drafter does:
+
+        time lost against off <= CREDIT + DEBT + (one step with a draft of which nothing is accepted) + REFILL x T,
+
+    in steps without speculation. With a drafter that is never right it is far less, as the means follow.
 
     Args:
         cost: measured seconds; its draft cost must include everything that speculation adds to a step.
         block_size: B, the widest width.
         allowed_widths: as for `choose_widths`.
-        request_memory, batch_memory: how many tests of a slot are remembered, roughly.
-        prior_strength: how many tests of a request's own the batch's estimate is worth.
+        known_survival: of slots 1.., from training, an evaluation or the last run; None = nothing is known.
     """
 
-    cost: CostModel
-    block_size: int
-    allowed_widths: Sequence[int] | None = None
-    probe_interval: int = 32
-    probe_budget: float = 0.02
-    learning_probes: int = 8
-    request_memory: float = 32
-    batch_memory: float = 512
-    prior_strength: float = 8
-    _requests: dict[Hashable, _Request] = field(default_factory=dict, init=False)
-    _batch: SurvivalEstimate = field(init=False)
-    _step: int = field(default=0, init=False)
-    _last_probe: int = field(default=0, init=False)
-    _probes: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        if self.block_size < 2 or self.probe_interval < 1 or not self.probe_budget > 0:
-            raise ValueError("AutoWidth: need block_size >= 2, probe_interval >= 1 and probe_budget > 0")
-        if self.allowed_widths is not None and not all(1 <= w <= self.block_size for w in self.allowed_widths):
-            raise ValueError(f"allowed_widths {list(self.allowed_widths)}: use widths from 1 to {self.block_size}")
-        self._batch = self._new_estimate(self.batch_memory)
-
-    def widths(self, request_ids: Sequence[Hashable]) -> list[int]:
-        requests = [self._request(request_id) for request_id in request_ids]
-        prior = self._batch.conditional()
-        survivals = [survival_of(request.estimate.conditional(prior)) for request in requests]
-        widths = self._probed(self._best(survivals), requests)
-        for request, width in zip(requests, widths, strict=True):
-            if width == self._widest:
-                request.last_full_block = self._step
-        self._step += 1
-        return widths
-
-    def observe(self, request_id: Hashable, width: int, accepted: int) -> None:
-        if not 0 <= accepted < width <= self.block_size:
-            raise ValueError(f"accepted {accepted} of width {width}: need 0 <= accepted < width <= {self.block_size}")
-        self._request(request_id).estimate.observe(width, accepted)
-        self._batch.observe(width, accepted)
-
-    def forget(self, request_id: Hashable) -> None:
-        self._requests.pop(request_id, None)
+    def __init__(
+        self,
+        cost: CostModel,
+        block_size: int,
+        allowed_widths: Sequence[int] | None = None,
+        known_survival: Sequence[float] | None = None,
+    ) -> None:
+        if block_size < 2:
+            raise ValueError("AutoWidth: need block_size >= 2")
+        if allowed_widths is not None and not all(1 <= width <= block_size for width in allowed_widths):
+            raise ValueError(f"allowed_widths {list(allowed_widths)}: use widths from 1 to {block_size}")
+        self.block_size, self.allowed_widths = block_size, allowed_widths
+        self.costs = StepCosts(cost)
+        self.survival = SurvivalEstimate(block_size - 1, known_survival)
+        self._account = CREDIT
+        self._off_for = 0
 
     @property
-    def _widest(self) -> int:
-        return self.block_size if self.allowed_widths is None else max(self.allowed_widths, default=1)
+    def resting(self) -> bool:
+        return self._off_for >= REST
 
-    def _best(self, survivals: Sequence[Sequence[float]]) -> list[int]:
-        return choose_widths(survivals, self.cost, max_width=self._widest, allowed_widths=self.allowed_widths)
+    def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
+        if not request_ids:
+            return []
+        self._account = min(CREDIT, self._account + REFILL)
+        known = self.survival.survival(request_ids)
+        exploit = self._options(known, known, context_tokens)
+        best = exploit.best
+        if self._account < -DEBT:
+            widths = exploit.choices.widths(0)
+        else:
+            explored = self._explored(request_ids, known, exploit, context_tokens)
+            widths = exploit.choices.widths(best) if explored is None else explored
+        self._off_for = self._off_for + 1 if widths.max() == 1 else 0
+        return [int(width) for width in widths]
 
-    def _probed(self, widths: list[int], requests: Sequence[_Request]) -> list[int]:
-        """The widths, or a probe in their place if one is due and may teach something."""
-        waited, learning = self._step - self._last_probe, self._probes < self.learning_probes
-        if not (learning or waited >= self.probe_interval) or min(widths, default=self._widest) >= self._widest:
-            return widths
-        probe = [self._widest] * len(widths)
-        if self.allowed_widths is None:
-            oldest = min(range(len(widths)), key=lambda i: requests[i].last_full_block)
-            probe = [self._widest if i == oldest else width for i, width in enumerate(widths)]
-        extra = self.cost.step_seconds(probe) / self.cost.step_seconds(widths) - 1
-        if not (learning or extra <= self.probe_budget * waited) or not self._could_pay(len(widths)):
-            return widths
-        self._last_probe, self._probes = self._step, self._probes + 1
-        return probe
+    def observe(self, step: Step) -> None:
+        widths, accepted = np.asarray(step.widths), np.asarray(step.accepted)
+        if not len(widths):
+            return
+        if not ((accepted >= 0) & (accepted < widths) & (widths <= self.block_size)).all():
+            raise ValueError(f"accepted {accepted} of widths {widths}: need 0 <= accepted < width <= {self.block_size}")
+        requests, rows = len(widths), int(widths.sum())
+        drafted = int((widths > 1).sum())
+        if drafted and self.allowed_widths is not None:
+            drafted = requests
+        if drafted:
+            off, on = self.costs.of_steps(np.array([requests, rows]), np.array([0, drafted]), step.context_tokens)
+            self._account = min(CREDIT, self._account + 1 + accepted.sum() / requests - on / off)
+        self.survival.observe(step.request_ids, widths, accepted)
+        if step.seconds is not None and step.seconds > 0:
+            self.costs.observe(rows, drafted, step.context_tokens, step.seconds)
 
-    def _could_pay(self, n: int) -> bool:
-        return max(self._best([[1.0] * (self._widest - 1)] * n)) > 1
+    def forget(self, request_id: Hashable) -> None:
+        self.survival.forget(request_id)
 
-    def _request(self, request_id: Hashable) -> _Request:
-        if request_id not in self._requests:
-            self._requests[request_id] = _Request(self._new_estimate(self.request_memory))
-        return self._requests[request_id]
+    def _explored(
+        self, request_ids: Sequence[Hashable], known: Matrix, exploit: _Options, context_tokens: int
+    ) -> Integers | None:
+        """Widths worth a trial that the account can pay for; None = none."""
+        best = exploit.best
+        hoped = self._options(self.survival.optimistic(request_ids), known, context_tokens)
+        price = exploit.rate[best] / hoped.rate - 1
+        funds = max(TRIFLE, self._account if best else self._account / 2)  # what is off is learnt of in several trials
+        payable = np.flatnonzero(price[: hoped.wish + 1] <= funds)
+        if len(payable) and hoped.choices.rows[payable[-1]] > exploit.choices.rows[best]:
+            if best:  # a trial in place of off is paid for when it is seen what it gained
+                self._account -= max(0.0, float(price[payable[-1]]))
+            return hoped.choices.widths(int(payable[-1]))
+        loss = exploit.rate[best] / exploit.rate[0] - 1
+        doubt = self.costs.doubt(exploit.choices.requests, int(exploit.choices.rows[best])) if best else 0.0
+        if best and np.log1p(loss) < doubt and loss <= self._account:
+            self._account -= loss
+            return exploit.choices.widths(0)
+        return None
 
-    def _new_estimate(self, memory: float) -> SurvivalEstimate:
-        return SurvivalEstimate(self.block_size - 1, memory=memory, strength=self.prior_strength)
+    def _options(self, survival: Matrix, known: Matrix, context_tokens: int) -> _Options:
+        """The choices by a survival, and what they come to by it and by the one that is known."""
+        choices = choices_of(survival, self.allowed_widths)
+        seconds = self.costs.of_steps(choices.rows, choices.drafted, context_tokens)
+        return _Options(choices, choices.tokens(known) / seconds, choices.tokens(survival) / seconds)
+
+
+@dataclass(frozen=True)
+class _Options:
+    choices: Choices
+    rate: Vector
+    """[M] tokens per second of each choice, by what is known."""
+    hoped: Vector
+    """[M] the same by the survival that the choices were made for."""
+
+    @property
+    def best(self) -> int:
+        return int(np.argmax(self.rate))
+
+    @property
+    def wish(self) -> int:
+        return int(np.argmax(self.hoped))

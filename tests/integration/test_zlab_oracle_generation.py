@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.width import FixedWidth
+from dflash_serve.speculation.width import FixedWidth, Step
 from dflash_torch.scheduler import Scheduler
 from dflash_torch.speculator import Speculator
 from tests.support.prompts import word_problems
@@ -33,8 +32,8 @@ class Recorder(FixedWidth):
 
     lengths: list[int] = field(default_factory=list)
 
-    def observe(self, request_id: Hashable, width: int, accepted: int) -> None:
-        self.lengths.append(accepted + 1)
+    def observe(self, step: Step) -> None:
+        self.lengths += [accepted + 1 for accepted in step.accepted]
 
 
 def variant(folder: Path, **changes: object) -> Path:

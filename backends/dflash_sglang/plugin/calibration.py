@@ -14,7 +14,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-from dflash_serve.speculation.allocation import CostModel
+from dflash_serve.speculation.costs import CostModel
 
 from .drafting import block_entries, draft_block, positions_of
 from .host import HostWorker

@@ -16,13 +16,14 @@ class StepResult:
     """A verified step."""
 
     width: int
+    requests: int
+    """In the batch; with those that have ended meanwhile."""
     accepted: Sequence[tuple[str, int]]
     """Request ids, and how many drafted tokens of each were accepted."""
     seconds: float | None
     """From the result before to this one; None where something else ran in between."""
     context_tokens: int = 0
     """K/V tokens of all requests together, before the step."""
-    kept_features: bool = True
 
 
 class StepListener(Protocol):
@@ -39,7 +40,6 @@ class Launch:
 
     number: int
     context_tokens: int
-    kept_features: bool
 
 
 class Steps:
@@ -54,11 +54,11 @@ class Steps:
         self._launched = 0
         self._last: tuple[int, float] = (-1, 0.0)
 
-    def launched(self, result: Any = None, *, context_tokens: int = 0, kept_features: bool = True) -> None:
+    def launched(self, result: Any = None, *, context_tokens: int = 0) -> None:
         """Notes that a batch has been launched; `result` is SGLang's, None for a prefill."""
         self._launched += 1
         if result is not None:
-            setattr(result, _MARK, Launch(self._launched, context_tokens, kept_features))
+            setattr(result, _MARK, Launch(self._launched, context_tokens))
 
     def on_result(self, settle: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
         """Around SGLang's own settling of a step: tells the listeners of the requests that SGLang counts.
@@ -70,10 +70,9 @@ class Steps:
         settled = settle(processor, result, batch)
         accepted = [(str(batch.reqs[i].rid), result.num_correct_drafts_per_req_cpu[i]) for i in live]
         launch = getattr(result, _MARK, None)
-        width = int(result.speculative_num_draft_tokens)
-        step = StepResult(width, accepted, self._seconds(launch.number if launch else None))
-        if launch is not None:
-            step = StepResult(width, accepted, step.seconds, launch.context_tokens, launch.kept_features)
+        seconds = self._seconds(launch.number if launch else None)
+        context = launch.context_tokens if launch else 0
+        step = StepResult(int(result.speculative_num_draft_tokens), len(batch.reqs), accepted, seconds, context)
         for listener in self.listeners:
             listener.verified(step)
         return settled

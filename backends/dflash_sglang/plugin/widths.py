@@ -10,10 +10,11 @@ from pydantic import ValidationError
 
 from dflash_serve.deployment import ENV_PREFIX
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.allocation import CostModel
-from dflash_serve.speculation.width import AutoWidth, FixedWidth, WidthPolicy
+from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.width import AutoWidth, FixedWidth, Step, WidthPolicy
 from dflash_sglang.launch_plan import WIDTH_VARIABLE
 
+from .alarm import Alarm
 from .results import StepResult
 
 COST_TABLE = f"{ENV_PREFIX}COST_TABLE"
@@ -64,20 +65,24 @@ def make_policy(block_size: int, cost: CostModel | None, offered: Collection[int
     """
     if cost is None:
         return FixedWidth(min(offered))
-    return AutoWidth(cost, block_size, allowed_widths=sorted(set(offered) - {1}))
+    return AutoWidth(cost, block_size, allowed_widths=sorted(offered))
 
 
 class BatchWidths:
-    """One width for a whole batch, from a policy that speaks of requests."""
+    """One width for a whole batch, from a policy that speaks of requests.
 
-    def __init__(self, policy: WidthPolicy, offered: Collection[int]) -> None:
+    While the policy rests, the drafter gets no context features, and a step is plain decoding. What it would draft
+    later for requests that lived through such a time says nothing about it: they are drafted for only beside others,
+    and the policy does not hear of it.
+    """
+
+    def __init__(self, policy: WidthPolicy, offered: Collection[int], alarm: Alarm | None = None) -> None:
         self.policy, self.offered = policy, sorted(offered)
-        self._known: dict[str, None] = {}
-
-    @property
-    def keeps_features(self) -> bool:
-        """Whether the drafter is to get the context features of what is verified."""
-        return True
+        self.alarm = alarm or Alarm()
+        self.keeps_features = True
+        """Whether the drafter is to get the context features of the step that was last chosen a width for."""
+        self._known: dict[str, bool] = {}
+        """Requests, and whether the drafter has all their features."""
 
     def choose(self, request_ids: Sequence[str], context_tokens: int = 0) -> int:
         """The width of the coming step: the smallest offered one that is enough for every request.
@@ -85,17 +90,31 @@ class BatchWidths:
         Args:
             context_tokens: K/V tokens of all requests together.
         """
-        self._known.update(dict.fromkeys(request_ids))
+        for request_id in request_ids:
+            self._known.setdefault(request_id, True)
         while len(self._known) > MOST_REQUESTS:
             self.finished(next(iter(self._known)))
-        wanted = max(self.policy.widths(request_ids), default=1)
+        wanted = max(self.policy.widths(request_ids, context_tokens), default=1)
+        complete = any(self._known[request_id] for request_id in request_ids)
+        if len(self.offered) > 1 and not (complete and self.alarm.allows()):
+            wanted = 1
+        self.keeps_features = wanted > 1 or not self.policy.resting
+        if not self.keeps_features:
+            self._known.update(dict.fromkeys(request_ids, False))
         return next((width for width in self.offered if width >= wanted), self.offered[-1])
 
     def verified(self, step: StepResult) -> None:
         """Learns from a step."""
-        for request_id, count in step.accepted:
-            if request_id in self._known:
-                self.policy.observe(request_id, step.width, count)
+        known = [
+            (request_id, count)
+            for request_id, count in step.accepted
+            if self._known.get(request_id, False) or (step.width == 1 and request_id in self._known)
+        ]
+        whole = len(known) == step.requests  # else its time is not that of these rows
+        ids, counts = [request_id for request_id, _ in known], [count for _, count in known]
+        self.alarm.verified(step.width, counts)
+        widths = [step.width] * len(known)
+        self.policy.observe(Step(ids, widths, counts, step.seconds if whole else None, step.context_tokens))
 
     def finished(self, request_id: str) -> None:
         """Forgets a request."""

@@ -106,7 +106,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
             self._validate_phase1_sampling_support(batch)
             step = WidthStep(self, width, self.states.get(width), penalties=penalties, keep_features=features)
             result = step.run(batch, on_publish, grammar_barrier)
-        STEPS.launched(result, context_tokens=context, kept_features=features)
+        STEPS.launched(result, context_tokens=context)
         return result
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from dflash_serve import SamplingParams
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.allocation import CostModel
+from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import AutoWidth
 from tests.support.embedded import PROMPTS, answers, tiny_engine
 
@@ -74,7 +74,7 @@ def test_features_do_not_pile_up_while_speculation_does_not_pay(
 ) -> None:
     monkeypatch.setattr("dflash_torch.scheduler.BACKLOG", 8)
     engine = tiny_engine(folders, width=auto())
-    engine.scheduler.policy = type("Off", (), {**_quiet(), "widths": lambda self, ids: [1] * len(ids)})()
+    engine.scheduler.policy = type("Off", (), {**_quiet(), "widths": lambda self, ids, _: [1] * len(ids)})()
     request = engine.scheduler.join([5, 6, 7], GREEDY)
     for _ in range(20):
         engine.scheduler.step()

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from dflash_serve.deployment import Deployment, load_deployment
-from dflash_serve.speculation.allocation import CostModel
+from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import AutoWidth, FixedWidth
-from dflash_torch import start
+from dflash_torch import calibration
+from dflash_torch.calibration import Calibration
 from dflash_torch.start import start_engine
 from tests.support.embedded import answers
 
@@ -35,11 +36,11 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[obje
     calls: list[tuple[object, ...]] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-    def measure(*given: object) -> CostModel:
+    def measure(*given: object) -> Calibration:
         calls.append(given)
-        return COST
+        return Calibration(cost=COST, spread=0.01, measured="today", machine="this", versions={})
 
-    monkeypatch.setattr(start, "measure", measure)
+    monkeypatch.setattr(calibration, "measure", measure)
     return calls
 
 
@@ -47,7 +48,7 @@ def test_costs_are_measured_once_and_kept(folders: Folders, measured: list[tuple
     for _ in range(2):
         policy = start_engine(deployment(folders)).scheduler.policy
         assert isinstance(policy, AutoWidth)
-        assert policy.cost == COST
+        assert policy.costs.measured == COST
     assert len(measured) == 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.allocation import CostModel
+from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import FixedWidth
 from dflash_sglang.launch_plan import WIDTH_VARIABLE, narrow_widths
 from dflash_sglang.plugin.results import StepResult, Steps
@@ -64,7 +64,7 @@ def test_a_narrow_step_costs_what_its_batch_says() -> None:
     widths = BatchWidths(make_policy(8, flat_then_steep, offered), offered)
     for _ in range(40):  # a drafter that is right three times in a row
         alone = widths.choose(["a"])
-        widths.verified(StepResult(alone, [("a", min(3, alone - 1))], None))
+        widths.verified(StepResult(alone, 1, [("a", min(3, alone - 1))], None))
     crowd = [str(i) for i in range(16)]
     narrow = [widths.choose(crowd) for _ in range(20)]
     assert alone >= 4
@@ -77,9 +77,9 @@ def test_requests_that_have_ended_are_forgotten() -> None:
     widths = BatchWidths(policy, [4])
     widths.choose(["a"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FixedWidth, "observe", lambda _, rid, *__: told.append(rid))
+        patch.setattr(FixedWidth, "observe", lambda _, step: told.extend(step.request_ids))
         widths.finished("a")
-        widths.verified(StepResult(4, [("a", 1)], None))
+        widths.verified(StepResult(4, 1, [("a", 1)], None))
     assert told == []
 
 

@@ -59,7 +59,7 @@ def attend(
     sliding_window_size: int | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """The last `rows` positions of every request over all of its K/V: a step costs what its rows cost, whatever its kind.
+    """The last `rows` positions of every request over all of its K/V: a step costs what its rows cost, of any kind.
 
     SGLang's own form computes every position of the context again for the rows of a block.
 

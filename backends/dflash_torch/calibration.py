@@ -1,0 +1,192 @@
+"""What passes cost on this device, measured in a second or two before serving starts.
+
+It only seeds the width policy, which follows what steps really take. Noise only ever adds time, so each figure is the
+least of its repetitions, and the repetitions are interleaved: a busy spell hits all row counts alike. The figures are
+kept in the cache, by everything that changes them, with their spread; doubtful ones are measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, ValidationError
+
+from dflash_serve.common.files import cache_home, write_whole
+from dflash_serve.common.provenance import now, processor, versions
+from dflash_serve.errors import UserError
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.kv_cache import Span
+from dflash_serve.models.target import TargetModel
+from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+
+from .model_runner import TargetRunner
+from .request import Request
+from .speculator import Speculator
+
+log = logging.getLogger(__name__)
+
+CONTEXT, LONG_CONTEXT = 128, 1024
+"""Tokens of context while measuring; the difference gives the price of a token of context."""
+REPETITIONS = 5
+DOUBTFUL = 0.2
+"""A measurement whose repetitions lie so far apart was made beside other work."""
+
+
+class Calibration(BaseModel):
+    """Costs as they were measured, and how well."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cost: CostModel
+    spread: NonNegativeFloat
+    """Of a typical figure: how far the median of its repetitions lies over the least of them."""
+    measured: str
+    machine: str
+    versions: dict[str, str]
+
+
+def cost_of(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> CostModel:
+    """The cached costs of batches of up to `entries` requests, or a fresh measurement where they are doubtful."""
+    path = cache_home() / "cost" / f"{_key(target, drafter, block_size, entries)}.json"
+    kept = _read(path)
+    if kept is not None and kept.spread <= DOUBTFUL:
+        return kept.cost
+    fresh = measure(target, drafter, block_size, entries)
+    if kept is not None and kept.spread <= fresh.spread:
+        return kept.cost
+    try:
+        write_whole(path, fresh.model_dump_json(indent=1))
+    except UserError as error:  # it costs the next start two seconds, no more
+        log.warning("the cost table is measured again next time: %s", error)
+    return fresh.cost
+
+
+def _read(path: Path) -> Calibration | None:
+    try:
+        return Calibration.model_validate_json(path.read_text())
+    except (OSError, ValidationError):
+        return None
+
+
+@torch.inference_mode()
+def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> Calibration:
+    """Times a target pass by rows and a drafter pass by requests, up to full batches, over small caches of its own."""
+    long = min(LONG_CONTEXT, target.config.max_position_embeddings - 2 * block_size)
+    bench = _Bench(target, drafter, block_size, entries, CONTEXT)
+    jobs: dict[tuple[str, int], Callable[[], object]] = {}
+    for rows in sorted({*range(1, block_size + 1), *(n * block_size for n in _doubling(entries))}):
+        jobs["target", rows] = bench.target_pass(rows, min(rows, entries), CONTEXT)
+    for requests in _doubling(entries):
+        jobs["draft", requests] = bench.draft_pass(requests, CONTEXT)
+    if long > CONTEXT:
+        alone = _Bench(target, drafter, block_size, 1, long)
+        jobs["target_context", 1] = alone.target_pass(1, 1, long)
+        jobs["draft_context", 1] = alone.draft_pass(1, long)
+    times = {job: [_seconds(work, target.device) for _ in range(2)][1:] for job, work in jobs.items()}
+    for _ in range(REPETITIONS - 1):
+        for job, work in jobs.items():
+            times[job].append(_seconds(work, target.device))
+    least = {job: min(seconds) for job, seconds in times.items()}
+    table: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
+    context = {}
+    for (kind, size), seconds in least.items():
+        if kind in table:
+            table[kind][size] = seconds
+        else:
+            context[kind] = max(0.0, seconds - least[kind.removesuffix("_context"), size]) / (long - CONTEXT)
+    return Calibration(
+        cost=CostModel.model_validate({**table, **context}),
+        spread=median(median(seconds) / min(seconds) - 1 for seconds in times.values()),
+        measured=now(),
+        machine=_machine(target.device),
+        versions=versions("torch", "dflash-serve"),
+    )
+
+
+def _doubling(limit: int) -> list[int]:
+    return sorted({limit, *(2**i for i in range(limit.bit_length()) if 2**i <= limit)})
+
+
+class _Bench:
+    """Target and drafter over caches of their own, with made-up contexts in them."""
+
+    def __init__(self, target: TargetModel, drafter: Drafter, block_size: int, entries: int, context: int) -> None:
+        capacity = context + 2 * block_size
+        self.speculator = Speculator(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
+        self.runner = TargetRunner(target, target.new_cache(entries, capacity + block_size), block_size)
+
+    def target_pass(self, rows: int, entries: int, context: int) -> Callable[[], object]:
+        """Rows spread evenly over entries as a batch of blocks would be; up to 8 rows in one entry."""
+        used = 1 if rows <= 8 else entries
+        spans = [Span(entry, context, rows // used + (entry < rows % used)) for entry in range(used)]
+        spans = [span for span in spans if span.length]
+        token_ids = [[1] * span.length for span in spans]
+        layer_ids = self.speculator.target_layer_ids
+        return lambda: self.runner.target.logits(self.runner(token_ids, spans, layer_ids).hidden).argmax(-1)
+
+    def draft_pass(self, requests: int, context: int) -> Callable[[], object]:
+        """A draft for each of `requests` requests, a typical number of context rows injected before it."""
+        speculator, target = self.speculator, self.speculator.target
+        gained = speculator.block_size // 2
+        shape = gained, speculator.drafter.config.feature_size
+
+        def run() -> object:
+            features = torch.ones(shape, dtype=target.embedding.dtype, device=target.device)
+            scratch = [_scratch_request(entry, context, gained) for entry in range(requests)]
+            for request in scratch:
+                request.features.append(features)
+            return speculator.draft(scratch, [speculator.block_size] * requests)
+
+        return run
+
+
+def _scratch_request(entry: int, context: int, gained: int) -> Request:
+    return Request(
+        id=-1,
+        entry=entry,
+        token_ids=[1] * (context + gained + 1),
+        prompt_length=1,
+        limit=0,
+        params=SamplingParams(temperature=0),
+        seed=0,
+        statistics=AcceptanceStatistics(),
+        verified=context + gained,
+        injected=context,
+    )
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter() - start
+
+
+def _machine(device: torch.device) -> str:
+    """The device and how it is used."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor()}, {torch.get_num_threads()} threads {os.environ.get('OMP_WAIT_POLICY', '')}".rstrip()
+
+
+def _key(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> str:
+    """A digest of everything that changes the costs."""
+    parts = [
+        target.config.model_dump_json(),
+        drafter.config.model_dump_json(),
+        f"{block_size} {entries} {target.embedding.dtype}",
+        f"{_machine(target.device)} {torch.__version__}",
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]

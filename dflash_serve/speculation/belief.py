@@ -1,0 +1,49 @@
+"""A Gaussian belief about numbers that drift: what survival and costs are estimated with."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+Matrix = NDArray[np.float64]
+
+
+class Belief:
+    """Mean [K] and covariance [K, K] of numbers that wander about a prior (an Ornstein-Uhlenbeck process).
+
+    Between observations the belief relaxes towards its prior: what is not observed any more is known less and less,
+    and numbers that the prior holds together stay together. With an observation each step this is a Kalman filter.
+
+    Args:
+        mean: [K], the prior's.
+        covariance: [K, K], the prior's; how much the numbers differ from the mean, and with one another.
+        memory: steps after which an observation has lost all but 1/e of its weight.
+    """
+
+    def __init__(self, mean: Vector, covariance: Matrix, memory: float) -> None:
+        self._prior_mean, self._prior_covariance = mean, covariance
+        self._keep = float(np.exp(-1 / memory))
+        self.mean, self.covariance = mean.copy(), covariance.copy()
+
+    @property
+    def spread(self) -> Vector:
+        """Standard deviations [K]."""
+        return np.sqrt(np.maximum(np.diagonal(self.covariance), 0))
+
+    def drift(self) -> None:
+        """A step goes by."""
+        keep = self._keep
+        self.mean = self._prior_mean + keep * (self.mean - self._prior_mean)
+        self.covariance = keep**2 * self.covariance + (1 - keep**2) * self._prior_covariance
+
+    def learn(self, information: Matrix, gradient: Vector) -> None:
+        """Takes in an observation by a Newton step on its log-likelihood (exact where that is quadratic).
+
+        Args:
+            information: [K, K], minus the second derivative of the log-likelihood at the mean.
+            gradient: [K], the first derivative there.
+        """
+        covariance = np.linalg.solve(np.eye(len(self.mean)) + self.covariance @ information, self.covariance)
+        self.covariance = (covariance + covariance.T) / 2
+        self.mean = self.mean + self.covariance @ gradient

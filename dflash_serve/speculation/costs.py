@@ -1,0 +1,151 @@
+"""What steps cost: measured before serving starts (`CostModel`), and kept true by every served step (`StepCosts`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Final
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
+
+from dflash_serve.speculation.belief import Belief, Vector
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Measurements = Annotated[dict[PositiveInt, Seconds], Field(min_length=1)]
+
+NODES: Final = 17
+"""Corrections are kept for 1, 2, 4, ... 65536 rows, and between them interpolated over the logarithm."""
+OFF, ON = 0, 1
+COMMON_SPREAD: Final = 0.3
+"""How far all steps together may be from what was measured (standard deviation, of the logarithm)."""
+KIND_SPREAD: Final = 0.15
+"""How far steps with and without a draft may be from one another, beyond that."""
+ROWS_SPREAD: Final = 0.15
+"""How far steps of other sizes may be, beyond that."""
+COST_MEMORY: Final = 200
+"""Steps that a served step is remembered for: a neighbour that comes or goes is followed within a hundred."""
+NOISE: Final = 0.05
+"""The spread of one step's time, before any was seen (of the logarithm); then it is estimated, never below LEAST."""
+LEAST_NOISE: Final = 0.01
+
+
+class CostModel(BaseModel):
+    """Measured seconds. To and from JSON with `model_dump_json` and `model_validate_json`.
+
+    target: rows of one target forward (the widths of all requests summed) -> seconds.
+    draft: requests drafted in one pass -> seconds, all the drafter's work of a step included.
+    target_context, draft_context: seconds more for every token of K/V that the requests of a step have together.
+
+    Between measurements it interpolates; below the first it stays level; beyond the last it grows in proportion, which
+    overstates the cost, so measure up to max_batch_size x block_size rows. Monotone by reading a measurement that a
+    larger one undercuts as the larger one: noise only ever adds time, and a batch could be padded to the larger shape.
+
+    Raises:
+        pydantic.ValidationError: a table is empty, or a row count or a time is not positive.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: Measurements
+    draft: Measurements
+    target_context: NonNegativeFloat = 0.0
+    draft_context: NonNegativeFloat = 0.0
+
+    @cached_property
+    def _target(self) -> _Curve:
+        return _Curve.through(self.target)
+
+    @cached_property
+    def _draft(self) -> _Curve:
+        return _Curve.through(self.draft)
+
+    def target_seconds(self, rows: int, context_tokens: int = 0) -> float:
+        return float(self._target.at(rows)) + self.target_context * context_tokens
+
+    def draft_seconds(self, requests: int, context_tokens: int = 0) -> float:
+        return float(self._draft.at(requests)) + self.draft_context * context_tokens
+
+    def step_seconds(self, widths: list[int], context_tokens: int = 0) -> float:
+        """A whole step; those requests are drafted that verify a drafted token."""
+        rows, drafted = np.array([sum(widths)]), np.array([sum(width > 1 for width in widths)])
+        return float(self.of_steps(rows, drafted, context_tokens)[0])
+
+    def of_steps(self, rows: Vector, drafted: Vector, context_tokens: int = 0) -> Vector:
+        """Seconds of steps that verify `rows` and draft for `drafted` requests, 0 = no draft; all [M]."""
+        target = self._target.at(rows) + self.target_context * context_tokens
+        draft = self._draft.at(drafted) + self.draft_context * context_tokens
+        return target + np.where(drafted > 0, draft, 0.0)
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """A monotone piecewise linear curve through measurements."""
+
+    sizes: Vector
+    seconds: Vector
+
+    @classmethod
+    def through(cls, measured: Mapping[int, float]) -> _Curve:
+        sizes = np.array(sorted(measured), dtype=float)
+        seconds = np.array([measured[int(size)] for size in sizes])
+        return cls(sizes, np.minimum.accumulate(seconds[::-1])[::-1])
+
+    def at(self, size: Vector | int) -> Vector:
+        beyond = np.maximum(1.0, np.asarray(size, dtype=float) / self.sizes[-1])
+        return np.asarray(np.interp(size, self.sizes, self.seconds)) * beyond
+
+
+class StepCosts:
+    """A `CostModel` corrected by what served steps took.
+
+    The logarithm of the ratio, step by step, is a `Belief` over steps without and with a draft of 1, 2, 4, ... rows:
+    a part that all share (a busy machine), one for each of the two kinds, one that neighbouring sizes share. So a
+    width that has not been served for long still follows the machine, and is known less. A step that took far longer
+    than thought (another process, a collection of garbage) counts as if it had taken three spreads longer.
+    """
+
+    def __init__(self, measured: CostModel) -> None:
+        self.measured = measured
+        kind, size = np.repeat([OFF, ON], NODES), np.tile(np.arange(NODES), 2)
+        alike = kind[:, None] == kind[None, :]
+        near = np.exp(-np.abs(size[:, None] - size[None, :]) / 1.5)
+        covariance = COMMON_SPREAD**2 + alike * (KIND_SPREAD**2 + ROWS_SPREAD**2 * near)
+        self._correction = Belief(np.zeros(2 * NODES), covariance, COST_MEMORY)
+        self.noise = NOISE
+        """Spread of one step's time, of the logarithm."""
+
+    def of_steps(self, rows: Vector, drafted: Vector, context_tokens: int = 0) -> Vector:
+        """As `CostModel.of_steps`, as things are now."""
+        correction = np.where(drafted > 0, self._at(ON, rows), self._at(OFF, rows))
+        return self.measured.of_steps(rows, drafted, context_tokens) * np.exp(correction)
+
+    def observe(self, rows: int, drafted: int, context_tokens: int, seconds: float) -> None:
+        """A step took so long."""
+        self._correction.drift()
+        weights = _weights(ON if drafted else OFF, rows)
+        thought = self.measured.of_steps(np.array([rows]), np.array([drafted]), context_tokens)[0]
+        surprise = float(np.log(seconds / thought) - weights @ self._correction.mean)
+        self.noise += 0.02 * (1.25 * min(abs(surprise), 0.5) - self.noise)  # 1.25 x mean deviation = spread (Gaussian)
+        spread = max(self.noise, LEAST_NOISE)
+        surprise = max(-3 * spread, min(3 * spread, surprise))
+        self._correction.learn(np.outer(weights, weights) / spread**2, weights * surprise / spread**2)
+
+    def doubt(self, off_rows: int, on_rows: int) -> float:
+        """Spread of the ratio of a step without a draft and one with, of the logarithm."""
+        weights = _weights(OFF, off_rows) - _weights(ON, on_rows)
+        return float(np.sqrt(max(0.0, weights @ self._correction.covariance @ weights)))
+
+    def _at(self, kind: int, rows: Vector) -> Vector:
+        nodes = self._correction.mean[kind * NODES : (kind + 1) * NODES]
+        return np.interp(np.log2(np.maximum(rows, 1)), np.arange(NODES), nodes)
+
+
+def _weights(kind: int, rows: int) -> Vector:
+    """[2 * NODES]: which corrections a step of so many rows has."""
+    weights = np.zeros(2 * NODES)
+    place = min(float(np.log2(max(rows, 1))), NODES - 1.0)
+    left = min(int(place), NODES - 2)
+    weights[kind * NODES + left], weights[kind * NODES + left + 1] = left + 1 - place, place - left
+    return weights

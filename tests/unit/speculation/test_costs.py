@@ -1,0 +1,80 @@
+"""Costs: tables as they were measured, and how served steps put them right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from dflash_serve.speculation.costs import CostModel, StepCosts
+
+MEASURED = CostModel(target={1: 1.0, 2: 1.3, 8: 1.6, 64: 4.0, 256: 16.0}, draft={1: 0.3, 32: 0.6})
+
+
+def seconds(costs: StepCosts, rows: int, drafted: int) -> float:
+    return float(costs.of_steps(np.array([rows]), np.array([drafted]))[0])
+
+
+def serve(costs: StepCosts, rows: int, drafted: int, factor: float, steps: int, seed: int = 0) -> None:
+    """Steps that take `factor` times what was measured, give or take 5 %."""
+    noise = np.random.default_rng(seed)
+    for _ in range(steps):
+        costs.observe(rows, drafted, 0, _measured(rows, drafted) * factor * float(np.exp(0.05 * noise.normal())))
+
+
+def _measured(rows: int, drafted: int) -> float:
+    return float(MEASURED.of_steps(np.array([rows]), np.array([drafted]))[0])
+
+
+def test_costs_are_read_as_monotone_and_grow_in_proportion_beyond_the_last() -> None:
+    cost = CostModel(target={2: 1.0, 4: 3.0, 8: 2.0, 16: 4.0}, draft={1: 0.5})
+    assert [cost.target_seconds(rows) for rows in (1, 2, 4, 6, 8, 12, 32)] == [1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 8.0]
+    assert cost.draft_seconds(4) == 2.0
+
+
+def test_a_cost_model_survives_json() -> None:
+    assert CostModel.model_validate_json(MEASURED.model_dump_json()) == MEASURED
+
+
+@pytest.mark.parametrize("bad", [{}, {0: 1.0}, {1: 0.0}, {1: -1.0}, {1: float("inf")}])
+def test_tables_that_make_no_sense_are_refused(bad: dict[int, float]) -> None:
+    with pytest.raises(ValidationError):
+        CostModel(target=bad, draft={1: 1.0})
+
+
+def test_what_was_measured_holds_until_steps_say_otherwise() -> None:
+    assert seconds(StepCosts(MEASURED), 24, 8) == pytest.approx(_measured(24, 8))
+
+
+def test_a_busy_machine_is_followed_within_a_hundred_steps_and_for_widths_that_are_not_served_either() -> None:
+    costs = StepCosts(MEASURED)
+    serve(costs, 8, 8, 1.0, 200)
+    serve(costs, 8, 8, 2.0, 100, seed=1)
+    assert seconds(costs, 8, 8) == pytest.approx(2 * _measured(8, 8), rel=0.1)
+    assert seconds(costs, 64, 8) == pytest.approx(2 * _measured(64, 8), rel=0.35)
+    assert seconds(costs, 8, 0) == pytest.approx(2 * _measured(8, 0), rel=0.35)
+
+
+def test_each_kind_of_step_and_each_size_has_its_own_price() -> None:
+    costs = StepCosts(MEASURED)
+    for round_ in range(30):
+        serve(costs, 8, 0, 1.0, 5, seed=round_)
+        serve(costs, 64, 8, 1.4, 5, seed=round_)
+    assert seconds(costs, 8, 0) == pytest.approx(_measured(8, 0), rel=0.05)
+    assert seconds(costs, 64, 8) == pytest.approx(1.4 * _measured(64, 8), rel=0.05)
+
+
+def test_one_step_that_took_very_long_changes_little() -> None:
+    costs = StepCosts(MEASURED)
+    serve(costs, 8, 8, 1.0, 100)
+    costs.observe(8, 8, 0, 50 * _measured(8, 8))
+    assert seconds(costs, 8, 8) == pytest.approx(_measured(8, 8), rel=0.1)
+
+
+def test_what_is_not_served_is_known_less_and_less() -> None:
+    costs = StepCosts(MEASURED)
+    serve(costs, 8, 0, 1.0, 50)
+    serve(costs, 64, 8, 1.0, 50)
+    before = costs.doubt(8, 64)
+    serve(costs, 64, 8, 1.0, 300)
+    assert costs.doubt(8, 64) > before

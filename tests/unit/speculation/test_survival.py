@@ -1,0 +1,92 @@
+"""Survival: what steps of any width teach about every slot of every request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from dflash_serve.speculation.survival import SurvivalEstimate
+
+
+def simulate(
+    estimate: SurvivalEstimate, conditional: Sequence[float], width: int, steps: int, *, seed: int = 0, name: str = "a"
+) -> None:
+    chance = np.random.default_rng(seed)
+    for number in range(steps):
+        hits = chance.random(width - 1) < np.array(conditional[: width - 1])
+        estimate.observe([name + str(number // 50)], np.array([width]), np.array([int(np.cumprod(hits).sum())]))
+
+
+def test_survival_is_learnt_whatever_the_width() -> None:
+    conditional = [0.9, 0.8, 0.7, 0.6]
+    estimate = SurvivalEstimate(4)
+    for round_ in range(10):
+        simulate(estimate, conditional, 5, 100, seed=round_, name=f"wide {round_}")
+        simulate(estimate, conditional, 2, 100, seed=100 + round_, name=f"narrow {round_}")
+    assert estimate.overall() == pytest.approx(np.cumprod(conditional), abs=0.07)
+
+
+def test_a_slot_never_offered_is_thought_to_be_like_the_ones_before() -> None:
+    estimate = SurvivalEstimate(4)
+    simulate(estimate, [0.9, 0.9], 3, 400)
+    overall = estimate.overall()
+    conditional = np.array(overall[1:]) / np.array(overall[:-1])
+    assert conditional == pytest.approx([0.9, 0.9, 0.9], abs=0.08)
+
+
+def test_a_new_request_is_thought_to_be_like_the_others_and_then_like_itself() -> None:
+    estimate = SurvivalEstimate(3)
+    simulate(estimate, [0.8, 0.8, 0.8], 4, 400)
+    before = estimate.survival(["new"])[0]
+    assert before == pytest.approx(estimate.overall(), abs=0.02)
+    for _ in range(8):
+        estimate.observe(["new"], np.array([4]), np.array([0]))
+    assert estimate.survival(["new"])[0][0] < 0.6 * before[0]
+    assert estimate.overall()[0] > 0.6
+
+
+def test_the_past_fades() -> None:
+    estimate = SurvivalEstimate(1)
+    simulate(estimate, [1.0], 2, 400)
+    simulate(estimate, [0.0], 2, 200, name="later")
+    assert estimate.overall()[0] < 0.2
+
+
+def test_where_requests_are_of_two_kinds_one_step_tells_which() -> None:
+    estimate = SurvivalEstimate(7)
+    for number in range(60):  # half of the requests always right, half never
+        estimate.observe([number], np.array([8]), np.array([7 if number % 2 else 0]))
+        estimate.forget(number)
+    estimate.observe(["right", "wrong"], np.array([8, 8]), np.array([7, 0]))
+    right, wrong = estimate.survival(["right", "wrong"])[:, 0]
+    assert right > wrong + 0.25
+
+
+def test_hope_is_never_less_than_knowledge() -> None:
+    estimate = SurvivalEstimate(5)
+    simulate(estimate, [0.5] * 5, 6, 30)
+    ids = ["a0", "new"]
+    assert (estimate.optimistic(ids) >= estimate.survival(ids)).all()
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [([0.9, 0.81], [0.9, 0.9, 0.9]), ([0.5], [0.5, 0.5, 0.5]), ([1.0, 0.0], [0.98, 0.02, 0.02])],
+)
+def test_what_is_known_is_the_prior(known: list[float], expected: list[float]) -> None:
+    overall = SurvivalEstimate(3, known).overall()
+    conditional = [overall[0], *(np.array(overall[1:]) / np.array(overall[:-1]))]
+    assert conditional == pytest.approx(expected, abs=0.12)  # moods pull towards a half
+
+
+def test_many_requests_come_and_go() -> None:
+    estimate = SurvivalEstimate(3)
+    ids = list(range(300))
+    estimate.observe(ids, np.full(300, 4), np.full(300, 2))
+    assert estimate.survival(ids).shape == (300, 3)
+    for each in ids:
+        estimate.forget(each)
+    estimate.forget("never seen")
+    assert len(estimate) == 0
