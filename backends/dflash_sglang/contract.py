@@ -80,6 +80,13 @@ OF_SCHEDULER = (
     Foreign(LOAD_WEIGHTS, ("weights",)),
     Foreign(QUEUE, ("req", "is_retracted")),
     Foreign("sglang.srt.managers.schedule_batch.Req.set_finish_with_abort", ("error_msg",)),
+    Foreign(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch",
+        (
+            *("reqs", "device", "req_pool_indices", "seq_lens", "seq_lens_cpu", "orig_seq_lens"),
+            *("multimodal_inputs", "forward_mode", "spec_algorithm", "spec_info", "can_run_decode_cuda_graph"),
+        ),
+    ),
     Foreign(RECAPTURE),
     Foreign(WORKER, ("server_args", "gpu_id", "nccl_port", "target_worker")),
     Foreign(f"{WORKER}.init_cuda_graphs"),

@@ -22,7 +22,8 @@ class Ranks:
 
     def __init__(self, group: Any) -> None:
         self.group = group.cpu_group
-        self.several = group.world_size > 1
+        self.count = int(group.world_size)
+        self.several = self.count > 1
         self.is_first = group.rank_in_group == 0
 
     def least(self, value: float) -> float:

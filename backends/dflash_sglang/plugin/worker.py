@@ -15,7 +15,7 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from dflash_sglang.launch_plan import narrow_widths
 
-from .calibration import measure
+from .calibration import costs_of
 from .host import worker_problems
 from .metrics import unwatched
 from .penalties import Penalties
@@ -82,7 +82,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         cost = self.ranks.from_first(given_cost() if self.ranks.is_first else None)
         if cost is None:
             with unwatched(self.draft_model_runner):
-                cost = measure(self, self.states, self.ranks)
+                cost = costs_of(self, sorted({*self.states, self.block_size}), self._step, self.ranks)
         logger.info("dflash-serve: costs %s", cost.model_dump_json())
         return cost
 
@@ -100,14 +100,26 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         context = _context_tokens(batch)
         width, features = self._decided(batch, context)
         penalties = self.penalties if self.counts_penalties and self.penalties.concern(batch.reqs) else None
-        if width == self.block_size and penalties is None:
-            result = super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
-        else:
-            self._validate_phase1_sampling_support(batch)
-            step = WidthStep(self, width, self.states.get(width), penalties=penalties, keep_features=features)
-            result = step.run(batch, on_publish, grammar_barrier)
+        result = self._step(batch, width, on_publish, grammar_barrier, penalties=penalties, keep_features=features)
         STEPS.launched(result, context_tokens=context)
         return result
+
+    def _step(
+        self,
+        batch: Any,
+        width: int,
+        on_publish: Any = None,
+        grammar_barrier: Any = None,
+        *,
+        penalties: Penalties | None = None,
+        keep_features: bool = True,
+    ) -> Any:
+        """One decoding step: SGLang's own code for a whole block without penalties, else ours."""
+        if width == self.block_size and penalties is None:
+            return super().forward_batch_generation(batch, on_publish, grammar_barrier)
+        self._validate_phase1_sampling_support(batch)
+        step = WidthStep(self, width, self.states.get(width), penalties=penalties, keep_features=keep_features)
+        return step.run(batch, on_publish, grammar_barrier)
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Forgets a request; SGLang tells that it has ended."""
