@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from dflash_serve.backend import Command
@@ -15,6 +16,7 @@ from dflash_serve.errors import Problem, raise_problems
 
 from .arguments import DRAFT, arguments, node_arguments
 from .checks import problems
+from .contract import printed
 from .facts import FACTS
 from .launch_plan import WIDTH_VARIABLE, LaunchPlan, read_launch_plan
 
@@ -35,6 +37,10 @@ class SGLangBackend:
             UserError: the target or drafter cannot be found or read at all.
         """
         return problems(read_launch_plan(deployment))
+
+    def contract(self) -> Iterable[str]:
+        """Every name of SGLang that the plug-in relies on, and whether it holds in the installed release."""
+        return printed()
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         """Writes draft/. A built target or drafter is held against its manifest first, byte for byte.

@@ -107,6 +107,9 @@ def _unsupported(plan: LaunchPlan) -> Iterator[Problem]:
     if parallel.context > 1:
         what = "context parallelism is not covered by this backend"
         yield Problem(what, "parallel.context", "set it to 1, or use the tensorrt-llm backend")
+    if plan.target.recurrent and plan.width is not None:
+        what = f"{plan.target.architecture} has recurrent layers, whose states SGLang keeps for whole blocks only"
+        yield Problem(what, "speculation.width", f"set it to {plan.block_size}")
     if parallel.attention_data and plan.width is not None:
         what = "with data-parallel attention every device must take the same width, which only a fixed one does"
         yield Problem(what, "speculation.width", f"set it to {plan.block_size}")

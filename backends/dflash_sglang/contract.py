@@ -79,6 +79,10 @@ OF_SCHEDULER = (
     Foreign(RESULT, ("result", "batch")),
     Foreign(LOAD_WEIGHTS, ("weights",)),
     Foreign(QUEUE, ("req", "is_retracted")),
+    Foreign(
+        "sglang.srt.managers.schedule_batch.Req",
+        ("rid", "origin_input_text", "origin_input_ids", "sampling_params"),
+    ),
     Foreign("sglang.srt.managers.schedule_batch.Req.set_finish_with_abort", ("error_msg",)),
     Foreign(
         "sglang.srt.managers.schedule_batch.ScheduleBatch",
@@ -187,6 +191,7 @@ OF_SCHEDULER = (
     Foreign("sglang.srt.speculative.dflash_worker_v2._resolve_dflash_embedding_module"),
     Foreign(WORKER),
     Foreign("sglang.srt.speculative.draft_worker_common.make_draft_input_v2", ("bonus_tokens", "new_seq_lens")),
+    Foreign("sglang.srt.sampling.sampling_params.SamplingParams", ("temperature",)),
     Foreign("sglang.srt.speculative.spec_info.SpeculativeAlgorithm"),
     Foreign(
         "sglang.srt.speculative.spec_sampling_mask.SpeculativeSamplingMaskCapture.from_logits",

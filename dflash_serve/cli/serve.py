@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from dflash_serve.backend import EMBEDDED, Command, ServerBackend, server_backend
+from dflash_serve.backend import EMBEDDED, Command, ContractedBackend, ServerBackend, server_backend
 from dflash_serve.cli import options
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError, raise_problems
@@ -68,6 +68,8 @@ def serve(
     command = Command(command.argv, {**command.env, **environment})
     if dry_run:
         typer.echo(in_shell(command))
+        for line in backend.contract() if isinstance(backend, ContractedBackend) else ():
+            typer.echo(line, err=True)
     else:
         become(command, backend.name)
 

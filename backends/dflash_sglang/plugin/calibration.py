@@ -10,17 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 
 from dflash_serve.common.files import cache_home, write_whole
@@ -159,7 +160,7 @@ def made_up_batch(worker: HostWorker, requests: int, context: int) -> Iterator[A
     table[:requests, :extent] = entries.view(requests, extent).to(table.dtype)
     anchors, on_device = torch.ones_like(rows), lengths.to(worker.device)
     batch = ScheduleBatch(
-        reqs=[SimpleNamespace(rid=f"made-up-{i}", lora_id=None, grammar=None) for i in range(requests)],
+        reqs=[Req(f"made-up-{i}", "", array("q", [1]), SamplingParams(temperature=0.0)) for i in range(requests)],
         device=worker.device,
         req_pool_indices=rows,
         seq_lens=on_device,
