@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from dflash_sglang.plugin.ranks import Ranks
+
 BLOCK, NARROW = 8, [1, 2, 4]
 NEEDED = 1.5 + 4.0
 """GB: what the first width is taken to need, and what stays free for a prefill of 8192 tokens."""
@@ -30,8 +32,11 @@ class Settings:
             self.speculative_num_draft_tokens = BLOCK
 
 
-class Alone:
+class Alone(Ranks):
     """One rank."""
+
+    def __init__(self) -> None:
+        pass
 
     def least(self, value: float) -> float:
         return value

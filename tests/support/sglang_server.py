@@ -143,7 +143,9 @@ class Berth:
 
 
 @contextmanager
-def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]]) -> Iterator[Mapping[str, Berth]]:
+def fleet(
+    folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]], at_once: int = AT_ONCE
+) -> Iterator[Mapping[str, Berth]]:
     """Servers by name, each in a folder of its own, started in this order as `verify` and `bench` start them."""
     berths = {name: Berth() for name in wanted}
 
@@ -155,7 +157,7 @@ def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]]) -> Itera
         except UserError as error:
             berth.ready.set_exception(error)
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         try:
             for number, (name, how) in enumerate(wanted.items()):
                 pool.submit(run, berths[name], folder / str(number), *how)

@@ -14,7 +14,7 @@ from functools import wraps
 from time import perf_counter
 from typing import Any
 
-from dflash_sglang.facts import ACCEPTED, DRAFT_SECONDS, OFFERED, STEPS
+from dflash_sglang.facts import ACCEPTED, DRAFT_SECONDS, OFFERED, PARTS, STEPS, SUSPENDED
 
 from . import results
 
@@ -28,7 +28,7 @@ class SpeculationMetrics:
     """Prometheus metrics of acceptance by slot, of widths, and of the drafter's time."""
 
     def __init__(self, model_name: str) -> None:
-        from prometheus_client import Counter, Histogram
+        from prometheus_client import Counter, Gauge, Histogram
 
         def counter(name: str, what: str, label: str) -> Counter:
             return Counter(name, what, ["model_name", label])
@@ -37,6 +37,9 @@ class SpeculationMetrics:
         self._offered = counter(OFFERED, "Drafted tokens put to the test, by slot of the block.", "slot")
         self._accepted = counter(ACCEPTED, "Drafted tokens that were accepted, by slot of the block.", "slot")
         self._steps = counter(STEPS, "Verifications of one request, by width (the anchor counted).", "width")
+        self._parts = counter(PARTS, "Seconds of the host, by part of a step.", "part")
+        what = "1 while acceptance has collapsed, and nothing is drafted but probes."
+        self._suspended = Gauge(SUSPENDED, what, ["model_name"], multiprocess_mode="max")
         what = "Time of one drafter pass over a batch."
         self._drafting = Histogram(DRAFT_SECONDS, what, ["model_name"], buckets=SECONDS)
 
@@ -50,6 +53,14 @@ class SpeculationMetrics:
         for slot in range(1, step.width):
             self._offered.labels(self._model, str(slot)).inc(requests)
             self._accepted.labels(self._model, str(slot)).inc(sum(count >= slot for count in counts))
+
+    def took(self, part: str, seconds: float) -> None:
+        """Counts a part of a step."""
+        self._parts.labels(self._model, part).inc(seconds)
+
+    def suspended(self, raised: bool) -> None:
+        """Whether acceptance has collapsed."""
+        self._suspended.labels(self._model).set(float(raised))
 
     def drafted(self, seconds: float) -> None:
         """Counts a drafter pass."""
@@ -66,6 +77,7 @@ def watch(worker: Any) -> None:
         return
     metrics = SpeculationMetrics(settings.served_model_name)
     results.STEPS.listeners.append(metrics)
+    results.STEPS.report_part, results.STEPS.report_alarm = metrics.took, metrics.suspended
     runner = worker.draft_model_runner
     runner.forward = timed(runner.forward, str(worker.device), metrics.drafted)
 

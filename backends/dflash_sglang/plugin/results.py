@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
@@ -51,6 +52,8 @@ class Steps:
 
     def __init__(self) -> None:
         self.listeners: list[StepListener] = []
+        self.report_part: Callable[[str, float], None] | None = None
+        self.report_alarm: Callable[[bool], None] = lambda _: None
         self._launched = 0
         self._last: tuple[int, float] = (-1, 0.0)
 
@@ -76,6 +79,16 @@ class Steps:
         for listener in self.listeners:
             listener.verified(step)
         return settled
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Reports the host's time of a part of a step; on a GPU that is its launching, on a CPU all of it."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            if self.report_part is not None:
+                self.report_part(name, perf_counter() - start)
 
     def _seconds(self, number: int | None) -> float | None:
         now = perf_counter()

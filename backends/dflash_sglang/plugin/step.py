@@ -22,6 +22,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from .drafting import block_entries, draft_block, positions_of
 from .host import HostWorker
 from .penalties import Penalties
+from .results import STEPS
 from .states import WidthState, verifying
 
 
@@ -51,15 +52,18 @@ class WidthStep:
         """Drafts, verifies, accepts, publishes and injects; gives SGLang's result."""
         worker, width, prefix, draft_input = self.worker, self.width, batch.seq_lens, batch.spec_info
         prefix.record_stream(torch.get_device_module(worker.device).current_stream())
-        tokens = self._block(batch)
-        tree = GrammarTree.from_linear_chain(tokens) if batch.has_grammar else None
-        entries, kv_plan = block_entries(worker, batch, width)
-        output = self._verify(batch, tokens, entries, kv_plan)
+        with STEPS.part("draft"):
+            tokens = self._block(batch)
+        with STEPS.part("verify"):
+            tree = GrammarTree.from_linear_chain(tokens) if batch.has_grammar else None
+            entries, kv_plan = block_entries(worker, batch, width)
+            output = self._verify(batch, tokens, entries, kv_plan)
         logits = output.logits_output
-        best = self._best(batch, logits)
-        if best is None:
-            self._constrain(batch, logits.next_token_logits, tokens, tree, grammar_barrier)
-        _, gained, bonus, out_tokens = self._accept(batch, tokens, logits, best)
+        with STEPS.part("accept"):
+            best = self._best(batch, logits)
+            if best is None:
+                self._constrain(batch, logits.next_token_logits, tokens, tree, grammar_barrier)
+            _, gained, bonus, out_tokens = self._accept(batch, tokens, logits, best)
         lengths = prefix + gained.to(prefix.dtype)
         if self.penalties is not None:
             self.penalties.settle(batch.reqs, tokens, gained)
@@ -67,7 +71,8 @@ class WidthStep:
         if on_publish is not None:
             on_publish(lengths)
         if self.keep_features:
-            self._inject(logits, kv_plan, prefix, gained)
+            with STEPS.part("inject"):
+                self._inject(logits, kv_plan, prefix, gained)
         logits.hidden_states = None  # large, and not to be copied to the host
         return GenerationBatchResult(
             logits_output=logits,

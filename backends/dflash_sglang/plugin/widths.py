@@ -15,7 +15,7 @@ from dflash_serve.speculation.width import AutoWidth, FixedWidth, Step, WidthPol
 from dflash_sglang.launch_plan import WIDTH_VARIABLE
 
 from .alarm import Alarm
-from .results import StepResult
+from .results import STEPS, StepResult
 
 COST_TABLE = f"{ENV_PREFIX}COST_TABLE"
 """A JSON file of measured costs, to use instead of measuring at start-up."""
@@ -112,7 +112,10 @@ class BatchWidths:
         ]
         whole = len(known) == step.requests  # else its time is not that of these rows
         ids, counts = [request_id for request_id, _ in known], [count for _, count in known]
+        was = self.alarm.raised
         self.alarm.verified(step.width, counts)
+        if self.alarm.raised != was:
+            STEPS.report_alarm(self.alarm.raised)
         widths = [step.width] * len(known)
         self.policy.observe(Step(ids, widths, counts, step.seconds if whole else None, step.context_tokens))
 

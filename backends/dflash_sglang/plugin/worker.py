@@ -98,7 +98,8 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
             STEPS.launched()
             return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
         context = _context_tokens(batch)
-        width, features = self._decided(batch, context)
+        with STEPS.part("policy"):
+            width, features = self._decided(batch, context)
         penalties = self.penalties if self.counts_penalties and self.penalties.concern(batch.reqs) else None
         result = self._step(batch, width, on_publish, grammar_barrier, penalties=penalties, keep_features=features)
         STEPS.launched(result, context_tokens=context)
@@ -116,7 +117,8 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
     ) -> Any:
         """One decoding step: SGLang's own code for a whole block without penalties, else ours."""
         if width == self.block_size and penalties is None:
-            return super().forward_batch_generation(batch, on_publish, grammar_barrier)
+            with STEPS.part("whole"):
+                return super().forward_batch_generation(batch, on_publish, grammar_barrier)
         self._validate_phase1_sampling_support(batch)
         step = WidthStep(self, width, self.states.get(width), penalties=penalties, keep_features=keep_features)
         return step.run(batch, on_publish, grammar_barrier)
