@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,8 @@ ON_CPU = (
 )
 """On top of our command: the last flag of a name wins. In float32 losslessness is exact; gauges follow every step."""
 ENVIRONMENT = {"SGLANG_PLATFORM": "torch_cpu", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", **FACTS.environment}
-PATIENCE = 300.0
+PATIENCE = float(os.environ.get("DFLASH_SERVE_TEST_PATIENCE", "300"))
+"""Seconds that a server may take to start, or to answer; more on a machine that others use."""
 AT_ONCE = 3
 """Servers side by side, of 3 GB each: most of a start is one thread that imports."""
 CROWD = 16

@@ -111,8 +111,10 @@ def before_worker(create: Callable[..., type], algorithm: Any, server_args: Any)
 
 def ours(theirs: type, server_args: Any) -> type:
     """The worker to build where SGLang would build `theirs`, and everything that it is watched by."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
     watch_worker()
-    if asked_width() in (None, server_args.speculative_num_draft_tokens):
+    if asked_width() in (None, resolving_view(server_args).speculative_num_draft_tokens):
         return theirs
     from .worker import WidthWorker
 

@@ -59,6 +59,8 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
     def _start(self) -> str | None:
         """Makes what the widths need, and the policy; gives the reason where it cannot."""
         fixed = asked_width() or None
+        if fixed is not None and fixed >= self.block_size:
+            return None if fixed == self.block_size else f"width {fixed} is beyond the block of {self.block_size} slots"
         narrow = narrow_widths(self.block_size) if fixed is None else [fixed]
         try:
             self.states = build_states(self, narrow, self.ranks)
@@ -74,7 +76,8 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
             logger.exception("dflash-serve: costs could not be measured")
             return f"costs could not be measured ({error})"
         self.widths = BatchWidths(make_policy(self.block_size, cost, offered), offered)
-        STEPS.listeners.append(self.widths)
+        if self.ranks.is_first:  # which decides for all
+            STEPS.listeners.append(self.widths)
         return None
 
     def _costs(self) -> Any:
