@@ -17,33 +17,27 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-from dflash_serve.speculation.belief import Matrix, Vector
-
-Integers = NDArray[np.int64]
+from dflash_serve.speculation.belief import Integers, Matrix, Vector
 
 
 class Costs(Protocol):
     """What steps cost: a `CostModel`, or one that follows what is served."""
 
-    def of_steps(self, rows: Vector, drafted: Vector, context_tokens: int = 0) -> Vector:
+    def of_steps(self, rows: Integers, drafted: Integers, context_tokens: int = 0) -> Vector:
         """Seconds of steps that verify `rows` and draft for `drafted` requests, 0 = no draft; all [M]."""
         ...
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices of widths for a batch of N requests, each wider than the one before it; the first is off (all 1).
-
-    slots: [M-1] requests in the order in which they get their next slot; None where all get the same width.
-    rows, drafted: [M] slots verified, and requests drafted for.
-    added: [M, ] of each choice, for a matrix of survivals, is `tokens`.
-    """
+    """M choices of widths for a batch of N requests, each wider than the one before it; the first is off (all 1)."""
 
     requests: int
     rows: Integers
+    """[M] slots that each verifies."""
     drafted: Integers
+    """[M] requests that each drafts for."""
     order: Integers | None
     """[M-1] places in the flattened survival matrix, in the order in which slots are added; None = shared widths."""
 
@@ -78,7 +72,7 @@ class Choices:
 
 
 def choose_widths(
-    survivals: ArrayLike,
+    survivals: Sequence[Sequence[float]],
     cost: Costs,
     *,
     allowed_widths: Sequence[int] | None = None,
@@ -96,12 +90,12 @@ def choose_widths(
     Returns:
         One width per request; all 1 means: do not draft. Among equals, the fewest rows.
     """
-    survival = np.minimum.accumulate(np.asarray(survivals, dtype=float), axis=1) if len(survivals) else np.empty((0, 1))
-    if not len(survival):
+    if not survivals:
         return []
+    survival = np.minimum.accumulate(np.array(survivals, dtype=float), axis=1)
     choices = choices_of(survival, allowed_widths)
     rate = choices.tokens(survival) / cost.of_steps(choices.rows, choices.drafted, context_tokens)
-    return choices.widths(int(np.argmax(rate))).tolist()
+    return [int(width) for width in choices.widths(int(np.argmax(rate)))]
 
 
 def choices_of(survival: Matrix, allowed_widths: Sequence[int] | None) -> Choices:

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 
 class Belief:

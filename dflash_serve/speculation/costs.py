@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import log, sqrt
 from typing import Annotated, Final
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
-from dflash_serve.speculation.belief import Belief, Vector
+from dflash_serve.speculation.belief import Belief, Integers, Vector
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Measurements = Annotated[dict[PositiveInt, Seconds], Field(min_length=1)]
@@ -72,11 +73,11 @@ class CostModel(BaseModel):
         rows, drafted = np.array([sum(widths)]), np.array([sum(width > 1 for width in widths)])
         return float(self.of_steps(rows, drafted, context_tokens)[0])
 
-    def of_steps(self, rows: Vector, drafted: Vector, context_tokens: int = 0) -> Vector:
+    def of_steps(self, rows: Integers, drafted: Integers, context_tokens: int = 0) -> Vector:
         """Seconds of steps that verify `rows` and draft for `drafted` requests, 0 = no draft; all [M]."""
         target = self._target.at(rows) + self.target_context * context_tokens
         draft = self._draft.at(drafted) + self.draft_context * context_tokens
-        return target + np.where(drafted > 0, draft, 0.0)
+        return np.asarray(target + np.where(drafted > 0, draft, 0.0))
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,9 @@ class _Curve:
         seconds = np.array([measured[int(size)] for size in sizes])
         return cls(sizes, np.minimum.accumulate(seconds[::-1])[::-1])
 
-    def at(self, size: Vector | int) -> Vector:
+    def at(self, size: Integers | int) -> Vector:
         beyond = np.maximum(1.0, np.asarray(size, dtype=float) / self.sizes[-1])
-        return np.asarray(np.interp(size, self.sizes, self.seconds)) * beyond
+        return np.asarray(np.interp(size, self.sizes, self.seconds) * beyond)
 
 
 class StepCosts:
@@ -116,7 +117,7 @@ class StepCosts:
         self.noise = NOISE
         """Spread of one step's time, of the logarithm."""
 
-    def of_steps(self, rows: Vector, drafted: Vector, context_tokens: int = 0) -> Vector:
+    def of_steps(self, rows: Integers, drafted: Integers, context_tokens: int = 0) -> Vector:
         """As `CostModel.of_steps`, as things are now."""
         correction = np.where(drafted > 0, self._at(ON, rows), self._at(OFF, rows))
         return self.measured.of_steps(rows, drafted, context_tokens) * np.exp(correction)
@@ -125,8 +126,8 @@ class StepCosts:
         """A step took so long."""
         self._correction.drift()
         weights = _weights(ON if drafted else OFF, rows)
-        thought = self.measured.of_steps(np.array([rows]), np.array([drafted]), context_tokens)[0]
-        surprise = float(np.log(seconds / thought) - weights @ self._correction.mean)
+        thought = float(self.measured.of_steps(np.array([rows]), np.array([drafted]), context_tokens)[0])
+        surprise = log(seconds / thought) - float(weights @ self._correction.mean)
         self.noise += 0.02 * (1.25 * min(abs(surprise), 0.5) - self.noise)  # 1.25 x mean deviation = spread (Gaussian)
         spread = max(self.noise, LEAST_NOISE)
         surprise = max(-3 * spread, min(3 * spread, surprise))
@@ -135,9 +136,9 @@ class StepCosts:
     def doubt(self, off_rows: int, on_rows: int) -> float:
         """Spread of the ratio of a step without a draft and one with, of the logarithm."""
         weights = _weights(OFF, off_rows) - _weights(ON, on_rows)
-        return float(np.sqrt(max(0.0, weights @ self._correction.covariance @ weights)))
+        return sqrt(max(0.0, float(weights @ self._correction.covariance @ weights)))
 
-    def _at(self, kind: int, rows: Vector) -> Vector:
+    def _at(self, kind: int, rows: Integers) -> Vector:
         nodes = self._correction.mean[kind * NODES : (kind + 1) * NODES]
         return np.interp(np.log2(np.maximum(rows, 1)), np.arange(NODES), nodes)
 

@@ -19,11 +19,8 @@ from collections.abc import Hashable, Sequence
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dflash_serve.speculation.belief import Belief, Matrix, Vector
-
-Integers = NDArray[np.int64]
+from dflash_serve.speculation.belief import Belief, Integers, Matrix, Vector
 
 OPTIMISTIC: Final = 0.73
 """The conditional acceptance of a slot of a drafter of which nothing is known."""
@@ -34,13 +31,15 @@ KNOWN_SPREAD: Final = 0.7
 SLOT_SPREAD: Final = 0.2
 """How much the ease of a slot differs from that of the slot before it."""
 MOODS: Final[Vector] = np.array([-2.25, -1.5, -0.75, 0.0, 0.75, 1.5, 2.25])
-MOOD_SPREAD: Final = 1.0
-MOOD_LASTS: Final = 48
+MOOD_SPREAD: Final = 0.6
+MOOD_LASTS: Final = 96
 """Steps after which a request's mood is likely to have changed."""
 MOOD_PRIOR: Final = 100
 """Steps of requests after which the spread of moods is learnt rather than assumed."""
 EASE_MEMORY: Final = 400
 """Steps that the ease of the slots is remembered for."""
+FEAR, HOPE = 1.0, 1.5
+"""How far the ease of slots may well be from what is known, to either side, in standard deviations."""
 LIMIT: Final = 6.0
 """Ease stays within +-LIMIT: beyond, a slot that was never right could hardly be learnt to be good."""
 
@@ -74,10 +73,10 @@ class SurvivalEstimate:
         """P(slot k is accepted) of each request: [N, B-1]."""
         return self._of(request_ids) @ self._acceptance()[1]
 
-    def optimistic(self, request_ids: Sequence[Hashable]) -> Matrix:
-        """The same, had the requests another accepted token and were the slots as easy as may well be: [N, B-1]."""
-        moods = self._of(request_ids) * self._acceptance()[0][:, 0]
-        return (moods / moods.sum(1, keepdims=True)) @ self._acceptance(optimism=1.0)[1]
+    def bounds(self, request_ids: Sequence[Hashable]) -> tuple[Matrix, Matrix]:
+        """The same, were all slots as hard and as easy as may well be: [N, B-1] each."""
+        moods = self._of(request_ids)
+        return moods @ self._acceptance(optimism=-FEAR)[1], moods @ self._acceptance(optimism=HOPE)[1]
 
     def overall(self) -> list[float]:
         """Survival of slots 1..B-1 of a request of which nothing is known yet."""
@@ -125,7 +124,7 @@ class SurvivalEstimate:
         """By mood and slot: conditional acceptance and survival, both [moods, B-1]."""
         ease = self._ease.mean + optimism * self._ease.spread
         conditional = 1 / (1 + np.exp(-(ease[None, :] + MOODS[:, None])))
-        return conditional, np.cumprod(conditional, axis=1)
+        return conditional, np.asarray(np.cumprod(conditional, axis=1), dtype=np.float64)
 
     def _of(self, request_ids: Sequence[Hashable]) -> Matrix:
         """What is known of requests' moods: [N, moods]."""
@@ -157,4 +156,4 @@ def _logits(known: Sequence[float] | None, slots: int) -> Vector:
         else:
             conditional.append(conditional[-1] if conditional else OPTIMISTIC)
     share = np.array(conditional)
-    return np.log(share / (1 - share))
+    return np.asarray(np.log(share / (1 - share)))

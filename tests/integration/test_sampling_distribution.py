@@ -129,8 +129,8 @@ def test_greedy_verification_would_be_noticed(
     engine = speculating(folders, most_frequent(expected))
     honest = Scheduler._draft
 
-    def always_right(self: Scheduler, requests: Sequence[Request]) -> list[list[int]]:
-        drafts = honest(self, requests)
+    def always_right(self: Scheduler, requests: Sequence[Request], context_tokens: int) -> list[list[int]]:
+        drafts = honest(self, requests, context_tokens)
         for request, draft in zip(requests, drafts, strict=True):
             request.params = request.params.model_copy(update={"temperature": 0.0 if draft else 1.0})
         return drafts

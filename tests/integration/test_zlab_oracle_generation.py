@@ -33,7 +33,7 @@ class Recorder(FixedWidth):
     lengths: list[int] = field(default_factory=list)
 
     def observe(self, step: Step) -> None:
-        self.lengths += [accepted + 1 for accepted in step.accepted]
+        self.lengths.extend(accepted + 1 for accepted in step.accepted)
 
 
 def variant(folder: Path, **changes: object) -> Path:

@@ -1,0 +1,178 @@
+"""The width policy against what hindsight would have chosen, in a simulator: no model, no waiting.
+
+    python -m benchmarks.policy [--seeds 4] [--output benchmarks/results/policy.json]
+
+Every cell is a cost surface (this project's bundled pair on two CPU cores; Qwen3-8B on three GPUs), a number of
+requests, a context length and a kind of requests. In each run, on the same luck: every fixed width, the policy from a
+cold start with costs measured some 20 % wrongly, the policy as it was before, and an oracle that knows true survival
+and true costs. Figures are ratios of tokens per second, means over seeds: of the first 100 steps, and of 500.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.policy_before import AutoWidthBefore
+from benchmarks.simulator import STEPS, Cell, Load, Oracle, Synthetic, replays, run, surfaces
+from dflash_serve.common.provenance import commit, now
+from dflash_serve.speculation.width import AutoWidth, FixedWidth, WidthPolicy
+
+NEVER = 1.0
+"""The acceptance length of a drafter that is never right."""
+LEAST = {"auto / best fixed, 100 steps": 0.95, "auto / best fixed": 0.97, "auto / off": 0.99}
+"""What every cell is to reach; and the mean over cells 0.97 of the oracle."""
+Make = Callable[[int], WidthPolicy | Oracle]
+
+
+def grid() -> list[Cell]:
+    """All cells."""
+    lengths = (NEVER, 1.1, 1.5, 2.0, 3.0, 4.5, 6.5)
+    cpu, *gpus = surfaces()
+    loads: list[Load] = [
+        *(Synthetic(f"τ {length:g}" if length > NEVER else "never right", (length,)) for length in lengths),
+        Synthetic("half τ 5, half 1.15", (5.0, 1.15)),
+        Synthetic("drifting, τ 5 to 1.15", (5.0, 1.15), drifts=True),
+    ]
+    cells = [Cell(cpu, load, n) for n in (1, 2, 4, 8, 16, 32) for load in (*loads, *replays())]
+    few = [loads[0], loads[2], *loads[4:6], Synthetic("τ 8", (8.0,)), *loads[7:]]
+    for gpu in gpus:
+        cells += [Cell(gpu, load, n) for n in (1, 8, 64, 256) for load in few]
+        cells += [Cell(gpu, load, n, context) for n, context in ((1, 65_536), (16, 16_384)) for load in few[1:4]]
+    busy = [Cell(surface, load, 4, busy_from=250) for surface in (cpu, gpus[-1]) for load in loads[2:6]]
+    return cells + busy
+
+
+@dataclass(frozen=True)
+class Result:
+    """Ratios of one cell."""
+
+    cell: Cell
+    best: int
+    """The best fixed width in hindsight, over all steps."""
+    ratios: dict[str, float]
+
+
+def play(job: tuple[Cell, int]) -> Result:
+    """All policies on one cell."""
+    cell, seeds = job
+    surface = cell.surface
+
+    def mean(make: Make) -> np.ndarray[Any, Any]:
+        return np.mean([run(cell, make(seed), seed) for seed in range(seeds)], axis=0)
+
+    def cost(seed: int) -> Any:
+        return surface.measured(cell.requests, np.random.default_rng(seed + 77))
+
+    widths = [width for width in (1, 2, 3, 4, 6, 8, 12, 16) if width <= surface.block_size]
+    fixed = {width: mean(lambda _, width=width: FixedWidth(width)) for width in widths}  # type: ignore[misc]
+    auto = mean(lambda seed: AutoWidth(cost(seed), surface.block_size))
+    before = mean(lambda seed: AutoWidthBefore(cost(seed), surface.block_size))
+    best = np.max(list(fixed.values()), axis=0)
+    ratios = {
+        "auto / best fixed, 100 steps": auto[0] / best[0],
+        "auto / best fixed": auto[1] / best[1],
+        "auto / off": auto[1] / fixed[1][1],
+        "before / best fixed, 100 steps": before[0] / best[0],
+        "before / best fixed": before[1] / best[1],
+        "before / off": before[1] / fixed[1][1],
+    }
+    if isinstance(cell.load, Synthetic):
+        oracle = mean(lambda _: Oracle(cell))
+        ratios |= {"auto / oracle": auto[1] / oracle[1], "before / oracle": before[1] / oracle[1]}
+    return Result(cell, max(fixed, key=lambda width: fixed[width][1]), {k: float(v) for k, v in ratios.items()})
+
+
+def main(
+    seeds: Annotated[int, typer.Option(help="Runs of every cell; a few more where there are few requests.")] = 4,
+    only: Annotated[str, typer.Option(help="Cells whose description has this in it.")] = "",
+    output: Annotated[Path | None, typer.Option(help="Where the JSON goes, and the picture beside it.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes.")] = 2,
+) -> None:
+    """Play every cell."""
+    cells = [cell for cell in grid() if only in described(cell)]
+    jobs = [(cell, seeds * (4 if cell.requests == 1 else 2 if cell.requests <= 4 else 1)) for cell in cells]
+    with ProcessPoolExecutor(workers) as pool:
+        results = list(track(pool.map(play, jobs), "cells", total=len(jobs), console=Console(stderr=True)))
+    show(results)
+    if output is not None:
+        write(results, seeds, output)
+
+
+def described(cell: Cell) -> str:
+    """A line."""
+    busy = ", busy from step 250" if cell.busy_from else ""
+    return f"{cell.surface.name}, {cell.requests} x {cell.context} tokens, {cell.load.name}{busy}"
+
+
+def missed(result: Result) -> list[str]:
+    """What the cell does not reach."""
+    return [name for name, least in LEAST.items() if result.ratios[name] < least]
+
+
+def means(results: list[Result]) -> dict[str, float]:
+    """Over cells, of each ratio."""
+    names = {name: None for result in results for name in result.ratios}
+    return {name: float(np.mean([r.ratios[name] for r in results if name in r.ratios])) for name in names}
+
+
+def show(results: list[Result]) -> None:
+    """The cells that miss something, and a summary."""
+    console, table = Console(), Table("cell", "best", *LEAST, "auto / oracle", "before / best fixed")
+    for result in results:
+        if missed(result):
+            figures = [result.ratios.get(name) for name in (*LEAST, "auto / oracle", "before / best fixed")]
+            cells = ("" if figure is None else f"{figure:.3f}" for figure in figures)
+            table.add_row(described(result.cell), str(result.best), *cells)
+    console.print(table)
+    for name, figure in means(results).items():
+        worst = min(result.ratios.get(name, np.inf) for result in results)
+        console.print(f"{name:32s} mean {figure:.3f}   worst cell {worst:.3f}")
+    console.print(f"{sum(not missed(result) for result in results)} of {len(results)} cells reach all of {LEAST}")
+
+
+def write(results: list[Result], seeds: int, output: Path) -> None:
+    """The JSON, and a picture beside it."""
+    report = {
+        "made": {"commit": commit(), "at": now(), "steps": STEPS, "seeds": seeds},
+        "least": LEAST,
+        "means": means(results),
+        "cells": [
+            {"cell": described(r.cell), "best fixed width": r.best, **{k: round(v, 4) for k, v in r.ratios.items()}}
+            for r in results
+        ],
+    }
+    output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    draw(results, output.with_suffix(".svg"))
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """Each cell a dot: the policy over the best fixed width, now and before; sorted."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+    for ax, name in zip(axes, ("best fixed, 100 steps", "best fixed"), strict=True):
+        for who, colour in (("before", "#c44"), ("auto", "#26a")):
+            ax.plot(sorted(r.ratios[f"{who} / {name}"] for r in results), color=colour, label=f"{who} / {name}")
+        ax.axhline(LEAST[f"auto / {name}"], color="#888", linestyle=":")
+        ax.set(xlabel="cells, sorted", ylim=(0.7, 1.3))
+        ax.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    typer.run(main)
