@@ -6,7 +6,7 @@ engine runs in this process is an `InProcessBackend`; the embedded backend is bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -137,6 +137,15 @@ class ServerBackend(Backend, Protocol):
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
         """The engine's command line, for a folder that `prepare` has written."""
+        ...
+
+
+@runtime_checkable
+class ContractedBackend(Backend, Protocol):
+    """One whose plug-in relies on more of its engine than the engine promises."""
+
+    def contract(self) -> Iterable[str]:
+        """Lines that say what that is, and which of it holds in the installed release."""
         ...
 
 

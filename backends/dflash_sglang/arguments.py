@@ -142,8 +142,8 @@ def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
     # Otherwise a draft inherits the target's quantisation and K/V format, and accepts next to nothing.
     yield "--speculative-draft-model-quantization", "unquant"
     yield "--speculative-draft-kv-cache-dtype", "bfloat16"
-    if plan.target.penalises:
-        # SGLang would penalise every request by the model's defaults, and wrongly so (`plugin.guards`).
+    if plan.target.penalises and plan.width is None:
+        # SGLang would penalise every request by the model's defaults, and wrongly so (`plugin.requests`).
         yield "--sampling-defaults", "openai"
     if plan.deployment.speculation.draft_window is not None:
         yield "--speculative-draft-window-size", str(plan.deployment.speculation.draft_window)

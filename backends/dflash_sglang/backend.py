@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
@@ -19,13 +20,14 @@ from dflash_serve.preview import Preview
 
 from .arguments import DRAFT, SECRETS, arguments, node_arguments
 from .checks import problems
+from .contract import printed
 from .facts import FACTS
-from .launch_plan import OURS, WIDTH_VARIABLE, LaunchPlan, read_launch_plan
+from .launch_plan import WIDTH_VARIABLE, LaunchPlan, read_launch_plan
 from .preview import preview
 
 
 class SGLangBackend:
-    """Checks and command line for SGLang 0.5.22-0.5.23. Needs neither a GPU nor SGLang until the command is run."""
+    """Checks and command line for SGLang 0.5.23. Needs neither a GPU nor SGLang until the command is run."""
 
     name = "sglang"
     facts = FACTS
@@ -40,6 +42,10 @@ class SGLangBackend:
             UserError: the target or drafter cannot be found or read at all.
         """
         return problems(read_launch_plan(deployment))
+
+    def contract(self) -> Iterable[str]:
+        """Every name of SGLang that the plug-in relies on, and whether it holds in the installed release."""
+        return printed()
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         """Writes draft/ and the API key. A built target or drafter is held against its manifest first, byte for byte.
@@ -77,7 +83,8 @@ class SGLangBackend:
         plan = prepared if prepared and prepared.deployment == deployment else read_launch_plan(deployment)
         argv = [sys.executable, "-m", "sglang.launch_server", *arguments(plan, folder.resolve())]
         argv += node_arguments(deployment.parallel.nodes, os.environ)
-        env = {WIDTH_VARIABLE: str(deployment.speculation.width)} if plan.algorithm == OURS else {}
+        width = plan.block_size if plan.width is None else plan.width
+        env = {} if plan.algorithm is None else {WIDTH_VARIABLE: str(width)}
         return Command((*argv, "--host", host, "--port", str(port)), env)
 
 

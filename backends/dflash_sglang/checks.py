@@ -1,4 +1,4 @@
-"""Everything in which a Deployment and SGLang 0.5.22-0.5.23 do not go together, from files alone."""
+"""Everything in which a Deployment and SGLang 0.5.23 do not go together, from files alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dflash_serve.engine_args import parser_problems
 from dflash_serve.errors import Problem
 
 from .engine_arguments import PARSERS, argument_table
-from .facts import DATA_PARALLEL_ATTENTION, installed_version, parse_release, release_problems
-from .launch_plan import GRAPH_BYTES, OURS, RUNTIME_BYTES, LaunchPlan
+from .facts import installed_version, release_problems
+from .launch_plan import LaunchPlan
 
 CAPTURING = (
     *("beam", "deepseek", "gemma4", "glm4_moe_lite", "glm5", "gpt_oss", "inkling", "kimi", "laguna", "lfm2", "llama"),
@@ -118,12 +118,10 @@ def _unsupported(plan: LaunchPlan) -> Iterator[Problem]:
     if parallel.context > 1:
         what = "context parallelism is not covered by this backend"
         yield Problem(what, "parallel.context", "set it to 1, or use the tensorrt-llm backend")
-    release = parse_release(installed_version() or "")
-    if parallel.attention_data and speculates and release is not None and release < DATA_PARALLEL_ATTENTION:
-        first = ".".join(map(str, DATA_PARALLEL_ATTENTION))
-        what = f"data-parallel attention with DFlash needs SGLang {first}"
-        yield Problem(what, "parallel.attention_data", f"pip install sglang=={first}")
-    if parallel.attention_data and plan.algorithm == OURS:
+    if plan.target.recurrent and plan.width is not None:
+        what = f"{plan.target.architecture} has recurrent layers, whose states SGLang keeps for whole blocks only"
+        yield Problem(what, "speculation.width", f"set it to {plan.block_size}")
+    if parallel.attention_data and plan.width is not None:
         what = "with data-parallel attention every device must take the same width, which only a fixed one does"
         yield Problem(what, "speculation.width", f"set it to {plan.block_size}")
 
@@ -192,7 +190,7 @@ def _memory(plan: LaunchPlan) -> Iterator[Problem]:
     if memory.pool <= 0:
         what = (
             f"one device needs {_gib(memory.target)} for the target, {_gib(memory.drafter)} for the drafter and "
-            f"{_gib(RUNTIME_BYTES + GRAPH_BYTES)} to run, but a {plan.gpu.name} has {_gib(memory.total)}"
+            f"{_gib(memory.running)} to run, but a {plan.gpu.name} has {_gib(memory.total)}"
         )
         yield Problem(what, "hardware", "use more devices (parallel.tensor), or a quantised target")
         return

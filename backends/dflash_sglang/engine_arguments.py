@@ -9,7 +9,7 @@ from pathlib import Path
 from dflash_serve.deployment import Deployment
 from dflash_serve.engine_args import ArgumentTable, EngineParser, ParserNames, pinned_parser
 
-from .facts import NEWEST, installed_version, is_supported
+from .facts import RELEASE, installed_version, is_supported
 
 PINNED = Path(__file__).with_name("flags.json")
 """The flags of SGLang 0.5.23 as its own parser describes them: names, values, types, choices."""
@@ -73,7 +73,7 @@ def argument_table(deployment: Deployment) -> ArgumentTable:
     if deployment.kv_cache.memory_fraction is not None:
         keys["mem_fraction_static"] = "kv_cache.memory_fraction"
     version = installed_version()
-    known = version if version and is_supported(version) else ".".join(map(str, NEWEST))
+    known = version if version and is_supported(version) else ".".join(map(str, RELEASE))
     return ArgumentTable("sglang", f"SGLang {known}", _parser, keys)
 
 

@@ -12,11 +12,9 @@ from dflash_serve.errors import Problem
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 Release = tuple[int, int, int]
-OLDEST, NEWEST = (0, 5, 22), (0, 5, 23)
-TESTED = f"{'.'.join(map(str, OLDEST))}-{'.'.join(map(str, NEWEST))}"
-"""The supported releases, as messages name them."""
-DATA_PARALLEL_ATTENTION = (0, 5, 23)
-"""The first release whose DFlash worker runs under data-parallel attention."""
+RELEASE: Release = (0, 5, 23)
+TESTED = ".".join(map(str, RELEASE))
+"""The supported release, as messages name it: the one whose source was read and whose server was run."""
 
 PREFIX = "dflash_serve:"
 """Of our plug-in's own metrics, on the same page as SGLang's."""
@@ -24,6 +22,10 @@ OFFERED, ACCEPTED = f"{PREFIX}slots_offered", f"{PREFIX}slots_accepted"
 """Counters by slot of the block; like STEPS without the `_total` that they are exported with."""
 STEPS = f"{PREFIX}steps"
 """Counter of verifications by width."""
+PARTS = f"{PREFIX}step_seconds"
+"""Counter of the host's seconds by part of a step: policy, draft, verify, accept, inject; whole = SGLang's own step."""
+SUSPENDED = f"{PREFIX}speculation_suspended"
+"""Gauge, 1 while acceptance has collapsed and nothing is drafted."""
 DRAFT_SECONDS = f"{PREFIX}draft_seconds"
 """Histogram of the drafter's passes."""
 SPECULATING = ', width!="1"'
@@ -45,16 +47,15 @@ def parse_release(text: str) -> Release | None:
 
 
 def is_supported(text: str) -> bool:
-    """Whether a version is one of the tested releases."""
-    release = parse_release(text)
-    return release is not None and OLDEST <= release <= NEWEST
+    """Whether a version is one of the tested release."""
+    return parse_release(text) == RELEASE
 
 
 def release_problems(text: str | None) -> Iterator[Problem]:
     """What is wrong with a version; nothing where none is installed."""
     if text is not None and not is_supported(text):
         what = f"SGLang {text} is not supported, tested {TESTED}"
-        yield Problem(what, "sglang", f"pip install sglang=={'.'.join(map(str, NEWEST))}")
+        yield Problem(what, "sglang", f"pip install sglang=={TESTED}")
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:

@@ -12,16 +12,23 @@ from dflash_serve.deployment import ENV_PREFIX, GIB, GPUS, Deployment, Gpu
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.engine_args import EngineArgs
 
-NATIVE, OURS = "DFLASH", "DFLASH_SERVE"
-"""SGLang's own algorithm, and the one our plug-in registers, whose width follows the policy."""
+NATIVE = "DFLASH"
+"""SGLang's own algorithm; where a width is asked for, our plug-in gives it another worker."""
 WIDTH_VARIABLE = f"{ENV_PREFIX}SPECULATION__WIDTH"
 """The Deployment's own variable, by which the plug-in is told the width: `auto`, or a number."""
 RUNTIME_BYTES = 3 * GIB
 """CUDA context, NCCL, workspaces."""
 GRAPH_BYTES = 3 * GIB
 """CUDA graphs of target and drafter, and activations of a prefill."""
+WIDTH_BYTES = GIB
+"""Attention workspace and CUDA graphs of another width than B."""
 KV_BYTES = {"auto": 2.0, "bfloat16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 """Of one number in the K/V cache, by `kv_cache.dtype`."""
+
+
+def narrow_widths(block_size: int) -> list[int]:
+    """What an automatic width chooses from besides B: 1 (off) and powers of two, few enough to have graphs each."""
+    return [width for width in (1, 2, 4, 8, 16, 32) if width < block_size]
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,18 @@ class MemoryEstimate:
     drafter: int
     token: int
     """K/V of one token, target's and drafter's."""
+    widths: int = 0
+    """Widths other than B that blocks are verified at."""
+
+    @property
+    def running(self) -> int:
+        """What is neither weights nor K/V."""
+        return RUNTIME_BYTES + GRAPH_BYTES + self.widths * WIDTH_BYTES
 
     @property
     def pool(self) -> int:
         """What is left for K/V; may be negative."""
-        return self.total - self.target - self.drafter - RUNTIME_BYTES - GRAPH_BYTES
+        return self.total - self.target - self.drafter - self.running
 
     @property
     def tokens(self) -> int:
@@ -82,10 +96,21 @@ class LaunchPlan:
 
     @property
     def algorithm(self) -> str | None:
-        """SGLang's own where the width never changes, which needs nothing of ours; None without speculation."""
-        if self.drafter is None:
-            return None
-        return NATIVE if self.deployment.speculation.width == self.block_size or self.is_half else OURS
+        """None without speculation."""
+        return None if self.drafter is None else NATIVE
+
+    @property
+    def width(self) -> int | str | None:
+        """What our worker is asked for; None = SGLang's own whole blocks (or nothing), which need nothing of ours."""
+        asked = self.deployment.speculation.width
+        return None if self.drafter is None or asked == self.block_size or self.is_half else asked
+
+    @property
+    def narrow_widths(self) -> list[int]:
+        """Widths below B at which our worker may verify."""
+        if self.width is None or self.block_size is None:
+            return []
+        return [self.width] if isinstance(self.width, int) else narrow_widths(self.block_size)
 
     @property
     def is_half(self) -> bool:
@@ -110,7 +135,8 @@ class LaunchPlan:
         if self.drafter is not None:
             drafter = weight_bytes(self.drafter) // split
             token += context_bytes(self.drafter) // min(split, self.drafter.num_key_value_heads)
-        return MemoryEstimate(self.gpu.memory, self.target.weight_bytes // parallel.tensor, drafter, token)
+        weights = self.target.weight_bytes // parallel.tensor
+        return MemoryEstimate(self.gpu.memory, weights, drafter, token, len(self.narrow_widths))
 
 
 def read_launch_plan(deployment: Deployment) -> LaunchPlan:

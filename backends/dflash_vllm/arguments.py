@@ -20,7 +20,14 @@ Flag = tuple[str, ...]
 
 def arguments(plan: LaunchPlan, folder: Path) -> list[str]:
     """All arguments but host and port, the target's first."""
-    parts = (_models(plan), _precision(plan), _parallel(plan), _limits(plan), _speculation(plan, folder))
+    parts = (
+        _models(plan),
+        _serving(plan),
+        _precision(plan),
+        _parallel(plan),
+        _limits(plan),
+        _speculation(plan, folder),
+    )
     return [plan.deployment.target.model, *(word for part in parts for flag in part for word in flag)]
 
 
@@ -29,6 +36,17 @@ def _models(plan: LaunchPlan) -> Iterator[Flag]:
         yield "--revision", plan.deployment.target.revision
     # Otherwise generation_config.json sets sampling parameters that no request asked for.
     yield "--generation-config", "vllm"
+
+
+def _serving(plan: LaunchPlan) -> Iterator[Flag]:
+    serving = plan.deployment.serving
+    if serving.served_model_name is not None:
+        yield "--served-model-name", serving.served_model_name
+    if serving.reasoning_parser is not None:
+        yield "--reasoning-parser", serving.reasoning_parser
+    if serving.tool_call_parser is not None:
+        yield ("--enable-auto-tool-choice",)
+        yield "--tool-call-parser", serving.tool_call_parser
 
 
 def _precision(plan: LaunchPlan) -> Iterator[Flag]:
@@ -52,13 +70,14 @@ def _parallel(plan: LaunchPlan) -> Iterator[Flag]:
 
 def _limits(plan: LaunchPlan) -> Iterator[Flag]:
     limits, cache = plan.deployment.limits, plan.deployment.kv_cache
-    yield "--max-num-seqs", str(limits.max_batch_size)
+    if limits.max_batch_size is not None or plan.block_size is not None:
+        yield "--max-num-seqs", str(plan.max_batch_size)
     yield "--max-num-queued-reqs", str(limits.max_queued_requests)
     if limits.max_model_len is not None:
         yield "--max-model-len", str(limits.max_model_len)
     if plan.block_size is not None:
         # Every request's block takes K slots more of the same buffer when it is drafted.
-        yield "--max-num-batched-tokens", str(plan.rows + limits.max_batch_size * (plan.block_size - 1))
+        yield "--max-num-batched-tokens", str(plan.rows + plan.max_batch_size * (plan.block_size - 1))
         yield "--max-num-scheduled-tokens", str(plan.rows)
     elif limits.max_num_tokens is not None:
         yield "--max-num-batched-tokens", str(limits.max_num_tokens)
@@ -90,8 +109,7 @@ def speculative_config(plan: LaunchPlan, draft: Path) -> dict[str, object]:
         "rejection_sample_method": "standard",
     }
     if plan.widths != (plan.block_size,):
-        most = plan.deployment.limits.max_batch_size
-        schedule = plan.schedule() or every_width(plan.widths, most)
+        schedule = plan.schedule() or every_width(plan.widths, plan.max_batch_size)
         config["num_speculative_tokens_per_batch_size"] = schedule
     if not plan.on_cpu:
         # Otherwise a drafter takes over the target's: FP8 keys and values, and kernels made for causal attention.

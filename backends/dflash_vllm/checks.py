@@ -37,7 +37,7 @@ def problems(plan: LaunchPlan) -> list[Problem]:
             plan.drafter, plan.target.shape, max_model_len=limits.max_model_len, v1_runner=plan.v1_runner
         )
         found += block_problems(plan.deployment, plan.drafter)
-    for problems_of in (_speculation, _devices, _experts, _heads, _precision, _memory):
+    for problems_of in (_serving, _speculation, _devices, _experts, _heads, _precision, _memory):
         found += problems_of(plan)
     return [*found, *length_problems(plan.deployment, plan.target.shape)]
 
@@ -48,6 +48,19 @@ def plug_in_problems(environment: Mapping[str, str] = os.environ) -> Iterator[Pr
     if named is not None and PLUG_IN not in named.split(","):
         what = f"{named!r} leaves {PLUG_IN} out: drafters would not be loaded strictly, nor their slots counted"
         yield Problem(what, PLUG_INS_VARIABLE, f"add {PLUG_IN}, or unset it")
+
+
+def _serving(plan: LaunchPlan) -> Iterator[Problem]:
+    """Keys that this backend does not translate yet."""
+    if plan.deployment.engine_args.get("vllm"):
+        what = "this backend hands no arguments on to vLLM yet"
+        yield Problem(what, "engine_args.vllm", "leave them out, or start the printed command with them by hand")
+    if plan.deployment.serving.api_key_file is not None:
+        do = "leave it out and set VLLM_API_KEY where the server runs"
+        yield Problem("this backend does not hand the key on to vLLM yet", "serving.api_key_file", do)
+    if plan.deployment.parallel.data > 1:
+        what = "data-parallel ranks of vLLM cannot agree on a width"
+        yield Problem(what, "parallel.data", "set it to 1, and run several servers behind a router")
 
 
 def _speculation(plan: LaunchPlan) -> Iterator[Problem]:
@@ -69,7 +82,7 @@ def _speculation(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem(what, "speculation.draft_window", "leave it out, or use --backend sglang")
     asked = plan.deployment.limits.max_num_tokens
     if asked is not None and plan.block_rows > asked:
-        batch, block = plan.deployment.limits.max_batch_size, plan.block_size
+        batch, block = plan.max_batch_size, plan.block_size
         what = f"{batch} blocks of {block} slots are {plan.block_rows} rows a step, max_num_tokens is {asked}"
         yield Problem(what, "limits.max_num_tokens", f"set it to {plan.block_rows}, or limits.max_batch_size lower")
 

@@ -19,6 +19,8 @@ from .schedule import Row, given_survival, static_schedule
 
 ROWS = 8192
 """vLLM's default of max_num_batched_tokens on an H100."""
+DEFAULT_REQUESTS = 256
+"""vLLM's default of max_num_seqs but on the largest GPUs; tables of widths need a number."""
 OVERHEAD = 6 * GIB
 """CUDA context, NCCL, workspaces, CUDA graphs, activations of a prefill."""
 KNEE, KNEE_OF_A_CPU = 256, 8
@@ -75,6 +77,11 @@ class LaunchPlan:
         return self.deployment.speculation.block_size or self.drafter.block_size
 
     @property
+    def max_batch_size(self) -> int:
+        """Requests at once: vLLM's own default on smaller GPUs where the deployment leaves it open."""
+        return self.deployment.limits.max_batch_size or DEFAULT_REQUESTS
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Every width that a step may have, 1 = no draft. Few, because each gets CUDA graphs of its own."""
         if self.block_size is None:
@@ -83,7 +90,7 @@ class LaunchPlan:
         if width != "auto":
             assert isinstance(width, int)
             return (width,)
-        most = self.deployment.limits.max_batch_size - 1  # one batch size a width: see `schedule.every_width`
+        most = self.max_batch_size - 1  # one batch size a width: see `schedule.every_width`
         powers = [power for power in (2, 4, 8, 16, 32) if power < self.block_size]
         return (1, *[*powers, self.block_size][-most:]) if most > 0 else (self.block_size,)
 
@@ -96,7 +103,7 @@ class LaunchPlan:
         cost, survival = given_cost(), given_survival()
         if cost is None or survival is None or len(self.widths) < 2:
             return None
-        return static_schedule(cost, survival, self.widths, self.deployment.limits.max_batch_size)
+        return static_schedule(cost, survival, self.widths, self.max_batch_size)
 
     @property
     def guessed_costs(self) -> CostModel:
@@ -142,7 +149,7 @@ class LaunchPlan:
     @property
     def block_rows(self) -> int:
         """Rows of a full batch of blocks."""
-        return self.deployment.limits.max_batch_size * (self.block_size or 1)
+        return self.max_batch_size * (self.block_size or 1)
 
     @property
     def memory(self) -> MemoryEstimate | None:

@@ -3,7 +3,7 @@
 #
 #   docker buildx build -f deploy/docker/sglang.Dockerfile --build-arg BASE=lmsysorg/sglang@sha256:... -t dflash-serve-sglang:0.1.0 .
 #
-# BASE   an image with SGLang 0.5.22 or 0.5.23, by digest; no default: what is not pinned is not built.
+# BASE   an image with SGLang 0.5.23, by digest; no default: what is not pinned is not built.
 #        For a Dynamo worker: nvcr.io/nvidia/ai-dynamo/sglang-runtime@sha256:...
 ARG BASE
 

@@ -23,6 +23,10 @@ OTHER_BITS = 4.5
 FORMATS = {"nvfp4": ("nvfp4", "fp4_pack"), "mxfp4": ("mxfp4",), "fp8": ("fp8", "float-quantized")}
 """Name -> the words by which a checkpoint's own recipe gives it away."""
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "recurrent")
+"""Beginnings of what `layer_types` calls layers without keys and values."""
+RECURRENT_KEYS = ("hybrid_override_pattern", "linear_attn_config", "linear_num_value_heads", "mamba_d_state", "ssm_cfg")
+"""Keys of config.json that only models with such layers have."""
 LATENT_WIDTH = 576
 """Values of a token's latent vector in a layer: DeepSeek's kv_lora_rank 512 and a rotary part of 64."""
 GENERATION_CONFIG = "generation_config.json"
@@ -120,6 +124,8 @@ class TargetLayout:
     """lm_head is NVFP4 too."""
     weight_bytes: int
     """Bytes on all devices together, estimated from the sizes to a few per cent."""
+    recurrent: bool
+    """Some layers keep a state instead of keys and values (GDN, Mamba, short convolutions)."""
     penalises: bool
     """generation_config.json penalises repetitions in every request that does not say otherwise (Qwen3-Coder)."""
 
@@ -160,6 +166,7 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         native_quantization=native,
         head_is_quantized=native == "nvfp4" and not _spares_head(recipe),
         weight_bytes=_weight_bytes(inner, model.quantization, native),
+        recurrent=_recurrent(inner),
         penalises=_penalises(folder),
     )
 
@@ -197,6 +204,12 @@ def _native(recipe: Mapping[str, object]) -> str | None:
 def _spares_head(recipe: Mapping[str, object]) -> bool:
     spared = [recipe.get(key) for key in ("exclude_modules", "ignore", "modules_to_not_convert")]
     return any("lm_head" in str(module) for modules in spared if isinstance(modules, list) for module in modules)
+
+
+def _recurrent(inner: Mapping[str, object]) -> bool:
+    kinds = inner.get("layer_types")
+    named = isinstance(kinds, list) and any(str(kind).startswith(RECURRENT_LAYERS) for kind in kinds)
+    return named or any(inner.get(key) for key in RECURRENT_KEYS)
 
 
 def _experts(inner: Mapping[str, object]) -> int:

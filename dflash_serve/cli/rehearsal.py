@@ -11,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from dflash_serve.backend import Command, ServerBackend
+from dflash_serve.backend import Command, ContractedBackend, ServerBackend
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.preview import Preview, PreviewingBackend
@@ -31,6 +31,8 @@ class Rehearsal:
     """None = a problem leaves no command."""
     preview: Preview | None
     """None = this backend cannot tell, or a problem leaves nothing to tell."""
+    contract: tuple[str, ...] = ()
+    """Each foreign name that the backend's plug-in relies on, and whether it holds in the installed release."""
 
     def show(self, *, as_json: bool, quiet: bool, show_files: bool) -> None:
         """Prints it: everything as text or JSON, or with `quiet` the command alone; problems then go to stderr.
@@ -62,6 +64,7 @@ class Rehearsal:
             "problems": [asdict(problem) for problem in self.problems],
             "chosen": [asdict(choice) for choice in told.choices],
             "notes": list(told.notes),
+            "contract": list(self.contract),
             "deployment": self.deployment.model_dump(mode="json", exclude_defaults=True),
         }
 
@@ -89,6 +92,9 @@ class Rehearsal:
         if told.notes:
             yield f"what {self.backend} does otherwise"
             yield from (f"{INDENT}{note}" for note in told.notes)
+        if self.contract:
+            yield f"what the plug-in relies on in {self.backend}"
+            yield from (f"{INDENT}{line}" for line in self.contract)
 
 
 def rehearse(backend: ServerBackend, deployment: Deployment, folder: Path, *, host: str, port: int) -> Rehearsal:
@@ -105,7 +111,8 @@ def rehearse(backend: ServerBackend, deployment: Deployment, folder: Path, *, ho
     except UserError as error:  # most often what a problem has said already
         if not problems:
             problems = [Problem(error.what, error.where, error.do)]
-    return Rehearsal(backend.name, deployment, folder, problems, command, told)
+    contract = tuple(backend.contract()) if isinstance(backend, ContractedBackend) else ()
+    return Rehearsal(backend.name, deployment, folder, problems, command, told, contract)
 
 
 def in_shell(command: Command) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,28 +48,50 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], str]] = {
 }
 
 
-def arguments(folder: Path, draft: Path, algorithm: str, *more: str) -> list[str]:
+def arguments(folder: Path, draft: Path, *more: str) -> list[str]:
     target = write_paper_target(folder / "target")
-    speculation = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft)]
+    speculation = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
     return ["--model-path", str(target), *speculation, *more, *ON_CPU]
 
 
-@pytest.mark.parametrize("algorithm", ["DFLASH", "DFLASH_SERVE"])
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_draft_stops_sglangs_own_resolution(tmp_path: Path, fault: str, algorithm: str) -> None:
+def resolve(argv: list[str]) -> None:
+    """As far as a server comes before it loads anything."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
+    prepare_server_args(argv).resolve_once()
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_draft_stops_sglangs_own_resolution(tmp_path: Path, fault: str) -> None:
     make, more, message = BROKEN[fault]
-    server_args = prepare_server_args(arguments(tmp_path, make(tmp_path / "draft"), algorithm, *more))
     with pytest.raises(ValueError, match="dflash-serve: ") as refused:
-        server_args.resolve_once()
+        resolve(arguments(tmp_path, make(tmp_path / "draft"), *more))
+    assert message in str(refused.value)
+
+
+IMPOSSIBLE: dict[str, tuple[dict[str, str], tuple[str, ...], str]] = {
+    "no width": ({"SPECULATION__WIDTH": "wide"}, (), "'wide' is neither a number of slots nor auto"),
+    "no cost table": ({"SPECULATION__WIDTH": "auto", "COST_TABLE": "/nowhere.json"}, (), "no cost table"),
+    "LoRA": ({"SPECULATION__WIDTH": "auto"}, ("--enable-lora", "--max-lora-rank", "8"), "made for one width"),
+}
+
+
+@pytest.mark.parametrize("fault", IMPOSSIBLE)
+def test_a_width_that_cannot_be_honoured_stops_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    environment, more, message = IMPOSSIBLE[fault]
+    for name, value in environment.items():
+        monkeypatch.setenv(f"DFLASH_SERVE_{name}", value)
+    with pytest.raises(ValueError, match="dflash-serve: ") as refused:
+        resolve(arguments(tmp_path, write_paper_drafter(tmp_path / "draft"), *more))
     assert message in str(refused.value)
 
 
 def test_the_server_ends_with_our_message_before_it_loads_anything(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "sglang.launch_server", *arguments(tmp_path, renamed(tmp_path / "draft"), "DFLASH")]
+    argv = [sys.executable, "-m", "sglang.launch_server", *arguments(tmp_path, renamed(tmp_path / "draft"))]
     env = {**os.environ, **ENVIRONMENT}
     ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
     log = ended.stdout + ended.stderr
@@ -78,35 +101,35 @@ def test_the_server_ends_with_our_message_before_it_loads_anything(tmp_path: Pat
     assert "Load weight begin" not in log
 
 
-def test_weights_that_lack_a_tensor_are_refused_by_the_loader_itself(tmp_path: Path) -> None:
-    """A draft class that we do not know to the last tensor is still loaded strictly."""
-    import torch
-
-    from dflash_sglang.plugin.guards import load_strictly
-
-    class Loader(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = torch.nn.Linear(2, 2, bias=False)
-
-    with pytest.raises(ValueError, match=r"unknown tensors: fc\.weight_packed; missing: fc\.weight"):
-        load_strictly(lambda _, given: list(given), Loader(), [("fc.weight_packed", torch.zeros(2, 2))])
-
-
 def test_every_upstream_name_we_touch_is_there() -> None:
-    from dflash_sglang.plugin import upstream
+    from dflash_sglang import contract
 
-    assert list(upstream.upstream_problems([*upstream.OF_MAIN, *upstream.OF_SCHEDULER])) == []
-    missing = list(upstream.upstream_problems(["sglang.srt.gone"]))
-    assert "has no sglang.srt.gone, though 0.5.22-0.5.23 should" in str(missing[0])
+    assert list(contract.breaches([*contract.OF_MAIN, *contract.OF_SCHEDULER])) == []
+    assert not any("BROKEN" in line for line in contract.printed())
+    broken = next(contract.breaches([contract.Foreign("sglang.srt.gone")]))
+    assert "SGLang 0.5.23: sglang.srt.gone is gone" in str(broken)
 
 
-@pytest.mark.parametrize("algorithm", ["DFLASH", "DFLASH_SERVE"])
-def test_another_sglang_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
+def test_beside_another_sglang_we_step_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even a draft that we would refuse is then SGLang's own business."""
+    from dflash_sglang.plugin import before_resolution, before_worker
+
+    monkeypatch.setattr("dflash_sglang.contract.installed_version", lambda: "0.5.24")
+    monkeypatch.setenv("DFLASH_SERVE_SPECULATION__WIDTH", "auto")
+    asked: Any = SimpleNamespace(speculative_algorithm="DFLASH", speculative_draft_model_path=str(tmp_path))
+    resolved: list[Any] = []
+    before_resolution(resolved.append, asked)
+    assert resolved == [asked]
+    algorithm = SimpleNamespace(is_dflash=lambda: True)
+    assert before_worker(lambda *_: int, algorithm, asked) is int
+    assert "steps aside, and SGLang runs as it does without it: sglang: SGLang 0.5.24 is not supported" in caplog.text
+
+
+def test_a_server_without_dflash_is_not_even_looked_at(caplog: pytest.LogCaptureFixture) -> None:
     from dflash_sglang.plugin import before_resolution
 
-    monkeypatch.setattr("dflash_sglang.plugin.upstream.installed_version", lambda: "0.5.24")
-    monkeypatch.setattr("sglang.srt.arg_groups.overrides.resolving_view", lambda args: args)
-    server_args: Any = type("Asked", (), {"speculative_algorithm": algorithm})()
-    with pytest.raises(ValueError, match=r"SGLang 0\.5\.24 is not supported, tested 0\.5\.22-0\.5\.23"):
-        before_resolution(lambda _: None, server_args)
+    for asked in (SimpleNamespace(), SimpleNamespace(speculative_algorithm=None)):  # of whatever release
+        before_resolution(lambda _: None, asked)
+    assert caplog.text == ""

@@ -5,8 +5,11 @@ and it exports all that the dashboard asks of it, and what routers are told to l
 from __future__ import annotations
 
 import json
+import random
 import urllib.error
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 
 from dflash_serve.deployment import Deployment
 from dflash_sglang.facts import ACCEPTED, DRAFT_SECONDS, FACTS, STEPS
+from dflash_sglang.plugin.widths import COST_TABLE
 from tests.support.promql import exported, missing
 from tests.support.sglang_server import Berth, OnCpu, Server, fleet
 from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
@@ -32,14 +36,45 @@ PROMPTS = [
 LONG = "the quick brown fox jumps over the lazy dog " * 4
 BLOCK = 8
 SCHEMA = json.dumps({"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]})
-FULL = ("--page-size", "4", "--chunked-prefill-size", "8", "--enable-mixed-chunk")
 IN_STEP = "--disable-overlap-schedule"
-WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "DFLASH": ({"width": BLOCK}, ()),
-    "automatic, paged, windowed, chunked": ({"width": "auto", "draft_window": 16}, FULL),
-    "narrow, paged, windowed, chunked, in step": ({"width": 3, "draft_window": 16}, (*FULL, IN_STEP)),
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+SLOW_TOKENIZERS = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300"}
+"""Seconds; they import longer than the 5 that they are given."""
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
+CHEAP = {"target": {1: 1.0, 64: 1.1}, "draft": {1: 0.01, 8: 0.01}}
+"""Costs at which it pays to verify whatever is drafted."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Of serving with speculation."""
+
+    speculation: dict[str, Any]
+    flags: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
+    cost: object = None
+    counts_penalties: bool = True
+
+
+def mixed(page: int) -> tuple[str, ...]:
+    """Prompts in chunks of two pages or 8 tokens, beside requests that decode."""
+    return "--page-size", str(page), "--chunked-prefill-size", str(max(8, 2 * page)), "--enable-mixed-chunk"
+
+
+WAYS = {
+    "DFLASH, two tokenizers": Way(
+        {"width": BLOCK}, ("--tokenizer-worker-num", "2"), {**STRICT, **SLOW_TOKENIZERS}, counts_penalties=False
+    ),
+    "automatic, retracting, windowed": Way(
+        {"width": "auto", "draft_window": 16}, ("--page-size", "1"), {**STRICT, **RETRACTING}, cost=CHEAP
+    ),
+    "automatic, measured, paged, chunked": Way({"width": "auto"}, mixed(64), STRICT),
+    "narrow, paged, windowed, chunked, in step": Way({"width": 3, "draft_window": 16}, (*mixed(16), IN_STEP), STRICT),
+    "two ranks": Way({"width": "auto"}, env=STRICT, ranks=2, cost=CHEAP),
+    "two ranks, one short of memory": Way({"width": "auto"}, env={"SGLANG_CPU_FAULT": "memory:1"}, ranks=2, cost=CHEAP),
+    "two ranks, one of which fails": Way({"width": 3}, env={"SGLANG_CPU_FAULT": "width 3:1"}, ranks=2),
 }
-"""Of serving with speculation: its settings, and flags of SGLang."""
 
 
 def pair(folder: Path) -> tuple[Path, Path]:
@@ -56,10 +91,22 @@ def pair(folder: Path) -> tuple[Path, Path]:
     return target, write_tiny_drafter(folder / "drafter", config)
 
 
-def deployment(models: tuple[Path, Path], **speculation: Any) -> Deployment:
+def deployment(models: tuple[Path, Path], ranks: int = 1, **speculation: Any) -> Deployment:
     target, drafter = map(str, models)
     fields = {"target": {"model": target}, "drafter": {"model": drafter}, "limits": {"max_batch_size": 8}}
-    return Deployment.model_validate({**fields, "speculation": speculation})
+    devices = {"parallel": {"tensor": ranks}, "hardware": {"count": ranks}}
+    return Deployment.model_validate({**fields, **devices, "speculation": speculation})
+
+
+def started(way: Way, models: tuple[Path, Path], folder: Path) -> tuple[Deployment, OnCpu]:
+    """The way's deployment, and the backend that serves it."""
+    env = dict(way.env)
+    if way.cost is not None:
+        env[COST_TABLE] = str(folder / "cost.json")
+        Path(env[COST_TABLE]).write_text(json.dumps(way.cost))
+    if way.ranks > 1:
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
+    return deployment(models, way.ranks, **way.speculation), OnCpu(*way.flags, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +114,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, B
     """One without speculation (`plain`), and one for each of the ways."""
     folder = tmp_path_factory.mktemp("tiny")
     models = pair(folder)
-    wanted = {name: (deployment(models, **speculation), OnCpu(*flags)) for name, (speculation, flags) in WAYS.items()}
-    with fleet(folder, {"plain": (deployment(models, width="off"), OnCpu()), **wanted}) as running:
+    wanted = {name: started(way, models, folder) for name, way in WAYS.items()}
+    # With overlapped scheduling SGLang's plain decoding penalises a token by those before the last one only.
+    with fleet(folder, {"plain": (deployment(models, width="off"), OnCpu(IN_STEP)), **wanted}) as running:
         yield running
 
 
@@ -82,15 +130,37 @@ def truth(servers: Mapping[str, Berth]) -> dict[str, Any]:
         "long": server.generate(LONG)["output_ids"],
         "logprobs": [entry[0] for entry in logprobs],
         "schema": server.generate(PROMPTS[1], 40, json_schema=SCHEMA, ignore_eos=False)["text"],
+        "penalised": penalised(server),
     }
     servers["plain"].left.set()
     return found
 
 
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"min_new_tokens": 12, "ignore_eos": False},
+    {},
+]
+
+
+def penalised(server: Server) -> list[list[int]]:
+    """Answers with penalties, and one without among them, all at once."""
+    asked = [(prompt, more) for prompt in PROMPTS[:3] for more in PENALTIES]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return [answer["output_ids"] for answer in pool.map(lambda one: server.generate(one[0], 40, **one[1]), asked)]
+
+
 @pytest.fixture(scope="module", params=WAYS)
-def server(request: pytest.FixtureRequest, servers: Mapping[str, Berth]) -> Iterator[Server]:
-    yield servers[request.param].ready.result()
-    servers[request.param].left.set()
+def way(request: pytest.FixtureRequest) -> Way:
+    return WAYS[request.param]
+
+
+@pytest.fixture(scope="module")
+def server(way: Way, servers: Mapping[str, Berth]) -> Iterator[Server]:
+    berth = next(servers[name] for name, one in WAYS.items() if one is way)
+    yield berth.ready.result()
+    berth.left.set()
 
 
 def test_greedy_answers_are_those_without_speculation(server: Server, truth: dict[str, Any]) -> None:
@@ -126,12 +196,46 @@ def test_sampled_requests_are_refused_where_they_would_be_answered_greedily(serv
     assert "would answer greedily without saying so" in refused.value.read().decode()
 
 
-@pytest.mark.parametrize("asked", [{"repetition_penalty": 1.2}, {"presence_penalty": 0.5}, {"min_new_tokens": 4}])
-def test_penalised_requests_are_refused(asked: dict[str, Any], server: Server) -> None:
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        server.generate("the", **asked)
-    assert refused.value.code == 400
-    assert f"does not count the tokens of DFlash steps for {next(iter(asked))}" in refused.value.read().decode()
+def test_penalties_are_counted_as_without_speculation_or_refused(
+    server: Server, way: Way, truth: dict[str, Any]
+) -> None:
+    if way.counts_penalties:
+        assert penalised(server) == truth["penalised"]
+        return
+    for asked in PENALTIES[:3]:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            server.generate("the", **asked)
+        assert refused.value.code == 400
+        assert f"does not count the tokens of DFlash steps for {next(iter(asked))}" in refused.value.read().decode()
+
+
+def test_penalties_matter_here(truth: dict[str, Any]) -> None:
+    """Else the test above could not fail."""
+    for at in range(3):
+        assert all(truth["penalised"][at * 4 + i] != truth["penalised"][at * 4 + 3] for i in (0, 1))
+
+
+def test_a_rank_that_fails_alone_leaves_whole_blocks_on_all(server: Server, way: Way) -> None:
+    if "SGLANG_CPU_FAULT" not in way.env:
+        pytest.skip("nothing fails here")
+    server.tokens(PROMPTS[:2])
+    assert set(server.samples.by(f"{STEPS}_total", "width")) == {BLOCK}
+
+
+def test_a_storm_of_clients_that_hang_up_leaks_nothing(server: Server, truth: dict[str, Any]) -> None:
+    luck = random.Random(0)
+
+    def ask(number: int) -> None:
+        answer = server.stream(PROMPTS[number % len(PROMPTS)], 60, rid=f"storm-{number}")
+        for _ in range(luck.randrange(1, 12)):
+            next(answer, None)
+        answer.close()  # type: ignore[attr-defined]
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(ask, range(64)))
+    server.post("/abort_request", {"rid": "", "abort_all": True})
+    assert server.tokens(PROMPTS, streams=8) == truth["tokens"]
+    assert_nothing_leaks(server)
 
 
 def assert_nothing_leaks(server: Server) -> None:

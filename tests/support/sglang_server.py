@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,8 @@ ON_CPU = (
 )
 """On top of our command: the last flag of a name wins. In float32 losslessness is exact; gauges follow every step."""
 ENVIRONMENT = {"SGLANG_PLATFORM": "torch_cpu", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", **FACTS.environment}
-PATIENCE = 300.0
+PATIENCE = float(os.environ.get("DFLASH_SERVE_TEST_PATIENCE", "300"))
+"""Seconds that a server may take to start, or to answer; more on a machine that others use."""
 AT_ONCE = 3
 """Servers side by side, of 3 GB each: most of a start is one thread that imports."""
 CROWD = 16
@@ -143,7 +145,9 @@ class Berth:
 
 
 @contextmanager
-def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]]) -> Iterator[Mapping[str, Berth]]:
+def fleet(
+    folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]], at_once: int = AT_ONCE
+) -> Iterator[Mapping[str, Berth]]:
     """Servers by name, each in a folder of its own, started in this order as `verify` and `bench` start them."""
     berths = {name: Berth() for name in wanted}
 
@@ -155,7 +159,7 @@ def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]]) -> Itera
         except UserError as error:
             berth.ready.set_exception(error)
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         try:
             for number, (name, how) in enumerate(wanted.items()):
                 pool.submit(run, berths[name], folder / str(number), *how)

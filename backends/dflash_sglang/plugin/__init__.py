@@ -1,156 +1,149 @@
-"""What SGLang loads into its processes (entry point `sglang.srt.plugins`): hooks, and the algorithm DFLASH_SERVE.
+"""What SGLang loads into its processes (entry point `sglang.srt.plugins`): hooks around its own algorithm DFLASH.
 
-Nothing is changed until a server asks for DFLASH or DFLASH_SERVE: then its draft is checked before anything is loaded,
-loaded strictly, and measured. SGLang only logs what a plug-in raises while it is installed, so refusals are raised
-later, where they stop the server.
+Nothing is changed until a server asks for DFLASH: then its draft is checked before anything is loaded, loaded strictly,
+and measured; and where a width is asked for (`DFLASH_SERVE_SPECULATION__WIDTH`), our worker runs in the place of
+SGLang's. An SGLang that is not the one we were tested with runs as if we were not installed, but for a warning.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from dflash_sglang.facts import TESTED, installed_version, is_supported
-from dflash_sglang.launch_plan import NATIVE, OURS
+from dflash_serve.errors import Problem, UserError
+from dflash_sglang.contract import (
+    CREATE_WORKER,
+    LOAD_WEIGHTS,
+    OF_MAIN,
+    OF_SCHEDULER,
+    QUEUE,
+    RESOLUTION,
+    RESULT,
+    WORKER,
+    Foreign,
+    breaches,
+)
+from dflash_sglang.launch_plan import NATIVE
 
-from .guards import draft_problems, guard_requests, load_strictly, refuse
-from .metrics import on_result, on_worker_built
-from .upstream import CREATE_WORKER, LOAD_WEIGHTS, OF_SCHEDULER, RESOLUTION, RESULT, WORKER, upstream_problems
+from .drafts import draft_problems
+from .requests import guarded
+from .strict_load import StrictLoad
+from .widths import AUTO, asked_width, given_cost
 
 logger = logging.getLogger(__name__)
-_BEING_RESOLVED: list[Any] = []
-"""The arguments that SGLang is resolving: it hands a registered algorithm a stand-in for them."""
+MOST = 8
+"""Problems in one message."""
+STRICT = StrictLoad()
 
 
 def install() -> None:
-    """Registers our hooks and our algorithm; the entry point."""
+    """Registers our hooks; the entry point."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(RESOLUTION, before_resolution, HookType.AROUND)
-    version = installed_version() or "unknown"
-    if not is_supported(version):
-        logger.error("dflash-serve: SGLang %s is not supported, tested %s", version, TESTED)
-        return
     HookRegistry.register(CREATE_WORKER, before_worker, HookType.AROUND)
-    register_algorithm()
+
+
+def usable(names: Iterable[Foreign]) -> bool:
+    """Whether all of the names hold in this SGLang; warns of the first that does not."""
+    broken = next(breaches(names), None)
+    if broken is not None:
+        logger.warning("dflash-serve steps aside, and SGLang runs as it does without it: %s", broken)
+    return broken is None
 
 
 def before_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
     """Runs in the main process, before SGLang looks at what speculation is asked for.
 
     Raises:
-        ValueError: this SGLang or this draft will not do; the message says why.
+        ValueError: this draft or these settings will not do; the message says why.
     """
-    from sglang.srt.arg_groups.overrides import resolving_view
+    if _asks_for_dflash(server_args) and usable(OF_MAIN):
+        from sglang.srt.arg_groups.overrides import resolving_view
 
-    asked = resolving_view(server_args)
-    if (asked.speculative_algorithm or "").upper() in (NATIVE, OURS):
-        refuse(upstream_problems())
+        asked = resolving_view(server_args)
         refuse(draft_problems(asked))
-        guard_requests()
-    with _being_resolved(server_args):
-        resolve(server_args)
+        refuse(width_problems(asked))
+    resolve(server_args)
+
+
+def _asks_for_dflash(server_args: Any) -> bool:
+    """Asked of every SGLang that we are installed beside, whatever its release."""
+    return str(getattr(server_args, "speculative_algorithm", None)).upper() == NATIVE
+
+
+def width_problems(server_args: Any) -> list[Problem]:
+    """What is wrong with the width that the environment asks for, in these arguments."""
+    try:
+        width = asked_width()
+        if width == AUTO:
+            given_cost()
+    except UserError as error:
+        return [Problem(error.what, error.where, error.do)]
+    if width is None or not server_args.enable_lora:
+        return []
+    what = "LoRA's graphs are made for one width, and a width is asked for"
+    return [Problem(what, "--enable-lora", "verify whole blocks (speculation.width = block_size), or leave LoRA out")]
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Ends a server that starts, with the first of the problems; where there are none, nothing happens.
+
+    Raises:
+        ValueError: the problems.
+    """
+    found = list(problems)
+    if found:
+        more = [f"(and {len(found) - MOST} more)"] if len(found) > MOST else []
+        raise ValueError("dflash-serve: " + "\n".join([*map(str, found[:MOST]), *more]))
 
 
 def before_worker(create: Callable[..., type], algorithm: Any, server_args: Any) -> type:
-    """Runs in a scheduler, before SGLang's own DFlash worker is built."""
-    if algorithm.is_dflash():
-        watch_worker()
-    return create(algorithm, server_args)
+    """Runs in a scheduler, before SGLang's DFlash worker is built: where a width is asked for, ours takes its place."""
+    theirs = create(algorithm, server_args)
+    try:
+        return ours(theirs, server_args) if algorithm.is_dflash() and usable(OF_SCHEDULER) else theirs
+    except Exception:
+        logger.exception("dflash-serve steps aside: its worker could not be prepared, SGLang's own runs")
+        return theirs
+
+
+def ours(theirs: type, server_args: Any) -> type:
+    """The worker to build where SGLang would build `theirs`, and everything that it is watched by."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    watch_worker()
+    if asked_width() in (None, resolving_view(server_args).speculative_num_draft_tokens):
+        return theirs
+    from .worker import WidthWorker
+
+    if theirs is not WidthWorker.__base__:
+        logger.warning("dflash-serve: this platform has a worker of its own (%s), which runs alone", theirs.__name__)
+        return theirs
+    return WidthWorker
 
 
 def watch_worker() -> None:
-    """Makes the worker that is built next load its draft strictly, count its results and time its drafter.
-
-    Raises:
-        ValueError: this SGLang will not do.
-    """
+    """Makes the worker that is built next load its draft strictly, count its results and time its drafter."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    refuse(upstream_problems(OF_SCHEDULER))
-    HookRegistry.register(LOAD_WEIGHTS, load_strictly, HookType.AROUND)
-    HookRegistry.register(RESULT, on_result, HookType.AROUND)
+    from .results import STEPS
+
+    STRICT.active = True
+    HookRegistry.register(LOAD_WEIGHTS, STRICT, HookType.AROUND)
+    HookRegistry.register(RESULT, STEPS.on_result, HookType.AROUND)
+    HookRegistry.register(QUEUE, guarded, HookType.AROUND)
     HookRegistry.register(f"{WORKER}.__init__", on_worker_built, HookType.AROUND)
     HookRegistry.apply_hooks()
 
 
-def register_algorithm() -> None:
-    """Makes `--speculative-algorithm DFLASH_SERVE` known: to SGLang's scheduler DFlash, with a worker of ours."""
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-    from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
+def on_worker_built(build: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:
+    """Around the worker's constructor: its draft is loaded when it ends."""
+    from .metrics import watch
 
-    if get_spec(OURS) is None:
-        algorithm = type("DFlashServe", (DFlashAnswers, CustomSpecAlgo), {})
-        SpeculativeAlgorithm.register(OURS, supports_overlap=True, spec_class=algorithm)(worker_class)
-
-
-def worker_class(server_args: Any) -> type:
-    """What SGLang's scheduler builds for DFLASH_SERVE."""
-    watch_worker()  # which looks its imports up first
-    from .worker import DFlashServeWorker
-
-    return DFlashServeWorker
-
-
-class DFlashAnswers:
-    """What SGLang's DFLASH answers its scheduler; mixed into SGLang's CustomSpecAlgo, which lacks the last four."""
-
-    def is_dflash(self) -> bool:
-        return True
-
-    def is_dflash_family(self) -> bool:
-        return True
-
-    def supports_target_verify_for_draft(self) -> bool:
-        return True
-
-    def supports_prefill_shared_read_done(self) -> bool:
-        return True
-
-    def supports_mixed_chunk(self) -> bool:
-        return True
-
-    def supports_grammar_overlap(self) -> bool:
-        return True
-
-    def handle_server_args(self, server_args: Any) -> None:
-        """Resolves block size, steps, draft attention and the rest as for DFLASH, on the arguments themselves.
-
-        Raises:
-            ValueError: what SGLang refuses for DFLASH.
-        """
-        from sglang.srt.arg_groups.speculative_hook import _handle_dflash
-
-        _handle_dflash(_BEING_RESOLVED[-1] if _BEING_RESOLVED else server_args)
-
-    def build_disagg_draft_input(self, *args: Any) -> Any:
-        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-        return SpeculativeAlgorithm.DFLASH.build_disagg_draft_input(*args)
-
-    def create_future_map(self, device: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
-        from sglang.srt.managers.overlap_utils import FutureMap
-
-        needs = dict(zip(("needs_cpu_seq_lens", "needs_confidence_relay"), args, strict=False))
-        return FutureMap(device, self, pool, **{"needs_cpu_seq_lens": True, **needs, **kwargs})
-
-    def need_topk(self) -> bool:
-        return False
-
-    def carries_draft_hidden_states(self) -> bool:
-        return False
-
-    def get_platform_worker_cls(self) -> None:
-        return None
-
-
-@contextmanager
-def _being_resolved(server_args: Any) -> Iterator[None]:
-    """Remembers the arguments while SGLang resolves them."""
-    _BEING_RESOLVED.append(server_args)
     try:
-        yield
+        build(worker, *args, **kwargs)
     finally:
-        _BEING_RESOLVED.pop()
+        STRICT.active = False
+    watch(worker)

@@ -1,56 +1,145 @@
-"""What steps cost on this machine: measured at start-up on made-up blocks, in K/V entries that no request has yet.
+"""What steps cost on this machine: whole steps, as they are served, timed at start-up on made-up requests.
 
-Several ranks take the slowest one's figures, so that all of them choose the same widths.
+Nothing has been served yet, so the steps may write into any K/V entry. Several ranks take the slowest one's figures.
+The figures are kept in the cache, by everything that changes them, and only seed the policy, which follows what served
+steps take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+import json
+import logging
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from statistics import median
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_parallel, get_schedule
-from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from pydantic import ValidationError
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 
+from dflash_serve.common.files import cache_home, write_whole
+from dflash_serve.common.provenance import processor, versions
+from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 
-from .drafting import block_entries, draft_block, positions_of
 from .host import HostWorker
-from .narrow_step import WidthState, verifying
-from .widths import allowed_widths
+from .ranks import Ranks
 
-CONTEXT = 128
-"""Tokens of context while measuring: attention is a small part of a step at this size."""
+logger = logging.getLogger(__name__)
+CONTEXT, LONG_CONTEXT = 128, 2048
+"""Tokens of context of each request; the difference gives the price of a token of context."""
 REPETITIONS = 3
+DOUBTFUL = 0.2
+"""Figures whose repetitions lie so far apart (median over least) were taken beside other work, and are not kept."""
+LEAST = 1e-6
+"""Seconds: what a draft costs at least."""
+
+RunStep = Callable[[Any, int], object]
+"""Runs a step of a batch at a width."""
+Job = tuple[int, int, int]
+"""Requests, width, context of each request."""
+
+
+def costs_of(worker: HostWorker, widths: list[int], run: RunStep, ranks: Ranks) -> CostModel:
+    """The kept costs of this server, or a fresh measurement.
+
+    Args:
+        widths: the widths it verifies at, 1 and B among them.
+    """
+    path = cache_home() / "cost" / f"sglang-{_key(worker, widths, ranks)}.json"
+    kept = ranks.from_first(_read(path) if ranks.is_first else None)
+    if kept is not None:
+        return kept
+    cost, spread = measure(worker, widths, run, ranks)
+    if ranks.is_first and spread <= DOUBTFUL:
+        try:
+            write_whole(path, cost.model_dump_json())
+        except UserError as error:
+            logger.warning("dflash-serve: costs are measured again next time: %s", error)
+    return cost
+
+
+def _read(path: Any) -> CostModel | None:
+    try:
+        return CostModel.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
+
+
+def _key(worker: HostWorker, widths: list[int], ranks: Ranks) -> str:
+    """Of everything that changes the figures: device, models, numbers, ranks, attention, releases."""
+    runner, draft = worker.model_runner, worker.draft_model_runner
+    cuda = str(worker.device).startswith("cuda")
+    facts = {
+        "device": torch.cuda.get_device_name() if cuda else processor(),
+        "target": runner.model_config.hf_config.to_json_string(),
+        "drafter": draft.model_config.hf_config.to_json_string(),
+        "dtypes": [str(runner.dtype), str(runner.kv_cache_dtype), str(draft.dtype)],
+        "attention": [type(one.attn_backend).__name__ for one in (runner, draft)],
+        "graphs": type(runner.decode_cuda_graph_runner).__name__,
+        "ranks": ranks.count,
+        "widths": widths,
+        "requests": int(runner.max_running_requests),
+        "threads": None if cuda else torch.get_num_threads(),
+        "versions": versions("sglang", "torch", "dflash-serve"),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @torch.no_grad()  # not inference_mode: buffers that are made here serve later, outside of it
-def measure(worker: HostWorker, states: Mapping[int, WidthState]) -> CostModel:
-    """Times the target's pass by rows, and the drafter's by requests, up to full batches.
+def measure(worker: HostWorker, widths: list[int], run: RunStep, ranks: Ranks) -> tuple[CostModel, float]:
+    """Times steps at every width and 1, 2, 4, ... requests up to a full batch; gives their costs and their spread."""
+    most = int(worker.model_runner.max_running_requests)
+    long = min(LONG_CONTEXT, int(worker.model_runner.model_config.context_len) - 2 * max(widths))
+    short = min(CONTEXT, long)
+    jobs: list[Job] = [(requests, width, short) for requests in _doubling(most) for width in widths]
+    jobs += [(1, width, long) for width in (1, max(widths)) if long > short]
+    times: dict[Job, list[float]] = {job: [] for job in jobs}
+    for turn in range(1 + REPETITIONS):  # interleaved: a busy spell hits all alike; the first one warms up
+        for job in jobs:
+            with made_up_batch(worker, job[0], job[2]) as batch:
+                seconds = _timed(lambda job=job, batch=batch: run(batch, job[1]), worker.device)  # type: ignore[misc]
+            if turn:
+                times[job].append(seconds)
+    least = ranks.slowest(torch.tensor([min(times[job]) for job in jobs], dtype=torch.float64)).tolist()
+    spread = ranks.slowest(torch.tensor([median(median(t) / min(t) - 1 for t in times.values())], dtype=torch.float64))
+    return tabulate(dict(zip(jobs, least, strict=True))), float(spread)
 
-    Args:
-        states: what the target runs with, by width; SGLang's own where there is none.
-    """
-    requests = _doubling(int(get_schedule().max_running_requests))
-    shapes = {n * w: (n, w) for n in requests for w in [1, *allowed_widths(worker.block_size)]}
-    jobs: list[tuple[str, int, Callable[[], object]]] = [
-        ("target", rows, _target_pass(worker, n, w, states.get(w))) for rows, (n, w) in shapes.items()
-    ]
-    jobs += [("draft", n, _draft_pass(worker, n)) for n in requests]
-    seconds = torch.full((len(jobs),), float("inf"), dtype=torch.float64)
-    for _ in range(REPETITIONS):  # interleaved: a busy spell hits all shapes alike, and noise only ever adds time
-        for i, (_, _, run) in enumerate(jobs):
-            seconds[i] = min(float(seconds[i]), _timed(run, worker.device))
-    group = get_parallel().tp_group
-    if group.world_size > 1:
-        torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-    table: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
-    for (kind, size, _), time in zip(jobs, seconds.tolist(), strict=True):
-        table[kind][size] = time
-    return CostModel.model_validate(table)
+
+def tabulate(seconds: Mapping[Job, float]) -> CostModel:
+    """Steps without a draft give the target's costs by rows; what a step with one takes beyond that is the draft's."""
+    short = min(context for *_, context in seconds)
+    target = {
+        requests: taken for (requests, width, context), taken in seconds.items() if (width, context) == (1, short)
+    }
+    draft: dict[int, float] = {}
+    for requests in sorted(target):  # from few on: what they say of wide rows serves to tell the drafts of many
+        known, most = CostModel(target=target, draft={1: LEAST}), max(target)
+        drafted = {
+            w: taken for (n, w, context), taken in seconds.items() if n == requests and w > 1 and context == short
+        }
+        extra = [taken - known.target_seconds(requests * w) for w, taken in drafted.items() if requests * w <= most]
+        draft[requests] = max(LEAST, median(extra) if extra else draft.get(requests // 2, LEAST))
+        for width, taken in drafted.items():
+            target.setdefault(requests * width, max(LEAST, taken - draft[requests]))
+    widest = max(width for _, width, _ in seconds)
+    alone, beside = (_per_token(seconds, width, short) for width in (1, widest))
+    return CostModel(target=target, draft=draft, target_context=alone, draft_context=max(0.0, beside - alone))
+
+
+def _per_token(seconds: Mapping[Job, float], width: int, short: int) -> float:
+    """Seconds more for a token more of context, of one request."""
+    long = max(context for *_, context in seconds)
+    if long == short:
+        return 0.0
+    return max(0.0, seconds[1, width, long] - seconds[1, width, short]) / (long - short)
 
 
 def _doubling(limit: int) -> list[int]:
@@ -58,71 +147,35 @@ def _doubling(limit: int) -> list[int]:
     return sorted({limit, *(2**i for i in range(limit.bit_length()) if 2**i <= limit)})
 
 
-def _idle_batch(worker: HostWorker, requests: int) -> SimpleNamespace:
-    """As much of SGLang's batch as a step looks at; all its K/V entries are the padding entry."""
-    context = min(CONTEXT, worker.model_runner.model_config.context_len - worker.block_size - 1)
-    lengths = torch.full((requests,), context, dtype=torch.int64)
-    return SimpleNamespace(
-        seq_lens=lengths.to(worker.device),
-        seq_lens_cpu=lengths,
-        req_pool_indices=torch.arange(requests, dtype=torch.int64, device=worker.device),
-        spec_info=SimpleNamespace(
-            bonus_tokens=torch.ones(requests, dtype=torch.int64, device=worker.device), nxt_kv_lens_cpu=None
-        ),
-        can_run_decode_cuda_graph=True,
-    )
-
-
-def _draft_pass(worker: HostWorker, requests: int) -> Callable[[], object]:
-    batch = _idle_batch(worker, requests)
-    return lambda: draft_block(worker, batch)
-
-
-def _target_pass(worker: HostWorker, requests: int, width: int, state: WidthState | None) -> Callable[[], object]:
-    return lambda: _verify(worker, _idle_batch(worker, requests), width, state)
-
-
-def _verify(worker: HostWorker, batch: Any, width: int, state: WidthState | None) -> Any:
-    """The target's pass over made-up blocks of `width` slots; gives the argmax of its logits."""
+@contextmanager
+def made_up_batch(worker: HostWorker, requests: int, context: int) -> Iterator[Any]:
+    """SGLang's own batch of greedy requests; their contexts lie anywhere in the K/V cache."""
     runner = worker.model_runner
-    forward_batch = _verify_batch(worker, batch, width)
-    with verifying(runner, state):
-        graphs = runner.decode_cuda_graph_runner
-        if graphs and graphs.can_run_graph(forward_batch):
-            graphs.load_batch(forward_batch)
-        else:
-            runner.attn_backend.init_forward_metadata(forward_batch)
-        return runner.forward(forward_batch, skip_attn_backend_init=True).logits_output.next_token_logits.argmax(-1)
-
-
-def _verify_batch(worker: HostWorker, batch: Any, width: int) -> Any:
-    """The ForwardBatch of that pass, in SGLang's terms."""
-    runner, requests = worker.model_runner, len(batch.seq_lens)
-    entries, kv_plan = block_entries(worker, batch, width)
-    tokens = torch.ones(requests * width, dtype=torch.int64, device=worker.device)
-    positions = positions_of(batch.seq_lens, width).reshape(-1)
-    block = DFlashVerifyInput(
-        draft_token=tokens, positions=positions, draft_token_num=width, custom_mask=None, kv_loc_plan=kv_plan
-    )
-    lengths = batch.seq_lens_cpu + width
-    forward_batch = ForwardBatch(
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        batch_size=requests,
-        input_ids=tokens,
-        req_pool_indices=batch.req_pool_indices,
-        seq_lens=batch.seq_lens,
-        out_cache_loc=entries,
-        seq_lens_sum=int(lengths.sum()),
+    lengths = torch.full((requests,), context, dtype=torch.int64)
+    rows = torch.arange(requests, dtype=torch.int64, device=worker.device)
+    table = runner.req_to_token_pool.req_to_token
+    extent = context + 2 * int(worker.block_size)
+    entries = torch.arange(requests * extent, device=table.device) % int(runner.max_total_num_tokens) + 1
+    saved = table[:requests, :extent].clone()
+    table[:requests, :extent] = entries.view(requests, extent).to(table.dtype)
+    anchors, on_device = torch.ones_like(rows), lengths.to(worker.device)
+    batch = ScheduleBatch(
+        reqs=[Req(f"made-up-{i}", "", array("q", [1]), SamplingParams(temperature=0.0)) for i in range(requests)],
+        device=worker.device,
+        req_pool_indices=rows,
+        seq_lens=on_device,
         seq_lens_cpu=lengths,
-        positions=positions,
+        orig_seq_lens=on_device.to(torch.int32),
+        multimodal_inputs=[None] * requests,
+        forward_mode=ForwardMode.DECODE,
         spec_algorithm=runner.spec_algorithm,
-        spec_info=block,
-        capture_hidden_mode=CaptureHiddenMode.FULL,
-        global_num_token_non_padded_cpu=requests * width,
+        spec_info=make_draft_input_v2(bonus_tokens=anchors, new_seq_lens=on_device),
         can_run_decode_cuda_graph=True,
     )
-    kv_plan.bind(forward_batch, runner.kv_index_translator)
-    return forward_batch
+    try:
+        yield batch
+    finally:
+        table[:requests, :extent] = saved
 
 
 def _timed(run: Callable[[], object], device: Any) -> float:

@@ -1,4 +1,4 @@
-"""Blocks in SGLang's terms (after `DFlashWorkerV2`, 0.5.22-0.5.23): where they lie, and the drafter's pass over them.
+"""Blocks in SGLang's terms (after `DFlashWorkerV2`, 0.5.23): where they lie, and the drafter's pass over them.
 
 Shapes: n requests, B slots in a drafted block. Every token has a K/V entry, named by its index in SGLang's pools.
 """

@@ -1,4 +1,4 @@
-"""SGLang's DFlash worker, as far as our steps use it (0.5.22-0.5.23): what they import instead of the worker itself."""
+"""SGLang's DFlash worker, as far as our steps use it (0.5.23): what they import instead of the worker itself."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from dflash_serve.errors import Problem
-
-from .upstream import WORKER, gone
+from dflash_sglang.contract import WORKER, gone
 
 
 class HostWorker(Protocol):
@@ -21,6 +20,7 @@ class HostWorker(Protocol):
     target_worker: Any
     draft_model: Any
     draft_model_runner: Any
+    draft_parallel_layout: Any
     use_compact_draft_cache: bool
     """The drafter reads a short window of its context, by a table of its own."""
     selector: Any
@@ -31,9 +31,11 @@ class HostWorker(Protocol):
     _draft_block_spec_info: Any
     _draft_sampler: Any
     _need_mamba_verify_commit: bool
+    _target_logits_processor: Any
     _use_triton_accept_bonus: bool
     _accept_block: Callable[..., Any]
     _append_target_hidden_to_draft_kv_by_loc: Callable[..., Any]
+    _can_skip_verify_logits: Callable[..., Any]
     _compute_compact_draft_seq_lens: Callable[..., Any]
     _draft_write_ids: Callable[..., Any]
     _ensure_draft_block_buffers: Callable[..., Any]
@@ -45,21 +47,12 @@ class HostWorker(Protocol):
 
 def worker_problems(worker: HostWorker) -> Iterator[Problem]:
     """Attributes that a built worker has not."""
-    yield from (gone(f"{WORKER}.{name}") for name in HostWorker.__annotations__ if not hasattr(worker, name))
+    yield from (gone(f"{WORKER}.{name} is gone") for name in HostWorker.__annotations__ if not hasattr(worker, name))
 
 
-def draft_scope(worker: Any) -> AbstractContextManager[Any]:
-    """Where the drafter runs: its own tensor-parallel layout (0.5.22 only asks whether it owns its attention)."""
+def draft_scope(worker: HostWorker) -> AbstractContextManager[Any]:
+    """Where the drafter runs: its own tensor-parallel layout."""
     from sglang.srt.speculative.spec_utils import draft_tp_context
 
-    layout = getattr(worker, "draft_parallel_layout", None)
-    scope: AbstractContextManager[Any] = draft_tp_context(worker.draft_owns_attention if layout is None else layout)
+    scope: AbstractContextManager[Any] = draft_tp_context(worker.draft_parallel_layout)
     return scope
-
-
-def whole_logits(worker: HostWorker, logits: Any) -> Any:
-    """Logits of the whole vocabulary: 0.5.23 leaves them in shards after a verification, 0.5.22 never does."""
-    gather = getattr(worker, "_target_logits_processor", None)
-    if gather is not None and gather.is_deferred_shard(logits):
-        return gather.finish_deferred_gather(logits)
-    return logits

@@ -1,4 +1,4 @@
-"""What is counted and timed of a running server: the result of every verification, and the drafter's passes.
+"""What is counted and timed of a running server, for Prometheus: every verification, and the drafter's passes.
 
 Metrics stand beside SGLang's own on the same page. What is derived from them is a quotient of rates, taken where it is
 read: survival of slot k = slots_accepted{slot="k"} / slots_offered{slot="k"}; acceptance length = 1 + sum of
@@ -8,13 +8,15 @@ slots_accepted / steps over widths > 1.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
-from dflash_sglang.facts import ACCEPTED, DRAFT_SECONDS, OFFERED, STEPS
+from dflash_sglang.facts import ACCEPTED, DRAFT_SECONDS, OFFERED, PARTS, STEPS, SUSPENDED
+
+from . import results
 
 SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0)
 """Bounds of the histogram's buckets."""
@@ -22,41 +24,11 @@ PENDING = 64
 """Most GPU events that wait to be read; older ones are forgotten."""
 
 
-class StepListener(Protocol):
-    """Something that learns the result of every step."""
-
-    def verified(self, width: int, accepted: Sequence[tuple[str, int]]) -> None:
-        """Takes a step of `width` slots: request ids, and how many drafted tokens of each were accepted."""
-        ...
-
-
-_LISTENERS: list[StepListener] = []
-
-
-def listen(listener: StepListener) -> None:
-    """Tells the listener of every step from now on."""
-    _LISTENERS.append(listener)
-
-
-def on_result(settle: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
-    """Around SGLang's own settling of a step: tells the listeners of the requests that SGLang counts.
-
-    Those are neither retracted nor finished: with overlapped scheduling a request may be verified once more after it
-    has finished.
-    """
-    live = [i for i, request in enumerate(batch.reqs) if not (request.is_retracted or request.finished())]
-    settled = settle(processor, result, batch)
-    accepted = [(str(batch.reqs[i].rid), result.num_correct_drafts_per_req_cpu[i]) for i in live]
-    for listener in _LISTENERS:
-        listener.verified(int(result.speculative_num_draft_tokens), accepted)
-    return settled
-
-
 class SpeculationMetrics:
     """Prometheus metrics of acceptance by slot, of widths, and of the drafter's time."""
 
     def __init__(self, model_name: str) -> None:
-        from prometheus_client import Counter, Histogram
+        from prometheus_client import Counter, Gauge, Histogram
 
         def counter(name: str, what: str, label: str) -> Counter:
             return Counter(name, what, ["model_name", label])
@@ -65,26 +37,38 @@ class SpeculationMetrics:
         self._offered = counter(OFFERED, "Drafted tokens put to the test, by slot of the block.", "slot")
         self._accepted = counter(ACCEPTED, "Drafted tokens that were accepted, by slot of the block.", "slot")
         self._steps = counter(STEPS, "Verifications of one request, by width (the anchor counted).", "width")
+        self._parts = counter(PARTS, "Seconds of the host, by part of a step.", "part")
+        what = "1 while acceptance has collapsed, and nothing is drafted but probes."
+        self._suspended = Gauge(SUSPENDED, what, ["model_name"], multiprocess_mode="max")
         what = "Time of one drafter pass over a batch."
         self._drafting = Histogram(DRAFT_SECONDS, what, ["model_name"], buckets=SECONDS)
 
-    def verified(self, width: int, accepted: Sequence[tuple[str, int]]) -> None:
+    def verified(self, step: results.StepResult) -> None:
         """Counts a step."""
-        if not accepted:
+        requests = len(step.accepted)
+        if not requests:
             return
-        self._steps.labels(self._model, str(width)).inc(len(accepted))
-        for slot in range(1, width):
-            self._offered.labels(self._model, str(slot)).inc(len(accepted))
-            self._accepted.labels(self._model, str(slot)).inc(sum(count >= slot for _, count in accepted))
+        self._steps.labels(self._model, str(step.width)).inc(requests)
+        counts = [count for _, count in step.accepted]
+        for slot in range(1, step.width):
+            self._offered.labels(self._model, str(slot)).inc(requests)
+            self._accepted.labels(self._model, str(slot)).inc(sum(count >= slot for count in counts))
+
+    def took(self, part: str, seconds: float) -> None:
+        """Counts a part of a step."""
+        self._parts.labels(self._model, part).inc(seconds)
+
+    def suspended(self, raised: bool) -> None:
+        """Whether acceptance has collapsed."""
+        self._suspended.labels(self._model).set(float(raised))
 
     def drafted(self, seconds: float) -> None:
         """Counts a drafter pass."""
         self._drafting.labels(self._model).observe(seconds)
 
 
-def on_worker_built(build: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:
-    """Around the worker's constructor: on the first rank, with metrics on, counts and measures."""
-    build(worker, *args, **kwargs)
+def watch(worker: Any) -> None:
+    """Counts and times a built worker, on the first rank, with metrics on."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_parallel
 
@@ -92,7 +76,8 @@ def on_worker_built(build: Callable[..., None], worker: Any, *args: Any, **kwarg
     if not settings.enable_metrics or get_parallel().tp_rank != 0:
         return
     metrics = SpeculationMetrics(settings.served_model_name)
-    listen(metrics)
+    results.STEPS.listeners.append(metrics)
+    results.STEPS.report_part, results.STEPS.report_alarm = metrics.took, metrics.suspended
     runner = worker.draft_model_runner
     runner.forward = timed(runner.forward, str(worker.device), metrics.drafted)
 

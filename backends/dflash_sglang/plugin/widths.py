@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -14,29 +14,32 @@ from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import AutoWidth, FixedWidth, Step, WidthPolicy
 from dflash_sglang.launch_plan import WIDTH_VARIABLE
 
+from .alarm import Alarm
+from .results import STEPS, StepResult
+
 COST_TABLE = f"{ENV_PREFIX}COST_TABLE"
 """A JSON file of measured costs, to use instead of measuring at start-up."""
 MOST_REQUESTS = 65536
 """Beyond so many the oldest requests are forgotten: SGLang does not tell of the end of aborted ones."""
-
-
-def allowed_widths(block_size: int) -> list[int]:
-    """Powers of two, and B: few, so that each can have its CUDA graphs. Width 1 is always allowed, and not listed."""
-    return [width for width in (2, 4, 8, 16, 32) if width < block_size] + [block_size]
+AUTO = 0
+"""What `asked_width` calls an automatic width."""
 
 
 def asked_width(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The fixed width that was asked for; None = automatic.
+    """The width that was asked for, AUTO where it follows the policy; None = none was: SGLang's own whole blocks.
 
     Raises:
         UserError: neither a number nor `auto`.
     """
-    text = environment.get(WIDTH_VARIABLE, "auto")
-    if text == "auto":
+    text = environment.get(WIDTH_VARIABLE)
+    if text is None:
         return None
+    if text == "auto":
+        return AUTO
     if text.isdecimal() and int(text) >= 1:
         return int(text)
-    raise UserError(f"{text!r} is neither a number of slots nor auto", where=WIDTH_VARIABLE)
+    what = f"{text!r} is neither a number of slots nor auto"
+    raise UserError(what, where=WIDTH_VARIABLE, do="correct it; without speculation, leave --speculative-algorithm out")
 
 
 def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
@@ -54,33 +57,67 @@ def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
         raise UserError(f"no cost table ({str(error).splitlines()[0]})", where=path) from None
 
 
-def make_policy(block_size: int, cost: CostModel | None) -> WidthPolicy:
-    """The fixed width that was asked for, or the one that pays by `cost`."""
-    fixed = asked_width()
-    if fixed is not None or cost is None:
-        return FixedWidth(min(fixed or block_size, block_size))
-    return AutoWidth(cost, block_size, allowed_widths=allowed_widths(block_size))
+def make_policy(block_size: int, cost: CostModel | None, offered: Collection[int]) -> WidthPolicy:
+    """The one width that is offered, or among several the one that pays by `cost`.
+
+    Args:
+        offered: widths that can be verified, B among them unless it is a fixed one.
+    """
+    if cost is None:
+        return FixedWidth(min(offered))
+    return AutoWidth(cost, block_size, allowed_widths=sorted(offered))
 
 
 class BatchWidths:
-    """One width for a whole batch, from a policy that speaks of requests."""
+    """One width for a whole batch, from a policy that speaks of requests.
 
-    def __init__(self, policy: WidthPolicy) -> None:
-        self.policy = policy
-        self._known: dict[str, None] = {}
+    While the policy rests, the drafter gets no context features, and a step is plain decoding. What it would draft
+    later for requests that lived through such a time says nothing about it: they are drafted for only beside others,
+    and the policy does not hear of it.
+    """
 
-    def choose(self, request_ids: Sequence[str]) -> int:
-        """The width of the coming step."""
-        self._known.update(dict.fromkeys(request_ids))
+    def __init__(self, policy: WidthPolicy, offered: Collection[int], alarm: Alarm | None = None) -> None:
+        self.policy, self.offered = policy, sorted(offered)
+        self.alarm = alarm or Alarm()
+        self.keeps_features = True
+        """Whether the drafter is to get the context features of the step that was last chosen a width for."""
+        self._known: dict[str, bool] = {}
+        """Requests, and whether the drafter has all their features."""
+
+    def choose(self, request_ids: Sequence[str], context_tokens: int = 0) -> int:
+        """The width of the coming step: the smallest offered one that is enough for every request.
+
+        Args:
+            context_tokens: K/V tokens of all requests together.
+        """
+        for request_id in request_ids:
+            self._known.setdefault(request_id, True)
         while len(self._known) > MOST_REQUESTS:
             self.finished(next(iter(self._known)))
-        return max(self.policy.widths(request_ids), default=1)
+        wanted = max(self.policy.widths(request_ids, context_tokens), default=1)
+        complete = any(self._known[request_id] for request_id in request_ids)
+        if len(self.offered) > 1 and not (complete and self.alarm.allows()):
+            wanted = 1
+        self.keeps_features = wanted > 1 or not self.policy.resting
+        if not self.keeps_features:
+            self._known.update(dict.fromkeys(request_ids, False))
+        return next((width for width in self.offered if width >= wanted), self.offered[-1])
 
-    def verified(self, width: int, accepted: Sequence[tuple[str, int]]) -> None:
-        """Learns from a step; called by `metrics.on_result`."""
-        known = [(request_id, count) for request_id, count in accepted if request_id in self._known]
+    def verified(self, step: StepResult) -> None:
+        """Learns from a step."""
+        known = [
+            (request_id, count)
+            for request_id, count in step.accepted
+            if self._known.get(request_id, False) or (step.width == 1 and request_id in self._known)
+        ]
+        whole = len(known) == step.requests  # else its time is not that of these rows
         ids, counts = [request_id for request_id, _ in known], [count for _, count in known]
-        self.policy.observe(Step(ids, [width] * len(known), counts))
+        was = self.alarm.raised
+        self.alarm.verified(step.width, counts)
+        if self.alarm.raised != was:
+            STEPS.report_alarm(self.alarm.raised)
+        widths = [step.width] * len(known)
+        self.policy.observe(Step(ids, widths, counts, step.seconds if whole else None, step.context_tokens))
 
     def finished(self, request_id: str) -> None:
         """Forgets a request."""

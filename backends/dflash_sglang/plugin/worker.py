@@ -1,7 +1,8 @@
-"""The worker of DFLASH_SERVE: SGLang's own, whose blocks are verified as far as it pays.
+"""SGLang's DFlash worker, whose blocks are verified as far as it pays.
 
 Full blocks, prefills and idle rounds are SGLang's own code. A narrower step drafts the same full block (the drafter was
-trained on it) and verifies its first slots; a step of width 1 does not draft at all.
+trained on it) and verifies its first slots; a step of width 1 does not draft at all. Whatever fails while it starts
+leaves SGLang's own whole blocks, and a warning that says why.
 """
 
 from __future__ import annotations
@@ -9,68 +10,163 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
-from .calibration import measure
-from .guards import refuse
+from dflash_sglang.launch_plan import narrow_widths
+
+from .calibration import costs_of
 from .host import worker_problems
-from .metrics import listen, unwatched
-from .narrow_step import WidthState, build_states, narrow_step
-from .widths import BatchWidths, allowed_widths, asked_width, given_cost, make_policy
+from .metrics import unwatched
+from .penalties import Penalties
+from .ranks import Ranks
+from .results import STEPS
+from .states import CannotBuildError, WidthState, build_states
+from .step import WidthStep
+from .widths import BatchWidths, asked_width, given_cost, make_policy
 
 logger = logging.getLogger(__name__)
+WHOLE = "dflash-serve: blocks are verified whole, as SGLang does by itself: %s"
 
 
-class DFlashServeWorker(DFlashWorkerV2):  # type: ignore[misc]
+class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
     """DFlash with a width of its own for every step; to our steps a `HostWorker`."""
 
     block_size: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        refuse(worker_problems(self))
-        if self.selector is not None or self.lilicorr is not None or self._is_domino:
-            raise ValueError("dflash-serve: DFLASH_SERVE runs plain DFlash drafts; use DFLASH for this one")
+        self.counts_penalties = False
+        """Whether penalised requests are answered; asked by `requests.guarded`."""
         self.widths: BatchWidths | None = None
-        """None until everything is allocated: full blocks."""
+        """None: whole blocks."""
         self.states: dict[int, WidthState] = {}
         """What verifies a step, by width, for those narrower than B."""
 
     def init_cuda_graphs(self) -> None:
         """The last step of start-up: everything is allocated, and costs can be measured."""
         super().init_cuda_graphs()
-        if self._need_mamba_verify_commit or get_parallel().attn_dp_enabled:
-            logger.warning("dflash-serve: this target's blocks are always verified whole")
-            return
-        fixed = asked_width()
-        narrow = {1, *allowed_widths(self.block_size)} if fixed is None else {min(fixed, self.block_size)}
-        self.states = build_states(self, narrow - {self.block_size})
-        with unwatched(self.draft_model_runner):
-            cost = None if fixed is not None else given_cost() or measure(self, self.states)
-        self.widths = BatchWidths(make_policy(self.block_size, cost))
-        listen(self.widths)
-        if cost is not None:
-            logger.info("dflash-serve: measured costs %s", cost.model_dump_json())
+        reason = whole_only(self)
+        if reason is None:
+            self.penalties = Penalties(self.model_runner.model_config.vocab_size, self.device)
+            self.counts_penalties = True
+            self.ranks = Ranks(get_parallel().tp_group)
+            reason = self._start()
+        if reason is not None:
+            self.states, self.widths = {}, None
+            logger.warning(WHOLE, reason)
+
+    def _start(self) -> str | None:
+        """Makes what the widths need, and the policy; gives the reason where it cannot."""
+        fixed = asked_width() or None
+        if fixed is not None and fixed >= self.block_size:
+            return None if fixed == self.block_size else f"width {fixed} is beyond the block of {self.block_size} slots"
+        narrow = narrow_widths(self.block_size) if fixed is None else [fixed]
+        try:
+            self.states = build_states(self, narrow, self.ranks)
+        except CannotBuildError as error:
+            return str(error)
+        if (fixed or 1) not in self.states:
+            return "there is no memory for another width"
+        self._whole_graphs = self.model_runner.decode_cuda_graph_runner
+        offered = {fixed} if fixed is not None else {*self.states, self.block_size}
+        try:
+            cost = None if fixed is not None else self._costs()
+        except Exception as error:
+            logger.exception("dflash-serve: costs could not be measured")
+            return f"costs could not be measured ({error})"
+        self.widths = BatchWidths(make_policy(self.block_size, cost, offered), offered)
+        if self.ranks.is_first:  # which decides for all
+            STEPS.listeners.append(self.widths)
+        return None
+
+    def _costs(self) -> Any:
+        """The first rank's table where it was given one, else what all measure together."""
+        cost = self.ranks.from_first(given_cost() if self.ranks.is_first else None)
+        if cost is None:
+            with unwatched(self.draft_model_runner):
+                cost = costs_of(self, sorted({*self.states, self.block_size}), self._step, self.ranks)
+        logger.info("dflash-serve: costs %s", cost.model_dump_json())
+        return cost
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None, pp_proxy_tensors: Any = None
     ) -> Any:
         """One round of the scheduler."""
-        width = self._width_of(batch)
-        if width == self.block_size:
+        mode = batch.forward_mode
+        extends = mode.is_extend() or batch.is_extend_in_batch
+        if self.counts_penalties and extends and not mode.is_idle():
+            self.penalties.at_prefill(batch)
+        if extends or mode.is_idle() or batch.spec_info is None:
+            STEPS.launched()
             return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+        context = _context_tokens(batch)
+        with STEPS.part("policy"):
+            width, features = self._decided(batch, context)
+        penalties = self.penalties if self.counts_penalties and self.penalties.concern(batch.reqs) else None
+        result = self._step(batch, width, on_publish, grammar_barrier, penalties=penalties, keep_features=features)
+        STEPS.launched(result, context_tokens=context)
+        return result
+
+    def _step(
+        self,
+        batch: Any,
+        width: int,
+        on_publish: Any = None,
+        grammar_barrier: Any = None,
+        *,
+        penalties: Penalties | None = None,
+        keep_features: bool = True,
+    ) -> Any:
+        """One decoding step: SGLang's own code for a whole block without penalties, else ours."""
+        if width == self.block_size and penalties is None:
+            with STEPS.part("whole"):
+                return super().forward_batch_generation(batch, on_publish, grammar_barrier)
         self._validate_phase1_sampling_support(batch)
-        return narrow_step(self, self.states[width], batch, on_publish, grammar_barrier)
+        step = WidthStep(self, width, self.states.get(width), penalties=penalties, keep_features=keep_features)
+        return step.run(batch, on_publish, grammar_barrier)
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """Forgets a request; SGLang tells that it has ended."""
         if self.widths is not None:
             self.widths.finished(rid)
 
-    def _width_of(self, batch: Any) -> int:
-        mode = batch.forward_mode
-        decoding = not (mode.is_extend() or batch.is_extend_in_batch or mode.is_idle())
-        if self.widths is None or batch.spec_info is None or not decoding:
-            return int(self.block_size)
-        return self.widths.choose([str(request.rid) for request in batch.reqs])
+    def _decided(self, batch: Any, context: int) -> tuple[int, bool]:
+        """The width of the coming step, and whether the drafter gets its features: the first rank's choice."""
+        if self.widths is not None and self.model_runner.decode_cuda_graph_runner is not self._whole_graphs:
+            self.states, self.widths = {}, None
+            logger.warning(
+                WHOLE, "SGLang has captured its CUDA graphs again, and those of other widths are out of date"
+            )
+        if self.widths is None:
+            return self.block_size, True
+        choice = 0
+        if self.ranks.is_first:
+            width = self.widths.choose([str(request.rid) for request in batch.reqs], context)
+            choice = width if self.widths.keeps_features else -width
+        choice = self.ranks.number_from_first(choice)
+        return abs(choice), choice > 0
+
+
+def whole_only(worker: WidthWorker) -> str | None:
+    """Why this server's blocks cannot be verified at another width; None = they can."""
+    problems = list(worker_problems(worker))
+    if problems:
+        return str(problems[0])
+    reasons = {
+        "the draft is not a plain DFlash one": not (worker.selector is worker.lilicorr is None) or worker._is_domino,
+        "the drafter's block has one slot": worker.block_size < 2,
+        "the target has recurrent layers": worker._need_mamba_verify_commit,
+        "attention is data-parallel": get_parallel().attn_dp_enabled,
+        "attention is context-parallel": get_parallel().attn_cp_size > 1,
+        "two batches overlap": get_exec().overlap.enable_two_batch_overlap,
+        "prefill and decode share the GPU": get_disagg().enable_pdmux,
+        "the device is an NPU": str(worker.device).startswith("npu"),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _context_tokens(batch: Any) -> int:
+    """K/V tokens of all requests together, as far as the host knows."""
+    known = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
+    return 0 if known is None else int(known.sum())

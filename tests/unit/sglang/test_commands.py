@@ -40,14 +40,14 @@ def test_block_size_is_the_number_sglang_wants_too(fields: dict[str, Any], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("width", "algorithm"), [("auto", "DFLASH_SERVE"), (4, "DFLASH_SERVE"), (8, "DFLASH"), ("off", None), (1, None)]
+    ("width", "algorithm"), [("auto", "DFLASH"), (4, "DFLASH"), (8, "DFLASH"), ("off", None), (1, None)]
 )
-def test_ours_serves_where_the_width_is_not_the_whole_block(
+def test_sglangs_own_algorithm_is_told_the_width(
     fields: dict[str, Any], tmp_path: Path, width: object, algorithm: str | None
 ) -> None:
     deployment = Deployment.model_validate({**fields, "speculation": {"width": width}})
     assert flags(fields, tmp_path, speculation={"width": width}).get("--speculative-algorithm") == algorithm
-    expected = {"DFLASH_SERVE_SPECULATION__WIDTH": str(width)} if algorithm == "DFLASH_SERVE" else {}
+    expected = {"DFLASH_SERVE_SPECULATION__WIDTH": str(width)} if algorithm else {}
     assert SGLangBackend().command(deployment, tmp_path).env == expected
 
 
@@ -66,8 +66,10 @@ def test_a_draft_never_inherits_the_targets_quantisation(fields: dict[str, Any],
     assert found["--speculative-draft-kv-cache-dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(("penalty", "width", "expected"), [(1.05, 8, "openai"), (1.0, 8, None), (1.05, "off", None)])
-def test_a_models_own_penalties_are_not_asked_for_with_speculation(
+@pytest.mark.parametrize(
+    ("penalty", "width", "expected"), [(1.05, 8, "openai"), (1.0, 8, None), (1.05, "off", None), (1.05, "auto", None)]
+)
+def test_a_models_own_penalties_are_not_asked_for_where_they_cannot_be_counted(
     penalty: float, width: object, expected: str | None, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"repetition_penalty": penalty}))

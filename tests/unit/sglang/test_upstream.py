@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dflash_sglang.plugin import upstream
+import dflash_sglang.plugin
+from dflash_sglang import contract
 
-PLUGIN = Path(upstream.__file__).parent
+PLUGIN = Path(dflash_sglang.plugin.__file__).parent
 ROOT = Path(__file__).parents[3]
 
 
@@ -22,12 +23,22 @@ def names_imported_from_sglang(folder: Path) -> set[str]:
 
 
 def test_every_name_of_sglang_that_is_imported_is_looked_up_first() -> None:
-    assert names_imported_from_sglang(PLUGIN) - {*upstream.OF_MAIN, *upstream.OF_SCHEDULER} == set()
+    assert (
+        names_imported_from_sglang(PLUGIN) - {name.path for name in (*contract.OF_MAIN, *contract.OF_SCHEDULER)}
+        == set()
+    )
 
 
 def test_the_adapter_needs_neither_sglang_nor_the_plug_in() -> None:
     assert names_imported_from_sglang(PLUGIN.parent) == set()
     assert [path.name for path in PLUGIN.parent.glob("*.py") if "from .plugin" in path.read_text()] == []
+
+
+def test_a_name_that_has_gone_changed_or_gives_another_tuple_is_a_breach() -> None:
+    assert contract.Foreign("os.path.join").breach() is None
+    assert contract.Foreign("os.path.gone").breach() == "os.path.gone is gone (AttributeError)"
+    assert contract.Foreign("json.dumps", ("obj", "colour")).breach() == "json.dumps takes no colour"
+    assert contract.Foreign("ast.walk", returns=5).breach() == "ast.walk no longer returns 5 values"
 
 
 def test_importing_either_half_needs_neither_torch_nor_sglang() -> None:

@@ -10,31 +10,61 @@ import pytest
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import FixedWidth
-from dflash_sglang.launch_plan import WIDTH_VARIABLE
-from dflash_sglang.plugin.metrics import on_result
-from dflash_sglang.plugin.widths import COST_TABLE, BatchWidths, allowed_widths, asked_width, given_cost, make_policy
+from dflash_sglang.launch_plan import WIDTH_VARIABLE, narrow_widths
+from dflash_sglang.plugin.results import StepResult, Steps
+from dflash_sglang.plugin.widths import (
+    AUTO,
+    COST_TABLE,
+    BatchWidths,
+    asked_width,
+    given_cost,
+    make_policy,
+)
+
+
+class Heard(list[StepResult]):
+    def verified(self, step: StepResult) -> None:
+        self.append(step)
+
+
+def request(rid: str, finished: bool = False, retracted: bool = False) -> Any:
+    return SimpleNamespace(rid=rid, finished=lambda: finished, is_retracted=retracted)
+
+
+def result(width: int, *accepted: int) -> Any:
+    return SimpleNamespace(speculative_num_draft_tokens=width, num_correct_drafts_per_req_cpu=list(accepted))
 
 
 def test_only_what_sglang_counts_is_counted() -> None:
-    def request(rid: str, finished: bool = False, retracted: bool = False) -> Any:
-        return SimpleNamespace(rid=rid, finished=lambda: finished, is_retracted=retracted)
-
-    heard: list[tuple[int, Any]] = []
-    listener = SimpleNamespace(verified=lambda width, accepted: heard.append((width, list(accepted))))
+    steps, heard = Steps(), Heard()
+    steps.listeners.append(heard)
     batch = SimpleNamespace(reqs=[request("a"), request("b", finished=True), request("c", retracted=True)])
-    result = SimpleNamespace(speculative_num_draft_tokens=4, num_correct_drafts_per_req_cpu=[2, 3, 1])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dflash_sglang.plugin.metrics._LISTENERS", [listener])
-        assert on_result(lambda *_: "settled", None, result, batch) == "settled"
-    assert heard == [(4, [("a", 2)])]
+    assert steps.on_result(lambda *_: "settled", None, result(4, 2, 3, 1), batch) == "settled"
+    assert [(step.width, step.accepted, step.seconds) for step in heard] == [(4, [("a", 2)], None)]
+
+
+def test_a_steps_time_is_that_from_the_result_before_and_none_where_a_prefill_came_between() -> None:
+    steps, heard, batch = Steps(), Heard(), SimpleNamespace(reqs=[request("a")])
+    steps.listeners.append(heard)
+    first, second, third = (result(4, 1) for _ in range(3))
+    steps.launched(first, context_tokens=7)
+    steps.launched(second)  # launched before the first one's result is read, as with overlapped scheduling
+    steps.on_result(lambda *_: None, None, first, batch)
+    steps.on_result(lambda *_: None, None, second, batch)
+    steps.launched()
+    steps.launched(third)
+    steps.on_result(lambda *_: None, None, third, batch)
+    assert [step.seconds is None for step in heard] == [True, False, True]
+    assert [step.context_tokens for step in heard] == [7, 0, 0]
 
 
 def test_a_narrow_step_costs_what_its_batch_says() -> None:
     flat_then_steep = CostModel(target={1: 1.0, 8: 1.0, 128: 16.0}, draft={1: 0.1, 16: 0.1})
-    widths = BatchWidths(make_policy(8, flat_then_steep))
+    offered = [1, 2, 4, 8]
+    widths = BatchWidths(make_policy(8, flat_then_steep, offered), offered)
     for _ in range(40):  # a drafter that is right three times in a row
         alone = widths.choose(["a"])
-        widths.verified(alone, [("a", min(3, alone - 1))])
+        widths.verified(StepResult(alone, 1, [("a", min(3, alone - 1))], None))
     crowd = [str(i) for i in range(16)]
     narrow = [widths.choose(crowd) for _ in range(20)]
     assert alone >= 4
@@ -44,21 +74,27 @@ def test_a_narrow_step_costs_what_its_batch_says() -> None:
 def test_requests_that_have_ended_are_forgotten() -> None:
     told: list[object] = []
     policy = FixedWidth(4)
-    widths = BatchWidths(policy)
+    widths = BatchWidths(policy, [4])
     widths.choose(["a"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FixedWidth, "observe", lambda _, step: told.extend(step.request_ids))
         widths.finished("a")
-        widths.verified(4, [("a", 1)])
+        widths.verified(StepResult(4, 1, [("a", 1)], None))
     assert told == []
 
 
 def test_widths_are_few_and_end_with_the_block() -> None:
-    assert allowed_widths(8) == [2, 4, 8]
-    assert allowed_widths(10) == [2, 4, 8, 10]
+    assert narrow_widths(8) == [1, 2, 4]
+    assert narrow_widths(10) == [1, 2, 4, 8]
     assert asked_width({}) is None
+    assert asked_width({WIDTH_VARIABLE: "auto"}) == AUTO
     assert asked_width({WIDTH_VARIABLE: "4"}) == 4
     with pytest.raises(UserError, match="neither a number of slots nor auto"):
         asked_width({WIDTH_VARIABLE: "wide"})
     with pytest.raises(UserError, match="no cost table"):
         given_cost({COST_TABLE: "/nowhere.json"})
+
+
+def test_where_a_width_was_left_out_the_next_wider_one_is_taken() -> None:
+    widths = BatchWidths(FixedWidth(2), [1, 4, 8])
+    assert widths.choose(["a"]) == 4

@@ -59,6 +59,20 @@ def test_a_sound_deployment_has_no_problems(target: Path, drafter: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"engine_args": {"vllm": {"swap-space": 1}}}, "hands no arguments on"),
+        ({"serving__api_key_file": "/keys"}, "VLLM_API_KEY"),
+        ({"parallel__data": 2}, "parallel.data"),
+    ],
+)
+def test_what_is_not_translated_yet_is_refused(
+    target: Path, drafter: Path, change: dict[str, Any], message: str
+) -> None:
+    assert message in whats(deploy(target, drafter, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"speculation__block_size": 16}, "block_size 16 is larger than the drafter's 8"),
         ({"speculation__width": 9}, "width 9 is larger than the block of 8 slots"),
         ({"speculation__draft_window": 64}, "no window for drafters that were trained without one"),

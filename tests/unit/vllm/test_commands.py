@@ -45,6 +45,15 @@ def test_vllm_counts_no_anchor(fields: dict[str, Any], tmp_path: Path) -> None:
     assert speculative(fields, tmp_path, speculation={"block_size": 4})["num_speculative_tokens"] == 3
 
 
+def test_what_clients_see_is_translated(fields: dict[str, Any], tmp_path: Path) -> None:
+    serving = {"served_model_name": "m", "reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
+    found = flags(fields, tmp_path, serving=serving)
+    assert found["--served-model-name"] == "m"
+    assert found["--reasoning-parser"] == "qwen3"
+    assert found["--tool-call-parser"] == "hermes"
+    assert "--enable-auto-tool-choice" in found
+
+
 @pytest.mark.parametrize(
     ("width", "schedule"),
     [(8, None), (3, [[1, 32, 2]]), ("auto", [[1, 1, 7], [2, 2, 3], [3, 3, 1], [4, 32, 0]])],

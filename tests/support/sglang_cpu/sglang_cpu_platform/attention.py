@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_cpu_platform.platform import ATTENTION
 
@@ -24,7 +25,7 @@ def _block_attention(runner: Any) -> Any:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     class BlockAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-        """A block of n rows after a prefix is an extend by n rows."""
+        """A block of n rows after a prefix is an extend by n rows; rows attend alike in every kind of step."""
 
         def forward_extend(
             self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
@@ -32,7 +33,60 @@ def _block_attention(runner: Any) -> Any:
             batch = as_extend(forward_batch) if forward_batch.forward_mode.is_target_verify() else forward_batch
             return super().forward_extend(q, k, v, layer, batch, save_kv_cache)
 
+        def _run_sdpa_forward_extend(self, query: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+            k_cache, v_cache, table, requests, lengths, _, rows, *_ = args
+            return attend(query, output, (k_cache, v_cache), (table, requests), lengths, rows, **kwargs)
+
+        def _run_sdpa_forward_decode(self, query: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+            k_cache, v_cache, table, requests, lengths, *_ = args
+            rows = torch.ones_like(lengths)
+            return attend(query, output, (k_cache, v_cache), (table, requests), lengths, rows, **kwargs)
+
     return BlockAttention(runner)
+
+
+def attend(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    table: tuple[torch.Tensor, torch.Tensor],
+    lengths: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    scaling: float | None = None,
+    enable_gqa: bool = False,
+    causal: bool = False,
+    sliding_window_size: int | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """The last `rows` positions of every request over all of its K/V: a step costs what its rows cost, of any kind.
+
+    SGLang's own form computes every position of the context again for the rows of a block.
+
+    Args:
+        table: the K/V entries by request, and the requests.
+    """
+    start, (entries, requests) = 0, table
+    for request, length, width in zip(requests.tolist(), lengths.tolist(), rows.tolist(), strict=True):
+        mine = entries[request, :length]
+        keys, values = (part[mine].to(query.dtype).movedim(0, 1)[None] for part in cache)
+        asked = query[start : start + width].movedim(0, 1)[None]
+        mask = None
+        if sliding_window_size is not None and sliding_window_size > -1:
+            mask = _seen(width, length, sliding_window_size)
+        elif causal and width > 1:
+            mask = _seen(width, length, length)
+        found = scaled_dot_product_attention(asked, keys, values, mask, scale=scaling, enable_gqa=enable_gqa)
+        output[start : start + width] = found[0].movedim(1, 0)
+        start += width
+    return output
+
+
+def _seen(rows: int, length: int, window: int) -> torch.Tensor:
+    """Which of `length` positions each of the last `rows` sees: itself and `window` before it."""
+    own = torch.arange(length - rows, length)[:, None]
+    others = torch.arange(length)[None]
+    return (others <= own) & (others >= own - window)
 
 
 def as_extend(batch: Any) -> SimpleNamespace:

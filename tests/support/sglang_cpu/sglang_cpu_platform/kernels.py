@@ -21,6 +21,8 @@ def install() -> None:
     for name, function in replacements.items():
         HookRegistry.register(name, function, HookType.REPLACE)
     HookRegistry.register("sglang.srt.models.dflash.DFlashDraftModel.forward", in_own_dtype, HookType.AROUND)
+    gather = "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor"
+    HookRegistry.register(gather, gathered, HookType.AROUND)
 
 
 def _streams() -> None:
@@ -75,6 +77,11 @@ def assign_entries(
     for row, start, end in spans:
         req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
         taken += end - start
+
+
+def gathered(_: Any, group: Any, output: Tensor, part: Tensor) -> None:
+    """As SGLang's in-tree CPU does: its custom operator exists for GPUs only."""
+    group._all_gather_into_tensor(output, part)
 
 
 def in_own_dtype(forward: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from dflash_serve.checkpoint.config import expected_tensors
-from dflash_sglang.plugin.guards import NEUTRAL, account, draft_problems, load_strictly, refusal
+from dflash_sglang.plugin.drafts import draft_problems
+from dflash_sglang.plugin.requests import NEUTRAL, guarded, refusal
+from dflash_sglang.plugin.strict_load import StrictLoad, account
 from tests.support.tiny import tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
 
 TENSORS = list(expected_tensors(tiny_drafter_config()))
@@ -36,11 +38,29 @@ def test_a_renamed_tensor_is_both_unknown_and_missing() -> None:
     assert account(names, PARAMETERS) == (["fc.weight_packed"], ["fc.weight"])
 
 
-def test_loading_a_broken_draft_raises_and_names_the_tensor() -> None:
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight", "layers.0.self_attn.k_scale"])
+def test_what_sglang_does_not_use_is_not_unknown(name: str) -> None:
+    assert account([*TENSORS, name], PARAMETERS) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["candidate_selector.predecessor_codebook", "layers.0.attention_conv.base_kernel"])
+def test_parameters_of_other_heads_are_waited_for_whatever_their_names_end_with(name: str) -> None:
+    assert account(TENSORS, [*PARAMETERS, name]) == ([], [name])
+
+
+def test_scales_that_a_quantisation_makes_itself_are_not_waited_for() -> None:
+    assert account(TENSORS, [*PARAMETERS, "fc.weight_scale", "fc.input_scale"]) == ([], [])
+
+
+def test_loading_a_broken_draft_raises_until_the_worker_is_built() -> None:
     model = SimpleNamespace(named_parameters=lambda: [(name, None) for name in PARAMETERS])
     weights: list[tuple[str, Any]] = [(name, None) for name in TENSORS if not name.startswith("layers.1.")]
+    strict = StrictLoad()
+    strict.active = True
     with pytest.raises(ValueError, match=r"missing: layers\.1\.input_layernorm\.weight, "):
-        load_strictly(lambda _, given: list(given), model, weights)
+        strict(lambda _, given: list(given), model, weights)
+    strict.active = False  # from then on weights come in parts
+    assert strict(lambda _, given: list(given), model, weights) == weights
 
 
 def server_args(folder: Path, block_size: int | None = None) -> Any:
@@ -69,13 +89,22 @@ def test_a_draft_that_only_sglang_can_find_is_left_to_it(tmp_path: Path, caplog:
     assert "the draft was not checked" in caplog.text
 
 
+GREEDY = SimpleNamespace(top_k=1, **NEUTRAL)
+SAMPLED = SimpleNamespace(**{**vars(GREEDY), "top_k": 50})
+
+
 def test_requests_that_dflash_would_answer_otherwise_are_refused() -> None:
-    greedy = SimpleNamespace(top_k=1, **NEUTRAL)
-    sampled = SimpleNamespace(**{**vars(greedy), "top_k": 50})
-    assert refusal(None, can_sample=False) is None
-    assert refusal(greedy, can_sample=False) is None
-    assert refusal(sampled, can_sample=True) is None
-    assert "would answer greedily" in str(refusal(sampled, can_sample=False))
+    assert refusal(GREEDY, can_sample=False, counts_penalties=False) is None
+    assert refusal(SAMPLED, can_sample=True, counts_penalties=False) is None
+    assert "would answer greedily" in str(refusal(SAMPLED, can_sample=False, counts_penalties=True))
     for name in NEUTRAL:
-        penalised = SimpleNamespace(**{**vars(greedy), name: 1.5})
-        assert f"does not count the tokens of DFlash steps for {name}" in str(refusal(penalised, can_sample=True))
+        penalised = SimpleNamespace(**{**vars(GREEDY), name: 1.5})
+        found = refusal(penalised, can_sample=True, counts_penalties=False)
+        assert f"does not count the tokens of DFlash steps for {name}" in str(found)
+        assert refusal(penalised, can_sample=True, counts_penalties=True) is None
+
+
+def test_without_speculation_nothing_is_asked_of_a_request() -> None:
+    taken: list[Any] = []
+    guarded(lambda _, request, retracted: taken.append((request, retracted)), SimpleNamespace(draft_worker=None), 1)
+    assert taken == [(1, False)]

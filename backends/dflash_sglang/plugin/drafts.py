@@ -1,0 +1,73 @@
+"""Drafts that SGLang would read wrongly, without a word: found before anything is loaded, from their files alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dflash_serve.checkpoint.quantization import plain_only
+from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
+from dflash_serve.checkpoint.source import local_folder
+from dflash_serve.errors import Problem, UserError
+
+logger = logging.getLogger(__name__)
+PLAIN = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
+"""Architectures that we understand to the last tensor; of SGLang's others only the names of tensors are checked."""
+READ_BY_SGLANG = "mask_embedding.pt"
+"""A pickle that we refuse to read, but SGLang reads safely (weights_only)."""
+
+
+def draft_problems(server_args: Any) -> list[Problem]:
+    """Everything wrong with the draft named in `server_args`.
+
+    Nothing where none is named, and where we cannot find it: SGLang has other ways (ModelScope, object stores), says
+    itself when they fail, and loads strictly what it finds.
+    """
+    if server_args.speculative_draft_model_path is None:
+        return []
+    try:
+        folder = local_folder(server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision)
+    except UserError as error:
+        logger.warning("dflash-serve: the draft was not checked: %s", error)
+        return []
+    if not _is_plain(folder):
+        return []
+    checkpoint = open_checkpoint(folder)
+    found = [problem for problem in checkpoint.problems if not problem.where.endswith(READ_BY_SGLANG)]
+    found += plain_only(checkpoint.quantization, "SGLang", str(folder))
+    return [*_dialect(checkpoint), *found, *_block_size(checkpoint, server_args)]
+
+
+def _is_plain(folder: Path) -> bool:
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        architectures = raw.get("architectures") or [PLAIN[0]]
+        return architectures[0] in PLAIN
+    except (OSError, ValueError, AttributeError, TypeError, LookupError):
+        return True  # open_checkpoint says what is wrong with it
+
+
+def _dialect(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """SGLang reads z-lab's dialect; it skips in silence what another one says elsewhere."""
+    if checkpoint.config is None or checkpoint.dialect is None:
+        return
+    do = f"dflash-serve convert {checkpoint.folder} --to zlab"
+    if checkpoint.dialect.name == "speculators":
+        yield Problem("the draft is written in speculators' dialect, SGLang reads z-lab's", str(checkpoint.folder), do)
+    if checkpoint.dialect.name == "modelopt" and any(kind.causal or kind.window for kind in checkpoint.config.layers):
+        what = "the draft's windows and causality are written as ModelOpt does, which SGLang does not read"
+        yield Problem(what, str(checkpoint.folder), do)
+    if checkpoint.config.has_mask_embedding:
+        what = "the draft brings its mask embedding as a tensor, which SGLang does not read"
+        yield Problem(what, str(checkpoint.folder), "use a draft that masks with a token")
+
+
+def _block_size(checkpoint: Checkpoint, server_args: Any) -> Iterator[Problem]:
+    asked = server_args.speculative_num_draft_tokens or server_args.speculative_dflash_block_size
+    if checkpoint.config is not None and asked is not None and asked > checkpoint.config.block_size:
+        what = f"block size {asked} is larger than the draft's {checkpoint.config.block_size}"
+        do = f"use {checkpoint.config.block_size} or less: it was not trained to fill more slots"
+        yield Problem(what, "--speculative-num-draft-tokens", do)

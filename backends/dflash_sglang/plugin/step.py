@@ -1,0 +1,203 @@
+"""A step that verifies the first `width` slots of a block, in SGLang's terms (after `DFlashWorkerV2`, 0.5.23).
+
+Shapes: n requests, B slots in a drafted block, w = width slots verified, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_utils import apply_dflash_verify_logits_adjustments
+from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
+from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
+from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+
+from .drafting import block_entries, draft_block, positions_of
+from .host import HostWorker
+from .penalties import Penalties
+from .results import STEPS
+from .states import WidthState, verifying
+
+
+class WidthStep:
+    """One decoding step of a batch at one width.
+
+    Args:
+        state: what the target verifies with; None = SGLang's own, for whole blocks.
+        penalties: the counts of the batch's penalised requests; None = it has none.
+        keep_features: whether the drafter gets the context features of what was verified; without them the step is
+            plain decoding, and what the drafter proposes for these requests later is worth little.
+    """
+
+    def __init__(
+        self,
+        worker: HostWorker,
+        width: int,
+        state: WidthState | None,
+        *,
+        penalties: Penalties | None = None,
+        keep_features: bool = True,
+    ) -> None:
+        self.worker, self.width, self.state = worker, width, state
+        self.penalties, self.keep_features = penalties, keep_features
+
+    def run(self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None) -> Any:
+        """Drafts, verifies, accepts, publishes and injects; gives SGLang's result."""
+        worker, width, prefix, draft_input = self.worker, self.width, batch.seq_lens, batch.spec_info
+        prefix.record_stream(torch.get_device_module(worker.device).current_stream())
+        with STEPS.part("draft"):
+            tokens = self._block(batch)
+        with STEPS.part("verify"):
+            tree = GrammarTree.from_linear_chain(tokens) if batch.has_grammar else None
+            entries, kv_plan = block_entries(worker, batch, width)
+            output = self._verify(batch, tokens, entries, kv_plan)
+        logits = output.logits_output
+        with STEPS.part("accept"):
+            best = self._best(batch, logits)
+            if best is None:
+                self._constrain(batch, logits.next_token_logits, tokens, tree, grammar_barrier)
+            _, gained, bonus, out_tokens = self._accept(batch, tokens, logits, best)
+        lengths = prefix + gained.to(prefix.dtype)
+        if self.penalties is not None:
+            self.penalties.settle(batch.reqs, tokens, gained)
+        _report(batch, logits, draft_input, out_tokens, gained, width)
+        if on_publish is not None:
+            on_publish(lengths)
+        if self.keep_features:
+            with STEPS.part("inject"):
+                self._inject(logits, kv_plan, prefix, gained)
+        logits.hidden_states = None  # large, and not to be copied to the host
+        return GenerationBatchResult(
+            logits_output=logits,
+            next_token_ids=out_tokens.reshape(-1),
+            accept_lens=gained,
+            can_run_cuda_graph=output.can_run_cuda_graph,
+            next_draft_input=make_draft_input_v2(bonus_tokens=bonus, new_seq_lens=lengths),
+            speculative_num_draft_tokens=width,
+            new_seq_lens=lengths,
+            routed_experts_output=output.routed_experts_output,
+            indexer_topk_output=output.indexer_topk_output,
+        )
+
+    def _block(self, batch: Any) -> Any:
+        """Anchors and drafts [n, w]; a step of width 1 does not draft."""
+        anchors = batch.spec_info.bonus_tokens.view(-1, 1)
+        if self.width == 1:
+            return anchors
+        return torch.cat([anchors, draft_block(self.worker, batch)[:, : self.width - 1]], dim=1)
+
+    def _verify(self, batch: Any, tokens: Any, entries: Any, kv_plan: Any) -> Any:
+        """The target's pass over tokens [n, w]; gives its output, logits in shards of the vocabulary or whole."""
+        draft_input, width, worker = batch.spec_info, self.width, self.worker
+        verify_input = DFlashVerifyInput(
+            draft_token=tokens.reshape(-1),
+            positions=positions_of(batch.seq_lens, width).reshape(-1),
+            draft_token_num=width,
+            custom_mask=None,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            kv_loc_plan=kv_plan,
+        )
+        saved = batch.seq_lens_cpu, batch.seq_lens_sum
+        if batch.seq_lens_cpu is not None:  # for planning, lengths count the block
+            batch.seq_lens_cpu = batch.seq_lens_cpu + width
+            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        elif draft_input.nxt_kv_lens_cpu is not None:
+            batch.seq_lens_cpu, batch.seq_lens_sum = draft_input.nxt_kv_lens_cpu, int(draft_input.nxt_kv_lens_sum)
+        batch.out_cache_loc = entries
+        with verifying(worker.model_runner, self.state):
+            forward_batch, _ = verify_input.prepare_for_verify(batch, worker.target_worker)
+            batch.seq_lens_cpu, batch.seq_lens_sum = saved
+            return worker.target_worker.forward_batch_generation(
+                batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+            )
+
+    def _best(self, batch: Any, logits: Any) -> Any:
+        """The target's own tokens [n * w] where ranks need to exchange no more; else None, and the logits are whole."""
+        worker, gather = self.worker, self.worker._target_logits_processor
+        if gather is None or not gather.is_deferred_shard(logits.next_token_logits):
+            return None
+        if self.penalties is None and worker._can_skip_verify_logits(batch, batch.sampling_info):
+            best = gather.deferred_argmax(logits.next_token_logits)
+            logits.next_token_logits = None
+            return best
+        logits.next_token_logits = gather.finish_deferred_gather(logits.next_token_logits)
+        return None
+
+    def _constrain(self, batch: Any, logits: Any, tokens: Any, tree: Any, barrier: Any) -> None:
+        """Applies penalties, biases and the grammar to every slot's logits [n * w, V], in place."""
+        mask = None
+        if tree is not None:
+            mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=tree,
+                sampling_info=batch.sampling_info,
+                device=logits.device,
+                barrier=barrier,
+            )
+        if self.penalties is not None:
+            self.penalties.constrain(batch.reqs, logits, tokens)
+        if batch.sampling_info is not None:
+            apply_dflash_verify_logits_adjustments(
+                next_token_logits=logits, sampling_info=batch.sampling_info, draft_token_num=self.width
+            )
+        if mask is not None:
+            mask.apply(logits)
+
+    def _accept(self, batch: Any, tokens: Any, logits: Any, best: Any) -> tuple[Any, Any, Any, Any]:
+        """Accepted drafts [n], tokens gained [n], the bonus tokens [n], and what was gained [n, w]."""
+        with _judging(self.worker, self.width):
+            accepted, gained, bonus, out_tokens, _ = self.worker._accept_block(
+                candidates=tokens,
+                next_token_logits=logits.next_token_logits,
+                sampling_info=batch.sampling_info,
+                draft_input=batch.spec_info,
+                prefix_lens=batch.seq_lens,
+                bs=len(tokens),
+                target_predict=best,
+            )
+        return accepted, gained, bonus, out_tokens
+
+    def _inject(self, logits: Any, kv_plan: Any, prefix: Any, gained: Any) -> None:
+        """Writes the drafter's K/V of the accepted rows at the target's own entries: prefixes stay reusable."""
+        entries = self.worker._draft_write_ids(kv_plan)
+        self.worker._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=logits.hidden_states,
+            cache_loc=entries,
+            cache_loc_2d=entries.view(-1, self.width),
+            positions=positions_of(prefix, self.width).reshape(-1),
+            commit_lens=gained,
+        )
+
+
+@contextmanager
+def _judging(worker: HostWorker, width: int) -> Iterator[None]:
+    """Lets SGLang's `_accept_block` judge blocks of `width` slots; its fused kernel's buffers are B wide."""
+    saved = worker.block_size, worker._use_triton_accept_bonus
+    if width != worker.block_size:
+        worker.block_size, worker._use_triton_accept_bonus = width, False
+    try:
+        yield
+    finally:
+        worker.block_size, worker._use_triton_accept_bonus = saved
+
+
+def _report(batch: Any, logits: Any, draft_input: Any, out_tokens: Any, gained: Any, width: int) -> None:
+    """Adds to the logits' output what requests asked to see besides their tokens."""
+    capture = SpeculativeSamplingMaskCapture.from_logits(
+        batch.sampling_info,
+        next_token_logits=logits.next_token_logits,
+        draft_input=draft_input,
+        draft_token_num=width,
+        bs=len(batch.seq_lens),
+    )
+    if capture is not None:
+        logits.sampling_mask_output = capture.build_output(out_tokens=out_tokens, commit_lens=gained)
+    if batch.return_logprob:
+        compute_spec_logprobs(batch, logits, out_tokens.reshape(-1), chain_stride=width)

@@ -1,0 +1,96 @@
+"""Loads drafts strictly: SGLang's `load_weights` skips names it does not know and never looks for missing ones, so that
+the server would start, and accept nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STACKED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Tensors of a checkpoint that become rows of one parameter."""
+ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+"""Other names that SGLang knows for a tensor."""
+SPARE = ("rotary_emb.", "embed_tokens.", "lm_head.", ".k_scale", ".v_scale")
+"""Parts of the names of tensors that SGLang's drafts may bring and do not use: both ends are the target's."""
+DERIVED = ("_scale", "_scale_inv", "_zero_point", "_scale_2", "k_scale", "v_scale")
+"""Endings of parameters that a quantisation fills itself where the checkpoint does not."""
+
+
+class StrictLoad:
+    """Accounts for every tensor and parameter of a draft until its worker is built.
+
+    Later loads come in parts (`update_weights_from_tensor`, by bucket), of which none is complete.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+
+    def __call__(self, load: Callable[..., Any], model: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        """Loads as SGLang does, then accounts.
+
+        Raises:
+            ValueError: a tensor is unknown or missing; all of them are named.
+        """
+        if not self.active:
+            return load(model, weights)
+        names: list[str] = []
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                names.append(name)
+                yield name, tensor
+
+        result = load(model, noted())
+        unknown, missing = account(names, {name for name, _ in model.named_parameters()})
+        if unknown or missing:
+            parts = [f"unknown tensors: {', '.join(unknown)}"] if unknown else []
+            parts += [f"missing: {', '.join(missing)}"] if missing else []
+            do = "`dflash-serve inspect` on the draft's folder says more"
+            raise ValueError(f"dflash-serve: the draft does not fit its config.json: {'; '.join(parts)}; {do}")
+        return result
+
+
+def account(names: Iterable[str], parameters: Collection[str]) -> tuple[list[str], list[str]]:
+    """(tensors that went nowhere, tensors that parameters still wait for), by the checkpoint's kind of names."""
+    unknown, filled = [], set()
+    for name in names:
+        place = _place(name, parameters)
+        if place is not None:
+            filled.add(place)
+        elif not any(part in name for part in SPARE):
+            unknown.append(name)
+    wanted = [place for name in sorted(parameters) if not name.endswith(DERIVED) for place in _pieces(name)]
+    missing = [whole.replace(STACKED[part], part) if part else whole for whole, part in wanted
+               if (whole, part) not in filled and (whole, "") not in filled]  # fmt: skip
+    return sorted(unknown), missing
+
+
+def _place(name: str, parameters: Collection[str]) -> tuple[str, str] | None:
+    """The parameter a tensor goes to, and which part of it; "" = all."""
+    for part, whole in STACKED.items():
+        if f".{part}." in name:
+            found = _parameter(name.replace(part, whole), parameters)
+            if found is not None:
+                return found, part
+    found = _parameter(name, parameters)
+    return None if found is None else (found, "")
+
+
+def _parameter(name: str, parameters: Collection[str]) -> str | None:
+    candidates = (name, name.removeprefix("model."), f"model.{name}", ALIASES.get(name, name))
+    return next((candidate for candidate in candidates if candidate in parameters), None)
+
+
+def _pieces(name: str) -> Iterator[tuple[str, str]]:
+    parts = [part for part, whole in STACKED.items() if f".{whole}." in name]
+    yield from ((name, part) for part in parts or [""])

@@ -1,0 +1,116 @@
+"""Penalties inside a block count the block's own tokens, and afterwards what was gained: as a plain loop would."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_sglang.plugin.penalties import Penalties
+
+VOCAB, WIDTH, STOP = 11, 4, 10
+NEUTRAL: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_new_tokens": 0,
+    "stop_token_ids": None,
+}
+
+
+def request(rid: str, output: list[int], **params: float) -> Any:
+    tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=STOP)
+    sampling_params = SimpleNamespace(**{**NEUTRAL, **params})
+    return SimpleNamespace(
+        rid=rid, output_ids=output, sampling_params=sampling_params, eos_token_ids={STOP}, tokenizer=tokenizer
+    )
+
+
+class Information:
+    """As much of SGLang's SamplingBatchInfo."""
+
+    def __init__(self, requests: int) -> None:
+        self.requests = requests
+        self.acc_additive_penalties = self.acc_scaling_penalties = None
+
+    def __len__(self) -> int:
+        return self.requests
+
+
+def prefilled(penalties: Penalties, requests: list[Any], decoding: int = 0, input_ids: Any = None) -> Information:
+    information = Information(len(requests))
+    running = requests[len(requests) - decoding :] if decoding else None
+    batch = SimpleNamespace(reqs=requests, decoding_reqs=running, sampling_info=information, input_ids=input_ids)
+    penalties.at_prefill(batch)
+    return information
+
+
+def plain(logits: torch.Tensor, output: list[int], params: Any) -> torch.Tensor:
+    """What a loop that makes one token at a time has for the token after `output`."""
+    logits = logits.clone()
+    for token in range(VOCAB):
+        count = output.count(token)
+        logits[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+        if token == STOP and len(output) < params.min_new_tokens:
+            logits[token] = -torch.inf
+        if count:
+            scale = params.repetition_penalty
+            logits[token] = logits[token] * scale if logits[token] < 0 else logits[token] / scale
+    return logits
+
+
+PENALISED = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"min_new_tokens": 6},
+    {"repetition_penalty": 0.8, "frequency_penalty": -0.5, "min_new_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("params", PENALISED)
+def test_every_row_of_every_block_is_penalised_as_a_plain_loop_does(params: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    ours, other, penalties = request("a", [], **params), request("b", []), Penalties(VOCAB, "cpu")
+    prefilled(penalties, [other, ours])
+    assert penalties.concern([other, ours])
+    output = [3]  # the first token, of the prefill: the first block's anchor
+    for gained in (1, 3, 4, 2):
+        tokens = torch.randint(0, VOCAB - 1, (2, WIDTH))
+        tokens[1, 0] = output[-1]
+        logits = torch.randn(2 * WIDTH, VOCAB)
+        found = logits.clone()
+        penalties.constrain([other, ours], found, tokens)
+        assert torch.equal(found[:WIDTH], logits[:WIDTH])
+        for slot in range(WIDTH):
+            known = output[:-1] + tokens[1, : slot + 1].tolist()
+            expected = plain(logits[WIDTH + slot], known, ours.sampling_params)
+            torch.testing.assert_close(found[WIDTH + slot], expected)
+        penalties.settle([other, ours], tokens, torch.tensor([2, gained]))
+        bonus = int(torch.randint(0, VOCAB - 1, (1,)))
+        output = output[:-1] + tokens[1, :gained].tolist() + [bonus]
+
+
+def test_after_a_retraction_the_prefills_token_is_penalised_by_all_that_was_put_out() -> None:
+    penalties, again = Penalties(VOCAB, "cpu"), request("a", [3, 3, 5], presence_penalty=1.0, repetition_penalty=2.0)
+    information: Any = prefilled(penalties, [request("b", []), again])
+    assert information.acc_additive_penalties[1].nonzero().flatten().tolist() == [3, 5]
+    assert (information.acc_scaling_penalties[1] == 2.0).nonzero().flatten().tolist() == [3, 5]
+    assert not information.acc_additive_penalties[0].any()
+
+
+def test_a_request_that_decodes_in_a_mixed_batch_counts_its_anchor() -> None:
+    penalties, ours = Penalties(VOCAB, "cpu"), request("a", [], presence_penalty=1.0)
+    prefilled(penalties, [ours])
+    mixed: Any = prefilled(penalties, [request("b", []), ours], decoding=1, input_ids=torch.tensor([1, 2, 7]))
+    assert mixed.acc_additive_penalties[1].nonzero().flatten().tolist() == [7]
+
+
+def test_requests_that_are_gone_are_forgotten_and_others_cost_nothing() -> None:
+    penalties, ours = Penalties(VOCAB, "cpu"), request("a", [], presence_penalty=1.0)
+    prefilled(penalties, [request("b", [])])
+    assert not penalties.concern([request("b", [])])
+    prefilled(penalties, [ours])
+    penalties.settle([request("b", [])], torch.zeros(1, 2, dtype=torch.int64), torch.tensor([1]))
+    assert not penalties.concern([ours])
