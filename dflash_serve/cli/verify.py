@@ -16,6 +16,7 @@ from dflash_serve.common.extras import need
 from dflash_serve.common.journal import resumable
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
+from dflash_serve.prompts import read_prompt_set
 
 if TYPE_CHECKING:
     from dflash_serve.verify.questions import Precision, VerifyPlan
@@ -77,8 +78,6 @@ def verify(
 ) -> None:
     """Prove that speculation changed nothing, on any engine; or show what it changed."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
-    from dflash_serve.prompts import read_prompt_set
-
     _check_samples(samples)
     asked = read_prompt_set(prompts, raw=raw)
     if with_url or without_url:

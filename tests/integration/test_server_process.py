@@ -173,7 +173,7 @@ def one_line(command_line: list[str], tmp_path: Path, **extra: str) -> str:
 
 
 def test_a_port_in_use_is_one_line(tiny_folders: Folders, tmp_path: Path, served: Running) -> None:
-    line = one_line(command(tiny_folders, "--port", served.url.rsplit(":", 1)[1]), tmp_path)
+    line = one_line(command(tiny_folders, "--quiet", "--port", served.url.rsplit(":", 1)[1]), tmp_path)
     assert "Address already in use" in line
     assert "--port" in line
 

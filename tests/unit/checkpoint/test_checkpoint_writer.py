@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,10 @@ def test_a_failure_leaves_everything_as_it_was(exists: bool, tmp_path: Path, mon
         write_tiny_drafter(folder, tiny_drafter_config(block_size=8))
 
     def fail(*_: object) -> None:
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(checkpoint_writer, "_write_tensors", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UserError, match="disk full"):
         write(folder, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == (["a"] if exists else [])
     assert not exists or load_drafter(folder).config.block_size == 8

@@ -141,7 +141,7 @@ def test_reading_the_weights_is_shown_on_a_terminal_and_nowhere_else(
     folder = write_tiny_drafter(tmp_path / "drafter")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     shown = runner.invoke(app, [str(folder)])
-    assert "reading weights" in shown.stderr
-    assert "reading weights" not in shown.stdout
+    assert "reading the weights" in shown.stderr
+    assert "reading the weights" not in shown.stdout
     monkeypatch.setenv("TTY_COMPATIBLE", "0")
-    assert "reading weights" not in runner.invoke(app, [str(folder)]).stderr
+    assert "reading the weights" not in runner.invoke(app, [str(folder)]).stderr

@@ -89,7 +89,7 @@ def test_what_is_not_translated_yet_is_refused(
         ({"kv_cache__dtype": "nvfp4"}, "NVFP4 keys and values are not covered"),
         ({"kv_cache__memory_fraction": 0.5}, "not of which GPU"),
         ({"limits__max_model_len": 4096}, "4096 is more than the target's 256 positions"),
-        ({"limits__max_num_tokens": 64}, "32 blocks of 8 slots are 256 rows a step, max_num_tokens is 64"),
+        ({"limits__max_num_tokens": 64}, "256 blocks of 8 slots are 2048 rows a step, max_num_tokens is 64"),
         ({"role": "decode"}, "role decode is not covered"),
     ],
 )

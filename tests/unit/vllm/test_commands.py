@@ -56,7 +56,7 @@ def test_what_clients_see_is_translated(fields: dict[str, Any], tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("width", "schedule"),
-    [(8, None), (3, [[1, 32, 2]]), ("auto", [[1, 1, 7], [2, 2, 3], [3, 3, 1], [4, 32, 0]])],
+    [(8, None), (3, [[1, 256, 2]]), ("auto", [[1, 1, 7], [2, 2, 3], [3, 3, 1], [4, 256, 0]])],
 )
 def test_a_whole_block_needs_no_schedule_and_auto_lists_every_width(
     fields: dict[str, Any], tmp_path: Path, width: object, schedule: object
