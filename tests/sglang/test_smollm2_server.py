@@ -51,7 +51,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, B
         "automatic": (smollm2("auto"), OnCpu(env={"DFLASH_SERVE_COST_TABLE": str(table)})),
         "narrow": (smollm2(3), OnCpu()),
     }
-    with fleet(folder, wanted) as running:
+    with fleet(folder, wanted, at_once=len(wanted)) as running:  # tests hold some of each
         yield running
 
 
