@@ -9,7 +9,7 @@ from dflash_serve.checkpoint.dialects import DIALECTS
 from dflash_serve.preview import Choice, PreparedFile, Preview
 
 from .arguments import DRAFT, SECRETS, kernels_of
-from .launch_plan import NATIVE, LaunchPlan
+from .launch_plan import LaunchPlan
 
 SPECULATING_REQUESTS = 48
 """SGLang 0.5.23's --max-running-requests for speculation, where none is given (arg_groups/speculative_hook.py)."""
@@ -42,9 +42,8 @@ def _choices(plan: LaunchPlan) -> Iterator[Choice]:
     if plan.drafter is not None and speculation.block_size is None:
         yield Choice("speculation.block_size", f"{plan.block_size}", "the drafter's own")
     if plan.drafter is not None:
-        width = "SGLang's own DFlash: the width never changes"
-        own = plan.algorithm == NATIVE
-        why = width if own else "our plug-in in SGLang follows the width policy"
+        ours = plan.width is not None
+        why = "our worker in SGLang serves it" if ours else "SGLang's own DFlash: the width never changes"
         yield Choice("speculation.width", str(speculation.width), why)
     if gpu is None:
         yield Choice("hardware.gpu", "not named", "memory is not checked, and SGLang chooses the attention kernels")
@@ -66,7 +65,7 @@ def _max_batch_size(plan: LaunchPlan) -> Choice:
 
 
 def _notes(plan: LaunchPlan) -> Iterator[str]:
-    if plan.drafter is not None:
-        yield "requests with penalties are refused: SGLang's DFlash would apply them wrongly"
+    if plan.drafter is not None and plan.width is None:
+        yield "requests with penalties are refused: SGLang's own DFlash would not apply them"
     if plan.is_half and plan.deployment.speculation.width == "auto":
         yield f"one half of a pair verifies the whole block of {plan.block_size}: a width that follows cost needs both"

@@ -137,10 +137,12 @@ def test_values_become_manifests(file: Path, name: str, tmp_path: Path) -> None:
 def test_without_helm_one_line_says_what_to_do(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match=r"helm is not installed.*--render helm"):
-        deploy(file, "--render", "manifests")
+        deploy(file, "--render", "manifests", "--backend", "sglang")
 
 
 def test_what_helm_refuses_is_one_line(file: Path) -> None:
     with pytest.raises(UserError, match="image") as refused:
-        CliRunner().invoke(app, ["deploy", str(file), "--render", "manifests"], catch_exceptions=False)
+        CliRunner().invoke(
+            app, ["deploy", str(file), "--render", "manifests", "--backend", "sglang"], catch_exceptions=False
+        )
     assert "\n" not in str(refused.value)
