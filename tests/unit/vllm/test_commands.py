@@ -168,10 +168,10 @@ def test_costs_and_a_survival_give_a_static_schedule_without_a_scheduler_of_ours
     assert "--scheduler-cls" in flags(fields, tmp_path)
     monkeypatch.setenv(SURVIVAL, ",".join(map(str, MEASURED)))
     assert "--scheduler-cls" not in flags(fields, tmp_path)
-    rows = static_schedule(FLAT_THEN_STEEP, MEASURED, (1, 2, 4, 8), 32)
+    rows = static_schedule(FLAT_THEN_STEEP, MEASURED, (1, 2, 4, 8), 256)
     assert speculative(fields, tmp_path)["num_speculative_tokens_per_batch_size"] == rows
     assert speculative(fields, tmp_path, speculation={"width": 3})["num_speculative_tokens_per_batch_size"] == [
-        [1, 32, 2]
+        [1, 256, 2]
     ]
 
 
