@@ -120,8 +120,8 @@ def test_each_node_of_several_runs_its_own_command(monkeypatch: pytest.MonkeyPat
         for name, value in (("LEADER_ADDRESS", "trial-0.trial"), ("GROUP_SIZE", "2"), ("WORKER_INDEX", rank)):
             monkeypatch.setenv(f"LWS_{name}", value)
         commands.append(check_command(manifests, TWO_NODES, "sglang", tmp_path))
-    for rank, command in enumerate(commands):
-        assert f"--nnodes 2 --node-rank {rank} --dist-init-addr trial-0.trial:20000" in command
+    for number, command in enumerate(commands):
+        assert f"--nnodes 2 --node-rank {number} --dist-init-addr trial-0.trial:20000" in command
     templates = [pod["spec"]["containers"][0]["args"] for name, pod in pods(manifests) if "LeaderWorkerSet" in name]
     assert len(templates) == 2
     assert templates[0] == templates[1]
