@@ -49,7 +49,7 @@ def measured(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) ->
                 "--requests-per-user",
                 "1",
                 "--max-tokens",
-                "12",
+                "40",
                 "--ignore-eos",
                 "--no-warm-up",
                 "--output",
@@ -80,12 +80,12 @@ def test_aiperf_measures_both_variants(measured: Path) -> None:
 def test_acceptance_is_of_this_run_alone_and_fits_the_tokens(measured: Path) -> None:
     acceptance = json.loads((measured / "bench.json").read_text())["points"][0]["acceptance"]
     assert acceptance["engine"] == "dflash-serve"
-    # 4 answers of 12 tokens: the first token of each is its prefill's, a last block may be cut.
+    # 4 answers of 40 tokens: the first token of each is its prefill's, a last block may be cut.
     gained, unspeculated = (
         acceptance["acceptance_length"] * acceptance["verifications"],
         acceptance["widths"].get("1", 0),
     )
-    assert 4 * 11 <= gained + unspeculated <= 4 * (11 + 3)
+    assert 4 * 39 <= gained + unspeculated <= 4 * (39 + 3)
     assert len(acceptance["survival"]) == 3
 
 
