@@ -34,6 +34,8 @@ PROMPTS = [
     "[",
 ]
 LONG = "the quick brown fox jumps over the lazy dog " * 4
+PREFIX = LONG * 2
+"""Longer than the largest page."""
 BLOCK = 8
 SCHEMA = json.dumps({"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]})
 IN_STEP = "--disable-overlap-schedule"
@@ -127,7 +129,7 @@ def truth(servers: Mapping[str, Berth]) -> dict[str, Any]:
     logprobs = server.generate(PROMPTS[0], return_logprob=True)["meta_info"]["output_token_logprobs"]
     found = {
         "tokens": server.tokens(PROMPTS, streams=8),
-        "long": server.generate(LONG)["output_ids"],
+        "long": server.generate(PREFIX)["output_ids"],
         "logprobs": [entry[0] for entry in logprobs],
         "schema": server.generate(PROMPTS[1], 40, json_schema=SCHEMA, ignore_eos=False)["text"],
         "penalised": penalised(server),
@@ -172,8 +174,8 @@ def test_eight_streams_at_once_change_nothing(server: Server, truth: dict[str, A
 
 
 def test_a_prefix_from_the_cache_changes_nothing(server: Server, truth: dict[str, Any]) -> None:
-    server.generate(LONG)
-    again = server.generate(LONG)
+    server.generate(PREFIX)
+    again = server.generate(PREFIX)
     assert again["output_ids"] == truth["long"]
     assert again["meta_info"]["cached_tokens"] > 0
 
@@ -243,7 +245,7 @@ def assert_nothing_leaks(server: Server) -> None:
     assert server.settled("sglang:num_running_reqs", 0)
     assert server.settled("sglang:kv_used_tokens", 0)
     free = server.metric("sglang:kv_available_tokens") + server.metric("sglang:kv_evictable_tokens")
-    assert free == server.metric("sglang:max_total_num_tokens")
+    assert server.metric("sglang:max_total_num_tokens") in (free, 2 * free)  # each rank tells it, the rest only one
 
 
 def test_aborted_in_mid_stream_nothing_leaks(server: Server, truth: dict[str, Any]) -> None:
