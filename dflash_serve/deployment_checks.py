@@ -8,7 +8,7 @@ from pathlib import Path
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.manifest import verify
 from dflash_serve.checkpoint.source import drafter_source
-from dflash_serve.checkpoint.target import TargetShape
+from dflash_serve.checkpoint.target import TargetLayout, TargetShape
 from dflash_serve.deployment import GIB, GPUS, Deployment
 from dflash_serve.errors import Problem, UserError
 
@@ -60,6 +60,36 @@ def device_problems(deployment: Deployment, model_devices: int, weight_bytes: in
         size, copies = f"{weight_bytes / model_devices / GIB:.0f} GiB of weights", count // model_devices
         ways = {"parallel.data": f"parallel.data to {copies} ({size} leave room on a GPU: copies answer more)"} | ways
     yield Problem(what, next(iter(ways)), f"set {', or '.join(ways.values())}")
+
+
+def expert_problems(deployment: Deployment, experts: int, engine: str) -> Iterator[Problem]:
+    """Experts that an engine, which shares them among its tensor-parallel devices, cannot share so."""
+    parallel = deployment.parallel
+    if parallel.expert == 1:
+        return
+    if not experts:
+        yield Problem("the target has no experts", "parallel.expert", "set it to 1")
+    elif parallel.expert != parallel.tensor:
+        what = f"expert parallelism {parallel.expert} is not tensor parallelism {parallel.tensor}"
+        do = f"{engine} shares experts among all tensor-parallel devices: use {parallel.tensor} or 1"
+        yield Problem(what, "parallel.expert", do)
+    elif experts % parallel.expert:
+        what = f"{experts} experts cannot be shared evenly by {parallel.expert} devices"
+        yield Problem(what, "parallel.expert", "use a divisor")
+
+
+def head_problems(target: TargetLayout, drafter: DrafterConfig | None, tensor: int) -> Iterator[Problem]:
+    """Heads are split over devices; K/V heads are split, or repeated where there are more devices than heads."""
+    shapes = [("target.model", target.attention_heads, 1 if target.latent else target.kv_heads)]
+    if drafter is not None:
+        shapes.append(("drafter.model", drafter.num_attention_heads, drafter.num_key_value_heads))
+    for where, heads, kv_heads in shapes:
+        if heads % tensor:
+            what = f"{heads} attention heads cannot be split over {tensor} devices"
+            yield Problem(what, where, "use a number of devices that divides them")
+        elif max(kv_heads, tensor) % min(kv_heads, tensor):
+            what = f"{kv_heads} K/V heads can be neither split over {tensor} devices nor repeated evenly"
+            yield Problem(what, where, "use a divisor or a multiple of them")
 
 
 def key_problems(file: str, most: int | None = None) -> Iterator[Problem]:

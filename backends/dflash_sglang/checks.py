@@ -11,6 +11,8 @@ from dflash_serve.deployment_checks import (
     block_problems,
     check_pairing,
     device_problems,
+    expert_problems,
+    head_problems,
     key_problems,
     length_problems,
 )
@@ -96,18 +98,7 @@ def _devices(plan: LaunchPlan) -> Iterator[Problem]:
 
 
 def _experts(plan: LaunchPlan) -> Iterator[Problem]:
-    parallel, experts = plan.deployment.parallel, plan.target.experts
-    if parallel.expert == 1:
-        return
-    if not experts:
-        yield Problem("the target has no experts", "parallel.expert", "set it to 1")
-    elif parallel.expert != parallel.tensor:
-        what = f"expert parallelism {parallel.expert} is not tensor parallelism {parallel.tensor}"
-        do = f"SGLang shares experts among all tensor-parallel devices: use {parallel.tensor} or 1"
-        yield Problem(what, "parallel.expert", do)
-    elif experts % parallel.expert:
-        what = f"{experts} experts cannot be shared evenly by {parallel.expert} devices"
-        yield Problem(what, "parallel.expert", "use a divisor")
+    return expert_problems(plan.deployment, plan.target.experts, "SGLang")
 
 
 def _unsupported(plan: LaunchPlan) -> Iterator[Problem]:
@@ -127,20 +118,8 @@ def _unsupported(plan: LaunchPlan) -> Iterator[Problem]:
 
 
 def _heads(plan: LaunchPlan) -> Iterator[Problem]:
-    """Heads are split; K/V heads are split, or repeated where there are more devices than heads."""
-    if plan.deployment.parallel.attention_data:
-        return
-    tensor = plan.deployment.parallel.tensor
-    shapes = [("target.model", plan.target.attention_heads, 1 if plan.target.latent else plan.target.kv_heads)]
-    if plan.drafter is not None:
-        shapes.append(("drafter.model", plan.drafter.num_attention_heads, plan.drafter.num_key_value_heads))
-    for where, heads, kv_heads in shapes:
-        if heads % tensor:
-            what = f"{heads} attention heads cannot be split over {tensor} devices"
-            yield Problem(what, where, "use a number of devices that divides them")
-        elif max(kv_heads, tensor) % min(kv_heads, tensor):
-            what = f"{kv_heads} K/V heads can be neither split over {tensor} devices nor repeated evenly"
-            yield Problem(what, where, "use a divisor or a multiple of them")
+    if not plan.deployment.parallel.attention_data:
+        yield from head_problems(plan.target, plan.drafter, plan.deployment.parallel.tensor)
 
 
 def _precision(plan: LaunchPlan) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.deployment import GIB
-from dflash_serve.deployment_checks import block_problems, length_problems
+from dflash_serve.deployment_checks import block_problems, expert_problems, head_problems, length_problems
 from dflash_serve.errors import Problem, UserError
 
 from .drafter_rules import drafter_problems
@@ -111,33 +111,11 @@ def _devices(plan: LaunchPlan) -> Iterator[Problem]:
 
 
 def _experts(plan: LaunchPlan) -> Iterator[Problem]:
-    parallel, experts = plan.deployment.parallel, plan.target.experts
-    if parallel.expert == 1:
-        return
-    if not experts:
-        yield Problem("the target has no experts", "parallel.expert", "set it to 1")
-    elif parallel.expert != parallel.tensor:
-        what = f"expert parallelism {parallel.expert} is not tensor parallelism {parallel.tensor}"
-        do = f"vLLM shares experts among all tensor-parallel devices: use {parallel.tensor} or 1"
-        yield Problem(what, "parallel.expert", do)
-    elif experts % parallel.expert:
-        what = f"{experts} experts cannot be shared evenly by {parallel.expert} devices"
-        yield Problem(what, "parallel.expert", "use a divisor")
+    return expert_problems(plan.deployment, plan.target.experts, "vLLM")
 
 
 def _heads(plan: LaunchPlan) -> Iterator[Problem]:
-    """Heads are split; K/V heads are split, or repeated where there are more devices than heads."""
-    tensor = plan.deployment.parallel.tensor
-    shapes = [("target.model", plan.target.attention_heads, 1 if plan.target.latent else plan.target.kv_heads)]
-    if plan.drafter is not None:
-        shapes.append(("drafter.model", plan.drafter.num_attention_heads, plan.drafter.num_key_value_heads))
-    for where, heads, kv_heads in shapes:
-        if heads % tensor:
-            what = f"{heads} attention heads cannot be split over {tensor} devices"
-            yield Problem(what, where, "use a number of devices that divides them")
-        elif max(kv_heads, tensor) % min(kv_heads, tensor):
-            what = f"{kv_heads} K/V heads can be neither split over {tensor} devices nor repeated evenly"
-            yield Problem(what, where, "use a divisor or a multiple of them")
+    return head_problems(plan.target, plan.drafter, plan.deployment.parallel.tensor)
 
 
 def _precision(plan: LaunchPlan) -> Iterator[Problem]:

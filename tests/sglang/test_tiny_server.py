@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.cost_table import COST_TABLE
 from dflash_serve.deployment import Deployment
 from dflash_sglang.facts import ACCEPTED, DRAFT_SECONDS, FACTS, STEPS
-from dflash_sglang.plugin.widths import COST_TABLE
 from tests.support.promql import exported, missing
 from tests.support.sglang_server import Berth, OnCpu, Server, fleet
 from tests.support.tiny import tiny_drafter_config, write_tiny_drafter

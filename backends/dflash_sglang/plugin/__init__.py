@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from dflash_serve.cost_table import given_cost
 from dflash_serve.errors import Problem, UserError
 from dflash_sglang.contract import (
     CREATE_WORKER,
@@ -29,7 +30,7 @@ from dflash_sglang.launch_plan import NATIVE
 from .drafts import draft_problems
 from .requests import guarded
 from .strict_load import StrictLoad
-from .widths import AUTO, asked_width, given_cost
+from .widths import AUTO, asked_width
 
 logger = logging.getLogger(__name__)
 MOST = 8

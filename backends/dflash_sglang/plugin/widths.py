@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
-from pydantic import ValidationError
-
-from dflash_serve.deployment import ENV_PREFIX
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import AutoWidth, FixedWidth, Step, WidthPolicy
@@ -17,8 +13,6 @@ from dflash_sglang.launch_plan import WIDTH_VARIABLE
 from .alarm import Alarm
 from .results import STEPS, StepResult
 
-COST_TABLE = f"{ENV_PREFIX}COST_TABLE"
-"""A JSON file of measured costs, to use instead of measuring at start-up."""
 MOST_REQUESTS = 65536
 """Beyond so many the oldest requests are forgotten: SGLang does not tell of the end of aborted ones."""
 AUTO = 0
@@ -40,21 +34,6 @@ def asked_width(environment: Mapping[str, str] = os.environ) -> int | None:
         return int(text)
     what = f"{text!r} is neither a number of slots nor auto"
     raise UserError(what, where=WIDTH_VARIABLE, do="correct it; without speculation, leave --speculative-algorithm out")
-
-
-def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
-    """The cost table that was given; None = measure.
-
-    Raises:
-        UserError: the file cannot be read or is no cost table.
-    """
-    path = environment.get(COST_TABLE)
-    if path is None:
-        return None
-    try:
-        return CostModel.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValidationError) as error:
-        raise UserError(f"no cost table ({str(error).splitlines()[0]})", where=path) from None
 
 
 def make_policy(block_size: int, cost: CostModel | None, offered: Collection[int]) -> WidthPolicy:

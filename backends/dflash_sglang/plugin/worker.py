@@ -13,6 +13,7 @@ from typing import Any
 from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
+from dflash_serve.cost_table import given_cost
 from dflash_sglang.launch_plan import narrow_widths
 
 from .calibration import costs_of
@@ -23,7 +24,7 @@ from .ranks import Ranks
 from .results import STEPS
 from .states import CannotBuildError, WidthState, build_states
 from .step import WidthStep
-from .widths import BatchWidths, asked_width, given_cost, make_policy
+from .widths import BatchWidths, asked_width, make_policy
 
 logger = logging.getLogger(__name__)
 WHOLE = "dflash-serve: blocks are verified whole, as SGLang does by itself: %s"

@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 
 from pydantic import ValidationError
 
+from dflash_serve.cost_table import given_cost
 from dflash_serve.deployment import ENV_PREFIX
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import AutoWidth, FixedWidth, Step, WidthPolicy
 
-COST_TABLE = f"{ENV_PREFIX}COST_TABLE"
-"""A JSON file of measured costs, taken as they are: nothing is learnt of time then."""
 GUESSED_COSTS = f"{ENV_PREFIX}GUESSED_COSTS"
 """Costs as JSON, in steps of one request: what `serve` gathers from the models' sizes. Served steps correct them."""
 CLEAN, ANY = 4, 32
 """Steps after which the second is known that a guess counts in: of decoding alone, or of whatever there was."""
-
-
-def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
-    """The cost table that was given; None = none.
-
-    Raises:
-        UserError: the file cannot be read or is no cost table.
-    """
-    path = environment.get(COST_TABLE)
-    if path is None:
-        return None
-    try:
-        return CostModel.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValidationError) as error:
-        do = "give seconds by rows (target) and by requests (draft), or leave it out"
-        raise UserError(f"no cost table ({str(error).splitlines()[0]})", where=path, do=do) from None
 
 
 def make_widths(

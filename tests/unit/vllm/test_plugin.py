@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.cost_table import COST_TABLE, given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import Step
 from dflash_vllm.plugin import steps
 from dflash_vllm.plugin.guards import account
 from dflash_vllm.plugin.steps import StepClock, decoding_steps, steps_by_width
-from dflash_vllm.plugin.widths import ANY, CLEAN, COST_TABLE, GUESSED_COSTS, LiveWidths, given_cost, make_widths
+from dflash_vllm.plugin.widths import ANY, CLEAN, GUESSED_COSTS, LiveWidths, make_widths
 
 PARAMETERS = [
     *("model.embed_tokens.weight", "lm_head.weight", "model.mask_embedding", "model.fc.weight", "model.norm.weight"),
