@@ -16,6 +16,9 @@ from tempfile import TemporaryDirectory
 
 from dflash_serve.common.processes import free_port
 
+WIDTH = 4
+"""Fixed, so that each step drafts: whether `auto` does is this machine's own measurement."""
+
 SERVER = """
 import json, os, signal, sys, threading, time, urllib.error, urllib.request
 
@@ -73,7 +76,7 @@ def modules_reached(target: Path, drafter: Path, scratch: Path) -> ModulesReache
         scratch: a folder for the deployment and the cost table.
     """
     deployment = scratch / "deployment.json"
-    models = {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}}
+    models = {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}, "speculation": {"width": WIDTH}}
     deployment.write_text(json.dumps({**models, "limits": {"max_batch_size": 1, "max_model_len": 64}}))
     env = {
         **os.environ,
