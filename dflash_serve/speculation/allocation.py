@@ -14,11 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from dflash_serve.speculation.belief import Integers, Matrix, Vector
+
+
+TIE: Final = 1e-12
 
 
 class Costs(Protocol):
@@ -45,8 +48,8 @@ class Choices:
     def ragged(cls, survival: Matrix) -> Choices:
         """Each request its own width; slots are added from the likeliest to the least likely."""
         requests, slots = survival.shape
-        # A stable sort of slots that come in order is the tie rule that the proof asks for.
-        order = np.argsort(-survival.ravel(), kind="stable")
+        # The tie rule that the proof asks for: of slots that are alike, the first ones of the block first.
+        order = np.argsort((TIE * np.arange(slots) - survival).ravel())
         drafted = np.concatenate([[0], np.cumsum(order % slots == 0)])
         return cls(requests, requests + np.arange(len(order) + 1), drafted, order)
 

@@ -23,8 +23,9 @@ class Belief:
     """
 
     def __init__(self, mean: Vector, covariance: Matrix, memory: float) -> None:
-        self._prior_mean, self._prior_covariance = mean, covariance
+        self._prior_mean = mean
         self._keep = float(np.exp(-1 / memory))
+        self._returning = (1 - self._keep**2) * covariance
         self.mean, self.covariance = mean.copy(), covariance.copy()
 
     @property
@@ -34,9 +35,8 @@ class Belief:
 
     def drift(self) -> None:
         """A step goes by."""
-        keep = self._keep
-        self.mean = self._prior_mean + keep * (self.mean - self._prior_mean)
-        self.covariance = keep**2 * self.covariance + (1 - keep**2) * self._prior_covariance
+        self.mean = self._prior_mean + self._keep * (self.mean - self._prior_mean)
+        self.covariance = self._keep**2 * self.covariance + self._returning
 
     def learn(self, information: Matrix, gradient: Vector) -> None:
         """Takes in an observation by a Newton step on its log-likelihood (exact where that is quadratic).
@@ -48,3 +48,16 @@ class Belief:
         covariance = np.linalg.solve(np.eye(len(self.mean)) + self.covariance @ information, self.covariance)
         self.covariance = (covariance + covariance.T) / 2
         self.mean = self.mean + self.covariance @ gradient
+
+    def learn_sum(self, weights: Vector, surprise: float, spread: float) -> None:
+        """Takes in a measured sum: `learn` where the information is of rank one (a Kalman update).
+
+        Args:
+            weights: [K], of the numbers in the sum.
+            surprise: by how much the sum is more than the mean has it.
+            spread: of the measurement.
+        """
+        shared = self.covariance @ weights
+        gain = shared / (float(weights @ shared) + spread**2)
+        self.covariance = self.covariance - np.outer(gain, shared)
+        self.mean = self.mean + gain * surprise

@@ -84,18 +84,19 @@ class CostModel(BaseModel):
 class _Curve:
     """A monotone piecewise linear curve through measurements."""
 
-    sizes: Vector
     seconds: Vector
+    """Of every size from 0 to the largest measured: looked up in every step."""
 
     @classmethod
     def through(cls, measured: Mapping[int, float]) -> _Curve:
-        sizes = np.array(sorted(measured), dtype=float)
-        seconds = np.array([measured[int(size)] for size in sizes])
-        return cls(sizes, np.minimum.accumulate(seconds[::-1])[::-1])
+        sizes = sorted(measured)
+        seconds = np.array([measured[size] for size in sizes])
+        monotone = np.minimum.accumulate(seconds[::-1])[::-1]
+        return cls(np.interp(np.arange(sizes[-1] + 1), sizes, monotone))
 
     def at(self, size: Integers | int) -> Vector:
-        beyond = np.maximum(1.0, np.asarray(size, dtype=float) / self.sizes[-1])
-        return np.asarray(np.interp(size, self.sizes, self.seconds) * beyond)
+        last = len(self.seconds) - 1
+        return np.asarray(self.seconds[np.minimum(size, last)] * np.maximum(1.0, np.asarray(size) / last))
 
 
 class StepCosts:
@@ -131,7 +132,7 @@ class StepCosts:
         self.noise += 0.02 * (1.25 * min(abs(surprise), 0.5) - self.noise)  # 1.25 x mean deviation = spread (Gaussian)
         spread = max(self.noise, LEAST_NOISE)
         surprise = max(-3 * spread, min(3 * spread, surprise))
-        self._correction.learn(np.outer(weights, weights) / spread**2, weights * surprise / spread**2)
+        self._correction.learn_sum(weights, surprise, spread)
 
     def doubt(self, off_rows: int, on_rows: int) -> float:
         """Spread of the ratio of a step without a draft and one with, of the logarithm."""

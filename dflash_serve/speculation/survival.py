@@ -39,6 +39,8 @@ MOOD_PRIOR: Final = 100
 EASE_MEMORY: Final = 400
 """Steps that the ease of the slots is remembered for."""
 FEAR, HOPE = 1.0, 1.5
+AS_KNOWN: Final[Vector] = np.zeros(1)
+CASES: Final[Vector] = np.array([0.0, -FEAR, HOPE])
 """How far the ease of slots may well be from what is known, to either side, in standard deviations."""
 LIMIT: Final = 6.0
 """Ease stays within +-LIMIT: beyond, a slot that was never right could hardly be learnt to be good."""
@@ -64,6 +66,8 @@ class SurvivalEstimate:
         self._rows: dict[Hashable, int] = {}
         self._free = [0]
         self._beliefs: Matrix = self._moods[None, :].copy()
+        self._batch: tuple[list[Hashable], Integers] | None = None
+        """The last step's requests and their rows: mostly the next step's, too."""
 
     def __len__(self) -> int:
         """Requests that are known."""
@@ -71,16 +75,16 @@ class SurvivalEstimate:
 
     def survival(self, request_ids: Sequence[Hashable]) -> Matrix:
         """P(slot k is accepted) of each request: [N, B-1]."""
-        return self._of(request_ids) @ self._acceptance()[1]
+        return np.asarray(self._of(request_ids) @ self._acceptance()[1][0])
 
-    def bounds(self, request_ids: Sequence[Hashable]) -> tuple[Matrix, Matrix]:
-        """The same, were all slots as hard and as easy as may well be: [N, B-1] each."""
-        moods = self._of(request_ids)
-        return moods @ self._acceptance(optimism=-FEAR)[1], moods @ self._acceptance(optimism=HOPE)[1]
+    def bounds(self, request_ids: Sequence[Hashable]) -> tuple[Matrix, Matrix, Matrix]:
+        """The same, and were all slots as hard and as easy as may well be: [N, B-1] each."""
+        known, feared, hoped = self._of(request_ids) @ self._acceptance(CASES)[1]
+        return known, feared, hoped
 
     def overall(self) -> list[float]:
         """Survival of slots 1..B-1 of a request of which nothing is known yet."""
-        return [float(share) for share in self._moods @ self._acceptance()[1]]
+        return [float(share) for share in self._moods @ self._acceptance()[1][0]]
 
     def observe(self, request_ids: Sequence[Hashable], widths: Integers, accepted: Integers) -> None:
         """Learns from a step: [N] slots verified, and [N] drafted tokens accepted, less than the width."""
@@ -97,10 +101,11 @@ class SurvivalEstimate:
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._free.append(row)
+            self._batch = None
 
     def _judge(self, beliefs: Matrix, widths: Integers, accepted: Integers) -> Matrix:
         """What requests' moods are after a step; the ease of slots and the spread of moods learn on the way."""
-        conditional, survival = self._acceptance()
+        conditional, survival = (each[0] for each in self._acceptance())
         one = np.ones((len(MOODS), 1))
         reached = np.concatenate([one, survival], axis=1)[:, accepted]
         stopped = np.concatenate([1 - conditional, one], axis=1)[:, np.minimum(accepted, self.slots)]
@@ -120,11 +125,15 @@ class SurvivalEstimate:
         self._ease.learn(np.diag((variance * tested).sum(0)), gradient)
         np.clip(self._ease.mean, -LIMIT, LIMIT, out=self._ease.mean)
 
-    def _acceptance(self, optimism: float = 0.0) -> tuple[Matrix, Matrix]:
-        """By mood and slot: conditional acceptance and survival, both [moods, B-1]."""
-        ease = self._ease.mean + optimism * self._ease.spread
-        conditional = 1 / (1 + np.exp(-(ease[None, :] + MOODS[:, None])))
-        return conditional, np.asarray(np.cumprod(conditional, axis=1), dtype=np.float64)
+    def _acceptance(self, optimism: Vector = AS_KNOWN) -> tuple[Matrix, Matrix]:
+        """By case, mood and slot: conditional acceptance and survival, both [C, moods, B-1].
+
+        Args:
+            optimism: [C], in standard deviations of the ease of slots.
+        """
+        ease = self._ease.mean + optimism[:, None] * self._ease.spread
+        conditional = 1 / (1 + np.exp(-(ease[:, None, :] + MOODS[:, None])))
+        return conditional, np.cumprod(conditional, axis=2)
 
     def _of(self, request_ids: Sequence[Hashable]) -> Matrix:
         """What is known of requests' moods: [N, moods]."""
@@ -133,8 +142,10 @@ class SurvivalEstimate:
 
     def _index(self, request_ids: Sequence[Hashable]) -> Integers:
         """Rows of requests; new ones get one."""
-        rows = [row if (row := self._rows.get(each)) is not None else self._new(each) for each in request_ids]
-        return np.array(rows, dtype=np.int64)
+        if self._batch is None or self._batch[0] != request_ids:
+            rows = [row if (row := self._rows.get(each)) is not None else self._new(each) for each in request_ids]
+            self._batch = list(request_ids), np.array(rows, dtype=np.int64)
+        return self._batch[1]
 
     def _new(self, request_id: Hashable) -> int:
         if not self._free:

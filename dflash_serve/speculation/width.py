@@ -148,7 +148,7 @@ class AutoWidth:
         if not request_ids:
             return []
         self._account = min(CREDIT, self._account + REFILL)
-        known, (feared, hoped) = self.survival.survival(request_ids), self.survival.bounds(request_ids)
+        known, feared, hoped = self.survival.bounds(request_ids)
         choices = choices_of(known, self.allowed_widths)
         seconds = self.costs.of_steps(choices.rows, choices.drafted, context_tokens)
         loss = seconds / seconds[0] - choices.tokens(feared) / len(known)

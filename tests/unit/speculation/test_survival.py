@@ -70,9 +70,10 @@ def test_what_is_feared_and_hoped_lies_about_what_is_known() -> None:
     estimate = SurvivalEstimate(5)
     simulate(estimate, [0.5] * 5, 6, 30)
     ids = ["a0", "new"]
-    feared, hoped = estimate.bounds(ids)
-    assert (feared < estimate.survival(ids)).all()
-    assert (hoped > estimate.survival(ids)).all()
+    known, feared, hoped = estimate.bounds(ids)
+    assert (known == estimate.survival(ids)).all()
+    assert (feared < known).all()
+    assert (hoped > known).all()
 
 
 @pytest.mark.parametrize(
