@@ -53,11 +53,11 @@ class Surface:
 
         plain = (self.plain[0] + self.plain[1] * requests) / 1e3
         more = max(0.0, (self.speculative[0] + self.speculative[1] * requests) / 1e3 - plain)
-        return self.cost.model_copy(
-            update={
-                "target": off(self.cost.target, plain, overall),
-                "draft": off(self.cost.draft, more, overall * draft),
-            }
+        return CostModel(
+            target=off(self.cost.target, plain, overall),
+            draft=off(self.cost.draft, more, overall * draft),
+            target_context=self.cost.target_context,
+            draft_context=self.cost.draft_context,
         )
 
 

@@ -20,7 +20,6 @@ import numpy as np
 
 from dflash_serve.speculation.belief import Integers, Matrix, Vector
 
-
 TIE: Final = 1e-12
 
 

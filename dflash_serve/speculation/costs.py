@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import log, sqrt
+from math import log
 from typing import Annotated, Final
 
 import numpy as np
@@ -134,14 +134,21 @@ class StepCosts:
         surprise = max(-3 * spread, min(3 * spread, surprise))
         self._correction.learn_sum(weights, surprise, spread)
 
-    def doubt(self, off_rows: int, on_rows: int) -> float:
-        """Spread of the ratio of a step without a draft and one with, of the logarithm."""
-        weights = _weights(OFF, off_rows) - _weights(ON, on_rows)
-        return sqrt(max(0.0, float(weights @ self._correction.covariance @ weights)))
+    def doubt(self, off_rows: int, on_rows: Integers) -> Vector:
+        """Spread of the ratio of steps with a draft [M] and one without, of the logarithm."""
+        covariance, off = self._correction.covariance, _weights(OFF, off_rows)
+        shared, on = covariance @ off, np.diagonal(covariance)[NODES:]
+        variance = float(off @ shared) + on - 2 * shared[NODES:]
+        return np.sqrt(np.interp(_place(on_rows), np.arange(NODES), np.maximum(variance, 0)))
 
     def _at(self, kind: int, rows: Integers) -> Vector:
         nodes = self._correction.mean[kind * NODES : (kind + 1) * NODES]
-        return np.interp(np.log2(np.maximum(rows, 1)), np.arange(NODES), nodes)
+        return np.interp(_place(rows), np.arange(NODES), nodes)
+
+
+def _place(rows: Integers) -> Vector:
+    """Where sizes lie among the nodes."""
+    return np.log2(np.maximum(rows, 1))
 
 
 def _weights(kind: int, rows: int) -> Vector:

@@ -133,7 +133,7 @@ class SurvivalEstimate:
         """
         ease = self._ease.mean + optimism[:, None] * self._ease.spread
         conditional = 1 / (1 + np.exp(-(ease[:, None, :] + MOODS[:, None])))
-        return conditional, np.cumprod(conditional, axis=2)
+        return conditional, np.asarray(np.cumprod(conditional, axis=2), dtype=np.float64)
 
     def _of(self, request_ids: Sequence[Hashable]) -> Matrix:
         """What is known of requests' moods: [N, moods]."""

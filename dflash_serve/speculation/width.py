@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from dflash_serve.speculation.allocation import Choices, choices_of
+from dflash_serve.speculation.allocation import choices_of
 from dflash_serve.speculation.belief import Vector
 from dflash_serve.speculation.costs import CostModel, StepCosts
 from dflash_serve.speculation.survival import SurvivalEstimate
@@ -86,7 +86,7 @@ DEBT: Final = 6.0
 REFILL: Final = 0.002
 """What every step adds: the share of all time that may go into finding out for ever."""
 RISK: Final = 1.0
-"""What one step may lose at worst while there is something on the account, in the same."""
+"""What one step may lose at worst while there is less than that on the account, in the same."""
 MARGIN: Final = 0.02
 """What a wider block than the best may cost beside it, as a share of the step, to learn of its slots."""
 TRIFLE: Final = 0.001
@@ -101,14 +101,14 @@ class AutoWidth:
     Both are learnt from every step (`SurvivalEstimate`, `StepCosts`), and both come with a spread. The policy takes
     the widths that are fastest by the means, unless wider ones would be if things stood as well as they may ("optimism
     in the face of uncertainty"): then it tries these, or as much of them as it may pay for. So it explores at the
-    margin, where one more slot costs next to nothing, and seldom where a draft is dear. Where a step without a draft
-    might be faster than known, it tries that.
+    margin, where one more slot costs next to nothing, and seldom where a draft is dear. While steps without a draft may
+    be faster still, by what is not known of their costs, it tries one of these first: that costs little.
 
     An account limits what that costs (a conservative bandit; Wu et al. 2016; the baseline is speculation off). It
     begins with START and holds CREDIT at most. Every step pays in REFILL; every step with a draft pays in the tokens
     it gained per request, less its time in steps without speculation. Trials are paid for from it. With nothing on it
-    only what loses nothing at worst is drafted; below -DEBT nothing is. So, by the costs as they are known, after T
-    steps, whatever the drafter did:
+    only what loses nothing at worst, by survival and by costs, is drafted; below -DEBT nothing is. So, by the costs as
+    they are known, after T steps, whatever the drafter did:
 
         time lost against off <= START + DEBT + (one step of which nothing is accepted) + REFILL x T,
 
@@ -151,8 +151,11 @@ class AutoWidth:
         known, feared, hoped = self.survival.bounds(request_ids)
         choices = choices_of(known, self.allowed_widths)
         seconds = self.costs.of_steps(choices.rows, choices.drafted, context_tokens)
-        loss = seconds / seconds[0] - choices.tokens(feared) / len(known)
-        choice = self._choice(choices, choices.tokens(known) / seconds, choices.tokens(hoped) / seconds, loss)
+        doubt = self.costs.doubt(len(known), choices.rows) * (choices.drafted > 0)
+        loss = seconds / seconds[0] * (np.exp(doubt) if self._account <= 0 else 1.0) - choices.tokens(feared) / len(
+            known
+        )
+        choice = self._choice(choices.tokens(known) / seconds, choices.tokens(hoped) / seconds, loss, doubt)
         self._off_for = 0 if choice else self._off_for + 1
         return choices.widths(choice).tolist()  # type: ignore[no-any-return]
 
@@ -176,30 +179,26 @@ class AutoWidth:
     def forget(self, request_id: Hashable) -> None:
         self.survival.forget(request_id)
 
-    def _choice(self, choices: Choices, rate: Vector, hoped: Vector, loss: Vector) -> int:
-        """Which choice to take.
+    def _choice(self, rate: Vector, hoped: Vector, loss: Vector, doubt: Vector) -> int:
+        """Which choice to take, all [M].
 
         Args:
-            rate, hoped: [M] tokens per second, as known and at best.
-            loss: [M] what the step would lose against off at worst, in steps without speculation.
+            rate, hoped: tokens per second, as known and at best.
+            loss: what the step would lose against off at worst, in steps without speculation.
+            doubt: of the cost beside that of off.
         """
         if self._account < -DEBT:
             return 0
-        payable = loss <= (RISK if self._account > 0 else TRIFLE)
+        payable = loss <= (max(RISK, self._account) if self._account > 0 else TRIFLE)
         best, wish = int(np.argmax(np.where(payable, rate, 0.0))), int(np.argmax(hoped))
         if not best:  # costs may stand better than known, too
-            wish = int(np.argmax(hoped * np.exp(self._doubt(choices, wish) * (choices.drafted > 0))))
+            wish = int(np.argmax(hoped * np.exp(doubt)))
+        elif np.log(hoped[wish] / rate[0]) < doubt[wish]:  # so may those of off
+            return 0
         price = rate[best] / rate - 1
         funds = max(TRIFLE, min(self._account, MARGIN if best else START))
         wider = best + 1 + np.flatnonzero((payable & (price <= funds))[best + 1 : wish + 1])
         if len(wider):
             self._account -= max(0.0, float(price[wider[-1]])) if best else 0.0
             return int(wider[-1])
-        if best and np.log1p(price[0]) < self._doubt(choices, best) and price[0] <= funds:
-            self._account -= float(price[0])
-            return 0
         return best
-
-    def _doubt(self, choices: Choices, choice: int) -> float:
-        """How far the cost of a choice, beside that of none, may be from what is known; of the logarithm."""
-        return self.costs.doubt(choices.requests, int(choices.rows[choice]))
