@@ -50,6 +50,8 @@ class Request:
     """Tokens whose features are in the drafter's context."""
     features: list[Tensor] = field(default_factory=list)
     """Features [rows, F*H] of tokens injected..verified, waiting for the next draft."""
+    draftable: bool = True
+    """False = some of its tokens were verified while no features were kept: the drafter's context has a gap."""
     steps: list[tuple[int, int]] = field(default_factory=list)
     """(width, accepted) of each decoding step, in order."""
     finish_reason: FinishReason | None = None
@@ -85,6 +87,7 @@ class Request:
             reused=allocation.reused,
             verified=allocation.reused,
             injected=allocation.reused,
+            draftable=allocation.donor is None or allocation.donor.draftable,
         )
 
     @property
@@ -144,9 +147,13 @@ class KVCacheManager:
         self.reuse = reuse
         self.holds: dict[int, Request] = {}
 
-    def allocate(self, prompt: Sequence[int], salt: str) -> Allocation:
-        """Takes a free entry for a prompt; only requests of the same salt lend their prefix. One must be free."""
-        donor, reused = self._best_donor(prompt, salt)
+    def allocate(self, prompt: Sequence[int], salt: str, *, draftable: bool) -> Allocation:
+        """Takes a free entry for a prompt; only requests of the same salt lend their prefix. One must be free.
+
+        Args:
+            draftable: only requests without a gap in the drafter's context may lend.
+        """
+        donor, reused = self._best_donor(prompt, salt, draftable)
         others = [entry for entry in self.free if donor is None or entry != donor.entry]
         entry = others[0] if others else self.free[0]
         # In place where the donor is over and mostly shared: nothing to copy, and little is lost.
@@ -167,14 +174,14 @@ class KVCacheManager:
         if not keep:
             self.holds.pop(request.entry, None)
 
-    def _best_donor(self, prompt: Sequence[int], salt: str) -> tuple[Request | None, int]:
+    def _best_donor(self, prompt: Sequence[int], salt: str, draftable: bool) -> tuple[Request | None, int]:
         """The request that shares the longest prefix, and the prefix's length.
 
         The prompt's last token is always computed: its row gives the first token of the answer.
         """
         wanted, best, longest = list(prompt[:-1]), None, 0
         for request in self.holds.values():
-            if request.salt == salt:
+            if request.salt == salt and (request.draftable or not draftable):
                 shared = common_length(wanted, request.token_ids[: _held(request)])
                 if shared > longest:
                     best, longest = request, shared

@@ -26,6 +26,8 @@ from .request import Allocation, KVCacheManager, Request
 from .sampler import StepResult, last_rows, sample
 from .speculator import Speculator
 
+CROWD = 8
+"""Requests from which on keeping features costs a noticeable part of a step (1 % of it at 32, injection as much)."""
 BACKLOG = 256
 """Rows of features that may wait for a draft; while speculation does not pay, they are injected in such portions."""
 
@@ -83,7 +85,8 @@ class Scheduler:
             UserError: as `check`.
         """
         self.check(token_ids, params)
-        allocation = self.cache_manager.allocate(list(token_ids), salt)
+        draftable = self.speculator is not None and not self.policy.resting
+        allocation = self.cache_manager.allocate(list(token_ids), salt, draftable=draftable)
         self._copy_prefix(allocation)
         limit = min(self.capacity, len(token_ids) + (params.max_tokens or self.capacity))
         request = Request.allocated(self.joined, allocation, token_ids, params, limit=limit, grammar=grammar, salt=salt)
@@ -127,7 +130,7 @@ class Scheduler:
         context_tokens = sum(request.verified for request in decoding)
         drafts = self._draft(requests, context_tokens)
         pending = [request.pending[: self.prefill_rows] for request in requests]
-        hidden, features = self._verify(requests, pending, drafts)
+        hidden, features = self._verify(requests, pending, drafts, self._wanted_features(requests))
         accepted = self._accept(requests, pending, drafts, hidden)
         results = [accepted.get(index) or StepResult(request, []) for index, request in enumerate(requests)]
         for index, result in enumerate(results):
@@ -142,7 +145,7 @@ class Scheduler:
         if allocation.donor is None:
             return
         self.cache.copy(allocation.donor.entry, allocation.entry, allocation.reused)
-        if self.speculator is not None:
+        if self.speculator is not None and allocation.donor.draftable:
             if allocation.donor.injected < allocation.reused:
                 self.speculator.inject([allocation.donor])
             self.speculator.cache.copy(allocation.donor.entry, allocation.entry, allocation.reused)
@@ -154,7 +157,8 @@ class Scheduler:
         if self.speculator is None or not decoding:
             return drafts
         chosen = self.policy.widths([requests[i].id for i in decoding], context_tokens)
-        widths = {i: min(width, requests[i].remaining) for i, width in zip(decoding, chosen, strict=True)}
+        able = {i: width if requests[i].draftable else 1 for i, width in zip(decoding, chosen, strict=True)}
+        widths = {i: min(width, requests[i].remaining) for i, width in able.items()}
         wide = [i for i in decoding if widths[i] > 1]
         if wide:
             filled = self.speculator.draft([requests[i] for i in wide], [widths[i] for i in wide])
@@ -162,14 +166,32 @@ class Scheduler:
                 drafts[i] = draft
         return drafts
 
+    def _wanted_features(self, requests: Sequence[Request]) -> tuple[int, ...]:
+        """The target layers whose outputs are kept; none while speculation rests in a crowd.
+
+        Who lives through such a time is not drafted for any more; who joins later is.
+        """
+        if self.speculator is None:
+            return ()
+        if len(requests) < CROWD or not self.policy.resting:
+            return self.speculator.target_layer_ids
+        for request in requests:
+            request.draftable = False
+            request.features.clear()
+        return ()
+
     def _verify(
-        self, requests: Sequence[Request], pending: list[list[int]], drafts: list[list[int]]
+        self,
+        requests: Sequence[Request],
+        pending: list[list[int]],
+        drafts: list[list[int]],
+        layer_ids: tuple[int, ...],
     ) -> tuple[Tensor, list[Tensor | None]]:
         """One target pass over all rows -> hidden [rows, H] and each request's features [its rows, F*H]."""
         blocks = [p + d for p, d in zip(pending, drafts, strict=True)]
         lengths = [len(block) for block in blocks]
         spans = [Span(request.entry, request.verified, n) for request, n in zip(requests, lengths, strict=True)]
-        output = self.target_runner(blocks, spans, self.speculator.target_layer_ids if self.speculator else ())
+        output = self.target_runner(blocks, spans, layer_ids)
         if output.features is None:
             return output.hidden, [None] * len(blocks)
         return output.hidden, list(output.features.split(lengths))
@@ -195,7 +217,7 @@ class Scheduler:
             self._record(request, 1 + len(draft), accepted)
         request.verified += pending + accepted
         request.token_ids += result.token_ids
-        if features is not None and self.speculator is not None:
+        if features is not None and self.speculator is not None and request.draftable:
             # A copy: a view would keep the features of the whole batch alive until the next draft.
             request.features.append(features[: pending + accepted].clone())
             if request.verified - request.injected >= BACKLOG:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,9 @@ def test_features_do_not_pile_up_while_speculation_does_not_pay(
 ) -> None:
     monkeypatch.setattr("dflash_torch.scheduler.BACKLOG", 8)
     engine = tiny_engine(folders, width=auto())
-    engine.scheduler.policy = type("Off", (), {**_quiet(), "widths": lambda self, ids, _: [1] * len(ids)})()
+    engine.scheduler.policy = type(
+        "Off", (), {**_quiet(), "resting": False, "widths": lambda self, ids, _: [1] * len(ids)}
+    )()
     request = engine.scheduler.join([5, 6, 7], GREEDY)
     for _ in range(20):
         engine.scheduler.step()
@@ -112,3 +115,50 @@ def test_logprobs_are_what_transformers_computes(folders: Folders) -> None:
     for entry, row in zip(output.logprobs, rows, strict=True):
         assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
         assert entry.top[0][1] == pytest.approx(float(row.max()), abs=1e-4)
+
+
+class Resting(AutoWidth):
+    """Rests, or drafts at full width, as the test says."""
+
+    rests = True
+
+    @property
+    def resting(self) -> bool:
+        return self.rests
+
+    def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
+        return [1 if self.rests else 4] * len(request_ids)
+
+
+def test_a_crowd_keeps_no_features_while_speculation_rests(
+    folders: Folders, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_torch.scheduler.CROWD", 2)
+    engine = tiny_engine(folders, max_batch_size=3, truth=truth)
+    engine.scheduler.policy = policy = Resting(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
+    prompts = [engine.tokenize(prompt) for prompt in PROMPTS[:2]]
+    old = [engine.scheduler.join(prompt, GREEDY) for prompt in prompts]
+    for _ in range(5):
+        engine.scheduler.step()
+    assert [request.features for request in old] == [[], []]
+
+    policy.rests = False
+    new = engine.scheduler.join(prompts[0], GREEDY)
+    assert new.reused == 0  # what has a gap lends nothing to who is drafted for
+    while engine.scheduler.running:
+        engine.scheduler.step()
+    assert all(width == 1 for request in old for width, _ in request.steps)
+    assert max(accepted for _, accepted in new.steps) > 0
+    assert [request.output_ids for request in [*old, new]] == [*list(truth.values())[:2], next(iter(truth.values()))]
+
+
+def test_few_requests_can_be_drafted_for_again_after_any_rest(folders: Folders, truth: Truth) -> None:
+    engine = tiny_engine(folders, truth=truth)
+    engine.scheduler.policy = policy = Resting(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
+    request = engine.scheduler.join(engine.tokenize(PROMPTS[0]), GREEDY)
+    for _ in range(5):
+        engine.scheduler.step()
+    policy.rests = False
+    while engine.scheduler.running:
+        engine.scheduler.step()
+    assert max(accepted for _, accepted in request.steps) > 0
