@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 
 from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.source import PROVENANCE, recorded_survival
 from dflash_serve.preview import Choice, PreparedFile, Preview
 
 from .arguments import DRAFT, SECRETS, kernels_of
@@ -27,6 +28,10 @@ def _files(plan: LaunchPlan) -> Iterator[PreparedFile]:
         yield PreparedFile(f"{DRAFT}/config.json", "the drafter's description in z-lab's dialect", text)
         count = len(plan.checkpoint.headers)
         yield PreparedFile(f"{DRAFT}/model.safetensors", f"the drafter's {count} tensors in bfloat16")
+        if recorded_survival(plan.checkpoint.folder) is not None:
+            yield PreparedFile(
+                f"{DRAFT}/{PROVENANCE}", "how far its blocks are accepted: what `width: auto` begins with"
+            )
     if plan.deployment.serving.api_key_file is not None:
         yield PreparedFile(SECRETS, "the API key, readable by its owner alone")
 

@@ -9,12 +9,14 @@ import os
 import re
 from pathlib import Path
 
-from dflash_serve.common.files import cache_home, sha256, whole_folder
+from dflash_serve.common.files import cache_home, sha256, whole_folder, write_whole
 from dflash_serve.errors import UserError, first_line
 
 ALIAS = "smollm2"
 """The bundled target, and its drafter."""
 CHECKSUM_FILE = "model.safetensors.sha256"
+PROVENANCE = "provenance.json"
+"""What a drafter was trained on and how well it does, beside its weights."""
 DRAFTER_FILES = ["*.json", "*.safetensors"]
 TARGET_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """What is fetched from the hub: never code, never pickle."""
@@ -146,8 +148,14 @@ def _convert(gguf: Path, folder: Path) -> None:
 def recorded_survival(folder: Path) -> list[float] | None:
     """Survival of slots 1..B-1 that a drafter had when it was trained (`provenance.json`); None where none is told."""
     try:
-        survival = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["validation"]["survival"]
+        survival = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["validation"]["survival"]
         shares = [float(share) for share in survival]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return shares if shares and all(0 <= share <= 1 for share in shares) else None
+
+
+def record_survival(folder: Path, survival: list[float] | None) -> None:
+    """Says the same of a drafter that was written anew."""
+    if survival is not None:
+        write_whole(folder / PROVENANCE, json.dumps({"validation": {"survival": survival}}))

@@ -44,8 +44,9 @@ def train(
     keep_freed_memory()  # before torch
     import torch
 
+    from dflash_serve.checkpoint.source import PROVENANCE
     from dflash_serve.models.loader import load_target, load_tokenizer
-    from dflash_serve.training.run import DRAFTER, PROVENANCE, choose_device, run
+    from dflash_serve.training.run import DRAFTER, choose_device, run
 
     model, revision = settings.target.model, settings.target.revision
     # Never fp16: features reach 25,000, too near its end.

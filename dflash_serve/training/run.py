@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from dflash_serve.checkpoint.manifest import file_entries
-from dflash_serve.checkpoint.source import drafter_folder
+from dflash_serve.checkpoint.source import PROVENANCE, drafter_folder
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import sha256, write_whole
 from dflash_serve.common.provenance import argv, commit, now, processor, versions
@@ -33,7 +33,7 @@ from dflash_serve.training.trainer import CURRENT, Tick, Trainer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DRAFTER, PROVENANCE = "drafter", "provenance.json"
+DRAFTER = "drafter"
 
 
 def choose_device(name: str) -> torch.device:

@@ -36,15 +36,18 @@ def asked_width(environment: Mapping[str, str] = os.environ) -> int | None:
     raise UserError(what, where=WIDTH_VARIABLE, do="correct it; without speculation, leave --speculative-algorithm out")
 
 
-def make_policy(block_size: int, cost: CostModel | None, offered: Collection[int]) -> WidthPolicy:
+def make_policy(
+    block_size: int, cost: CostModel | None, offered: Collection[int], known_survival: Sequence[float] | None = None
+) -> WidthPolicy:
     """The one width that is offered, or among several the one that pays by `cost`.
 
     Args:
         offered: widths that can be verified, B among them unless it is a fixed one.
+        known_survival: as for `AutoWidth`.
     """
     if cost is None:
         return FixedWidth(min(offered))
-    return AutoWidth(cost, block_size, allowed_widths=sorted(offered))
+    return AutoWidth(cost, block_size, sorted(offered), known_survival)
 
 
 class BatchWidths:

@@ -8,11 +8,13 @@ leaves SGLang's own whole blocks, and a warning that says why.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
+from dflash_serve.checkpoint.source import recorded_survival
 from dflash_serve.cost_table import given_cost
 from dflash_sglang.launch_plan import narrow_widths
 
@@ -76,7 +78,8 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         except Exception as error:
             logger.exception("dflash-serve: costs could not be measured")
             return f"costs could not be measured ({error})"
-        self.widths = BatchWidths(make_policy(self.block_size, cost, offered), offered)
+        known = recorded_survival(Path(self.server_args.speculative_draft_model_path))
+        self.widths = BatchWidths(make_policy(self.block_size, cost, offered, known), offered)
         if self.ranks.is_first:  # which decides for all
             STEPS.listeners.append(self.widths)
         return None

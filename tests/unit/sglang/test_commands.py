@@ -10,6 +10,7 @@ import pytest
 
 from dflash_serve.backend import InProcessBackend, backend, server_backend
 from dflash_serve.checkpoint.reader import open_checkpoint, read_config
+from dflash_serve.checkpoint.source import record_survival, recorded_survival
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
@@ -138,3 +139,10 @@ def test_the_command_goes_with_the_folder_that_was_prepared(fields: dict[str, An
 def test_the_registry_knows_it_as_a_server_that_has_no_engine_in_this_process() -> None:
     assert server_backend("sglang").name == "sglang"
     assert not isinstance(backend("sglang"), InProcessBackend)
+
+
+def test_what_a_drafter_is_known_for_goes_with_its_draft(fields: dict[str, Any], tmp_path: Path) -> None:
+    drafter = Path(fields["drafter"]["model"])
+    record_survival(drafter, [0.5, 0.25])
+    SGLangBackend().prepare(Deployment.model_validate(fields), tmp_path / "prepared")
+    assert recorded_survival(tmp_path / "prepared" / "draft") == [0.5, 0.25]

@@ -65,6 +65,12 @@ def test_a_narrow_step_costs_what_its_batch_says() -> None:
     assert sorted(narrow)[10] < alone
 
 
+def test_what_the_drafter_is_known_for_decides_the_first_step() -> None:
+    steep = CostModel(target={1: 1.0, 8: 4.0}, draft={1: 1.0})
+    first = [make_policy(8, steep, [1, 2, 8], known).widths(["a"]) for known in ([0.1] * 7, [0.9] * 7)]
+    assert first == [[1], [8]]
+
+
 def test_requests_that_have_ended_are_forgotten() -> None:
     told: list[object] = []
     policy = FixedWidth(4)
