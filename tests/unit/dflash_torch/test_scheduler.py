@@ -29,11 +29,14 @@ def test_greedy_answers_do_not_depend_on_width_or_neighbours(folders: Folders, t
     assert max(output.statistics.tokens_per_step or 0 for output in outputs) > 1.3
 
 
-def test_sampled_answers_are_fixed_by_the_seed_whatever_the_drafter_says(folders: Folders, truth: Truth) -> None:
+@pytest.mark.parametrize("width", [2, 4, "auto"])
+def test_sampled_answers_are_fixed_by_the_seed_whatever_the_drafter_says(
+    folders: Folders, truth: Truth, width: int | str
+) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=24, frequency_penalty=0.3)
     plain = [answers(tiny_engine(folders, width=1), [prompt], params)[0].token_ids for prompt in PROMPTS]
-    together = answers(tiny_engine(folders, max_batch_size=2, truth=truth), PROMPTS, params)
-    assert [output.token_ids for output in together] == plain
+    engine = tiny_engine(folders, width=auto() if width == "auto" else int(width), max_batch_size=2, truth=truth)
+    assert [output.token_ids for output in answers(engine, PROMPTS, params)] == plain
 
 
 def test_a_long_prompt_prefilled_in_pieces_gives_the_same_answer(folders: Folders) -> None:
