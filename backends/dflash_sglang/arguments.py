@@ -141,7 +141,8 @@ def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
     yield "--speculative-num-draft-tokens", str(plan.block_size)
     # Otherwise a draft inherits the target's quantisation and K/V format, and accepts next to nothing.
     yield "--speculative-draft-model-quantization", "unquant"
-    yield "--speculative-draft-kv-cache-dtype", "bfloat16"
+    if "speculative-draft-kv-cache-dtype" not in _given(plan):
+        yield "--speculative-draft-kv-cache-dtype", "bfloat16"
     if plan.target.penalises and plan.width is None:
         # SGLang would penalise every request by the model's defaults, and wrongly so (`plugin.requests`).
         yield "--sampling-defaults", "openai"
@@ -153,8 +154,13 @@ def _kernels(plan: LaunchPlan) -> Iterator[Flag]:
     """SGLang's own choice where the GPU is not named, and for latent attention; the user's where one is given."""
     if plan.gpu is None:
         return
-    kernels, given = kernels_of(plan.gpu), {name.replace("_", "-") for name in plan.engine_args}
+    kernels, given = kernels_of(plan.gpu), _given(plan)
     if not plan.target.latent and "attention-backend" not in given:
         yield "--attention-backend", kernels.target
     if plan.algorithm is not None and "speculative-draft-attention-backend" not in given:
         yield "--speculative-draft-attention-backend", kernels.drafter
+
+
+def _given(plan: LaunchPlan) -> set[str]:
+    """The user's own arguments."""
+    return {name.replace("_", "-") for name in plan.engine_args}

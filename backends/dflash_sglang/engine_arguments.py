@@ -56,9 +56,8 @@ KEYS = {
     "speculative_eagle_topk": SPECULATION,
     "speculative_draft_window_size": "speculation.draft_window",
     "speculative_draft_model_quantization": "the drafter is served in bfloat16",
-    "speculative_draft_kv_cache_dtype": "the drafter is served in bfloat16",
 }
-"""Kernels are not among them: where none is given, we choose them by the GPU."""
+"""Kernels and the drafter's K/V format are not among them: we choose where none is given."""
 PARSERS = ParserNames(
     reasoning={"qwen3_5": "qwen3", "deepseek_r1": "deepseek-r1"},
     tool_call={"qwen3": "qwen", "hermes": "hermes", "deepseek_v3": "deepseekv3", "deepseek_v31": "deepseekv31",

@@ -72,17 +72,27 @@ def test_every_flag_that_we_write_is_one_that_we_claim(fields: dict[str, Any]) -
     ours = {word[2:] for word in said if word.startswith("--")} - {
         "attention-backend",
         "speculative-draft-attention-backend",
+        "speculative-draft-kv-cache-dtype",
     }
     for name in ours:
         given = {"kv_cache": {"memory_fraction": 0.5}, "engine_args": {"sglang": {name: "1"}}}
         assert "dflash-serve sets itself" in problems(fields, **given)[0], name
 
 
-def test_the_users_kernels_take_the_place_of_ours(fields: dict[str, Any]) -> None:
-    hardware = {"gpu": "b200"}
-    said = command(fields, hardware=hardware, engine_args={"sglang": {"attention-backend": "flashinfer"}})
-    assert said.count("--attention-backend") == 1
-    assert "--attention-backend flashinfer" in said
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attention-backend", "flashinfer"),
+        ("speculative-draft-attention-backend", "flashinfer"),
+        ("speculative-draft-kv-cache-dtype", "fp8_e4m3"),
+    ],
+)
+def test_the_users_kernels_and_formats_take_the_place_of_ours(fields: dict[str, Any], name: str, value: str) -> None:
+    given = {"hardware": {"gpu": "b200"}, "engine_args": {"sglang": {name: value}}}
+    assert problems(fields, **given) == []
+    said = f" {command(fields, **given)} "
+    assert said.count(f" --{name} ") == 1
+    assert f" --{name} {value} " in said
 
 
 def test_the_memory_fraction_is_the_users_unless_a_key_gives_it(fields: dict[str, Any]) -> None:
