@@ -9,10 +9,14 @@ from dflash_serve.checkpoint.dialects import DIALECTS
 from dflash_serve.preview import Choice, PreparedFile, Preview
 
 from .arguments import DRAFT, SECRETS, kernels_of
+from .heads import dialect_of
 from .launch_plan import LaunchPlan
 
 SPECULATING_REQUESTS = 48
 """SGLang 0.5.23's --max-running-requests for speculation, where none is given (arg_groups/speculative_hook.py)."""
+
+
+WORDS = {"zlab": "z-lab's", "deepspec": "DeepSpec's"}
 
 
 def preview(plan: LaunchPlan) -> Preview:
@@ -22,9 +26,10 @@ def preview(plan: LaunchPlan) -> Preview:
 
 def _files(plan: LaunchPlan) -> Iterator[PreparedFile]:
     if plan.drafter is not None and plan.checkpoint is not None:
-        fields = {**DIALECTS["zlab"].write(plan.drafter, None), "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+        dialect = dialect_of(plan.drafter)
+        fields = {**DIALECTS[dialect].write(plan.drafter, None), "dtype": "bfloat16", "torch_dtype": "bfloat16"}
         text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-        yield PreparedFile(f"{DRAFT}/config.json", "the drafter's description in z-lab's dialect", text)
+        yield PreparedFile(f"{DRAFT}/config.json", f"the drafter's description in {WORDS[dialect]} dialect", text)
         count = len(plan.checkpoint.headers)
         yield PreparedFile(f"{DRAFT}/model.safetensors", f"the drafter's {count} tensors in bfloat16")
     if plan.deployment.serving.api_key_file is not None:
@@ -43,8 +48,9 @@ def _choices(plan: LaunchPlan) -> Iterator[Choice]:
         yield Choice("speculation.block_size", f"{plan.block_size}", "the drafter's own")
     if plan.drafter is not None:
         ours = plan.width is not None
-        why = "our worker in SGLang serves it" if ours else "SGLang's own DFlash: the width never changes"
-        yield Choice("speculation.width", str(speculation.width), why)
+        why = "our worker in SGLang serves it" if ours else f"SGLang's own {plan.family}: the width never changes"
+        width = plan.block_size if plan.verifies_whole_blocks else speculation.width
+        yield Choice("speculation.width", str(width), why)
     if gpu is None:
         yield Choice("hardware.gpu", "not named", "memory is not checked, and SGLang chooses the attention kernels")
     elif not plan.target.latent and "attention-backend" not in plan.engine_args:

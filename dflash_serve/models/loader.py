@@ -52,10 +52,16 @@ def load_drafter(
     assert checkpoint.config is not None
     with torch.device("meta"):
         drafter = Drafter(checkpoint.config)
-    state = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
+    state = {name: _in_dtype(tensor.to(device), dtype) for name, tensor in tensors.items()}
     drafter.load_state_dict(state, assign=True)
+    drafter.map_tokens()
     drafter.rotary.to(device)
     return drafter.eval().requires_grad_(False)
+
+
+def _in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Weights in another dtype; ids stay whole numbers."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def load_target(
