@@ -35,7 +35,7 @@ class Speculator:
             device=target.device,
         )
         self.drafter_runner = DrafterRunner(target.embedding, self.cache, block_size)
-        self.propose = _proposal(config)
+        self.propose = proposal_of(config)
 
     def twin(self) -> Self:
         """The same drafter with a K/V cache of its own, so that both can run in turns."""
@@ -78,7 +78,7 @@ class Speculator:
             request.features.clear()
 
 
-def _proposal(config: DrafterConfig) -> Proposal:
+def proposal_of(config: DrafterConfig) -> Proposal:
     """How hidden states become tokens; a drafter with heads brings modules of its own."""
     if config.markov is None and config.selector is None and config.draft_vocabulary is None:
         return propose_greedily

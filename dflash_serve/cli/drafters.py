@@ -44,7 +44,8 @@ def drafters(
         typer.echo(one.repository if quiet else _text(one, each))
     if not quiet:
         engines = ", ".join(f"{backend.facts.title} {backend.releases}" for backend in backends)
-        typer.echo(f"{len(found)} drafters, looked up on {catalogue().gathered}; served by: {engines}")
+        typer.echo(f"{len(found)} drafters, looked up on {catalogue().gathered}. Engines: {engines}")
+        typer.echo("Whether an engine runs the target itself, `dflash-serve serve --dry-run` says.")
 
 
 def _backends() -> list[DraftingBackend]:
@@ -75,7 +76,7 @@ def _text(drafter: CataloguedDrafter, verdicts: Verdicts) -> str:
         f"{drafter.repository}  for {drafter.target}",
         f"  {drafter.heads.family}{heads}, block size {drafter.block_size}",
         f"  revision {drafter.revision or 'not pinned'}; licence {drafter.licence or 'not known'}",
-        f"  served by {', '.join(serving) or 'none'}",
+        f"  its kind is served by {', '.join(serving) or 'none'}",
         *(f"  not by {name}: {why}" for name, why in verdicts.items() if why is not None),
         *([f"  published acceptance length: {'; '.join(figures)}"] if figures else []),
     ]

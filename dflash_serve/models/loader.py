@@ -115,6 +115,21 @@ def _load_weights(folder: Path, *, dtype: torch.dtype, device: torch.device | st
     return model.eval().requires_grad_(False)
 
 
+def head_weight(name: str, revision: str | None = None) -> Tensor:
+    """The target's head [V, H] alone: its `lm_head`, or its embedding where both are one.
+
+    Raises:
+        UserError: there is neither.
+    """
+    tensors = _Tensors(target_folder(name, revision))
+    for ending in ("lm_head.weight", "embed_tokens.weight"):
+        found = [stored for stored in tensors.files if stored.endswith(ending)]
+        if len(found) == 1:
+            return tensors[found[0]]
+    do = "give the target's folder or hub id"
+    raise UserError("neither lm_head.weight nor embed_tokens.weight", where=str(tensors.folder), do=do)
+
+
 def sources(name: str, config: TargetConfig) -> list[str]:
     """Hugging Face tensor names that make up our parameter `name`, in the order they are stacked."""
     top = {
