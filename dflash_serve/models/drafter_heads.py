@@ -29,6 +29,12 @@ class GroupedConvolution(nn.Module):
         self.base_kernel = nn.Parameter(torch.empty(2, config.taps, hidden_size))
         self.kernel_projection = nn.Linear(hidden_size, 2 * config.taps * self.groups, bias=False)
 
+    @torch.no_grad()
+    def make_idle(self) -> None:
+        """The identity, from which training starts."""
+        self.base_kernel.zero_()[:, 0] = 1
+        self.kernel_projection.weight.zero_()
+
     def before(self, x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Normed rows x [blocks * rows, H] -> what the sublayer reads, and the coefficients for `after`."""
         dynamic = self.kernel_projection(x).view(-1, rows, 2, self.taps, self.groups, 1)
