@@ -21,6 +21,7 @@ from dflash_serve.errors import Problem
 
 from .engine_arguments import PARSERS, argument_table
 from .facts import installed_version, release_problems
+from .heads import DSPARK
 from .heads import head_problems as drafter_head_problems
 from .launch_plan import LaunchPlan
 
@@ -67,6 +68,8 @@ def _widths(plan: LaunchPlan) -> Iterator[Problem]:
     if plan.verifies_whole_blocks and isinstance(width, int) and width not in (1, plan.block_size):
         what = f"SGLang verifies whole blocks of {plan.block_size} slots with a {plan.family} drafter, not {width}"
         yield Problem(what, "speculation.width", f"set it to {plan.block_size}, auto or off, or use --backend torch")
+    if plan.algorithm == DSPARK and plan.deployment.speculation.draft_window is not None:
+        yield Problem("SGLang's DSPARK has no window of its own", "speculation.draft_window", "leave it out")
 
 
 def _attention(plan: LaunchPlan, drafter: DrafterConfig) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from dflash_serve.checkpoint.dialects import DIALECTS
 from dflash_serve.preview import Choice, PreparedFile, Preview
 
 from .arguments import DRAFT, SECRETS, kernels_of
-from .heads import dialect_of
+from .heads import DSPARK, dialect_of
 from .launch_plan import LaunchPlan
 
 SPECULATING_REQUESTS = 48
@@ -71,7 +71,9 @@ def _max_batch_size(plan: LaunchPlan) -> Choice:
 
 
 def _notes(plan: LaunchPlan) -> Iterator[str]:
-    if plan.drafter is not None and plan.width is None:
+    if plan.algorithm == DSPARK:
+        yield "SGLang's own DSPARK serves it alone: our plug-in counts no slots there and refuses no request"
+    elif plan.drafter is not None and plan.width is None:
         yield "requests with penalties are refused: SGLang's own DFlash would not apply them"
     if plan.is_half and plan.deployment.speculation.width == "auto":
         yield f"one half of a pair verifies the whole block of {plan.block_size}: a width that follows cost needs both"

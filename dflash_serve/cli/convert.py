@@ -76,21 +76,15 @@ def convert(
     if full_vocabulary:
         config, tensors = _with_full_vocabulary(config, tensors, target)
     if markov_head is not None:
-        from dflash_serve.checkpoint.conversions import with_markov_head
-
-        fresh = markov_head is MarkovHeadKind.fresh
-        config, tensors = with_markov_head(config, tensors, rank=markov_rank, fresh=fresh)
+        config, tensors = _with_markov_head(config, tensors, markov_head, markov_rank)
     write_drafter(destination, config, tensors, dialect=to.value, target=target, overwrite=overwrite)
     note = _note(config, to, target)
     if as_json:
         report = {"source": str(checkpoint.folder), "from": checkpoint.dialect.name, "destination": str(destination)}
         typer.echo(json.dumps({**report, "to": to.value, "tensors": len(tensors), "note": note}))
-        return
-    if quiet:
-        return
-    typer.echo(f"{destination}: {checkpoint.dialect.name} -> {to.value}, {len(tensors)} tensors")
-    if note:
-        typer.echo(f"note: {note}")
+    elif not quiet:
+        told = f"{destination}: {checkpoint.dialect.name} -> {to.value}, {len(tensors)} tensors"
+        typer.echo(told + (f"\nnote: {note}" if note else ""))
 
 
 def _with_full_vocabulary(
@@ -108,6 +102,14 @@ def _with_full_vocabulary(
     from dflash_serve.models.loader import head_weight
 
     return with_full_vocabulary(config, tensors, head_weight(target))
+
+
+def _with_markov_head(
+    config: DrafterConfig, tensors: dict[str, Tensor], kind: MarkovHeadKind, rank: int
+) -> tuple[DrafterConfig, dict[str, Tensor]]:
+    from dflash_serve.checkpoint.conversions import with_markov_head
+
+    return with_markov_head(config, tensors, rank=rank, fresh=kind is MarkovHeadKind.fresh)
 
 
 def _of_target(config: DrafterConfig, target: TargetShape) -> DrafterConfig:

@@ -40,7 +40,7 @@ BAD_CONFIGS = [
     ("deepspec", CONFIDENT, {"block_size": 0}, "block_size is 0, not a whole number from 1 on"),
     ("specforge", CONFIDENT, {"dflash_config.attention_mode": "mla"}, "attention_mode = 'mla'"),
     ("specforge", CONFIDENT, {"dflash_config.new_thing": 1}, "unknown key dflash_config.new_thing"),
-    ("specforge", CONFIDENT, {"dflash_config.markov_rank": 8}, "markov_head.markov_w1.weight has shape [96, 6]"),
+    ("specforge", CONFIDENT, {"dflash_config.markov_rank": 8}, "proj.weight has shape [1, 38]"),
     ("modelopt", CONFIDENT, {"dflash_config.shift_label": False}, "sample_from_anchor is True but"),
     ("modelopt", {"markov": GATED, **SHIFTED}, {"dflash_config.markov_head_type": "rnn"}, "markov_head.gate_proj"),
     ("zlab", DFLASH2, {"dflash_config.conv_kernel_size": None}, "conv_group_size without conv_kernel_size"),
@@ -52,7 +52,7 @@ BAD_CONFIGS = [
     ("zlab", DFLASH2, {"dflash_config.selector_rank": 7}, "hidden_projection.weight has shape"),
     ("speculators", DFLASH2, {"draft_vocab_size": 40}, "a candidate selector with a reduced draft vocabulary"),
     ("speculators", REDUCED, {"draft_vocab_size": 97}, "draft_vocab_size 97 is more than vocab_size 96"),
-    ("speculators", REDUCED, {"draft_vocab_size": 41}, "lm_head.weight has shape [40, 32]"),
+    ("speculators", REDUCED, {"draft_vocab_size": 41}, "d2t has shape [40], config.json asks for [41]"),
     ("speculators", REDUCED, {"draft_vocab_size": 96}, "d2t [40] maps a reduced draft vocabulary"),
     (
         "speculators", CONFIDENT,
