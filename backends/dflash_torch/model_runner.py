@@ -136,7 +136,7 @@ class DrafterRunner:
 
     def __call__(self, drafter: Drafter, anchors: list[int], starts: Sequence[tuple[int, int]]) -> Tensor:
         """Anchors, and (cache entry, position) of each -> hidden [requests * rows, H]; their K/V goes behind it."""
-        size = drafter.config.rows(self.block_size)
+        size = drafter.rows(self.block_size)
         spans = [Span(entry, start, size) for entry, start in starts]
         shape = _shape(self.cache, spans, size) if self.static else None
         if shape is None:

@@ -58,7 +58,7 @@ class Speculator:
         self.inject(requests)
         anchors = [request.token_ids[-1] for request in requests]
         hidden = self.drafter_runner(self.drafter, anchors, [(request.entry, request.verified) for request in requests])
-        first, size = self.drafter.config.first_row, self.drafter.config.rows(self.block_size)
+        first, size = self.drafter.first_row, self.drafter.rows(self.block_size)
         counts = [width - 1 for width in widths]
         rows = [n * size + first + slot for n, count in enumerate(counts) for slot in range(count)]
         grammars = [request.grammar for request in requests]

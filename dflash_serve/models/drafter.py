@@ -158,6 +158,15 @@ class Drafter(nn.Module):
         if config.selector is not None:
             self.candidate_selector = heads.CandidateSelector(config.selector, hidden, vocab)
 
+    @property
+    def first_row(self) -> int:
+        """As `DrafterConfig.first_row`; asked in every step."""
+        return 1 if self.config.slots == "fill-in" else 0
+
+    def rows(self, block_size: int | None = None) -> int:
+        """As `DrafterConfig.rows`; asked in every step."""
+        return (block_size or self.config.block_size) - 1 + self.first_row
+
     def map_tokens(self) -> None:
         """Works out `token_ids`, once the weights are there."""
         if self.d2t is not None:
@@ -193,7 +202,7 @@ class Drafter(nn.Module):
             embedding: the target's embedding table [vocabulary, H].
             block_size: B, where it is served smaller than the drafter was trained for.
         """
-        block, size = self.config.rows(block_size), self.config.hidden_size
+        block, size = self.rows(block_size), self.config.hidden_size
         mask = self.mask_embedding
         if mask is None:
             assert self.config.mask_token_id is not None
@@ -212,7 +221,7 @@ class Drafter(nn.Module):
             block_size: as in `noise`.
         """
         cos, sin = self.rotary(positions)
-        h, rows = noise, self.config.rows(block_size)
+        h, rows = noise, self.rows(block_size)
         for layer in self.layers:
             h = layer(h, cos, sin, attend, rows)
         out: Tensor = self.norm(h)

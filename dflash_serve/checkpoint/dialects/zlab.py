@@ -160,6 +160,7 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
     head_keys.refuse_to_write(config, NAME, heads=("convolution", "selector"))
     fields = write_fields(config, NAME)
     fields["dflash_config"] = {**section_of(fields), **head_keys.dflash2_keys(config)}
+    fields |= head_keys.slot_keys(config)
     if config.selector is not None:
         fields["architectures"] = [DFLASH2_ARCHITECTURE]
     causal = common_causality(config, NAME)
