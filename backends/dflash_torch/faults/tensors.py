@@ -62,7 +62,8 @@ def first_difference(engine: EmbeddedEngine, target: Path, drafter: Path, prompt
     """
     sound = load_drafter(drafter, dtype=torch.float32)
     flow, request = _engine_flow(engine, sound.config.target_layer_ids, prompt)
-    expected = _expected_flow(target, sound, request, flow)
+    assert engine.block_size is not None
+    expected = _expected_flow(target, sound, request, flow, engine.block_size)
     dtype = engine.scheduler.target.embedding.dtype
     limit = TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
     for name, tensor in expected.items():
@@ -100,10 +101,9 @@ def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Pro
 
 
 @torch.inference_mode()
-def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow) -> Flow:
+def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow, width: int) -> Flow:
     """The same from transformers and the core. Drafts are compared by their logits: a near-tie may fall either way."""
-    config, verified, rows_of_block = drafter.config, request.verified, len(found["block input"])
-    width = rows_of_block + 1 - config.first_row
+    config, verified = drafter.config, request.verified
     model = _transformers(target)
     states = _hidden_states(model, request.token_ids[:verified])
     chosen = [states[layer + 1] for layer in config.target_layer_ids]
@@ -119,7 +119,7 @@ def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow
     context = drafter.project_context(torch.cat(chosen, dim=-1))
     cache.write_all([Span(0, 0, verified)], *drafter.context_kv(context, torch.arange(verified)))
     flow |= _context(cache, 0, verified)
-    span = Span(0, verified, rows_of_block)
+    span = Span(0, verified, drafter.rows(width))
     noise = drafter.noise(torch.tensor([request.token_ids[-1]]), model.get_input_embeddings().weight, width)
     attend = RaggedAttention(cache, [span], config.layers, config.num_attention_heads)
     with _watched(drafter, flow, verified):

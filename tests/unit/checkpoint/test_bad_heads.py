@@ -48,7 +48,7 @@ BAD_CONFIGS = [
     ("zlab", DFLASH2, {"dflash_config.conv_group_size": 7}, "conv_group_size 7 does not divide hidden_size 32"),
     ("zlab", DFLASH2, {"dflash_config.conv_kernel_size": 5}, "conv_kernel_size 5 is more than the block's 4"),
     ("zlab", DFLASH2, {"dflash_config.selector_top_k": 97}, "selector_top_k 97 is more than the vocabulary of 96"),
-    ("zlab", DFLASH2, {"dflash_config.sample_from_anchor": True}, "a candidate selector with anchor-first slots"),
+    ("zlab", DFLASH2, {"sample_from_anchor": True}, "a candidate selector with anchor-first slots"),
     ("zlab", DFLASH2, {"dflash_config.selector_rank": 7}, "hidden_projection.weight has shape"),
     ("speculators", DFLASH2, {"draft_vocab_size": 40}, "a candidate selector with a reduced draft vocabulary"),
     ("speculators", REDUCED, {"draft_vocab_size": 97}, "draft_vocab_size 97 is more than vocab_size 96"),
