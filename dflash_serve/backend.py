@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
+from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import Problem, UserError
@@ -137,6 +138,18 @@ class ServerBackend(Backend, Protocol):
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
         """The engine's command line, for a folder that `prepare` has written."""
+        ...
+
+
+@runtime_checkable
+class DraftingBackend(Backend, Protocol):
+    """One that says of any drafter, by its heads alone, whether it serves it."""
+
+    releases: str
+    """Of its engine, that what it says holds for."""
+
+    def head_problems(self, heads: Heads) -> list[Problem]:
+        """Why it does not serve such a drafter; none = it does."""
         ...
 
 

@@ -43,7 +43,8 @@ class Model(Frozen):
     """A model by hub id, local folder or bundled alias."""
 
     model: str
-    """Hub id (`Qwen/Qwen3-8B`), local folder, or `smollm2`, the bundled pair."""
+    """Hub id (`Qwen/Qwen3-8B`), local folder, or `smollm2`, the bundled pair; a drafter may be `auto`, the best that is
+    published for target and engine (`dflash-serve drafters`)."""
     revision: str | None = None
     """A commit of the hub repository; checkpoints are replaced in place there, so pin it."""
     quantization: Quantization = "none"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dflash_serve.backend import Engine, Prompt, Stream, embedded_backend
+from dflash_serve.catalogue import with_drafter
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
@@ -23,7 +24,7 @@ class LLM:
 
     Args:
         target: hub id, local folder, or the bundled `smollm2`; or a whole Deployment.
-        drafter: likewise; None = no speculation.
+        drafter: likewise, or `auto`, the best published one (`catalogue`); None = no speculation.
         block_size: B, the anchor counted; None = the drafter's own.
         width: slots verified a step: a number, `auto` (what pays, by measured cost), or `off`.
         dtype: `float32`, `bfloat16` or `auto`.
@@ -55,6 +56,7 @@ class LLM:
                 "limits": {"max_model_len": max_model_len, "max_batch_size": max_batch_size},
             }
             self.deployment = load_deployment(flags=flags)
+        self.deployment, _ = with_drafter(self.deployment, lambda _: True)
         self.engine: Engine = embedded_backend().engine(self.deployment)
 
     @property

@@ -1,4 +1,5 @@
-"""A Deployment as arguments of `sglang.launch_server`. `block_size` is B in both: SGLang counts the anchor too."""
+"""A Deployment as arguments of `sglang.launch_server`. `block_size` is B in both: SGLang counts the anchor too, but in
+its name for DSpark's block (gamma = B - 1)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from dflash_serve.deployment import Gpu
 from dflash_serve.errors import UserError
 
 from .engine_arguments import PARSERS, argument_table
+from .heads import DSPARK
 from .launch_plan import LaunchPlan
 
 DRAFT, SECRETS = "draft", "secrets.yaml"
@@ -139,6 +141,8 @@ def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
     yield "--speculative-algorithm", plan.algorithm
     yield "--speculative-draft-model-path", str(folder / DRAFT)
     yield "--speculative-num-draft-tokens", str(plan.block_size)
+    if plan.algorithm == DSPARK and plan.block_size is not None:
+        yield "--speculative-dspark-block-size", str(plan.block_size - 1)
     # Otherwise a draft inherits the target's quantisation and K/V format, and accepts next to nothing.
     yield "--speculative-draft-model-quantization", "unquant"
     if "speculative-draft-kv-cache-dtype" not in _given(plan):

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from dflash_serve.backend import Command
+from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors
 from dflash_serve.checkpoint.source import record_survival, recorded_survival
 from dflash_serve.checkpoint.writer import write_drafter
@@ -22,7 +23,8 @@ from dflash_serve.preview import Preview
 from .arguments import DRAFT, SECRETS, arguments, node_arguments
 from .checks import problems
 from .contract import printed
-from .facts import FACTS
+from .facts import FACTS, TESTED
+from .heads import dialect_of, head_problems
 from .launch_plan import WIDTH_VARIABLE, LaunchPlan, read_launch_plan
 from .preview import preview
 
@@ -32,6 +34,7 @@ class SGLangBackend:
 
     name = "sglang"
     facts = FACTS
+    releases = TESTED
 
     def __init__(self) -> None:
         self._prepared: LaunchPlan | None = None
@@ -43,6 +46,10 @@ class SGLangBackend:
             UserError: the target or drafter cannot be found or read at all.
         """
         return problems(read_launch_plan(deployment))
+
+    def head_problems(self, heads: Heads) -> list[Problem]:
+        """What SGLang does not serve of a drafter with such heads."""
+        return list(head_problems(heads))
 
     def contract(self) -> Iterable[str]:
         """Every name of SGLang that the plug-in relies on, and whether it holds in the installed release."""
@@ -90,7 +97,7 @@ class SGLangBackend:
 
 
 def _write_draft_folder(checkpoint: Checkpoint, folder: Path) -> None:
-    """Writes the drafter as SGLang reads it (z-lab's dialect, bfloat16, one file, plain names), whole or not at all.
+    """Writes the drafter as SGLang reads it (z-lab's or DeepSpec's dialect, bfloat16, one file), whole or not at all.
 
     Raises:
         UserError: the checkpoint has problems, or something that is no drafter stands there.
@@ -99,7 +106,7 @@ def _write_draft_folder(checkpoint: Checkpoint, folder: Path) -> None:
 
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_tensors(checkpoint).items()}
     assert checkpoint.config is not None
-    write_drafter(folder, checkpoint.config, tensors, dialect="zlab", overwrite=True)
+    write_drafter(folder, checkpoint.config, tensors, dialect=dialect_of(checkpoint.config), overwrite=True)
     record_survival(folder, recorded_survival(checkpoint.folder))
 
 

@@ -21,6 +21,8 @@ from dflash_serve.errors import Problem
 
 from .engine_arguments import PARSERS, argument_table
 from .facts import installed_version, release_problems
+from .heads import DSPARK
+from .heads import head_problems as drafter_head_problems
 from .launch_plan import LaunchPlan
 
 CAPTURING = (
@@ -45,6 +47,8 @@ def problems(plan: LaunchPlan) -> list[Problem]:
 
 def _drafter_problems(plan: LaunchPlan, drafter: DrafterConfig) -> Iterator[Problem]:
     yield from block_problems(plan.deployment, drafter)
+    yield from drafter_head_problems(drafter)
+    yield from _widths(plan)
     family = plan.target.shape.model_type
     if not family.startswith(CAPTURING):
         what = f"SGLang's model for {family!r} does not hand out hidden states"
@@ -56,6 +60,16 @@ def _drafter_problems(plan: LaunchPlan, drafter: DrafterConfig) -> Iterator[Prob
         what = f"input_embedding_scale is {drafter.embedding_scale}, SGLang scales for Gemma targets only"
         yield Problem(what, "drafter.model", "use another backend")
     yield from _attention(plan, drafter)
+
+
+def _widths(plan: LaunchPlan) -> Iterator[Problem]:
+    """A width that was asked for and does not run; `auto` verifies whole blocks then, and the preview says so."""
+    width = plan.deployment.speculation.width
+    if plan.verifies_whole_blocks and isinstance(width, int) and width not in (1, plan.block_size):
+        what = f"SGLang verifies whole blocks of {plan.block_size} slots with a {plan.family} drafter, not {width}"
+        yield Problem(what, "speculation.width", f"set it to {plan.block_size}, auto or off, or use --backend torch")
+    if plan.algorithm == DSPARK and plan.deployment.speculation.draft_window is not None:
+        yield Problem("SGLang's DSPARK has no window of its own", "speculation.draft_window", "leave it out")
 
 
 def _attention(plan: LaunchPlan, drafter: DrafterConfig) -> Iterator[Problem]:

@@ -12,7 +12,9 @@ from dflash_serve.deployment import ENV_PREFIX, GIB, GPUS, Deployment, Gpu
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.engine_args import EngineArgs
 
-NATIVE = "DFLASH"
+from .heads import DFLASH, algorithm_of, verifies_whole_blocks
+
+NATIVE = DFLASH
 """SGLang's own algorithm; where a width is asked for, our plug-in gives it another worker."""
 WIDTH_VARIABLE = f"{ENV_PREFIX}SPECULATION__WIDTH"
 """The Deployment's own variable, by which the plug-in is told the width: `auto`, or a number."""
@@ -97,13 +99,24 @@ class LaunchPlan:
     @property
     def algorithm(self) -> str | None:
         """None without speculation."""
-        return None if self.drafter is None else NATIVE
+        return None if self.drafter is None else algorithm_of(self.drafter)
+
+    @property
+    def family(self) -> str:
+        """What the drafter is called: DFlash, DFlash2 or DSpark."""
+        return "no" if self.drafter is None else self.drafter.family
+
+    @property
+    def verifies_whole_blocks(self) -> bool:
+        """Whether the drafter's heads leave no choice of widths."""
+        return self.drafter is not None and verifies_whole_blocks(self.drafter)
 
     @property
     def width(self) -> int | str | None:
         """What our worker is asked for; None = SGLang's own whole blocks (or nothing), which need nothing of ours."""
         asked = self.deployment.speculation.width
-        return None if self.drafter is None or asked == self.block_size or self.is_half else asked
+        whole = asked == self.block_size or self.is_half or self.verifies_whole_blocks
+        return None if self.drafter is None or whole else asked
 
     @property
     def narrow_widths(self) -> list[int]:

@@ -10,10 +10,14 @@ from dflash_serve.checkpoint.source import PROVENANCE, recorded_survival
 from dflash_serve.preview import Choice, PreparedFile, Preview
 
 from .arguments import DRAFT, SECRETS, kernels_of
+from .heads import DSPARK, dialect_of
 from .launch_plan import LaunchPlan
 
 SPECULATING_REQUESTS = 48
 """SGLang 0.5.23's --max-running-requests for speculation, where none is given (arg_groups/speculative_hook.py)."""
+
+
+WORDS = {"zlab": "z-lab's", "deepspec": "DeepSpec's"}
 
 
 def preview(plan: LaunchPlan) -> Preview:
@@ -23,9 +27,10 @@ def preview(plan: LaunchPlan) -> Preview:
 
 def _files(plan: LaunchPlan) -> Iterator[PreparedFile]:
     if plan.drafter is not None and plan.checkpoint is not None:
-        fields = {**DIALECTS["zlab"].write(plan.drafter, None), "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+        dialect = dialect_of(plan.drafter)
+        fields = {**DIALECTS[dialect].write(plan.drafter, None), "dtype": "bfloat16", "torch_dtype": "bfloat16"}
         text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-        yield PreparedFile(f"{DRAFT}/config.json", "the drafter's description in z-lab's dialect", text)
+        yield PreparedFile(f"{DRAFT}/config.json", f"the drafter's description in {WORDS[dialect]} dialect", text)
         count = len(plan.checkpoint.headers)
         yield PreparedFile(f"{DRAFT}/model.safetensors", f"the drafter's {count} tensors in bfloat16")
         if recorded_survival(plan.checkpoint.folder) is not None:
@@ -48,8 +53,9 @@ def _choices(plan: LaunchPlan) -> Iterator[Choice]:
         yield Choice("speculation.block_size", f"{plan.block_size}", "the drafter's own")
     if plan.drafter is not None:
         ours = plan.width is not None
-        why = "our worker in SGLang serves it" if ours else "SGLang's own DFlash: the width never changes"
-        yield Choice("speculation.width", str(speculation.width), why)
+        why = "our worker in SGLang serves it" if ours else f"SGLang's own {plan.family}: the width never changes"
+        width = plan.block_size if plan.verifies_whole_blocks else speculation.width
+        yield Choice("speculation.width", str(width), why)
     if gpu is None:
         yield Choice("hardware.gpu", "not named", "memory is not checked, and SGLang chooses the attention kernels")
     elif not plan.target.latent and "attention-backend" not in plan.engine_args:
@@ -70,7 +76,9 @@ def _max_batch_size(plan: LaunchPlan) -> Choice:
 
 
 def _notes(plan: LaunchPlan) -> Iterator[str]:
-    if plan.drafter is not None and plan.width is None:
+    if plan.algorithm == DSPARK:
+        yield "SGLang's own DSPARK serves it alone: our plug-in counts no slots there and refuses no request"
+    elif plan.drafter is not None and plan.width is None:
         yield "requests with penalties are refused: SGLang's own DFlash would not apply them"
     if plan.is_half and plan.deployment.speculation.width == "auto":
         yield f"one half of a pair verifies the whole block of {plan.block_size}: a width that follows cost needs both"

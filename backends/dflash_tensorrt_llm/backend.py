@@ -9,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from dflash_serve.backend import Command
+from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.yaml_file import describe
 from dflash_serve.deployment import Deployment
@@ -16,13 +17,13 @@ from dflash_serve.deployment_checks import changed_files
 from dflash_serve.errors import Problem, UserError, raise_problems
 from dflash_serve.preview import Preview
 
-from .checks import problems
+from .checks import head_problems, problems
 from .draft_folder import write_draft_folder
 from .engine_arguments import config_fields, merged, serving_options
 from .facts import FACTS
 from .launch_plan import LaunchPlan, make_launch_plan
 from .preview import preview
-from .upstream import LlmArgs, Release, installed_release, llm_args
+from .upstream import FIRST, NEWEST, LlmArgs, Release, installed_release, llm_args
 
 CONFIG, DRAFT, PLUG_IN = "config.yaml", "draft", "dflash_serve_drafter"
 """What `prepare` writes into its folder."""
@@ -43,6 +44,7 @@ class TensorRTLLMBackend:
 
     name = "tensorrt-llm"
     facts = FACTS
+    releases = f"{FIRST} to {NEWEST}"
 
     def __init__(self, release: Release | None = None) -> None:
         self._release = release
@@ -51,6 +53,10 @@ class TensorRTLLMBackend:
     def release(self) -> Release:
         """The release it writes for."""
         return self._release or installed_release()
+
+    def head_problems(self, heads: Heads) -> list[Problem]:
+        """What TensorRT-LLM does not serve of a drafter with such heads."""
+        return list(head_problems(heads))
 
     def check(self, deployment: Deployment) -> list[Problem]:
         """Everything that would not work; reads config.json files only.

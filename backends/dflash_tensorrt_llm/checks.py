@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.deployment import GIB, PER_NODE
 from dflash_serve.deployment_checks import block_problems, check_pairing, device_problems, length_problems
 from dflash_serve.engine_args import parser_problems
@@ -12,7 +13,7 @@ from dflash_serve.errors import Problem
 
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_problems, argument_table, named_parsers
 from .launch_plan import ACTIVATIONS, OVERHEAD, PAGE, LaunchPlan
-from .upstream import FIRST
+from .upstream import FIRST, NEWEST
 
 Check = Callable[[LaunchPlan], Iterator[Problem]]
 LEAST_POOL = 0.15
@@ -133,8 +134,21 @@ def _role(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem(what, "role", "serve whole, or set speculation.width: off")
 
 
+def head_problems(heads: Heads) -> Iterator[Problem]:
+    """Heads that neither the built-in drafter nor ours runs here. Upstream's main of September 2026, after 1.4.0rc1,
+    has DSpark (`DSparkDecodingConfig`) and DFlash2 (PR 18155); no release with either was seen, and none has d2t."""
+    if heads.family != "DFlash" or heads.convolution is not None or heads.slots != "fill-in":
+        what = f"{heads.family} with {heads.words}: TensorRT-LLM {FIRST} to {NEWEST} has plain DFlash only"
+        yield Problem(what, "drafter", "use --backend torch or sglang")
+    if heads.draft_vocabulary is not None:
+        what = "a reduced draft vocabulary: TensorRT-LLM has no d2t and drafts through the target's head"
+        do = "convert it (`dflash-serve convert --full-vocabulary --target ...`), or use --backend torch"
+        yield Problem(what, "drafter", do)
+
+
 def _drafter_fits(plan: LaunchPlan) -> Iterator[Problem]:
     assert plan.drafter is not None
+    yield from head_problems(plan.drafter)
     yield from check_pairing(plan.drafter, plan.target.shape)
     if len(set(plan.drafter.target_layer_ids)) < len(plan.drafter.target_layer_ids):
         what = (

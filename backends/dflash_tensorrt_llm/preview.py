@@ -9,6 +9,7 @@ from dflash_serve.checkpoint.dialects import DIALECTS
 from dflash_serve.deployment import GIB
 from dflash_serve.preview import Choice, PreparedFile, Preview
 
+from .checks import head_problems
 from .engine_arguments import HARMONY, named_parsers
 from .launch_plan import ROWS, LaunchPlan
 
@@ -26,7 +27,7 @@ def _files(plan: LaunchPlan, files: Mapping[str, str]) -> Iterator[PreparedFile]
     about = {"config.yaml": "what `trtllm-serve --config` reads"}
     for name, text in files.items():
         yield PreparedFile(name, about.get(name, "registers our drafter with TensorRT-LLM"), text)
-    if plan.drafter is not None:
+    if plan.drafter is not None and not any(head_problems(plan.drafter)):
         text = json.dumps(DIALECTS["zlab"].write(plan.drafter, None), indent=2, sort_keys=True) + "\n"
         yield PreparedFile("draft/config.json", "the drafter's description in z-lab's dialect", text)
         yield PreparedFile(

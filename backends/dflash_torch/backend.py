@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_serve.backend import Command, Engine, Prompt, ServerBackend
+from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.checkpoint.reader import read_drafter
 from dflash_serve.checkpoint.source import drafter_folder, local_folder, target_folder, target_source
@@ -51,6 +52,7 @@ class EmbeddedBackend(ServerBackend, DiagnosableBackend):
 
     name = "torch"
     facts = FACTS
+    releases = "this release"
 
     def check(self, deployment: Deployment) -> list[Problem]:
         """Everything that would not work, before anything is loaded.
@@ -68,6 +70,10 @@ class EmbeddedBackend(ServerBackend, DiagnosableBackend):
         config, quantization = read_drafter(drafter.model, drafter.revision)
         problems += plain_only(quantization, "the embedded backend", "drafter.model")
         return [*problems, *check_pairing(config, shape), *block_problems(deployment, config)]
+
+    def head_problems(self, heads: Heads) -> list[Problem]:
+        """It runs them all; a confidence head is read and not asked."""
+        return []
 
     def engine(self, deployment: Deployment) -> EmbeddedEngine:
         """Loads target and drafter and measures their costs.

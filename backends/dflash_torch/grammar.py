@@ -8,7 +8,7 @@ speculation would have chosen, token by token. llguidance keeps the grammar; wal
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,11 +55,15 @@ class Grammar:
         if not self._matcher.consume_token(token):
             self._fail()
 
-    def fill(self, logits: Tensor) -> list[int]:
-        """Drafts slot by slot from the drafter's logits [slots, V]; ends early where the answer could only end."""
+    def fill(self, slots: int, choose: Callable[[Sequence[int], Tensor], int]) -> list[int]:
+        """Drafts at most so many slots, one by one; ends early where the answer could only end.
+
+        Args:
+            choose: (the draft so far, bool [V] on this machine's CPU: what may follow it) -> the token that does.
+        """
         draft: list[int] = []
-        for row in logits:
-            token = int(row.masked_fill(~self._allowed(row.device), float("-inf")).argmax())
+        for _ in range(slots):
+            token = choose(draft, self._allowed(torch.device("cpu")))
             if not self._step(token):
                 break
             draft.append(token)

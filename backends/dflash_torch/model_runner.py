@@ -121,7 +121,7 @@ class TargetRunner:
 
 
 class DrafterRunner:
-    """A drafter over blocks [anchor, mask x (B-1)] of any number of requests.
+    """A drafter over blocks [anchor, mask, ...] of any number of requests; `DrafterConfig.rows` says how many rows.
 
     Args:
         embedding: the target's [vocabulary, H].
@@ -135,9 +135,10 @@ class DrafterRunner:
         self.captured: dict[tuple[Drafter, Shape], StaticPass] = {}
 
     def __call__(self, drafter: Drafter, anchors: list[int], starts: Sequence[tuple[int, int]]) -> Tensor:
-        """Anchors, and (cache entry, position) of each -> hidden [requests * B, H]; their K/V goes behind it."""
-        spans = [Span(entry, start, self.block_size) for entry, start in starts]
-        shape = _shape(self.cache, spans, self.block_size) if self.static else None
+        """Anchors, and (cache entry, position) of each -> hidden [requests * rows, H]; their K/V goes behind it."""
+        size = drafter.rows(self.block_size)
+        spans = [Span(entry, start, size) for entry, start in starts]
+        shape = _shape(self.cache, spans, size) if self.static else None
         if shape is None:
             return self._run(drafter, torch.tensor(anchors, device=self.embedding.device), spans)
         table = torch.tensor(padded_table(spans, [[anchor] for anchor in anchors], shape)).to(self.embedding.device)
@@ -150,7 +151,7 @@ class DrafterRunner:
         config = drafter.config
         noise = drafter.noise(anchors, self.embedding, self.block_size)
         attend = ragged_attention(self.cache, spans, config.layers, config.num_attention_heads)
-        hidden: Tensor = drafter(noise, span_positions(spans, noise.device), attend)
+        hidden: Tensor = drafter(noise, span_positions(spans, noise.device), attend, block_size=self.block_size)
         return hidden
 
     def _work(self, drafter: Drafter, table: Tensor, shape: Shape) -> tuple[Tensor, ...]:
@@ -159,7 +160,7 @@ class DrafterRunner:
         attend = PaddedAttention(
             self.cache, table[:, 0], positions, shape.length, config.layers, config.num_attention_heads
         )
-        return (drafter(noise, positions.reshape(-1), attend),)
+        return (drafter(noise, positions.reshape(-1), attend, block_size=self.block_size),)
 
 
 def _prepared(cache: KVCache, static: bool | None) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
-from torch import Tensor
 
-from dflash_serve.models.drafter import Drafter
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.models.drafter import Drafter, Proposal, propose_greedily
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.target import TargetModel
 
@@ -35,6 +35,7 @@ class Speculator:
             device=target.device,
         )
         self.drafter_runner = DrafterRunner(target.embedding, self.cache, block_size)
+        self.propose = proposal_of(config)
 
     def twin(self) -> Self:
         """The same drafter with a K/V cache of its own, so that both can run in turns."""
@@ -55,16 +56,13 @@ class Speculator:
         chooses among what it allows, and may end the draft early.
         """
         self.inject(requests)
-        hidden = self._fill_blocks(requests)
-        rows = [n * self.block_size + slot for n, width in enumerate(widths) for slot in range(1, width)]
-        logits = self.drafter.adjust_logits(self.target.logits(hidden[rows]))
-        tokens = logits.argmax(dim=-1).tolist()
-        drafts, taken = [], 0
-        for request, width in zip(requests, widths, strict=True):
-            slots = slice(taken, taken + width - 1)
-            drafts.append(request.grammar.fill(logits[slots]) if request.grammar else tokens[slots])
-            taken += width - 1
-        return drafts
+        anchors = [request.token_ids[-1] for request in requests]
+        hidden = self.drafter_runner(self.drafter, anchors, [(request.entry, request.verified) for request in requests])
+        first, size = self.drafter.first_row, self.drafter.rows(self.block_size)
+        counts = [width - 1 for width in widths]
+        rows = [n * size + first + slot for n, count in enumerate(counts) for slot in range(count)]
+        grammars = [request.grammar for request in requests]
+        return self.propose(self.drafter, self.target.logits, hidden[rows], anchors, counts, grammars)
 
     def inject(self, requests: Sequence[Request]) -> None:
         """Writes the context K/V of tokens verified since the last time; nothing older is recomputed."""
@@ -79,8 +77,11 @@ class Speculator:
             request.injected = request.verified
             request.features.clear()
 
-    def _fill_blocks(self, requests: Sequence[Request]) -> Tensor:
-        """One pass over the blocks of all requests -> hidden [requests * B, H]."""
-        anchors = [request.token_ids[-1] for request in requests]
-        starts = [(request.entry, request.verified) for request in requests]
-        return self.drafter_runner(self.drafter, anchors, starts)
+
+def proposal_of(config: DrafterConfig) -> Proposal:
+    """How hidden states become tokens; a drafter with heads brings modules of its own."""
+    if config.markov is None and config.selector is None and config.draft_vocabulary is None:
+        return propose_greedily
+    from dflash_serve.models.drafter_walks import propose_by_walk
+
+    return propose_by_walk

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from dflash_serve.backend import Command
+from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.deployment import Deployment
@@ -14,7 +15,8 @@ from dflash_serve.errors import Problem, raise_problems
 
 from .arguments import DRAFT, SCHEDULER, arguments
 from .checks import problems
-from .facts import FACTS
+from .drafter_rules import head_problems
+from .facts import FACTS, TESTED
 from .launch_plan import LaunchPlan, read_launch_plan
 from .plugin.widths import GUESSED_COSTS
 
@@ -27,6 +29,7 @@ class VLLMBackend:
 
     name = "vllm"
     facts = FACTS
+    releases = TESTED
 
     def __init__(self) -> None:
         self._prepared: LaunchPlan | None = None
@@ -38,6 +41,10 @@ class VLLMBackend:
             UserError: the target or drafter cannot be found or read at all.
         """
         return problems(read_launch_plan(deployment))
+
+    def head_problems(self, heads: Heads) -> list[Problem]:
+        """What this backend does not serve of a drafter with such heads."""
+        return list(head_problems(heads))
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         """Writes draft/. A built target or drafter is held against its manifest first, byte for byte.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.checkpoint.target import TargetShape
 from dflash_serve.deployment_checks import check_pairing
 from dflash_serve.errors import Problem, UserError
@@ -28,7 +29,19 @@ def drafter_problems(
     """
     found = check_pairing(drafter, target)  # out of range: the first request ends the engine
     longest = max_model_len or target.max_position_embeddings
+    unserved = list(head_problems(drafter))
+    if unserved:  # the rest is about plain drafters
+        return [*found, *unserved]
     return [*found, *_inputs(drafter), *_positions(drafter, longest), *_attention(drafter, v1_runner)]
+
+
+def head_problems(heads: Heads) -> Iterator[Problem]:
+    """Heads that vLLM itself serves (method dspark; DFlash2 and d2t by method dflash, V2 model runner only), but this
+    backend's strict loader and widths do not cover yet."""
+    if heads.words:
+        what = f"{heads.family} with {heads.words}: this backend covers plain DFlash drafters only"
+        do = "use --backend torch or sglang, or start vLLM by hand"
+        yield Problem(what, "drafter.model", do)
 
 
 def _inputs(drafter: DrafterConfig) -> Iterator[Problem]:

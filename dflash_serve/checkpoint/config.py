@@ -6,11 +6,13 @@ No torch here: `inspect`, the engine adapters and the chart read drafters on mac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.common.frozen import Frozen, PositiveInt
 
 BF16 = 2
@@ -48,11 +50,11 @@ class RopeConfig(Frozen):
     long_factor: tuple[float, ...] | None = None
 
 
-class DrafterConfig(Frozen):
-    """Shape and rules of a drafter (paper section 4; z-lab `dflash/model.py`)."""
+class DrafterConfig(Heads):
+    """Shape and rules of a drafter (paper section 4; z-lab `dflash/model.py`), and its heads."""
 
     block_size: Annotated[int, Field(ge=2)]
-    """B: slots in a block, the anchor (slot 0) counted."""
+    """B: slots in a block, the anchor (slot 0) counted; B - 1 are drafted. An anchor-first checkpoint writes B - 1."""
     target_layer_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
     """0-based decoder layers of the target whose *outputs* are the context feature, in the order `fc` takes them."""
     num_target_layers: PositiveInt | None = None
@@ -94,6 +96,8 @@ class DrafterConfig(Frozen):
                 f"target_layer_ids {list(self.target_layer_ids)} name layer {max(self.target_layer_ids)}, but the "
                 f"target has layers 0..{self.num_target_layers - 1} (ids are 0-based layer outputs)"
             )
+        for what in impossible_heads(self):
+            raise ValueError(what)
         return self
 
     @property
@@ -105,6 +109,31 @@ class DrafterConfig(Frozen):
     def feature_size(self) -> int:
         """Width of a context feature row: F chosen layers x H, what `fc` takes in."""
         return len(self.target_layer_ids) * self.hidden_size
+
+    def rows(self, block_size: int | None = None) -> int:
+        """Rows of a block that is served as `block_size` slots (None = its own): the drafter's input."""
+        return (block_size or self.block_size) - 1 + self.first_row
+
+
+def impossible_heads(config: DrafterConfig) -> Iterator[str]:
+    """What is wrong with the heads of a drafter."""
+    if config.draft_vocabulary is not None and config.draft_vocabulary >= config.vocab_size:
+        yield f"a draft vocabulary of {config.draft_vocabulary} tokens is no part of the target's {config.vocab_size}"
+    if config.selector is not None and config.markov is not None:
+        yield "a candidate selector and a Markov head: each would choose the tokens"
+    if config.selector is not None and config.slots == "anchor-first":
+        yield "a candidate selector with anchor-first slots: DFlash2 is fill-in"
+    if config.selector is not None and config.draft_vocabulary is not None:
+        yield "a candidate selector with a reduced draft vocabulary: DFlash2 needs all of the target's tokens"
+    if config.selector is not None and config.selector.top_k > config.vocab_size:
+        yield f"selector_top_k {config.selector.top_k} is more than the vocabulary of {config.vocab_size}"
+    if config.confidence is not None and config.confidence.with_markov and config.markov is None:
+        yield "the confidence head reads Markov embeddings, but there is no Markov head"
+    convolution = config.convolution
+    if convolution is not None and config.hidden_size % convolution.group_size:
+        yield f"conv_group_size {convolution.group_size} does not divide hidden_size {config.hidden_size}"
+    if convolution is not None and convolution.taps > config.rows():
+        yield f"conv_kernel_size {convolution.taps} is more than the block's {config.rows()} rows"
 
 
 def uniform_target_layer_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
@@ -126,7 +155,7 @@ def uniform_target_layer_ids(num_target_layers: int, count: int) -> tuple[int, .
 
 
 def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor, in z-lab's names: 11 L + 3, more with biases or a mask embedding."""
+    """Name and shape of every tensor, in z-lab's names: 11 L + 3, more with biases, a mask embedding or heads."""
     hidden, head = config.hidden_size, config.head_dim
     kv = config.num_key_value_heads * head
     shapes: dict[str, tuple[int, ...]] = {
@@ -152,6 +181,23 @@ def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{layer}mlp.down_proj.weight"] = (hidden, config.intermediate_size)
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{layer}{name}.weight"] = (hidden,)
+    return shapes | _head_tensors(config)
+
+
+def _head_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Those that plain DFlash has not."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.draft_vocabulary is not None:
+        shapes |= {"d2t": (config.draft_vocabulary,), "lm_head.weight": (config.draft_vocabulary, hidden)}
+    if config.markov is not None:
+        shapes |= config.markov.tensors(hidden, vocab, config.draft_vocabulary or vocab)
+    if config.confidence is not None:
+        shapes |= config.confidence.tensors(hidden, config.markov.rank if config.markov else 0)
+    if config.convolution is not None:
+        shapes |= config.convolution.tensors(hidden, config.num_layers)
+    if config.selector is not None:
+        shapes |= config.selector.tensors(hidden, vocab)
     return shapes
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
-from dflash_serve.checkpoint.dialects import head_of_tensor
+from dflash_serve.checkpoint.dialects import SUPPORTED, head_of_tensor
 from dflash_serve.checkpoint.dialects.dialect import PLAIN_DRAFTER
 from dflash_serve.checkpoint.files import Header
 from dflash_serve.errors import Problem
@@ -19,11 +19,22 @@ from dflash_serve.errors import Problem
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.formats import Format
 
-ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-"""Names that SGLang's and vLLM's mappers know as well."""
+ALIASES = {
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
+    "draft_id_to_target_id": "d2t",
+    "markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_w2.weight": "markov_head.markov_w2.weight",
+    "confidence_proj.weight": "confidence_head.proj.weight",
+    "confidence_proj.bias": "confidence_head.proj.bias",
+    "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
+}
+"""Names that SGLang's and vLLM's mappers know as well, ModelOpt's for DSpark, and what z-lab's own code saves."""
 RECOMPUTED = "rotary_emb."
 """Rotary buffers of old checkpoints."""
-VOCABULARY_MAPS = ("d2t", "t2d", "draft_id_to_target_id")
+D2T, T2D = "d2t", "t2d"
+"""Target id - draft id of each draft id, int64; and whether a target id can be drafted, bool."""
 FLOATS: Collection[str] = {"F64", "F32", "F16", "BF16"}
 """safetensors' dtypes of plain weights."""
 STORED_AS: Mapping[Format, str] = {"fp8": "F8_E4M3", "nvfp4": "U8"}
@@ -68,7 +79,11 @@ def match_tensors(
         copies: names that repeat the target's own tensors in this dialect, and are skipped.
         format: of the quantised weights; None = the checkpoint does not say that it has any.
     """
-    ours = {name: header for name, header in headers.items() if name not in copies and RECOMPUTED not in name}
+    shapes = expected_tensors(config)
+    skipped = {name for name in headers if name.removeprefix("model.") in copies and proper_name(name) not in shapes}
+    ours = {name: header for name, header in headers.items() if name not in skipped and RECOMPUTED not in name}
+    if T2D in skipped:
+        problems.extend(_mask_problems(headers[T2D], config))
     packed = next((name for name, h in ours.items() if _is_packed(name, h.dtype)), None)
     if format is None and packed is not None:  # every other complaint would be a consequence
         what = f"the weights are quantised (tensor {packed} is {ours[packed].dtype}), but no file of it says how"
@@ -129,7 +144,7 @@ class _Match:
         if found != wanted:
             return _misshapen(name, header.shape, wanted, self.config)
         module, _, leaf = ours.rpartition(".")
-        good = FLOATS
+        good: Collection[str] = {"I64"} if ours == D2T else FLOATS
         if self.format and leaf == "weight" and f"{module}.weight_scale" in self.shapes:
             good = {STORED_AS[self.format]}
         elif leaf == "weight_scale" and wanted:
@@ -140,19 +155,26 @@ class _Match:
         return f"{what} store it", ONE_DRAFTER
 
     def _extra(self, name: str, header: Header) -> tuple[str, str]:
-        head, shape = head_of_tensor(name), list(header.shape)
+        head, shape = head_of_tensor(proper_name(name)), list(header.shape)
+        if head in SUPPORTED:
+            return f"tensor {name} {shape} belongs to a {head} head, of which config.json says nothing", ONE_DRAFTER
         if head is not None:
             return f"tensor {name} {shape} belongs to a {head} head, which is not supported yet", PLAIN_DRAFTER
         if _is_map(name):
-            what = (
-                f"tensor {name} {shape} maps a reduced draft vocabulary, which needs a head of its own; "
-                "we, SGLang and TensorRT-LLM draft through the target's"
-            )
-            return what, "train with the full vocabulary"
+            what = f"tensor {name} {shape} maps a reduced draft vocabulary, of which config.json says nothing"
+            return what, "add draft_vocab_size, or remove the tensor"
         weights = [part.rpartition(".")[0] + ".weight" for part in parts_of(name)]
         if name.endswith(SCALES) and all(weight in self.shapes for weight in weights):
             return f"tensor {name} {shape} belongs to no quantised weight", ONE_DRAFTER
         return f"tensor {name} {shape} is not part of a DFlash drafter of this config.json", ONE_DRAFTER
+
+
+def _mask_problems(header: Header, config: DrafterConfig) -> list[Problem]:
+    """What is wrong with `t2d`, as far as its header tells; d2t says the same, so it is not loaded."""
+    if header.shape == (config.vocab_size,) and header.dtype == "BOOL":
+        return []
+    what = f"tensor {T2D} is {header.dtype} {list(header.shape)}, not BOOL [{config.vocab_size}]"
+    return [Problem(what, str(header.file), ONE_DRAFTER)]
 
 
 def _is_packed(name: str, dtype: str) -> bool:
@@ -161,7 +183,7 @@ def _is_packed(name: str, dtype: str) -> bool:
 
 
 def _is_map(name: str) -> bool:
-    return name.removeprefix("model.") in VOCABULARY_MAPS
+    return proper_name(name) in (D2T, T2D)
 
 
 def _misshapen(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], config: DrafterConfig) -> tuple[str, str]:

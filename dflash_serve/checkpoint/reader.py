@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import Dialect, parse
 from dflash_serve.checkpoint.files import Header, read_headers, read_object
-from dflash_serve.checkpoint.matching import SCALES, Piece, match_tensors, proper_name
+from dflash_serve.checkpoint.heads import MASK_EMBEDDING
+from dflash_serve.checkpoint.matching import D2T, SCALES, T2D, Piece, match_tensors, proper_name
 from dflash_serve.checkpoint.quantization import IN_CONFIG, Quantization, find_quantization, plain_only
 from dflash_serve.checkpoint.source import drafter_source, local_folder
 from dflash_serve.errors import Problem, raise_problems
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
     from dflash_serve.checkpoint.formats import Format, Weight
 
-MASK_EMBEDDING = "mask_embedding"
+MAY_BE_ZERO = ("kernel_projection.weight", "markov_w1.weight", "markov_w2.weight", "confidence_head.proj.weight")
+"""Heads that change nothing yet."""
 HINT = "`dflash-serve inspect` shows all"
 
 
@@ -80,10 +82,8 @@ def _describe(folder: Path, weight_problems: list[Problem]) -> Checkpoint:
     checkpoint.quantization = find_quantization(raw, folder, checkpoint.problems)
     understood = len(checkpoint.problems) == before
     plain = {key: value for key, value in raw.items() if key != IN_CONFIG}  # the dialects differ in all but this key
-    has_mask_embedding = any(proper_name(name) == MASK_EMBEDDING for name in checkpoint.headers)
-    config, checkpoint.dialect = parse(
-        plain, folder / "config.json", checkpoint.problems, has_mask_embedding=has_mask_embedding
-    )
+    stored = {proper_name(name) for name in checkpoint.headers}
+    config, checkpoint.dialect = parse(plain, folder / "config.json", checkpoint.problems, stored=stored)
     checkpoint.config = config if understood else None
     return checkpoint
 
@@ -117,9 +117,13 @@ def _read(folder_or_id: str | Path, revision: str | None) -> tuple[DrafterConfig
 
 
 def weight_problems(checkpoint: Checkpoint) -> list[Problem]:
-    """NaN and infinity in the tensors that were found, and matrices of nothing but zeros; needs torch."""
+    """NaN and infinity in the tensors that were found, maps that are none, and matrices of zeros; needs torch."""
     found: list[Problem] = []
-    empty = [name for name, tensor in read_tensors(checkpoint, found) if tensor.dim() > 1 and not tensor.any()]
+    empty = [
+        name
+        for name, tensor in read_tensors(checkpoint, found)
+        if tensor.dim() > 1 and not name.endswith(MAY_BE_ZERO) and not tensor.any()
+    ]
     if empty:
         what = f"nothing but zeros in {empty[0]}" + (f" and {len(empty) - 1} more" if len(empty) > 1 else "")
         found.append(Problem(what, str(checkpoint.folder), "download the drafter again: this one drafts nothing"))
@@ -127,7 +131,7 @@ def weight_problems(checkpoint: Checkpoint) -> list[Problem]:
 
 
 def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tuple[str, Tensor]]:
-    """Our name and the tensor, memory-mapped, as stored; one that is not finite is added to `problems`."""
+    """Our name and the tensor, memory-mapped, as stored; what is not finite, or no map, is added to `problems`."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted({piece.file for piece in checkpoint.pieces.values()}):
@@ -137,9 +141,26 @@ def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tu
                     if piece.file == file:
                         tensor = _cut(opened.get_tensor(piece.stored_name), piece)
                         _check_finite(name, tensor, file, problems)
+                        if name == D2T:
+                            _check_maps(tensor, checkpoint, problems)
                         yield name, tensor
         except SafetensorError as error:
             problems.append(Problem(f"not a safetensors file ({error})", str(file), "download the drafter again"))
+
+
+def _check_maps(d2t: Tensor, checkpoint: Checkpoint, problems: list[Problem]) -> None:
+    """`d2t` by itself, and beside the `t2d` that the checkpoint may bring."""
+    from safetensors import safe_open
+
+    from dflash_serve.checkpoint.vocabulary import map_problems, mask_problems
+
+    assert checkpoint.config is not None
+    found = list(map_problems(d2t, checkpoint.config.vocab_size, checkpoint.folder))
+    header = checkpoint.headers.get(T2D)
+    if header is not None and not found:
+        with safe_open(header.file, framework="pt") as opened:
+            found += mask_problems(d2t, opened.get_tensor(T2D), checkpoint.folder)
+    problems += found
 
 
 def _cut(tensor: Tensor, piece: Piece) -> Tensor:

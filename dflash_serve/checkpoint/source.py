@@ -68,6 +68,9 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
         return path
     if path.exists():
         raise UserError("not a folder", where=name, do="give the folder that holds config.json and model.safetensors")
+    if name == "auto":
+        do = "name one: `dflash-serve drafters TARGET` lists those that are published"
+        raise UserError("it is not chosen by this command", where="drafter auto", do=do)
     if isinstance(folder_or_id, Path) or not HUB_ID.fullmatch(name) or name.startswith((".", "~")):
         raise UserError("no such folder", where=name, do="give a folder, or a hub id such as z-lab/Qwen3-8B-DFlash-b16")
     try:

@@ -32,7 +32,7 @@ def write_drafter(
         folder: the destination; must not exist, be empty, or be given up by `overwrite`.
         config: what the drafter is.
         tensors: by our names, in the dtypes they are to be stored in.
-        dialect: `zlab` (SGLang, TensorRT-LLM, vLLM and z-lab's code read it), `speculators` or `modelopt`.
+        dialect: `zlab` (SGLang, TensorRT-LLM, vLLM and z-lab's code read it), or another of `DIALECTS`.
         target: hub id or folder of the target, for the dialects that name it.
         overwrite: replace what is there.
 
@@ -51,7 +51,7 @@ def write_drafter(
     try:
         with whole_folder(folder) as scratch:
             (scratch / "config.json").write_text(text + "\n", encoding="utf-8")
-            _write_tensors(scratch / SINGLE, tensors)
+            _write_tensors(scratch / SINGLE, {**tensors, **_more(dialect, config, tensors)})
     except OSError as error:
         do = "give another destination"
         raise UserError(f"cannot be written ({error.strerror})", where=str(folder), do=do) from None
@@ -63,6 +63,15 @@ def _check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None
     if have != expected:
         wrong = sorted(name for name in have.keys() | expected.keys() if have.get(name) != expected.get(name))
         raise ValueError(f"these tensors are not those of the config: {', '.join(wrong)}")
+
+
+def _more(dialect: str, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a dialect stores beside a drafter's tensors: speculators' `t2d`."""
+    if dialect != "speculators" or config.draft_vocabulary is None:
+        return {}
+    from dflash_serve.checkpoint.vocabulary import target_mask
+
+    return {"t2d": target_mask(tensors["d2t"], config.vocab_size)}
 
 
 def _check_destination(folder: Path, overwrite: bool) -> None:

@@ -1,4 +1,4 @@
-"""`dflash-serve convert`: the same drafter in another dialect."""
+"""`dflash-serve convert`: the same drafter in another dialect, or in a form that more engines serve."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ import typer
 from dflash_serve.cli import options
 from dflash_serve.cli.inspect import refuse_idle_revision
 from dflash_serve.common.extras import need
+from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from dflash_serve.checkpoint.config import DrafterConfig
     from dflash_serve.checkpoint.target import TargetShape
+
+
+FULL = "Draft from all of the target's tokens, through its head: only where the drafter's head is a copy of its rows."
+MARKOV = "Add a Markov head that changes no draft: zero, as SGLang's DSPARK wants one, or fresh, to be trained."
 
 
 class To(StrEnum):
@@ -25,6 +32,15 @@ class To(StrEnum):
     zlab = "zlab"
     speculators = "speculators"
     modelopt = "modelopt"
+    deepspec = "deepspec"
+    specforge = "specforge"
+
+
+class MarkovHeadKind(StrEnum):
+    """A Markov head to add, which changes no draft: all zeros, or one to be trained."""
+
+    zero = "zero"
+    fresh = "fresh"
 
 
 def convert(
@@ -33,6 +49,9 @@ def convert(
     to: Annotated[To, typer.Option("--to", help="Dialect to write.")],
     target: options.Target = None,
     revision: options.Revision = None,
+    full_vocabulary: Annotated[bool, typer.Option("--full-vocabulary", help=FULL)] = False,
+    markov_head: Annotated[MarkovHeadKind | None, typer.Option("--markov-head", help=MARKOV)] = None,
+    markov_rank: Annotated[int, typer.Option(help="Rank of the Markov head that is added.", min=1)] = 16,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DST.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -54,17 +73,43 @@ def convert(
     assert checkpoint.dialect is not None
     shape = None if target is None else replace(read_target_shape(target_source(target)), name=target)
     config = checkpoint.config if shape is None else _of_target(checkpoint.config, shape)
+    if full_vocabulary:
+        config, tensors = _with_full_vocabulary(config, tensors, target)
+    if markov_head is not None:
+        config, tensors = _with_markov_head(config, tensors, markov_head, markov_rank)
     write_drafter(destination, config, tensors, dialect=to.value, target=target, overwrite=overwrite)
     note = _note(config, to, target)
     if as_json:
         report = {"source": str(checkpoint.folder), "from": checkpoint.dialect.name, "destination": str(destination)}
         typer.echo(json.dumps({**report, "to": to.value, "tensors": len(tensors), "note": note}))
-        return
-    if quiet:
-        return
-    typer.echo(f"{destination}: {checkpoint.dialect.name} -> {to.value}, {len(tensors)} tensors")
-    if note:
-        typer.echo(f"note: {note}")
+    elif not quiet:
+        told = f"{destination}: {checkpoint.dialect.name} -> {to.value}, {len(tensors)} tensors"
+        typer.echo(told + (f"\nnote: {note}" if note else ""))
+
+
+def _with_full_vocabulary(
+    config: DrafterConfig, tensors: dict[str, Tensor], target: str | None
+) -> tuple[DrafterConfig, dict[str, Tensor]]:
+    """See `checkpoint.conversions`.
+
+    Raises:
+        UserError: no target is named to compare with, or the drafter's head is not its own.
+    """
+    if target is None:
+        do = "give --target: its head is compared row by row"
+        raise UserError("the drafter's head must be the target's", where="--full-vocabulary", do=do)
+    from dflash_serve.checkpoint.conversions import with_full_vocabulary
+    from dflash_serve.models.loader import head_weight
+
+    return with_full_vocabulary(config, tensors, head_weight(target))
+
+
+def _with_markov_head(
+    config: DrafterConfig, tensors: dict[str, Tensor], kind: MarkovHeadKind, rank: int
+) -> tuple[DrafterConfig, dict[str, Tensor]]:
+    from dflash_serve.checkpoint.conversions import with_markov_head
+
+    return with_markov_head(config, tensors, rank=rank, fresh=kind is MarkovHeadKind.fresh)
 
 
 def _of_target(config: DrafterConfig, target: TargetShape) -> DrafterConfig:

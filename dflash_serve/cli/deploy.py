@@ -12,6 +12,7 @@ import yaml
 
 from dflash_serve.backend import installed, server_backend
 from dflash_serve.cli import options
+from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.cli.rehearsal import tell_choices
 from dflash_serve.cli.serve import prepared
 from dflash_serve.common.files import write_whole
@@ -54,8 +55,9 @@ def deploy(
         raise UserError(f"no form {form!r}", where="--render", do=do)
     if backend_name is None:
         raise UserError("which engine?", where="--backend", do=f"name one: {', '.join(installed())}")
-    described = load_deployment(deployment, options.engine_arguments(context, backend_name))
     chosen = server_backend(backend_name)
+    described = load_deployment(deployment, options.engine_arguments(context, backend_name))
+    described = name_drafter(described, chosen, quiet=quiet)
     workload = workload_of(name, backend_name, described, image)
     raise_problems(chosen.check(workload.deployment), hint="`dflash-serve serve --dry-run` shows all")
     if prepare is not None:

@@ -151,7 +151,8 @@ def _config_rows(config: DrafterConfig) -> list[tuple[str, str]]:
     extras += [] if config.final_logit_softcap is None else [f"logit soft-cap {config.final_logit_softcap:g}"]
     extras += ["attention bias"] if config.attention_bias else []
     return [
-        ("block size", f"{config.block_size} (the anchor and {config.block_size - 1} masked slots)"),
+        *([("kind", f"{config.family}: {config.words}")] if config.words else []),
+        ("block size", f"{config.block_size} (the anchor and {config.block_size - 1} {_slots(config)})"),
         ("mask", mask),
         ("target layers", f"{ids} of {depth} (outputs, 0-based)"),
         *((f"layer {index}", _kind(config, index)) for index in range(config.num_layers)),
@@ -161,6 +162,13 @@ def _config_rows(config: DrafterConfig) -> list[tuple[str, str]]:
         ("norm epsilon", f"{config.rms_norm_eps:g}"),
         *([("extras", ", ".join(extras))] if extras else []),
     ]
+
+
+def _slots(config: DrafterConfig) -> str:
+    """What stands behind the anchor; an anchor-first checkpoint counts its rows, one fewer."""
+    if config.slots == "fill-in":
+        return "masked slots"
+    return f"drafted slots, by {config.rows()} rows from the anchor's on: block_size {config.rows()} in config.json"
 
 
 def _kind(config: DrafterConfig, index: int) -> str:

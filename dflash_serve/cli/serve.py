@@ -12,6 +12,7 @@ import typer
 
 from dflash_serve.backend import EMBEDDED, Command, ServerBackend, server_backend
 from dflash_serve.cli import options
+from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.cli.rehearsal import rehearse, tell_choices
 from dflash_serve.common.processes import require_program
 from dflash_serve.deployment import Deployment, load_deployment
@@ -69,7 +70,7 @@ def serve(
     backend = server_backend(backend_name)
     own = options.engine_arguments(context, backend_name, "drain_seconds", "acceptance_metrics")
     flags = {**options.deployment_flags(context.params), **own}
-    described = load_deployment(deployment, flags)
+    described = name_drafter(load_deployment(deployment, flags), backend, quiet=quiet)
     if dry_run:
         report = rehearse(backend, described, folder or DRY_FOLDER, host=host, port=port)
         return report.show(as_json=as_json, quiet=quiet, show_files=show_files)

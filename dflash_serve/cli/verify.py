@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from dflash_serve.backend import EMBEDDED, Prompt, server_backend
+from dflash_serve.backend import EMBEDDED, Prompt, backend, server_backend
 from dflash_serve.cli import options
+from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.common.extras import need
 from dflash_serve.common.journal import resumable
 from dflash_serve.deployment import Deployment, load_deployment
@@ -86,7 +87,7 @@ def verify(
     else:
         served = {**context.params, "api_key_file": None}  # it is that of a server that runs
         flags = {**options.deployment_flags(served), **options.engine_arguments(context, backend_name)}
-        pair = _deployed(_described(deployment, flags), backend_name, concurrency)
+        pair = _deployed(_described(deployment, flags, backend_name), backend_name, concurrency)
     raise typer.Exit(_run(_plan(context.params, asked, pair), asked, pair, output, resume, Told(as_json, quiet)))
 
 
@@ -130,12 +131,12 @@ def _refuse(given: Mapping[str, object]) -> None:
             raise UserError("running servers have their own", where=where, do="leave it out, or --with and --without")
 
 
-def _described(path: Path | None, flags: dict[str, Any]) -> Deployment:
+def _described(path: Path | None, flags: dict[str, Any], backend_name: str) -> Deployment:
     """The deployment; the bundled pair where nothing is named."""
     if path is None and flags["target"]["model"] in (None, options.BUNDLED):
         drafter = flags["drafter"]["model"] or options.BUNDLED
         flags |= {"target": {"model": options.BUNDLED}, "drafter": {"model": drafter}, "limits": BUNDLED_LIMITS}
-    found = load_deployment(path, flags)
+    found = name_drafter(load_deployment(path, flags), backend(backend_name))
     if found.drafter is None or found.speculation.width in ("off", 1):
         raise UserError("it does not speculate", where=str(path or "verify"), do="name a drafter, and no width of off")
     return found

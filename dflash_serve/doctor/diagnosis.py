@@ -18,6 +18,8 @@ from dflash_serve.doctor.statistics import log_likelihood, p_value
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 HEALTHY = "healthy"
+UNVERIFIED = "verification"
+"""The cause of an acceptance that is too good."""
 NAMED = 0.05
 """Causes at least this probable are named."""
 IMPOSSIBLE = 1e-3
@@ -27,6 +29,10 @@ COSTLY, EXCLUDED = 0.1, 0.2
 together are less probable than this. An observation that says nothing leaves them at their prior, the half."""
 SAME_ANSWER = 3.0
 """Log-likelihood of an answer that is exactly the expected one: faults of the prompt change the answers."""
+
+
+PERFECT = 64
+"""Drafted tokens, accepted without an exception, that are one too many; the reference must have lost some."""
 
 
 class Verdict(StrEnum):
@@ -110,7 +116,10 @@ def diagnose(observed: Observation, hypotheses: Sequence[Hypothesis]) -> Diagnos
     named = _named(explanations)
     harmless = sum(each.posterior for each in _harmless(explanations))
     costly = sum(each.posterior for each in explanations if _loses_much(each, explanations))
-    if max(each.p_value for each in explanations if each.hypothesis.cause in named) < IMPOSSIBLE:
+    if _is_too_good(observed, _healthy(explanations).hypothesis):
+        verdict, sentence = Verdict.FAULT, _perfect_sentence(observed, _healthy(explanations).hypothesis)
+        named = (UNVERIFIED,)
+    elif max(each.p_value for each in explanations if each.hypothesis.cause in named) < IMPOSSIBLE:
         verdict, sentence = Verdict.UNCLEAR, _unknown_sentence(observed, explanations)
     elif harmless >= 0.5 and costly < EXCLUDED:
         verdict, sentence = Verdict.HEALTHY, _healthy_sentence(observed, explanations)
@@ -119,6 +128,14 @@ def diagnose(observed: Observation, hypotheses: Sequence[Hypothesis]) -> Diagnos
     else:
         verdict, sentence = Verdict.UNCLEAR, _undecided_sentence(observed, explanations)
     return Diagnosis(verdict, sentence, tuple(explanations), named, _alike(explanations))
+
+
+def _is_too_good(observed: Observation, sound: Hypothesis) -> bool:
+    """Whether every drafted token was accepted, which the sound drafter does not come near."""
+    whole, reference = observed.whole, total(sound.predicted)
+    if not whole.drafted or whole.accepted is None or not reference.drafted or reference.accepted is None:
+        return False
+    return whole.drafted >= PERFECT and whole.accepted == whole.drafted and reference.accepted < reference.drafted
 
 
 def _posteriors(observed: Observation, hypotheses: Sequence[Hypothesis]) -> list[float]:
@@ -196,6 +213,14 @@ def _fault_sentence(observed: Observation, explanations: Sequence[Explanation], 
     if rest is None or odds > 1 / IMPOSSIBLE:
         return f"{text}; nothing else comes near"
     return f"{text}; next, far less likely, {rest}"
+
+
+def _perfect_sentence(observed: Observation, sound: Hypothesis) -> str:
+    return (
+        f"all of {observed.whole.drafted:g} drafted tokens were accepted, an acceptance of exactly 1.000 where the "
+        f"reference's τ is {sound.shown_length}: no drafter is always right; a verification that compares a block with "
+        "itself is, or one whose acceptance is simulated"
+    )
 
 
 def _undecided_sentence(observed: Observation, explanations: Sequence[Explanation]) -> str:

@@ -4,9 +4,15 @@ Paper (arXiv 2602.06036) section 4; reference `dflash/model.py` (dflash 0.1.0). 
 `fc`, `hidden_norm`, `layers.N.*`, `norm`. Embedding and head are the target's and stay with the caller, and so does the
 context K/V: the drafter hands out what belongs into it (`context_kv`) and asks the caller to attend (`Attend`), so that
 one model serves a preallocated cache, a paged pool, an engine's own buffers and the training mask alike.
+
+Hidden states become tokens by a `Proposal`: each slot's argmax here, a walk where the drafter has heads for it
+(`drafter_walks`). Modules of heads (`drafter_heads`) are imported only where a checkpoint has them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +21,12 @@ from torch import Tensor, nn
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.models.attention import Attend
 from dflash_serve.models.layers import RMSNorm, RotaryEmbedding, as_module_list, rotate
+
+if TYPE_CHECKING:
+    from dflash_serve.models.drafter_heads import CandidateSelector, ConfidenceHead, MarkovHead
+
+Head = Callable[[Tensor], Tensor]
+"""Hidden rows [rows, H] -> logits [rows, vocabulary] of the target's, or of the drafter's own."""
 
 
 class MLP(nn.Module):
@@ -67,12 +79,35 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend, rows: int) -> Tensor:
         x = self.input_layernorm(h)
         q, k, v = self.self_attn.project(x, cos, sin)
         h = h + self.self_attn.o_proj(attend(self.index, q, k, v).reshape(len(h), -1))
         out: Tensor = h + self.mlp(self.post_attention_layernorm(h))
         return out
+
+
+class ConvolvedLayer(Layer):
+    """A layer whose attention and MLP each stand between two convolutions over the rows of a block (DFlash2).
+
+    Context keys and values never pass them.
+    """
+
+    def __init__(self, config: DrafterConfig, index: int) -> None:
+        from dflash_serve.models.drafter_heads import GroupedConvolution
+
+        super().__init__(config, index)
+        assert config.convolution is not None
+        self.attention_conv = GroupedConvolution(config.convolution, config.hidden_size)
+        self.mlp_conv = GroupedConvolution(config.convolution, config.hidden_size)
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend, rows: int) -> Tensor:
+        x, coefficients = self.attention_conv.before(self.input_layernorm(h), rows)
+        q, k, v = self.self_attn.project(x, cos, sin)
+        y = self.self_attn.o_proj(attend(self.index, q, k, v).reshape(len(h), -1))
+        h = h + self.attention_conv.after(y, coefficients)
+        x, coefficients = self.mlp_conv.before(self.post_attention_layernorm(h), rows)
+        return h + self.mlp_conv.after(self.mlp(x), coefficients)
 
 
 class Drafter(nn.Module):
@@ -82,17 +117,64 @@ class Drafter(nn.Module):
     """
 
     mask_embedding: Tensor | None
+    lm_head: nn.Module | None
+    """Its own head [Vd, H], where it drafts from a part of the vocabulary."""
+    d2t: Tensor | None
+    """Target id - draft id, int64 [Vd]."""
+    markov_head: MarkovHead | None
+    confidence_head: ConfidenceHead | None
+    candidate_selector: CandidateSelector | None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = as_module_list(Layer(config, index) for index in range(config.num_layers))
+        kind = Layer if config.convolution is None else ConvolvedLayer
+        self.layers = as_module_list(kind(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
         shape = torch.empty(config.hidden_size) if config.has_mask_embedding else None
         self.register_parameter("mask_embedding", None if shape is None else nn.Parameter(shape))
+        self._add_heads(config)
+
+    def _add_heads(self, config: DrafterConfig) -> None:
+        """Modules of what it has besides plain DFlash."""
+        hidden, vocab, reduced = config.hidden_size, config.vocab_size, config.draft_vocabulary
+        self.lm_head = None if reduced is None else nn.Linear(hidden, reduced, bias=False)
+        self.register_buffer("d2t", None if reduced is None else torch.empty(reduced, dtype=torch.int64))
+        self.token_ids: Tensor | None = None
+        """Target ids int64 [Vd] of the draft ids, where it drafts from a part of the vocabulary; by `map_tokens`."""
+        self.markov_head = self.confidence_head = self.candidate_selector = None
+        if config.markov is None and config.confidence is None and config.selector is None:
+            return
+        from dflash_serve.models import drafter_heads as heads
+
+        if config.markov is not None:
+            self.markov_head = heads.MarkovHead(config.markov, hidden, vocab, reduced or vocab)
+        if config.confidence is not None:
+            rank = config.markov.rank if config.markov else 0
+            self.confidence_head = heads.ConfidenceHead(config.confidence, hidden, rank)
+        if config.selector is not None:
+            self.candidate_selector = heads.CandidateSelector(config.selector, hidden, vocab)
+
+    @property
+    def first_row(self) -> int:
+        """As `DrafterConfig.first_row`; asked in every step."""
+        return 1 if self.config.slots == "fill-in" else 0
+
+    def rows(self, block_size: int | None = None) -> int:
+        """As `DrafterConfig.rows`; asked in every step."""
+        return (block_size or self.config.block_size) - 1 + self.first_row
+
+    def map_tokens(self) -> None:
+        """Works out `token_ids`, once the weights are there."""
+        if self.d2t is not None:
+            self.token_ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids, as its head counts them -> target ids."""
+        return draft_ids if self.token_ids is None else self.token_ids[draft_ids]
 
     def project_context(self, features: Tensor) -> Tensor:
         """Context features [rows, F*H] of verified tokens -> what every layer reads of them, [rows, H]."""
@@ -111,14 +193,16 @@ class Drafter(nn.Module):
         return torch.stack([k for k, _ in pairs], dim=1), torch.stack([v for _, v in pairs], dim=1)
 
     def noise(self, anchors: Tensor, embedding: Tensor, block_size: int | None = None) -> Tensor:
-        """Input rows [blocks * B, H] of blocks [anchor, mask x (B-1)], in the embedding's dtype.
+        """Input rows [blocks * rows, H] of blocks [anchor, mask, ...], in the embedding's dtype.
+
+        A block has B rows, and B - 1 where slots are anchor-first (`DrafterConfig.rows`).
 
         Args:
             anchors: token ids [blocks], the last verified token of each sequence.
             embedding: the target's embedding table [vocabulary, H].
             block_size: B, where it is served smaller than the drafter was trained for.
         """
-        block, size = block_size or self.config.block_size, self.config.hidden_size
+        block, size = self.rows(block_size), self.config.hidden_size
         mask = self.mask_embedding
         if mask is None:
             assert self.config.mask_token_id is not None
@@ -127,18 +211,19 @@ class Drafter(nn.Module):
         rows[:, 0] = F.embedding(anchors, embedding)
         return rows.view(-1, size) * self.config.embedding_scale
 
-    def forward(self, noise: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [rows, H] of the slots; row j of a block predicts the token AT its position (no shift).
+    def forward(self, noise: Tensor, positions: Tensor, attend: Attend, block_size: int | None = None) -> Tensor:
+        """Hidden states [rows, H]; row j of a block predicts the token AT its position, or after it (anchor-first).
 
         Args:
-            noise: [rows, H], the slots' input embeddings (`noise`).
+            noise: [rows, H], the input embeddings (`noise`).
             positions: int [rows].
             attend: attention over context and block.
+            block_size: as in `noise`.
         """
         cos, sin = self.rotary(positions)
-        h = noise
+        h, rows = noise, self.rows(block_size)
         for layer in self.layers:
-            h = layer(h, cos, sin, attend)
+            h = layer(h, cos, sin, attend, rows)
         out: Tensor = self.norm(h)
         return out
 
@@ -147,3 +232,59 @@ class Drafter(nn.Module):
         logits = logits * self.config.output_multiplier if self.config.output_multiplier != 1.0 else logits
         cap = self.config.final_logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class SlotFilter(Protocol):
+    """What may stand in a block's slots, such as a grammar."""
+
+    def fill(self, slots: int, choose: Callable[[Sequence[int], Tensor], int]) -> list[int]:
+        """A draft of at most so many slots; `choose` gives the best of what is allowed (bool [V]) after a draft."""
+
+
+class Proposal(Protocol):
+    """From hidden states to drafted tokens: the last stage of drafting, which alone knows a drafter's heads."""
+
+    def __call__(
+        self,
+        drafter: Drafter,
+        head: Head,
+        hidden: Tensor,
+        anchors: Sequence[int],
+        counts: Sequence[int],
+        filters: Sequence[SlotFilter | None],
+    ) -> list[list[int]]:
+        """Drafted tokens of each block; a filter may end one early.
+
+        Args:
+            head: the target's, for a drafter that has none of its own.
+            hidden: [sum of counts, H], after the final norm: the rows of each block's slots 1, 2, ...
+            anchors: the blocks' anchors, target ids.
+            counts: slots wanted of each block, 1 at least.
+            filters: of each block; None = everything is allowed.
+        """
+
+
+def propose_greedily(
+    drafter: Drafter,
+    head: Head,
+    hidden: Tensor,
+    anchors: Sequence[int],
+    counts: Sequence[int],
+    filters: Sequence[SlotFilter | None],
+) -> list[list[int]]:
+    """Each slot's likeliest token, whatever stands in the others: the `Proposal` of plain DFlash."""
+    logits = drafter.adjust_logits(head(hidden))
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    drafts, taken = [], 0
+    for count, grammar in zip(counts, filters, strict=True):
+        slots = slice(taken, taken + count)
+        drafts.append(_filled(grammar, logits[slots]) if grammar else tokens[slots])
+        taken += count
+    return drafts
+
+
+def _filled(grammar: SlotFilter, logits: Tensor) -> list[int]:
+    def choose(draft: Sequence[int], allowed: Tensor) -> int:
+        return int(logits[len(draft)].masked_fill(~allowed.to(logits.device), float("-inf")).argmax())
+
+    return grammar.fill(len(logits), choose)

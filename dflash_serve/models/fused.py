@@ -52,6 +52,9 @@ class FusedDrafter(Drafter):
         with torch.device("meta"):  # every parameter is replaced
             super().__init__(drafter.config)
         self.rotary, self.mask_embedding = drafter.rotary, drafter.mask_embedding
+        self.lm_head, self.d2t, self.token_ids = drafter.lm_head, drafter.d2t, drafter.token_ids
+        self.markov_head, self.candidate_selector = drafter.markov_head, drafter.candidate_selector
+        self.confidence_head = None  # decoding does not ask it
         self.fc, self.hidden_norm, self.norm = drafter.fc, drafter.hidden_norm, drafter.norm
         attentions = [layer.self_attn for layer in drafter.layers]
         self.context = stack_linears([linear for a in attentions for linear in (a.k_proj, a.v_proj)])

@@ -52,10 +52,16 @@ def load_drafter(
     assert checkpoint.config is not None
     with torch.device("meta"):
         drafter = Drafter(checkpoint.config)
-    state = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
+    state = {name: _in_dtype(tensor.to(device), dtype) for name, tensor in tensors.items()}
     drafter.load_state_dict(state, assign=True)
+    drafter.map_tokens()
     drafter.rotary.to(device)
     return drafter.eval().requires_grad_(False)
+
+
+def _in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Weights in another dtype; ids stay whole numbers."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def load_target(
@@ -107,6 +113,21 @@ def _load_weights(folder: Path, *, dtype: torch.dtype, device: torch.device | st
         model.head.weight = model.embedding
     model.rotary.to(device)
     return model.eval().requires_grad_(False)
+
+
+def head_weight(name: str, revision: str | None = None) -> Tensor:
+    """The target's head [V, H] alone: its `lm_head`, or its embedding where both are one.
+
+    Raises:
+        UserError: there is neither.
+    """
+    tensors = _Tensors(target_folder(name, revision))
+    for ending in ("lm_head.weight", "embed_tokens.weight"):
+        found = [stored for stored in tensors.files if stored.endswith(ending)]
+        if len(found) == 1:
+            return tensors[found[0]]
+    do = "give the target's folder or hub id"
+    raise UserError("neither lm_head.weight nor embed_tokens.weight", where=str(tensors.folder), do=do)
 
 
 def sources(name: str, config: TargetConfig) -> list[str]:

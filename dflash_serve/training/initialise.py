@@ -10,7 +10,7 @@ from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.common.yaml_file import describe
 from dflash_serve.errors import UserError
-from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.drafter import ConvolvedLayer, Drafter
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.models.target import TargetModel
 from dflash_serve.models.target_config import TargetConfig
@@ -47,6 +47,7 @@ def drafter_config(section: DrafterSection, target: TargetConfig) -> DrafterConf
             max_position_embeddings=target.max_position_embeddings,
             rms_norm_eps=target.rms_norm_eps,
             rope=target.rope,
+            convolution=section.convolution,
         )
     except ValidationError as error:
         raise UserError(describe(error), where="drafter", do="correct the recipe") from None
@@ -78,6 +79,10 @@ def new_drafter(config: DrafterConfig, target: TargetModel, *, init: str, seed: 
     for parameter in drafter.parameters():
         if parameter.dim() == 2:
             parameter.normal_(0.0, RANDOM, generator=generator)
+    for layer in drafter.layers:
+        if isinstance(layer, ConvolvedLayer):
+            layer.attention_conv.make_idle()
+            layer.mlp_conv.make_idle()
     drafter.norm.weight.copy_(target.get_parameter("norm.weight").float().cpu())
     if init == "target":
         _from_target(drafter, target, generator)
@@ -105,13 +110,15 @@ def _from_target(drafter: Drafter, target: TargetModel, generator: torch.Generat
 
 
 def _from_drafter(drafter: Drafter, name: str) -> None:
-    """What it has learnt, for a longer training or other data."""
+    """What it has learnt, for a longer training or other data; a plain backbone leaves new convolutions idle."""
     given = load_drafter(name, dtype=torch.float32)
     _refuse_other(drafter.config, given.config, name)
-    drafter.load_state_dict(given.state_dict())
+    drafter.load_state_dict({**drafter.state_dict(), **given.state_dict()})
 
 
 def _refuse_other(config: DrafterConfig, given: DrafterConfig, name: str) -> None:
+    if given.convolution is None:
+        config = config.model_copy(update={"convolution": None})
     wanted, found = config.model_dump(), given.model_dump()
     different = ", ".join(key for key in wanted if wanted[key] != found[key])
     if different:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from dflash_serve.checkpoint.heads import ConvolutionConfig
 from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.common.yaml_file import describe, read_recipe_file
 from dflash_serve.errors import UserError
@@ -102,6 +103,9 @@ class DrafterSection(Frozen):
     target_layer_ids: tuple[int, ...] | None = None
     """0-based; None = `num_features` layers by z-lab's formula."""
     num_features: PositiveInt = 5
+    convolution: ConvolutionConfig | None = None
+    """Convolutions over the rows of a block in every layer, as DFlash2 has (two taps gave a small drafter most of what
+    DFlash2 gives it: verl-SpeCo #62); they begin as the identity. None = plain DFlash."""
     init: str = "target"
     """First weights: `target` (its last layers), `random`, or a drafter to go on from, by folder or hub id."""
 

@@ -102,6 +102,9 @@ def read_answers(folder: Path) -> Iterator[tuple[list[int], list[int]]]:
 def drafter_ranges(work: Work) -> Measured:
     """Step `drafter-ranges`: the largest input of each of the drafter's products on real features and blocks."""
     drafter = load_drafter(work.inputs["drafter"], dtype=torch.float32)
+    if drafter.config.words:
+        what = f"the drafter has {drafter.config.words}; only plain DFlash drafters are built"
+        raise UserError(what, where=str(work.inputs["drafter"]), do="serve it as it is")
     target = load_target(str(work.inputs["target"]), dtype=torch.float32)
     amax: dict[str, Tensor] = {}
     for name, module in drafter.named_modules():

@@ -46,9 +46,17 @@ def random_tensors(config: DrafterConfig, *, seed: int = 0, dtype: torch.dtype =
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in expected_tensors(config).items():
+        if name == "d2t":  # every third token and the last ones
+            tensors[name] = spread_map(shape[0], config.vocab_size)
+            continue
         noise = torch.randn(shape, generator=generator) * (0.1 if "norm" in name else shape[-1] ** -0.5)
         tensors[name] = (noise + (1.0 if "norm" in name else 0.0)).to(dtype)
     return tensors
+
+
+def spread_map(size: int, vocab_size: int) -> Tensor:
+    """A `d2t` that spreads its draft ids evenly over the vocabulary."""
+    return torch.arange(size) * (vocab_size - 1) // (size - 1) - torch.arange(size)
 
 
 def write_tiny_drafter(

@@ -12,6 +12,7 @@ from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder
 from dflash_serve.errors import Problem, UserError
+from dflash_sglang.heads import DFLASH, DSPARK, algorithm_of, head_problems
 
 logger = logging.getLogger(__name__)
 PLAIN = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
@@ -38,7 +39,7 @@ def draft_problems(server_args: Any) -> list[Problem]:
     checkpoint = open_checkpoint(folder)
     found = [problem for problem in checkpoint.problems if not problem.where.endswith(READ_BY_SGLANG)]
     found += plain_only(checkpoint.quantization, "SGLang", str(folder))
-    return [*_dialect(checkpoint), *found, *_block_size(checkpoint, server_args)]
+    return [*_dialect(checkpoint), *found, *_heads(checkpoint), *_block_size(checkpoint, server_args)]
 
 
 def _is_plain(folder: Path) -> bool:
@@ -63,6 +64,16 @@ def _dialect(checkpoint: Checkpoint) -> Iterator[Problem]:
     if checkpoint.config.has_mask_embedding:
         what = "the draft brings its mask embedding as a tensor, which SGLang does not read"
         yield Problem(what, str(checkpoint.folder), "use a draft that masks with a token")
+
+
+def _heads(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Slots and heads that DFLASH would read otherwise or leave out."""
+    if checkpoint.config is None:
+        return
+    yield from head_problems(checkpoint.config)
+    if algorithm_of(checkpoint.config) != DFLASH:
+        what = "the draft has a Markov head, which DFLASH leaves out without a word"
+        yield Problem(what, str(checkpoint.folder), f"start it with --speculative-algorithm {DSPARK}")
 
 
 def _block_size(checkpoint: Checkpoint, server_args: Any) -> Iterator[Problem]:

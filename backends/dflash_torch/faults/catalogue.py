@@ -14,6 +14,7 @@ import torch
 
 from dflash_serve.backend import Prompt
 from dflash_serve.checkpoint.config import DrafterConfig, RopeConfig, uniform_target_layer_ids
+from dflash_serve.checkpoint.heads import Slots
 
 from ..speculator import Speculator
 from . import changes
@@ -25,7 +26,6 @@ from .fault import (
     block_input,
     configured,
     drafter_changed,
-    drafts_shifted,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ THETAS = (1e4, 1e5, 1e6)
 
 def catalogue(speculator: Speculator) -> list[DrafterFault]:
     """Every fault that means something for this pair, faults of the prompt excepted; their names are unique."""
-    return [*settings(speculator), *_block(speculator), *_context(), *_weights(speculator)]
+    return [*settings(speculator), *_block(speculator), *_context(), *_weights(speculator), *_heads(speculator)]
 
 
 def settings(speculator: Speculator) -> Iterator[DrafterFault]:
@@ -58,6 +58,7 @@ def settings(speculator: Speculator) -> Iterator[DrafterFault]:
     yield from mask_tokens(config, (0, *target.eos_token_ids[:1], target.vocab_size - 1))
     yield from _attention(config, speculator.block_size)
     yield from _rope(config, target.rope)
+    yield _slots(config)
     scale = 1.0 if config.embedding_scale != 1.0 else config.hidden_size**0.5
     says = "the block's embeddings are multiplied as Gemma's are, or no longer are"
     setting = f"input_embedding_scale = {scale:g}"
@@ -82,6 +83,14 @@ def mask_tokens(config: DrafterConfig, tokens: Iterable[int]) -> Iterator[Drafte
         if token != config.mask_token_id and 0 <= token < config.vocab_size:
             says = "masked slots are filled with another token: a fallback, or padding"
             yield _other("mask token", f"mask token {token}", says, f"mask_token_id = {token}", mask_token_id=token)
+
+
+def _slots(config: DrafterConfig) -> DrafterFault:
+    """The same weights read in the other convention accept less than 1 % and raise no error (vLLM #56792)."""
+    other: Slots = "anchor-first" if config.slots == "fill-in" else "fill-in"
+    says = "row j is read as the token at its position, or after it: a missing key means either, by the reader"
+    setting = f"sample_from_anchor = {str(other == 'anchor-first').lower()}"
+    return _other("slot convention", f"slots read as {other}", says, setting, slots=other)
 
 
 def _attention(config: DrafterConfig, block_size: int) -> Iterator[DrafterFault]:
@@ -117,7 +126,7 @@ def _scaled(rope: RopeConfig, target: RopeConfig) -> RopeConfig:
 
 
 def _block(speculator: Speculator) -> Iterator[DrafterFault]:
-    size = speculator.block_size
+    size = speculator.drafter.config.rows(speculator.block_size)
     change = block_input(lambda rows, at: (torch.cat([rows[:, 1:2], rows[:, 1:]], dim=1), at), size)
     says = "slot 0 holds the mask's embedding, not the anchor's (hipfire #483: 1.46 instead of 6.34)"
     yield DrafterFault("anchor", "anchor embedding missing in slot 0", says, change=change)
@@ -125,8 +134,6 @@ def _block(speculator: Speculator) -> Iterator[DrafterFault]:
         change = block_input(lambda rows, at, by=by: (rows, (at + by).clamp(min=0)), size)  # type: ignore[misc]
         says = "the block's positions do not follow on the context's"
         yield DrafterFault("positions", f"block positions one {name}", says, change=change)
-    says = "slot j is read as the token after its position (DSpark, Domino: sample_from_anchor, shift_label)"
-    yield DrafterFault("slot convention", "drafts read one slot late", says, change=drafts_shifted(1))
 
 
 def _context() -> Iterator[DrafterFault]:
@@ -170,6 +177,30 @@ def _weights(speculator: Speculator) -> Iterator[DrafterFault]:
     yield DrafterFault(
         "quantised head", "head in FP8", "the head drafts from is rounded", change=changes.fp8_head, benign=True
     )
+
+
+def _heads(speculator: Speculator) -> Iterator[DrafterFault]:
+    """Heads that loaders skip or mistake; nothing for plain DFlash."""
+    config = speculator.drafter.config
+    if config.draft_vocabulary is not None:
+        says = "the engine puts the target's head in its place (vllm-ascend #11374: acceptance 25 % -> 1.7 %)"
+        yield DrafterFault("draft head", "lm_head replaced by the target's", says, change=changes.target_head)
+        says = "d2t's offsets are read as the ids themselves"
+        change = drafter_changed(changes.offsets_as_ids)
+        yield DrafterFault("vocabulary map", "d2t as absolute ids", says, change=change)
+    if config.convolution is not None:
+        says = "its tensors are skipped, the layers run without"
+        yield DrafterFault(
+            "convolution", "convolution dropped", says, change=drafter_changed(changes.without_convolution)
+        )
+    if config.selector is not None:
+        says = "the codebooks' names have no .weight, and are skipped by loaders that want one"
+        change = drafter_changed(changes.empty_codebooks)
+        yield DrafterFault("selector", "codebooks left zero", says, change=change)
+    if config.markov is not None:
+        says = "the Markov head's tensors are skipped"
+        change = drafter_changed(changes.without_markov_head)
+        yield DrafterFault("Markov head", "Markov head not loaded", says, change=change)
 
 
 def prompt_faults(

@@ -146,6 +146,53 @@ def fp8_head(speculator: Speculator) -> Speculator:
     return made
 
 
+def target_head(speculator: Speculator) -> Speculator:
+    """The first rows of the target's head in the place of the drafter's own."""
+    made = copy.copy(speculator)
+    made.drafter = drafter = twin(speculator.drafter)
+    assert drafter.d2t is not None
+    weight = _plain(speculator.target.head)[: len(drafter.d2t)]
+    drafter.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    drafter.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+    return made
+
+
+def offsets_as_ids(drafter: Drafter) -> None:
+    """`d2t` taken for target ids."""
+    drafter.token_ids = drafter.d2t
+
+
+class NoConvolution(nn.Module):
+    """Lets rows pass as they are; stands where a `GroupedConvolution` was."""
+
+    def before(self, x: Tensor, rows: int) -> tuple[Tensor, None]:
+        return x, None
+
+    def after(self, y: Tensor, _: None) -> Tensor:
+        return y
+
+
+def without_convolution(drafter: Drafter) -> None:
+    """Layers without their convolutions."""
+    for layer in drafter.layers:
+        for name in ("attention_conv", "mlp_conv"):
+            setattr(layer, name, NoConvolution())
+
+
+def empty_codebooks(drafter: Drafter) -> None:
+    """A selector that knows nothing of any token."""
+    selector = drafter.candidate_selector
+    assert selector is not None
+    for name in ("predecessor_codebook", "successor_codebook"):
+        parameter = getattr(selector, name)
+        setattr(selector, name, nn.Parameter(torch.zeros_like(parameter), requires_grad=False))
+
+
+def without_markov_head(drafter: Drafter) -> None:
+    """Each slot by itself."""
+    drafter.markov_head = None
+
+
 def _plain(head: nn.Module) -> Tensor:
     """The head's weight [vocabulary, H] as it was before any packing."""
     weight = head.weight

@@ -86,15 +86,6 @@ def configured(**fields: object) -> Change:
     return drafter_changed(change)
 
 
-def drafts_shifted(by: int) -> Change:
-    """The draft of each slot is read from the slot `by` places before it."""
-
-    def change(drafter: Drafter) -> None:
-        drafter.register_forward_hook(lambda module, args, out: out.roll(by, dims=0))
-
-    return drafter_changed(change)
-
-
 def block_input(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], block_size: int) -> Change:
     """Other inputs of the block: rows [blocks, B, H] and positions [rows]."""
 

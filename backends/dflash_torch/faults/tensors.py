@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from dflash_serve.backend import Prompt
 from dflash_serve.models.attention.ragged import RaggedAttention
-from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.drafter import Drafter, propose_greedily
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
 
 from ..engine import EmbeddedEngine
 from ..request import Request
+from ..speculator import proposal_of
 
 STEPS = 8
 """Decoding steps before the comparison: accepted tokens must have reached the context by then."""
@@ -61,7 +62,8 @@ def first_difference(engine: EmbeddedEngine, target: Path, drafter: Path, prompt
     """
     sound = load_drafter(drafter, dtype=torch.float32)
     flow, request = _engine_flow(engine, sound.config.target_layer_ids, prompt)
-    expected = _expected_flow(target, sound, request, flow)
+    assert engine.block_size is not None
+    expected = _expected_flow(target, sound, request, flow, engine.block_size)
     dtype = engine.scheduler.target.embedding.dtype
     limit = TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
     for name, tensor in expected.items():
@@ -99,9 +101,9 @@ def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Pro
 
 
 @torch.inference_mode()
-def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow) -> Flow:
+def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow, width: int) -> Flow:
     """The same from transformers and the core. Drafts are compared by their logits: a near-tie may fall either way."""
-    config, verified, width = drafter.config, request.verified, len(found["block input"])
+    config, verified = drafter.config, request.verified
     model = _transformers(target)
     states = _hidden_states(model, request.token_ids[:verified])
     chosen = [states[layer + 1] for layer in config.target_layer_ids]
@@ -117,14 +119,19 @@ def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow
     context = drafter.project_context(torch.cat(chosen, dim=-1))
     cache.write_all([Span(0, 0, verified)], *drafter.context_kv(context, torch.arange(verified)))
     flow |= _context(cache, 0, verified)
-    span = Span(0, verified, width)
+    span = Span(0, verified, drafter.rows(width))
     noise = drafter.noise(torch.tensor([request.token_ids[-1]]), model.get_input_embeddings().weight, width)
     attend = RaggedAttention(cache, [span], config.layers, config.num_attention_heads)
     with _watched(drafter, flow, verified):
-        hidden = drafter(noise, span_positions([span]), attend)
-    logits = drafter.adjust_logits(model.get_output_embeddings()(hidden[1:]))
-    found["drafts"] = logits.gather(1, found["drafts"])
-    flow["drafts"] = logits.max(dim=1, keepdim=True).values
+        hidden = drafter(noise, span_positions([span]), attend, block_size=width)
+    head, slots = model.get_output_embeddings(), hidden[config.first_row :]
+    if proposal_of(config) is propose_greedily:
+        logits = drafter.adjust_logits(head(slots))
+        found["drafts"] = logits.gather(1, found["drafts"])
+        flow["drafts"] = logits.max(dim=1, keepdim=True).values
+        return flow
+    (draft,) = proposal_of(config)(drafter, head, slots, [request.token_ids[-1]], [width - 1], [None])
+    found["drafts"], flow["drafts"] = found["drafts"].float(), torch.tensor(draft)[:, None].float()
     return flow
 
 

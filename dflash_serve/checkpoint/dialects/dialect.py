@@ -156,8 +156,8 @@ class Dialect:
 
     name: str
     matches: Callable[[ConfigSection], bool]
-    read: Callable[[ConfigSection, bool], dict[str, object]]
-    """(config.json, whether the weights bring a mask embedding) -> DrafterConfig's fields; problems are noted."""
+    read: Callable[[ConfigSection, Collection[str]], dict[str, object]]
+    """(config.json, names of the stored tensors) -> DrafterConfig's fields; problems are noted."""
     write: Callable[[DrafterConfig, str | None], dict[str, object]]
     """(drafter, the target's name if known) -> config.json; UserError where the dialect has no words for it."""
     copies_of_target: frozenset[str] = frozenset()
@@ -180,12 +180,10 @@ def inexpressible(what: str, dialect: str) -> UserError:
     return UserError(f"the {dialect} dialect has no way to write {what}", where="--to", do="choose another dialect")
 
 
-def refuse_other_slots(config: ConfigSection) -> None:
-    """Notes conventions in which slot j does not predict the token at its own position, and attention we have not."""
-    shifted = "its slots are shifted by one (slot 0 predicts too), which DFlash's are not; not supported yet"
-    config.refuse("sample_from_anchor", (False,), shifted, PLAIN_DRAFTER)
-    config.refuse("shift_label", (False,), shifted, PLAIN_DRAFTER)
+def refuse_other_attention(config: ConfigSection) -> None:
+    """Notes attention that we have not."""
     config.refuse("attention_sink_bias", (False,), "attention sinks are not supported yet", PLAIN_DRAFTER)
     config.refuse("add_swa_attention_sink_bias", (False,), "attention sinks are not supported yet", PLAIN_DRAFTER)
     config.refuse("attention_value_scale", (1,), "scaled attention values are not supported yet", PLAIN_DRAFTER)
-    config.refuse("projector_type", ("dflash",), "only plain DFlash drafters are supported", PLAIN_DRAFTER)
+    kinds = ("dflash", "dspark", "dflash2")
+    config.refuse("projector_type", kinds, "only DFlash, DFlash2 and DSpark are supported", PLAIN_DRAFTER)

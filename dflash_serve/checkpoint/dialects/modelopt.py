@@ -8,13 +8,16 @@ stand beside ModelOpt's, so that SGLang and TensorRT-LLM read the same.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects import zlab
+from dflash_serve.checkpoint.dialects import head_keys, zlab
 from dflash_serve.checkpoint.dialects.dialect import ConfigSection, Dialect, inexpressible, one_value
 from dflash_serve.checkpoint.dialects.transformer_keys import SLIDING, make_kinds, read_windows
 
 NAME = "modelopt"
 KEYS = {"causal", "use_swa", "swa_window_size"}
+ARCHITECTURES = (*zlab.PLAIN_ARCHITECTURES, *zlab.DFLASH2_ARCHITECTURES, "DSparkDraftModel", "Qwen3DSparkModel")
 
 
 def matches(config: ConfigSection) -> bool:
@@ -23,16 +26,17 @@ def matches(config: ConfigSection) -> bool:
     return isinstance(dflash, dict) and bool(dflash.keys() & KEYS)
 
 
-def read(config: ConfigSection, has_mask_embedding: bool) -> dict[str, object]:
-    """DrafterConfig's fields of a ModelOpt config.json."""
+def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
+    """DrafterConfig's fields of a ModelOpt config.json; its DSpark heads have `shift_label` (TensorRT-LLM's tests)."""
     dflash = config.section("dflash_config", falls_back=True)
-    known = KEYS | zlab.KEYS | zlab.REFUSABLE | zlab.HARMLESS
-    dflash.only(known, "it may change what the drafter computes; remove it if it does not")
+    dflash.only(KEYS | zlab.KEYS | zlab.REFUSABLE | zlab.HARMLESS, zlab.UNKNOWN)
+    if dflash.text("projector_type") == "dspark" and not any(map(dflash.has, head_keys.SLOT_KEYS)):
+        dflash.note("a DSpark head without shift_label", "add what it was trained with: true = anchor-first slots")
     causal, is_causal = dflash.flag("causal"), dflash.flag("is_causal")
     if causal is not None and is_causal is not None and causal != is_causal:
         dflash.note(f"{dflash.named('causal')} is {causal} but is_causal is {is_causal}", "keep the right one")
     layers = make_kinds(_windows(config, dflash), causal if is_causal is None else is_causal)
-    return zlab.read_fields(config, dflash, layers, has_mask_embedding)
+    return zlab.read_fields(config, dflash, layers, stored, architectures=ARCHITECTURES)
 
 
 def _windows(config: ConfigSection, dflash: ConfigSection) -> tuple[int | None, ...]:
@@ -49,14 +53,21 @@ def _windows(config: ConfigSection, dflash: ConfigSection) -> tuple[int | None, 
 
 def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
     """config.json as ModelOpt 0.47 exports it, and with the keys that z-lab's readers look for."""
+    head_keys.refuse_to_write(config, NAME, heads=("slots", "markov", "confidence", "convolution", "selector"))
     fields = zlab.write_fields(config, NAME)
     causal = one_value({kind.causal for kind in config.layers}, "causality", NAME)
     window = one_value({kind.window for kind in config.layers}, "windows", NAME)
-    dflash = fields["dflash_config"]
-    assert isinstance(dflash, dict)
+    dflash = zlab.section_of(fields)
     if config.has_mask_embedding:
         raise inexpressible("a mask embedding", NAME)
     fields["is_causal"] = dflash["causal"] = causal
+    fields |= head_keys.slot_keys(config)
+    dflash |= {"shift_label": config.slots == "anchor-first", **head_keys.dflash2_keys(config)}
+    if config.selector is not None:
+        fields["architectures"] = [zlab.DFLASH2_ARCHITECTURE]
+    if config.markov is not None or config.confidence is not None:
+        dflash |= {"projector_type": "dspark", **head_keys.markov_keys(config)}
+        fields["architectures"] = ["DSparkDraftModel"]
     if window is not None:
         dflash.update(use_swa=True, swa_window_size=window)
     return fields

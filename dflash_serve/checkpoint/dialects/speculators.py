@@ -1,20 +1,26 @@
-"""The speculators dialect (vllm-project/speculators 0.9, `DFlashSpeculatorConfig`).
+"""The speculators dialect (vllm-project/speculators 0.9: `DFlash-`, `DFlash2-` and `DSparkSpeculatorConfig`).
 
 The transformer is nested in `transformer_layer_config`. `aux_hidden_state_layer_ids` index Hugging Face's
 hidden_states, whose entry 0 is the embedding: they are our ids + 1. Full-attention layers are always bidirectional
 inside the block; sliding ones are causal unless `sliding_window_non_causal`. vLLM 0.32 and 0.33 take that key for every
 layer (`speculators/algos.py:124`), so it is written as true wherever no layer is causal.
+
+A DSpark export without `sample_from_anchor` is anchor-first to speculators and fill-in to vLLM: the number of tokens it
+says it drafts (`speculative_tokens`) settles it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.dialects import head_keys
 from dflash_serve.checkpoint.dialects.dialect import (
     ConfigSection,
     Dialect,
     inexpressible,
     one_value,
-    refuse_other_slots,
+    refuse_other_attention,
 )
 from dflash_serve.checkpoint.dialects.transformer_keys import (
     make_kinds,
@@ -23,26 +29,35 @@ from dflash_serve.checkpoint.dialects.transformer_keys import (
     rope_parameters,
     write_transformer,
 )
-from dflash_serve.checkpoint.dialects.zlab import check_architecture
+from dflash_serve.checkpoint.dialects.zlab import UNKNOWN, check_architecture, read_block_size
+from dflash_serve.checkpoint.heads import Slots
 
 NAME = "speculators"
 DEPTH_KEY = "num_target_layers"
 """Ours: speculators allows extra keys and would otherwise forget the depth of the target."""
+ARCHITECTURES = {"dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator"}
+"""What is written, by speculators_model_type."""
+KNOWN_ARCHITECTURES = (*ARCHITECTURES.values(), "DFlashDraftModel", "DFlash2Speculator", "Qwen3DSparkModel")
 KEYS = {
     *("speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config"),
     *("architectures", "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "sliding_window_non_causal"),
-    *("draft_vocab_size", "target_hidden_size", "sample_from_anchor", "shift_label", "projector_type", DEPTH_KEY),
+    *("draft_vocab_size", "target_hidden_size", "projector_type", DEPTH_KEY),
+    *head_keys.KEYS,
 }
 HEADS = {"pure_draft_prefix_len", "emb_dim", "gru_hidden_dim"}
 """Defaults of heads that projector_type switches on."""
-TRAINING = {"lambda_base_start", "lambda_base_decay_ratio", "auf", "max_anchors"}
+TRAINING = {
+    *("lambda_base_start", "lambda_base_decay_ratio", "auf", "max_anchors"),
+    *("num_anchors", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"),
+}
 WRITTEN_ANYWAY = {
     *("_name_or_path", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "chunk_size_feed_forward"),
     *("dtype", "torch_dtype", "id2label", "label2id", "is_encoder_decoder", "model_type", "output_attentions"),
     *("output_hidden_states", "problem_type", "return_dict", "tie_word_embeddings", "transformers_version"),
 }
 """By transformers, for every model."""
-COPIES = frozenset({"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"})
+COPIES = frozenset({"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d"})
+"""Of the target; `lm_head` only where the draft vocabulary is the target's. `t2d` says what d2t does."""
 
 
 def matches(config: ConfigSection) -> bool:
@@ -50,33 +65,52 @@ def matches(config: ConfigSection) -> bool:
     return config.has("speculators_model_type")
 
 
-def read(config: ConfigSection, has_mask_embedding: bool) -> dict[str, object]:
+def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
     """DrafterConfig's fields of a speculators config.json."""
-    if config.raw["speculators_model_type"] != "dflash":
-        config.refuse("speculators_model_type", ("dflash",), "only DFlash speculators are supported")
+    kind = config.text("speculators_model_type")
+    if kind not in ARCHITECTURES:
+        config.refuse("speculators_model_type", tuple(ARCHITECTURES), "only DFlash speculators are supported")
         return {}
-    known = KEYS | HEADS | TRAINING | WRITTEN_ANYWAY
-    config.only(known, "it may change what the drafter computes; remove it if it does not")
-    check_architecture(config)
-    refuse_other_slots(config)
+    config.only(KEYS | HEADS | TRAINING | WRITTEN_ANYWAY, UNKNOWN)
+    check_architecture(config, KNOWN_ARCHITECTURES)
+    refuse_other_attention(config)
     inner = config.section("transformer_layer_config")
-    _check_vocabulary(config, inner.integer("vocab_size"))
     config.refuse(
         "target_hidden_size",
         (inner.integer("hidden_size"),),
         "its features are not as wide as the drafter",
         "use a drafter of the target's hidden size",
     )
-    block_size = config.integer("block_size", minimum=2)
+    slots = _slots(config, kind)
+    block_size = read_block_size(config, slots)
     _check_proposal(config, block_size)
+    non_causal = config.flag("sliding_window_non_causal")
     return {
         **read_transformer(inner),
+        **head_keys.read_heads(config, stored, markov_kind="vanilla"),
         "block_size": block_size,
+        "slots": slots,
+        "draft_vocabulary": _draft_vocabulary(config, inner.integer("vocab_size")),
         "target_layer_ids": _layer_ids(config),
         "num_target_layers": config.optional_integer(DEPTH_KEY),
         "mask_token_id": config.integer("mask_token_id", minimum=0),
-        "layers": make_kinds(read_windows(inner), False if config.flag("sliding_window_non_causal") else None),
+        "layers": make_kinds(
+            read_windows(inner), False if non_causal or (kind == "dflash2" and non_causal is None) else None
+        ),
     }
+
+
+def _slots(config: ConfigSection, kind: str) -> Slots:
+    """By the key; else by the number of tokens that the export says it drafts; plain DFlash and DFlash2 are fill-in."""
+    if any(map(config.has, head_keys.SLOT_KEYS)) or kind != "dspark":
+        return head_keys.read_slots(config, "fill-in")
+    rows, counts = config.integer("block_size"), set(_speculative_tokens(config))
+    if counts == {rows}:
+        return "anchor-first"
+    if counts != {rows - 1}:
+        what = f"no sample_from_anchor, and speculative_tokens {sorted(counts)} beside block_size {rows} does not tell"
+        config.note(what, "add what it was trained with: true = the anchor's row predicts, too")
+    return "fill-in"
 
 
 def _layer_ids(config: ConfigSection) -> tuple[int, ...]:
@@ -87,25 +121,32 @@ def _layer_ids(config: ConfigSection) -> tuple[int, ...]:
     return tuple(index - 1 for index in shifted or (1,))
 
 
-def _check_vocabulary(config: ConfigSection, vocab_size: int) -> None:
+def _draft_vocabulary(config: ConfigSection, vocab_size: int) -> int | None:
+    """None where all of the target's tokens can be drafted. The class default, 32000, is always written out."""
     draft = config.optional_integer("draft_vocab_size")
-    if draft is not None and draft != vocab_size:
-        config.note(
-            f"reduced draft vocabulary ({draft} of {vocab_size} tokens): it needs a head of its own, but we, "
-            "SGLang and TensorRT-LLM draft through the target's",
-            "train with draft_vocab_size = vocab_size",
-        )
+    if draft is not None and draft > vocab_size:
+        config.note(f"draft_vocab_size {draft} is more than vocab_size {vocab_size}", "correct one of them")
+    return None if draft is None or draft >= vocab_size else draft
+
+
+def _speculative_tokens(config: ConfigSection) -> list[int]:
+    """What its proposal methods draft."""
+    methods = config.section("speculators_config").raw.get("proposal_methods")
+    counts = (
+        [method.get("speculative_tokens") for method in methods or () if isinstance(method, dict)]
+        if isinstance(methods, list)
+        else []
+    )
+    return [count for count in counts if isinstance(count, int)]
 
 
 def _check_proposal(config: ConfigSection, block_size: int) -> None:
-    """speculative_tokens counts what follows the anchor, so B - 1 at most; more means slot 0 predicts too (DSpark)."""
-    methods = config.section("speculators_config").raw.get("proposal_methods")
-    for method in methods if isinstance(methods, list) else ():
-        count = method.get("speculative_tokens") if isinstance(method, dict) else None
-        if isinstance(count, int) and count > block_size - 1:
+    """speculative_tokens counts what follows the anchor, so B - 1 at most; more is another slot convention."""
+    for count in _speculative_tokens(config):
+        if count > block_size - 1:
             config.note(
-                f"speculative_tokens is {count} but a block of {block_size} has {block_size - 1} masked slots",
-                "correct block_size or speculative_tokens",
+                f"speculative_tokens is {count} but a block of {block_size} has {block_size - 1} slots to draft",
+                "correct block_size, speculative_tokens or sample_from_anchor",
             )
 
 
@@ -115,18 +156,22 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
     one_value({kind.window for kind in config.layers} - {None}, "windows", NAME)
     causal = one_value({kind.causal for kind in config.layers if kind.window is not None}, "causality", NAME)
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}
+    kind = "dflash" if config.family == "DFlash" and config.confidence is None else "dspark"
+    kind = "dflash2" if config.selector is not None else kind
     return {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
+        "architectures": [ARCHITECTURES[kind]],
+        "speculators_model_type": kind,
         "speculators_version": "0.9.0",
-        "block_size": config.block_size,
+        "block_size": config.rows(),
+        **head_keys.slot_keys(config),
+        **(head_keys.markov_keys(config) if kind == "dspark" else head_keys.dflash2_keys(config)),
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": [index + 1 for index in config.target_layer_ids],
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocabulary or config.vocab_size,
         "sliding_window_non_causal": not causal,
         **({} if config.num_target_layers is None else {DEPTH_KEY: config.num_target_layers}),
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": target, "architectures": []},
@@ -142,6 +187,8 @@ def _check_expressible(config: DrafterConfig) -> None:
         "an embedding scale": config.embedding_scale != 1.0,
         "an output multiplier": config.output_multiplier != 1.0,
         "a soft-cap of the logits": config.final_logit_softcap is not None,
+        "convolutions without a candidate selector": config.convolution is not None and config.selector is None,
+        "convolutions beside a Markov head": config.convolution is not None and config.markov is not None,
         "full-attention layers that are causal": any(kind.causal and kind.window is None for kind in config.layers),
     }
     for what, present in inexpressibles.items():

@@ -1,10 +1,10 @@
-"""z-lab's own dialect: Hugging Face checkpoints `z-lab/*-DFlash`, DeepSpec's and SpecForge's, and what SGLang,
-TensorRT-LLM and vLLM read.
+"""z-lab's own dialect: Hugging Face checkpoints `z-lab/*-DFlash` and `*-DFlash2`, SpecForge's plain ones, and what
+SGLang, TensorRT-LLM and vLLM read.
 
 April 2026: `block_size` at top level, `dflash_config` {mask_token_id, target_layer_ids}. August 2026 (dflash 0.1.0):
 everything is looked up in `dflash_config` first and at top level second, and `is_causal`, `input_embedding_scale`,
-`output_multiplier` and `final_logit_softcapping` appear. DeepSpec puts `target_layer_ids` at top level; SpecForge gives
-none, which means z-lab's uniform formula.
+`output_multiplier` and `final_logit_softcapping` appear. SpecForge gives no `target_layer_ids`, which means z-lab's
+uniform formula. DFlash2's sizes are written into `dflash_config`, where SGLang looks only. Slots are fill-in.
 
 Windows follow August's rule: a `sliding_attention` layer is causal inside the block unless `is_causal` says otherwise.
 (April's SDPA path ignored windows altogether; the same weights then draft differently beyond the window.)
@@ -12,13 +12,16 @@ Windows follow August's rule: a `sliding_attention` layer is causal inside the b
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
+from dflash_serve.checkpoint.dialects import head_keys
 from dflash_serve.checkpoint.dialects.dialect import (
     ConfigSection,
     Dialect,
     inexpressible,
     one_value,
-    refuse_other_slots,
+    refuse_other_attention,
 )
 from dflash_serve.checkpoint.dialects.transformer_keys import (
     make_kinds,
@@ -27,16 +30,21 @@ from dflash_serve.checkpoint.dialects.transformer_keys import (
     rope_theta_and_scaling,
     write_transformer,
 )
+from dflash_serve.checkpoint.heads import MASK_EMBEDDING, Slots
 
 NAME = "zlab"
 KEYS = {
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "is_causal"),
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+    *head_keys.KEYS,
 }
-REFUSABLE = {"sample_from_anchor", "shift_label", "projector_type", "attention_sink_bias", "attention_value_scale"}
+REFUSABLE = {"projector_type", "attention_mode", "attention_sink_bias", "attention_value_scale"}
 HARMLESS = {"mask_token", "pure_draft_prefix_len", "dtype"}
-"""Read by nothing that drafts with plain DFlash; `mask_token` is the text of mask_token_id."""
-ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
+"""Read by nothing that drafts with DFlash; `mask_token` is the text of mask_token_id."""
+UNKNOWN = "it may change what the drafter computes; remove it if it does not"
+PLAIN_ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel", "MuseGlimmerAssistantModel")
+DFLASH2_ARCHITECTURE = "DFlash2DraftModel"
+DFLASH2_ARCHITECTURES = (DFLASH2_ARCHITECTURE, "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
 
 
 def matches(config: ConfigSection) -> bool:
@@ -45,25 +53,43 @@ def matches(config: ConfigSection) -> bool:
     return named or config.has("dflash_config") or config.has("target_layer_ids")
 
 
-def read(config: ConfigSection, has_mask_embedding: bool) -> dict[str, object]:
+def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
     """DrafterConfig's fields of a z-lab config.json (dflash 0.1.0 `model.py`, SGLang 0.5.23 `dflash_utils.py`)."""
     dflash = config.section("dflash_config", falls_back=True)
-    dflash.only(KEYS | REFUSABLE | HARMLESS, "it may change what the drafter computes; remove it if it does not")
-    return read_fields(config, dflash, make_kinds(read_windows(config), dflash.flag("is_causal")), has_mask_embedding)
+    dflash.only(KEYS | REFUSABLE | HARMLESS, UNKNOWN)
+    layers = make_kinds(read_windows(config), dflash.flag("is_causal"))
+    return read_fields(config, dflash, layers, stored)
 
 
 def read_fields(
-    config: ConfigSection, dflash: ConfigSection, layers: tuple[AttentionKind, ...], has_mask_embedding: bool
+    config: ConfigSection,
+    dflash: ConfigSection,
+    layers: tuple[AttentionKind, ...],
+    stored: Collection[str],
+    *,
+    slots: Slots = "fill-in",
+    architectures: Collection[str] = (*PLAIN_ARCHITECTURES, *DFLASH2_ARCHITECTURES),
 ) -> dict[str, object]:
-    """All but the windows, which ModelOpt writes elsewhere."""
-    check_architecture(config)
-    refuse_other_slots(dflash)
-    config.refuse("has_embed_tokens", (False,), "a drafter with an embedding of its own is not supported yet")
+    """All but the windows, which ModelOpt writes elsewhere.
+
+    Args:
+        stored: names of the checkpoint's tensors.
+        slots: the convention where no key says it.
+        architectures: those that the dialect knows.
+    """
+    check_architecture(config, architectures)
+    refuse_other_attention(dflash)
+    _refuse_own_ends(config)
     depth = dflash.optional_integer("num_target_layers")
     softcap = dflash.optional_number("final_logit_softcapping")
+    has_mask_embedding = MASK_EMBEDDING in stored
+    told = head_keys.read_slots(dflash, slots)
+    _check_dflash2(config, dflash)
     return {
         **read_transformer(config),
-        "block_size": dflash.integer("block_size", minimum=2),
+        **head_keys.read_heads(dflash, stored),
+        "block_size": read_block_size(dflash, told),
+        "slots": told,
         "target_layer_ids": _target_layer_ids(dflash, depth, len(layers)),
         "num_target_layers": depth,
         "mask_token_id": _mask_token_id(dflash, has_mask_embedding),
@@ -75,11 +101,32 @@ def read_fields(
     }
 
 
-def check_architecture(config: ConfigSection) -> None:
-    """Notes an architecture that is no plain DFlash drafter."""
+def _refuse_own_ends(config: ConfigSection) -> None:
+    config.refuse("has_embed_tokens", (False,), "a drafter with an embedding of its own is not supported yet")
+    config.refuse("has_lm_head", (False,), "a drafter with a whole head of its own is not supported yet")
+
+
+def read_block_size(config: ConfigSection, slots: Slots) -> int:
+    """B from `block_size`, which counts a block's rows: B of fill-in slots, B - 1 of anchor-first ones."""
+    if slots == "fill-in":
+        return config.integer("block_size", minimum=2)
+    return config.integer("block_size") + 1
+
+
+def check_architecture(config: ConfigSection, architectures: Collection[str]) -> None:
+    """Notes an architecture that is none of these."""
     for name in config.strings("architectures") or ():
-        if name not in ARCHITECTURES:
-            config.note(f"architecture {name!r} is not supported", f"supported are: {', '.join(ARCHITECTURES)}")
+        if name not in architectures:
+            config.note(f"architecture {name!r} is not supported", f"supported are: {', '.join(architectures)}")
+
+
+def _check_dflash2(config: ConfigSection, dflash: ConfigSection) -> None:
+    """Architecture and sizes must say the same: engines choose their model by the one and build it by the other."""
+    named = any(name in DFLASH2_ARCHITECTURES for name in config.strings("architectures") or ())
+    pairs = [("conv_group_size", "conv_kernel_size"), ("selector_rank", "selector_top_k")]
+    missing = [key for pair in pairs if not any(map(dflash.has, pair)) for key in pair]
+    if named and missing:
+        config.note(f"a DFlash2 drafter without {', '.join(missing)}", "add what it was trained with")
 
 
 def _mask_token_id(dflash: ConfigSection, has_mask_embedding: bool) -> int | None:
@@ -110,13 +157,25 @@ def _target_layer_ids(dflash: ConfigSection, depth: int | None, count: int) -> t
 
 def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
     """config.json as SGLang 0.5.23, TensorRT-LLM 1.3 (block_size at top level), vLLM and z-lab's code read it."""
+    head_keys.refuse_to_write(config, NAME, heads=("convolution", "selector"))
     fields = write_fields(config, NAME)
-    causal = _common_causality(config)
+    fields["dflash_config"] = {**section_of(fields), **head_keys.dflash2_keys(config)}
+    fields |= head_keys.slot_keys(config)
+    if config.selector is not None:
+        fields["architectures"] = [DFLASH2_ARCHITECTURE]
+    causal = common_causality(config, NAME)
     return fields if causal is None else {**fields, "is_causal": causal}
 
 
+def section_of(fields: dict[str, object]) -> dict[str, object]:
+    """The `dflash_config` of what `write_fields` made."""
+    section = fields["dflash_config"]
+    assert isinstance(section, dict)
+    return section
+
+
 def write_fields(config: DrafterConfig, dialect: str) -> dict[str, object]:
-    """All but the block's causality."""
+    """All but heads, slots and the block's causality."""
     one_value({kind.window for kind in config.layers} - {None}, "windows", dialect)
     dflash: dict[str, object] = {"target_layer_ids": list(config.target_layer_ids)}
     if config.mask_token_id is not None:
@@ -130,21 +189,21 @@ def write_fields(config: DrafterConfig, dialect: str) -> dict[str, object]:
     depth = {} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}
     return {
         "architectures": ["DFlashDraftModel"],
-        "block_size": config.block_size,
+        "block_size": config.rows(),
         "dflash_config": dflash,
         **depth,
         **write_transformer(config, dict(rope_theta_and_scaling(config.rope))),
     }
 
 
-def _common_causality(config: DrafterConfig) -> bool | None:
+def common_causality(config: DrafterConfig, dialect: str) -> bool | None:
     """What `is_causal` gives all layers; None where they differ, and the rule (sliding = causal) tells them apart."""
     causal = {kind.causal for kind in config.layers}
     if len(causal) == 1:
         return causal.pop()
     if all(kind.causal == (kind.window is not None) for kind in config.layers):
         return None
-    raise inexpressible("some layers causal and others not, other than sliding ones causal", NAME)
+    raise inexpressible("some layers causal and others not, other than sliding ones causal", dialect)
 
 
 DIALECT = Dialect(NAME, matches, read, write)

@@ -34,7 +34,7 @@ MISREAD = {
 """Said rightly and read wrongly: `convert` warns of it."""
 READS = {"zlab": READERS, "modelopt": READERS, "speculators": {"vllm": READERS["vllm"]}}
 """SGLang and TensorRT-LLM do not read the speculators dialect."""
-CASES = [(d, e, c) for d in DIALECTS for e in READS[d] for c in LAYERS if (d, c) not in OUT_OF_WORDS]
+CASES = [(d, e, c) for d in READS for e in READS[d] for c in LAYERS if (d, c) not in OUT_OF_WORDS]
 
 
 def written(dialect: str, case: str) -> Raw:

@@ -26,9 +26,13 @@ ROPES: list[dict[str, object]] = [
 ]
 
 
+PLAIN = [name for name in DIALECTS if name != "specforge"]
+"""SpecForge writes plain drafters as z-lab does."""
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> DrafterConfig:
-    """Any drafter that all three dialects can express."""
+    """Any drafter that all dialects can express."""
     window = draw(st.integers(1, 4096))
     uniform = st.sampled_from(
         [AttentionKind(), AttentionKind(window=window), AttentionKind(window=window, causal=True)]
@@ -65,7 +69,7 @@ def read_back(dialect: str, config: DrafterConfig) -> DrafterConfig:
     return back
 
 
-@given(configs(), st.permutations(list(DIALECTS)))
+@given(configs(), st.permutations(PLAIN))
 @settings(deadline=None)
 def test_any_chain_of_dialects_gives_the_same_config(config: DrafterConfig, chain: list[str]) -> None:
     back = config
@@ -87,7 +91,7 @@ def test_zlab_can_say_everything_a_config_can() -> None:
     assert read_back("modelopt", config) == config
 
 
-@pytest.mark.parametrize(("first", "second"), list(permutations(DIALECTS, 2)))
+@pytest.mark.parametrize(("first", "second"), list(permutations(PLAIN, 2)))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_tensors_are_bit_equal_after_any_conversion(
     first: str, second: str, dtype: torch.dtype, tmp_path: Path

@@ -9,8 +9,9 @@ import torch
 
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import UserError
-from dflash_serve.models.loader import load_target
+from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.models.target import TargetModel
+from dflash_serve.training.blocks import BlockForward, lay_out
 from dflash_serve.training.initialise import drafter_config, new_drafter
 from dflash_serve.training.recipe import DrafterSection
 
@@ -54,3 +55,34 @@ def test_training_goes_on_from_another_drafter(target: TargetModel, tmp_path: Pa
 def test_a_layer_the_target_does_not_have_is_refused(target: TargetModel) -> None:
     with pytest.raises(UserError, match=r"layers 0\.\.3"):
         drafter_config(DrafterSection(mask_token_id=3, target_layer_ids=(1, 9)), target.config)
+
+
+def test_convolutions_begin_idle_on_a_plain_backbone_and_learn(target: TargetModel, tmp_path: Path) -> None:
+    plain = DrafterSection(num_layers=2, mask_token_id=3, num_features=1, block_size=4)
+    section = DrafterSection.model_validate({**plain.model_dump(), "convolution": {"taps": 2, "group_size": 8}})
+    before = new_drafter(drafter_config(plain, target.config), target, init="target", seed=7)
+    write_drafter(tmp_path / "before", before.config, before.state_dict())
+    convolved = new_drafter(drafter_config(section, target.config), target, init=str(tmp_path / "before"), seed=0)
+    sequences = [torch.randint(0, target.config.vocab_size, (17,), generator=torch.Generator().manual_seed(1))]
+    blocks = lay_out(sequences, [torch.tensor([5, 9])], 4)
+    features = [torch.randn(17, before.config.feature_size, generator=torch.Generator().manual_seed(2))]
+    wanted, hidden = (
+        BlockForward(drafter, target.embedding, dtype=torch.float32)(blocks, features)
+        for drafter in (before, convolved)
+    )
+    assert torch.equal(hidden, wanted)
+    (hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3))).sum().backward()
+    for name, parameter in convolved.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.any()), name
+    write_drafter(tmp_path / "after", convolved.config, convolved.state_dict())
+    assert load_drafter(tmp_path / "after").config.convolution == section.convolution
+    with pytest.raises(UserError, match="its convolution differ"):
+        new_drafter(before.config, target, init=str(tmp_path / "after"), seed=0)
+
+
+def test_a_convolution_that_cannot_be_is_refused(target: TargetModel) -> None:
+    section = DrafterSection.model_validate({"mask_token_id": 3, "num_features": 1,
+                                             "convolution": {"taps": 2, "group_size": 7}})  # fmt: skip
+    with pytest.raises(UserError, match="conv_group_size 7 does not divide hidden_size 32"):
+        drafter_config(section, target.config)

@@ -1,0 +1,133 @@
+"""The published drafters we know, from one checked data file (`assets/drafters.json`): no network, no torch.
+
+What a field says was read in public pages, cards and repositories; null = not known. Acceptance lengths are their
+publishers', at other prompts and settings each: they do not compare across rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.common.frozen import Frozen
+from dflash_serve.deployment import Deployment, Model
+from dflash_serve.errors import UserError, did_you_mean
+
+DATA = Path(__file__).with_name("assets") / "drafters.json"
+AUTO = "auto"
+"""As a drafter's name: the best published one for the target and the backend."""
+RANKED: Sequence[Literal["DFlash2", "DSpark", "DFlash"]] = ("DFlash2", "DSpark", "DFlash")
+"""Mean acceptance lengths of one publisher's drafters of one target, Qwen3.5-4B: 5.97, 5.49, 4.92 (z-lab, 2026)."""
+RESTRICTED = ("-NC", "-ND")
+"""In licences that do not let everybody serve."""
+
+
+class PublishedAcceptance(Frozen):
+    """An acceptance length as its publisher gives it, the bonus token counted."""
+
+    benchmark: str
+    value: Annotated[float, Field(ge=1)]
+    setting: str
+    source: str
+
+
+class CataloguedDrafter(Frozen):
+    """One published drafter."""
+
+    repository: str
+    """Hub id, or the bundled `smollm2`."""
+    target: str
+    """Hub id of the target it was trained for."""
+    block_size: Annotated[int, Field(ge=2)]
+    """B, the anchor counted."""
+    heads: Heads
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None
+    """A commit that was seen; checkpoints are replaced in place, so pin one where it is null."""
+    licence: str | None
+    acceptance_length: tuple[PublishedAcceptance, ...]
+    source: str
+    """Where the row's other fields were read."""
+    unsupported: str | None = None
+    """Why no engine of ours serves it, where that is not its heads."""
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether its licence forbids commercial use or changed copies."""
+        return self.licence is not None and any(mark in self.licence for mark in RESTRICTED)
+
+
+class Catalogue(Frozen):
+    """The data file."""
+
+    gathered: str
+    """The day its rows were last looked at."""
+    drafters: tuple[CataloguedDrafter, ...]
+
+
+@cache
+def catalogue() -> Catalogue:
+    """All that is known."""
+    return Catalogue.model_validate_json(DATA.read_text(encoding="utf-8"))
+
+
+def drafters_of(target: str) -> list[CataloguedDrafter]:
+    """The drafters of a target, by its hub id in any case or the part behind the slash; [] = none is known."""
+    wanted = target.rstrip("/").lower()
+    return [
+        drafter
+        for drafter in catalogue().drafters
+        if wanted in (drafter.target.lower(), drafter.target.lower().rpartition("/")[2])
+    ]
+
+
+def unknown_target(target: str) -> UserError:
+    """The error for a target without a drafter."""
+    near = did_you_mean(target, sorted({drafter.target for drafter in catalogue().drafters}))
+    do = near or "`dflash-serve drafters` lists them all; `dflash-serve train` makes one"
+    return UserError(f"no published drafter of it is known (catalogue of {catalogue().gathered})", where=target, do=do)
+
+
+def best_drafter(target: str, serves: Callable[[Heads], bool]) -> CataloguedDrafter | None:
+    """The one that `auto` takes; None where nothing can be served.
+
+    By kind, the publishers' own order (`RANKED`); then one whose revision is pinned; then the file's order. Drafters
+    with a restricting licence have to be named.
+
+    Args:
+        serves: whether the backend serves a drafter with such heads.
+    """
+    able = [
+        drafter
+        for drafter in drafters_of(target)
+        if drafter.unsupported is None and not drafter.is_restricted and serves(drafter.heads)
+    ]
+    return min(able, key=lambda one: (RANKED.index(one.heads.family), one.revision is None), default=None)
+
+
+def with_drafter(deployment: Deployment, serves: Callable[[Heads], bool]) -> tuple[Deployment, str | None]:
+    """The deployment with its drafter named, and what is to be said of it; as it is where it does not say `auto`.
+
+    Raises:
+        UserError: no published drafter of the target is known, or none that the backend serves.
+    """
+    if deployment.drafter is None or deployment.drafter.model != AUTO:
+        return deployment, None
+    target = deployment.target.model
+    if not drafters_of(target):
+        raise unknown_target(target)
+    found = best_drafter(target, serves)
+    if found is None:
+        do = f"`dflash-serve drafters {target}` says why; use another --backend, or name one"
+        raise UserError(f"no drafter of {target} is served by this backend", where="drafter.model", do=do)
+    revision = deployment.drafter.revision or found.revision
+    model = Model(model=found.repository, revision=revision, quantization=deployment.drafter.quantization)
+    told = f"drafter: {found.repository}" + (f" at {revision}" if revision else "")
+    told += f" ({found.heads.family}, B {found.block_size}), the best known of {target} that this backend serves"
+    if revision is None and "/" in found.repository:
+        told += "; its revision is not pinned: set drafter.revision"
+    return deployment.model_copy(update={"drafter": model}), told

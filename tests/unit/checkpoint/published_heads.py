@@ -1,0 +1,128 @@
+"""The config.json of every drafter in our catalogue, in the dialect it was published in.
+
+What public pages tell is as they tell it (kinds, block sizes, ranks, vocabularies, layer ids, sizes of Qwen3); other
+sizes are plausible, and only their shape matters here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dflash_serve.catalogue import CataloguedDrafter, catalogue
+from tests.unit.checkpoint.published import PUBLISHED, QWEN3, QWEN35, SLIDING, Published
+
+Raw = dict[str, object]
+BY_NAME = {row.name: row for row in PUBLISHED}
+MARKOV = {"markov_rank": 256, "markov_head_type": "vanilla"}
+CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """What a drafter takes over from its target."""
+
+    hidden: int
+    intermediate: int
+    heads: tuple[int, int]
+    depth: int
+    vocabulary: tuple[int, int] = QWEN3
+    """(mask_token_id, vocab_size)"""
+
+
+TARGETS = {
+    "Qwen/Qwen3-4B": TargetSizes(2560, 9728, (32, 8), 36),
+    "Qwen/Qwen3-8B": TargetSizes(4096, 12288, (32, 8), 36),
+    "Qwen/Qwen3-14B": TargetSizes(5120, 17408, (40, 8), 40),
+    "Qwen/Qwen3-30B-A3B": TargetSizes(2048, 6144, (32, 4), 48),
+    "Qwen/Qwen3.5-0.8B": TargetSizes(1024, 3584, (16, 8), 24, (248077, 248320)),
+    "Qwen/Qwen3.6-35B-A3B": TargetSizes(2048, 6144, (32, 8), 40, QWEN35),
+    "Qwen/Qwen3.8-27B": TargetSizes(5120, 17408, (40, 8), 64, QWEN35),
+    "Qwen/Qwen3.8-2.4T-A95B": TargetSizes(8192, 24576, (64, 8), 94, QWEN35),
+    "google/gemma-4-12B-it": TargetSizes(3840, 15360, (16, 8), 48, (4, 262144)),
+    "google/gemma-4-31B-it": TargetSizes(5376, 10752, (64, 8), 60, (4, 262144)),
+    "zai-org/GLM-5.2": TargetSizes(5120, 12288, (64, 8), 92, (151330, 151552)),
+    "zai-org/GLM-5.3-Flash": TargetSizes(4096, 10944, (32, 8), 46, (151330, 151552)),
+    "deepseek-ai/DeepSeek-V4-Flash": TargetSizes(4096, 12288, (64, 8), 43, (128815, 129280)),
+    "meta-llama/Llama-3.2-1B-Instruct": TargetSizes(2048, 8192, (32, 8), 16, (128002, 128256)),
+    "smollm2": TargetSizes(576, 1536, (9, 3), 30, (16, 49152)),
+}
+
+
+def config_json(drafter: CataloguedDrafter) -> Raw:
+    """Its config.json."""
+    owner, _, name = drafter.repository.rpartition("/")
+    if name in BY_NAME:
+        return BY_NAME[name].config_json()
+    plain = _plain(drafter)
+    if "Domino" in name:
+        inner = {"projector_type": "domino", "shift_label": True, "emb_dim": 256, "gru_hidden_dim": 1024}
+        return {**plain, "dflash_config": {**_section(plain), **inner}}
+    if owner == "deepseek-ai":
+        return _deepspec(drafter, plain)
+    if "speculator." in name:
+        return _speculators(drafter, plain)
+    if drafter.heads.family == "DSpark":  # SpecForge's form
+        inner = {**_section(plain), **MARKOV, **CONFIDENCE, "projector_type": "dspark", "attention_mode": "gqa"}
+        return {**plain, "architectures": ["DSparkDraftModel"], "block_size": 7, "dflash_config": inner}
+    if drafter.heads.family == "DFlash2":
+        inner = {**_section(plain), **DFLASH2, "block_size": 8}
+        sliding = {"layer_types": [SLIDING] * 5, "sliding_window": 2048, "use_sliding_window": True}
+        return {**plain, **sliding, "architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": inner}
+    return plain
+
+
+def _plain(drafter: CataloguedDrafter) -> Raw:
+    sizes = TARGETS[drafter.target]
+    ids = [1 + index * (sizes.depth - 4) // 4 for index in range(5)]
+    row = Published(
+        drafter.repository, 5, sizes.hidden, sizes.intermediate, sizes.heads, drafter.block_size, ids, sizes.depth, 0.0,
+        sizes.vocabulary,
+    )  # fmt: skip
+    return row.config_json()
+
+
+def _section(raw: Raw) -> Raw:
+    section = raw["dflash_config"]
+    assert isinstance(section, dict)
+    return section
+
+
+def _deepspec(drafter: CataloguedDrafter, plain: Raw) -> Raw:
+    """DeepSpec's: everything at top level, block 7, no key for the slots."""
+    gemma = "gemma" in drafter.repository
+    heads = {**MARKOV, **CONFIDENCE} if drafter.heads.family == "DSpark" else {"markov_rank": 0}
+    inner = _section(plain)
+    outer = {key: value for key, value in plain.items() if key != "dflash_config"}
+    named = ["Gemma4DSparkModel" if gemma else "Qwen3DSparkModel"]
+    return {**outer, **inner, **heads, "architectures": named, "block_size": 7, "num_anchors": 512}
+
+
+def _speculators(drafter: CataloguedDrafter, plain: Raw) -> Raw:
+    """speculators 0.9's; its DSpark exports have no key for the slots, but say how much they draft."""
+    kind = drafter.heads.family.lower()
+    inner = _section(plain)
+    ids = inner["target_layer_ids"]
+    assert isinstance(ids, list)
+    rows = drafter.block_size - (kind == "dspark")
+    transformer = {
+        key: value
+        for key, value in plain.items()
+        if key not in ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers")
+    }
+    heads: Raw = {"dspark": {**MARKOV, **CONFIDENCE}, "dflash2": DFLASH2}.get(kind, {"sample_from_anchor": False})
+    return {
+        "architectures": ["DFlash2DraftModel" if kind == "dflash2" else f"{drafter.heads.family}Speculator"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "block_size": rows,
+        "mask_token_id": inner["mask_token_id"],
+        "aux_hidden_state_layer_ids": [index + 1 for index in ids],
+        "draft_vocab_size": drafter.heads.draft_vocabulary or plain["vocab_size"],
+        "speculators_config": {"algorithm": kind, "proposal_methods": [{"speculative_tokens": drafter.block_size - 1}]},
+        "transformer_layer_config": transformer,
+        **heads,
+    }
+
+
+PUBLISHED_DRAFTERS = catalogue().drafters

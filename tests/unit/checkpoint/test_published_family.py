@@ -1,0 +1,109 @@
+"""Every drafter of the catalogue is understood, or refused by name; and what each engine makes of it is a golden table.
+
+`UPDATE_GOLDEN=1` writes the table anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_serve.backend import DraftingBackend, backend
+from dflash_serve.catalogue import CataloguedDrafter
+from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
+from dflash_serve.checkpoint.dialects import DIALECTS, parse
+from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.errors import Problem
+from dflash_serve.models.drafter import Drafter
+from tests.unit.checkpoint.published_heads import PUBLISHED_DRAFTERS, config_json
+
+EACH = pytest.mark.parametrize("drafter", PUBLISHED_DRAFTERS, ids=lambda one: one.repository)
+TABLE = Path(__file__).with_name("golden") / "published.txt"
+ENGINES = ("torch", "sglang", "vllm", "tensorrt-llm")
+
+
+def parsed(drafter: CataloguedDrafter) -> tuple[DrafterConfig | None, list[Problem]]:
+    """With the confidence head's tensors, as the checkpoints have them."""
+    problems: list[Problem] = []
+    stored = ["confidence_head.proj.weight"] if drafter.heads.confidence else []
+    config, _ = parse(config_json(drafter), Path("config.json"), problems, stored=stored)
+    return config, problems
+
+
+def heads_of(config: DrafterConfig) -> Heads:
+    return Heads.model_validate({name: getattr(config, name) for name in Heads.model_fields})
+
+
+def test_there_are_at_least_forty() -> None:
+    assert len(PUBLISHED_DRAFTERS) >= 40
+    assert len({drafter.repository for drafter in PUBLISHED_DRAFTERS}) == len(PUBLISHED_DRAFTERS)
+
+
+@EACH
+def test_a_published_config_is_what_the_catalogue_says(drafter: CataloguedDrafter) -> None:
+    config, problems = parsed(drafter)
+    if drafter.unsupported is not None:
+        assert config is None
+        assert len(problems) == 1
+        return
+    assert problems == []
+    assert config is not None
+    assert config.block_size == drafter.block_size
+    assert heads_of(config) == drafter.heads
+
+
+@EACH
+def test_the_model_has_the_expected_tensors(drafter: CataloguedDrafter) -> None:
+    config, _ = parsed(drafter)
+    if config is None:
+        pytest.skip("refused")
+    with torch.device("meta"):
+        model = Drafter(config)
+    assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == expected_tensors(config)
+
+
+@EACH
+def test_a_published_config_survives_its_own_dialect(drafter: CataloguedDrafter) -> None:
+    problems: list[Problem] = []
+    config, dialect = parse(config_json(drafter), Path("config.json"), problems)
+    if config is None or dialect is None:
+        pytest.skip("refused")
+    again, found = parse(DIALECTS[dialect.name].write(config, None), Path("config.json"), problems)
+    assert (again, found, problems) == (config, dialect, [])
+
+
+def row(drafter: CataloguedDrafter) -> str:
+    """One line of the table: kind, block size, tensors, and the engines that serve it or why not."""
+    config, problems = parsed(drafter)
+    if config is None:
+        return f"{drafter.repository} | refused: {problems[0].what}"
+    verdicts = []
+    for name in ENGINES:
+        one = backend(name)
+        assert isinstance(one, DraftingBackend)
+        found = one.head_problems(config)
+        verdicts.append(f"{name} {one.releases}: " + (found[0].what if found else "yes"))
+    heads = f" ({config.words})" if config.words else ""
+    size = f"B {config.block_size}, {config.rows()} rows, {len(expected_tensors(config))} tensors"
+    return " | ".join([drafter.repository, config.family + heads, size, *verdicts])
+
+
+def test_what_each_engine_makes_of_each_is_as_it_was() -> None:
+    text = "".join(row(drafter) + "\n" for drafter in PUBLISHED_DRAFTERS)
+    if os.environ.get("UPDATE_GOLDEN"):
+        TABLE.parent.mkdir(exist_ok=True)
+        TABLE.write_text(text)
+    assert text == TABLE.read_text()
+
+
+def test_the_table_is_json_without_secrets_of_any_kind() -> None:
+    raw = json.loads((Path(__file__).parents[3] / "dflash_serve/assets/drafters.json").read_text())
+    for entry in raw["drafters"]:
+        assert entry["source"]
+        for figure in entry["acceptance_length"]:
+            assert 1 <= figure["value"] <= entry["block_size"]
+            assert figure["source"]

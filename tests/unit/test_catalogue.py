@@ -1,0 +1,119 @@
+"""The catalogue of published drafters: listed offline, and `drafter: auto` chosen from it."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_serve.backend import DraftingBackend, backend, installed
+from dflash_serve.catalogue import best_drafter, catalogue, drafters_of, with_drafter
+from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.cli.drafters import name_drafter
+from dflash_serve.cli.main import app
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: object) -> None:
+        raise AssertionError("asked the network")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+
+
+def auto(target: str) -> Deployment:
+    return Deployment.model_validate({"target": {"model": target}, "drafter": {"model": "auto"}})
+
+
+def chosen(target: str, engine: str) -> str:
+    found = name_drafter(auto(target), backend(engine), quiet=True).drafter
+    assert found is not None
+    return found.model
+
+
+def test_every_backend_can_tell() -> None:
+    assert all(isinstance(backend(name), DraftingBackend) for name in installed())
+
+
+def test_a_target_is_found_by_its_id_in_any_case_and_by_its_name() -> None:
+    wanted = {drafter.repository for drafter in drafters_of("Qwen/Qwen3-8B")}
+    assert {"z-lab/Qwen3-8B-DFlash-b16", "deepseek-ai/dspark_qwen3_8b_block7"} <= wanted
+    assert {one.repository for one in drafters_of("qwen3-8b")} == wanted
+
+
+@pytest.mark.parametrize(
+    ("target", "engine", "repository"),
+    [
+        ("Qwen/Qwen3-4B", "torch", "mgoin/Qwen3-4B-speculator.dflash2"),
+        ("Qwen/Qwen3-4B", "sglang", "mgoin/Qwen3-4B-speculator.dflash2"),
+        ("Qwen/Qwen3-8B", "tensorrt-llm", "z-lab/Qwen3-8B-DFlash-b16"),
+        ("Qwen/Qwen3-8B", "vllm", "z-lab/Qwen3-8B-DFlash-b16"),
+        ("Qwen/Qwen3-14B", "sglang", "deepseek-ai/dspark_qwen3_14b_block7"),
+        ("smollm2", "torch", "smollm2"),
+    ],
+)
+def test_auto_takes_the_best_that_the_backend_serves(target: str, engine: str, repository: str) -> None:
+    assert chosen(target, engine) == repository
+
+
+def test_what_auto_took_is_said_with_its_revision_or_that_it_has_none() -> None:
+    found, told = with_drafter(auto("Qwen/Qwen3-4B"), lambda _: True)
+    assert found.drafter is not None
+    assert found.drafter.revision == "e3e7a18e4f541fa3841c2fb0666a7759079ab6fd"
+    assert told is not None
+    assert "mgoin/Qwen3-4B-speculator.dflash2 at e3e7a18e" in told
+    _, told = with_drafter(auto("Qwen/Qwen3-14B"), lambda _: True)
+    assert told is not None
+    assert "its revision is not pinned" in told
+
+
+def test_a_drafter_that_is_named_is_left_alone() -> None:
+    named = Deployment.model_validate({"target": {"model": "Qwen/Qwen3-4B"}, "drafter": {"model": "a/b"}})
+    assert with_drafter(named, lambda _: True) == (named, None)
+
+
+def test_auto_never_takes_a_restricted_licence_nor_what_nothing_runs() -> None:
+    assert drafters_of("zai-org/GLM-5.3-Flash")[0].is_restricted
+    best = best_drafter("zai-org/GLM-5.3-Flash", lambda _: True)
+    assert best is not None
+    assert best.repository == "RedHatAI/GLM-5.3-Flash-speculator.dspark-preview"
+    assert best_drafter("google/gemma-4-12B-it", lambda _: True) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "serves", "words"),
+    [
+        ("Qwen/Qwen3-8", True, "did you mean Qwen/Qwen3-8B?"),
+        ("no/such", True, "no published drafter of it is known"),
+        ("Qwen/Qwen3-8B", False, "no drafter of Qwen/Qwen3-8B is served by this backend"),
+    ],
+)
+def test_auto_without_an_answer_is_one_line(target: str, serves: bool, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        with_drafter(auto(target), lambda _: serves)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_verb_lists_all_or_a_targets_with_reasons() -> None:
+    everything = json.loads(CliRunner().invoke(app, ["drafters", "--json"]).output)
+    assert len(everything["drafters"]) == len(catalogue().drafters)
+    text = CliRunner().invoke(app, ["drafters", "Qwen/Qwen3-8B"]).output
+    assert "deepseek-ai/dspark_qwen3_8b_block7  for Qwen/Qwen3-8B" in text
+    assert "DSpark (vanilla Markov head of rank 256, confidence head, anchor-first slots), block size 8" in text
+    assert "not by tensorrt-llm:" in text
+    assert "7.87 MATH-500 (greedy, B 16; arXiv 2602.06036, table 1)" in text
+    names = CliRunner().invoke(app, ["drafters", "Qwen/Qwen3-8B", "-q"]).output.split()
+    assert names == [drafter.repository for drafter in drafters_of("Qwen/Qwen3-8B")]
+
+
+def test_heads_in_words() -> None:
+    assert Heads().words == ""
+    heads = Heads.model_validate(
+        {"slots": "anchor-first", "draft_vocabulary": 32000, "markov": {"kind": "rnn", "rank": 8}}
+    )
+    assert heads.words == "rnn Markov head of rank 8, 32,000 tokens, anchor-first slots"
