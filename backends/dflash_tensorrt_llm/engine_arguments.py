@@ -68,7 +68,7 @@ OTHER_CONFIG = (
     *("max_stats_len", "moe_cluster_parallel_size", "moe_tensor_parallel_size", "nvfp4_gemm_config"),
     *("otlp_traces_endpoint", "peft_cache_config", "perf_metrics_max_requests", "postprocess_tokenizer_dir"),
     *("print_iter_log", "request_stats_max_iterations", "sampler_type", "scheduler_config", "sleep_config"),
-    *("sparse_attention_config", "stream_interval", "tokenizer_mode", "torch_compile_config"),
+    *("sparse_attention_config", "tokenizer_mode", "torch_compile_config"),
     *("use_cute_dsl_bf16_bmm", "use_cute_dsl_bf16_gemm", "use_cute_dsl_blockscaling_bmm"),
     *("use_cute_dsl_blockscaling_mm",),
 )  # fmt: skip

@@ -175,6 +175,13 @@ def load(
     return drafter.eval().requires_grad_(False), _product(parts, mine, dtype)
 
 
+def context_weight(whole: Mapping[str, Weight], config: DrafterConfig, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """This rank's K and V rows of all layers, dequantised: [layers * 2 * kv_heads * head_dim, H]."""
+    names = [f"layers.{i}.self_attn.{name}.weight" for i in range(config.num_layers) for name in ("k_proj", "v_proj")]
+    mine = {name: layout.shard(name, whole[name], config) for name in names}
+    return torch.cat(list(dequantized(mine, dtype).values()))
+
+
 def _product(names: list[str], mine: Mapping[str, Weight], dtype: torch.dtype) -> Product:
     biases = dequantized({name: mine[f"{name}.bias"] for name in names if f"{name}.bias" in mine}, dtype)
     bias = torch.cat(list(biases.values())) if biases else None

@@ -11,7 +11,7 @@ import yaml
 from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
 from dflash_tensorrt_llm.launch_plan import make_launch_plan
-from dflash_tensorrt_llm.upstream import Release
+from dflash_tensorrt_llm.releases import Release
 from tests.support.tiny import tiny_drafter_config
 from tests.unit.tensorrt_llm.conftest import tiny_deployment
 
@@ -120,6 +120,7 @@ def test_a_schedule_by_batch_size_makes_auto_the_users_own(deployment: Deploymen
 
 def test_where_no_number_is_given_the_drafters_context_decides(hub: Path) -> None:
     fields = {"target": {"model": "Qwen/Qwen3-8B"}, "drafter": {"model": "z-lab/Qwen3-8B-DFlash-b16"}}
+    fields["kv_cache"] = {"dtype": "fp8"}  # with K/V in 16 bits the context has no arena of its own
     short = Deployment.model_validate({**fields, "hardware": {"gpu": "b200"}, "limits": {"max_model_len": 4096}})
     long = Deployment.model_validate({**fields, "hardware": {"gpu": "b200"}, "limits": {"max_model_len": 40960}})
     batches = [configuration(each)["max_batch_size"] for each in (short, long)]
