@@ -73,6 +73,8 @@ OTHER_CONFIG = (
     *("use_cute_dsl_blockscaling_mm",),
 )  # fmt: skip
 """Keys of config.yaml that our mirror does not have; their values are TensorRT-LLM's to check."""
+IN_CONFIG = ("num_postprocess_workers", "trust_remote_code")
+"""Options that are keys of config.yaml, as in NVIDIA's curated files: Dynamo has no such options, and reads that."""
 PARSERS = ParserNames(
     reasoning={"deepseek_r1": "deepseek-r1"},
     tool_call={"qwen": "qwen3", "qwen25": "qwen3", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31",
@@ -118,7 +120,8 @@ def serving_options(plan: LaunchPlan) -> list[str]:
 def options(given: EngineArgs) -> dict[str, JsonValue]:
     """Those that are options of the command line."""
     parser = _parser() if given else None
-    return {name: value for name, value in given.items() if parser and parser.action(name)}
+    words = (name for name in given if name.replace("-", "_") not in IN_CONFIG)
+    return {name: given[name] for name in words if parser and parser.action(name)}
 
 
 def config_fields(given: EngineArgs) -> dict[str, JsonValue]:

@@ -71,7 +71,8 @@ CONTEXT_IN_POOL = Feature(
     "#18343: with TRTLLM attention the draft K/V manager's pages hold the context, not an arena beside it",
 )
 BUDGET_CHECK = Feature(
-    Release(1, 4, 0), "reference page of 1.4.0rc1 (skip_ctx_buffer_budget_check), absent in 1.3.0rc27"
+    Release(1, 4, 0),
+    "#19466: an arena that does not fit is refused (VANILLA, FA4); reference page of 1.4.0rc1, not of rc27",
 )
 RECOMPUTE_TAIL = Feature(Release(1, 4, 0), "reference page of 1.4.0rc1 (context_recompute_tail), absent in 1.3.0rc27")
 TWO_SIDED_WINDOWS = Feature(Release(1, 4, 0), "`use_swa`, modeling_dflash.py @7c7504c; not with TRTLLM attention")

@@ -1,4 +1,8 @@
-"""Watches fake tensors on device "cuda" (`torch._subclasses.FakeTensorMode`) for what would make a step wait."""
+"""A device without data in the place of a GPU: shapes, dtypes and kernels' rules hold, and nothing can be read back.
+
+PyTorch's "meta" device, for which operators check what they check for "cuda" (`_scaled_mm` its multiples of 16, too).
+Fake tensors of device "cuda" would say more, but a CPU build cannot even index one.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,17 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+DEVICE = "meta"
+"""Stands for "cuda": `.item()`, `.tolist()` and `.cpu()` of its tensors raise, as a step would wait for them."""
 
 
 class OnTheDevice(TorchDispatchMode):
-    """Refuses whatever takes a tensor from the device to the host; `.item()` and the like are FakeTensorMode's own."""
+    """Refuses operators that mix device and host, scalars and copies to the device aside."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        came = [a for a in args if isinstance(a, Tensor)]
-        if isinstance(out, Tensor) and out.device.type == "cpu" and any(a.device.type == "cuda" for a in came):
-            raise AssertionError(f"{func} takes a tensor to the host")
-        return out
+        given = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor) and t.dim()]
+        if len({t.device.type for t in given}) > 1 and "copy" not in str(func):
+            raise AssertionError(f"{func} mixes tensors of host and device")
+        return func(*args, **(kwargs or {}))

@@ -74,7 +74,8 @@ def _columns(weight: Weight, start: int, stop: int) -> Weight:
 def in_captured_order(fc: Tensor, config: DrafterConfig) -> Tensor:
     """fc.weight [H, F*H] for features in ascending layer order, which is how TensorRT-LLM captures them (dflash.py)."""
     order = sorted(range(len(config.target_layer_ids)), key=lambda index: config.target_layer_ids[index])
-    return fc.view(len(fc), len(order), -1)[:, order].reshape(fc.shape)
+    parts = fc.chunk(len(order), dim=1)
+    return torch.cat([parts[index] for index in order], dim=1)
 
 
 class Product(nn.Module):

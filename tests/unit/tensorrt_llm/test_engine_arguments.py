@@ -44,9 +44,10 @@ def test_options_go_to_the_command_line_and_keys_into_config_yaml(deployment: De
     }
     asked = with_(deployment, engine_args={"tensorrt-llm": given, "sglang": {"nonsense": 1}})
     said = " ".join(BACKEND.command(asked, Path("/prepared")).argv)
-    assert said.endswith("--trust_remote_code --log_level warning")
+    assert said.endswith("config.yaml --log_level warning")
     written = configuration(asked)
     assert written["stream_interval"] == 4
+    assert written["trust_remote_code"] is True, "an option, too, but Dynamo reads config.yaml alone"
     assert written["moe_config"] == {"backend": "CUTLASS"}
     assert "nonsense" not in said + str(written)
 
