@@ -23,7 +23,8 @@ from .engine_arguments import config_fields, merged, serving_options
 from .facts import FACTS
 from .launch_plan import LaunchPlan, make_launch_plan
 from .preview import preview
-from .upstream import FIRST, NEWEST, LlmArgs, Release, installed_release, llm_args
+from .releases import DFLASH, NEWEST, TRTLLM_ATTENTION, Release, installed_release
+from .upstream import LlmArgs, llm_args
 
 CONFIG, DRAFT, PLUG_IN = "config.yaml", "draft", "dflash_serve_drafter"
 """What `prepare` writes into its folder."""
@@ -31,7 +32,7 @@ REGISTERING = '''"""Written by `dflash-serve`: registers its drafter with Tensor
 
 from dflash_tensorrt_llm.plugin import register
 
-TargetModel = register({architecture!r}, __name__)
+TargetModel = register({architecture!r}, __name__, {implementation!r})
 '''
 
 
@@ -44,7 +45,7 @@ class TensorRTLLMBackend:
 
     name = "tensorrt-llm"
     facts = FACTS
-    releases = f"{FIRST} to {NEWEST}"
+    releases = f"{DFLASH.since} to {NEWEST}"
 
     def __init__(self, release: Release | None = None) -> None:
         self._release = release
@@ -80,7 +81,7 @@ class TensorRTLLMBackend:
         folder = folder.resolve()
         if plan.drafter is not None:
             assert deployment.drafter is not None
-            write_draft_folder(deployment.drafter, plan.drafter, folder / DRAFT)
+            write_draft_folder(deployment.drafter, plan.drafter, folder / DRAFT, of_upstream=not plan.beyond_upstream)
         for name, text in self._texts(plan, folder).items():
             write_whole(folder / name, text)
 
@@ -97,7 +98,9 @@ class TensorRTLLMBackend:
         """Name -> text of the files that are ours, beside the drafter's."""
         texts = {CONFIG: self.yaml(plan, folder)}
         if plan.needs_plug_in:
-            texts[f"{PLUG_IN}/__init__.py"] = REGISTERING.format(architecture=plan.target.architecture)
+            texts[f"{PLUG_IN}/__init__.py"] = REGISTERING.format(
+                architecture=plan.target.architecture, implementation=plan.implementation
+            )
         return texts
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
@@ -185,7 +188,7 @@ def _kv_cache(plan: LaunchPlan) -> dict[str, object]:
     fields: dict[str, object] = {
         "enable_block_reuse": not speculates if kv_cache.block_reuse is None else kv_cache.block_reuse
     }
-    if kv_cache.dtype != "auto":
+    if kv_cache.dtype in ("fp8", "nvfp4"):  # any other is the target's own type, `auto` to upstream
         fields["dtype"] = kv_cache.dtype
     fraction = kv_cache.memory_fraction
     if fraction is None and speculates and plan.gpu is not None:
@@ -204,7 +207,9 @@ def _speculative(plan: LaunchPlan, drafter: Path) -> dict[str, object]:
         # Upstream finds these itself only in a local folder; said here, nothing depends on it.
         **({} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}),
         "target_layer_ids": list(config.target_layer_ids),
-        "attention_backend": plan.attention_backend,
+        # Older releases do not know the key, and have what is its default since.
+        **({"attention_backend": plan.attention_backend} if plan.release.has(TRTLLM_ATTENTION) else {}),
+        **({"context_recompute_tail": plan.recompute_tail} if plan.deployment.kv_cache.block_reuse else {}),
     }
 
 

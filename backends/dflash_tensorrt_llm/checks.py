@@ -13,7 +13,7 @@ from dflash_serve.errors import Problem
 
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_problems, argument_table, named_parsers
 from .launch_plan import ACTIVATIONS, OVERHEAD, PAGE, LaunchPlan
-from .upstream import FIRST, NEWEST
+from .releases import DFLASH, DRAFTER_FROM_OUTSIDE, NEWEST, RECOMPUTE_TAIL
 
 Check = Callable[[LaunchPlan], Iterator[Problem]]
 LEAST_POOL = 0.15
@@ -30,9 +30,9 @@ def problems(plan: LaunchPlan) -> list[Problem]:
 
 
 def _release(plan: LaunchPlan) -> Iterator[Problem]:
-    if plan.drafter is not None and not plan.release.has_dflash:
-        what = f"TensorRT-LLM {plan.release} has no DFlash; it came with {FIRST}"
-        yield Problem(what, "TensorRT-LLM", f"install {FIRST} or later")
+    if plan.drafter is not None and not plan.release.has(DFLASH):
+        what = f"TensorRT-LLM {plan.release} has no DFlash; it came with {DFLASH.since}"
+        yield Problem(what, "TensorRT-LLM", f"install {DFLASH.since} or later")
 
 
 def _devices(plan: LaunchPlan) -> Iterator[Problem]:
@@ -109,6 +109,9 @@ def _target_layout(plan: LaunchPlan) -> Iterator[Problem]:
 def _target_precision(plan: LaunchPlan) -> Iterator[Problem]:
     quantization, gpu = plan.deployment.target.quantization, plan.gpu
     native = plan.target.native_quantization
+    if native == "compressed-tensors":
+        what = "its weights are compressed-tensors in integers, whose activations TensorRT-LLM takes for quantised too"
+        yield Problem(what, "target.model", "serve an FP8 or NVFP4 checkpoint of it, or use --backend vllm")
     if quantization == "mxfp4" and native != "mxfp4":
         what = "mxfp4 is how gpt-oss is published; TensorRT-LLM does not quantise to it"
         yield Problem(what, "target.quantization", "use fp8 or nvfp4, or a gpt-oss checkpoint")
@@ -138,7 +141,7 @@ def head_problems(heads: Heads) -> Iterator[Problem]:
     """Heads that neither the built-in drafter nor ours runs here. Upstream's main of September 2026, after 1.4.0rc1,
     has DSpark (`DSparkDecodingConfig`) and DFlash2 (PR 18155); no release with either was seen, and none has d2t."""
     if heads.family != "DFlash" or heads.convolution is not None or heads.slots != "fill-in":
-        what = f"{heads.family} with {heads.words}: TensorRT-LLM {FIRST} to {NEWEST} has plain DFlash only"
+        what = f"{heads.family} with {heads.words}: TensorRT-LLM {DFLASH.since} to {NEWEST} has plain DFlash only"
         yield Problem(what, "drafter", "use --backend torch or sglang")
     if heads.draft_vocabulary is not None:
         what = "a reduced draft vocabulary: TensorRT-LLM has no d2t and drafts through the target's head"
@@ -167,9 +170,12 @@ def _drafter_fits(plan: LaunchPlan) -> Iterator[Problem]:
 
 
 def _implementation(plan: LaunchPlan) -> Iterator[Problem]:
-    if plan.needs_plug_in and not plan.release.takes_plug_in:
+    if plan.needs_plug_in and not plan.release.has(DRAFTER_FROM_OUTSIDE):
         what = f"TensorRT-LLM {plan.release} would ignore in silence: {'; '.join(plan.needs_plug_in)}"
         yield Problem(what, "drafter", "install TensorRT-LLM 1.4, which takes our drafter, or use a plain bf16 drafter")
+    if _loads_nothing(plan):
+        what = "with load_format dummy no weights are read, and the drafter makes its first product as it reads them"
+        yield Problem(what, "engine_args.tensorrt-llm.load_format", "leave it out, or set speculation.width: off")
 
 
 def _drafter_layout(plan: LaunchPlan) -> Iterator[Problem]:
@@ -183,19 +189,45 @@ def _drafter_layout(plan: LaunchPlan) -> Iterator[Problem]:
     if heads % devices and devices % heads:
         what = f"the drafter's {heads} K/V heads neither split over nor repeat on {devices} devices"
         yield Problem(what, "parallel.tensor", f"use a divisor or a multiple of {heads}")
-    if plan.quantization and plan.quantization.format == "nvfp4":
-        width = config.intermediate_size
-        if width % devices == 0 and (width // devices) % 16:
-            what = f"{width} MLP columns over {devices} devices cut NVFP4's blocks of 16"
-            yield Problem(what, "parallel.tensor", "use fewer devices, attention_data, or the FP8 drafter")
+    if plan.quantization is not None:
+        yield from _blocks_of_16(plan, config, plan.quantization.format)
+
+
+def _loads_nothing(plan: LaunchPlan) -> bool:
+    speculative = plan.engine_args.get("speculative_config", {})
+    formats = [plan.engine_args.get("load_format"), plan.engine_args.get("load-format")]
+    formats.append(speculative.get("load_format") if isinstance(speculative, dict) else None)
+    return any(str(format).lower() == "dummy" for format in formats if format is not None)
+
+
+def _blocks_of_16(plan: LaunchPlan, config: DrafterConfig, format: str) -> Iterator[Problem]:
+    """FP8 kernels take multiples of 16, NVFP4 has one scale for 16 values: on every device's part of the drafter."""
+    devices, dim = plan.drafter_devices, config.head_dim
+    parts = {
+        "query rows": config.num_attention_heads * dim // devices,
+        "K/V rows": plan.drafter_kv_heads * dim,
+        "MLP columns": config.intermediate_size // devices,
+        "hidden columns": config.hidden_size,
+    }
+    for what, size in parts.items():
+        if size % 16:
+            said = f"{size} {what} of the drafter on a device are no multiple of 16, which {format.upper()} asks for"
+            do = "use fewer devices, attention_data, or the bf16 drafter"
+            yield Problem(said, "parallel.tensor" if devices > 1 else "drafter", do)
+    if format == "nvfp4" and plan.implementation != "ours" and config.num_key_value_heads < devices:
+        what = f"TensorRT-LLM repeats K/V heads on {devices} devices, but not their NVFP4 scales"
+        yield Problem(what, "parallel.tensor", f"use at most {config.num_key_value_heads}, or the FP8 drafter")
 
 
 def _block_reuse(plan: LaunchPlan) -> Iterator[Problem]:
-    if plan.deployment.kv_cache.block_reuse:
-        what = (
-            "a reused prompt never passes the target, so the drafter has no features of it and accepts little (#16005)"
-        )
-        yield Problem(what, "kv_cache.block_reuse", "set it to false, or leave it out")
+    """A reused prompt never passes the target, so its features must be made again: as many as the user says."""
+    if not plan.deployment.kv_cache.block_reuse or plan.recompute_tail:
+        return
+    what = "a reused prompt never passes the target, so the drafter has no features of it and accepts little (#16005)"
+    do = "set it to false, or leave it out"
+    if plan.release.has(RECOMPUTE_TAIL):
+        do += "; or have its end computed again: engine_args.tensorrt-llm.speculative_config.context_recompute_tail"
+    yield Problem(what, "kv_cache.block_reuse", do)
 
 
 def _lengths(plan: LaunchPlan) -> Iterator[Problem]:
@@ -227,7 +259,7 @@ def _memory(plan: LaunchPlan) -> Iterator[Problem]:
         needed = f"about {plan.weight_bytes / GIB:.0f} GiB of weights a device"
         what = f"{needed}, of {gpu.memory // GIB} GiB on a {gpu.name}"
         yield Problem(what, "parallel.tensor", "use more devices, or a smaller precision")
-    elif plan.drafter is not None:
+    elif plan.drafter is not None and not plan.context_in_pool:
         yield from _arena(plan, plan.drafter, int(spare * (1 - LEAST_POOL)))
 
 

@@ -19,8 +19,11 @@ NEUTRAL = "dflash_serve.json"
 """Our own description beside config.json: z-lab's dialect cannot say everything, and the plug-in reads this."""
 
 
-def write_draft_folder(model: Model, config: DrafterConfig, folder: Path) -> None:
+def write_draft_folder(model: Model, config: DrafterConfig, folder: Path, *, of_upstream: bool) -> None:
     """Writes config.json and links the weights, whole or not at all; weights are copied only to rename them.
+
+    Args:
+        of_upstream: TensorRT-LLM's own drafter reads it, with two-sided windows in its own words.
 
     Raises:
         UserError: the drafter cannot be fetched or has problems, or the folder is not ours to replace.
@@ -29,7 +32,7 @@ def write_draft_folder(model: Model, config: DrafterConfig, folder: Path) -> Non
     raise_problems(checkpoint.problems, hint=HINT)
     if folder.exists() and not (folder / NEUTRAL).is_file():
         raise UserError("is there already, and not written by us", where=str(folder), do="give another folder")
-    fields = _config_json(config, checkpoint)
+    fields = {**_config_json(config, checkpoint), **(_two_sided(config) if of_upstream else {})}
     with whole_folder(folder) as scratch:
         (scratch / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         (scratch / NEUTRAL).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -52,6 +55,17 @@ def _config_json(config: DrafterConfig, checkpoint: Checkpoint) -> dict[str, obj
         fields[IN_CONFIG] = original[IN_CONFIG]
     dtype = "float32" if {header.dtype for header in checkpoint.headers.values()} == {"F32"} else "bfloat16"
     return {**fields, "dtype": dtype, "torch_dtype": dtype}
+
+
+def _two_sided(config: DrafterConfig) -> dict[str, object]:
+    """Windows that see the slots behind them as TensorRT-LLM 1.4 calls them: `use_swa`, and no `sliding_window`."""
+    windows = {kind.window for kind in config.layers if kind.window is not None and not kind.causal}
+    if not windows:
+        return {}
+    dflash = DIALECTS["zlab"].write(config, None)["dflash_config"]
+    assert isinstance(dflash, dict)
+    swa = {"use_swa": True, "swa_window_size": windows.pop()}
+    return {"use_sliding_window": False, "dflash_config": {**dflash, **swa}}
 
 
 def _has_plain_names(checkpoint: Checkpoint) -> bool:

@@ -68,11 +68,13 @@ OTHER_CONFIG = (
     *("max_stats_len", "moe_cluster_parallel_size", "moe_tensor_parallel_size", "nvfp4_gemm_config"),
     *("otlp_traces_endpoint", "peft_cache_config", "perf_metrics_max_requests", "postprocess_tokenizer_dir"),
     *("print_iter_log", "request_stats_max_iterations", "sampler_type", "scheduler_config", "sleep_config"),
-    *("sparse_attention_config", "stream_interval", "tokenizer_mode", "torch_compile_config"),
+    *("sparse_attention_config", "tokenizer_mode", "torch_compile_config"),
     *("use_cute_dsl_bf16_bmm", "use_cute_dsl_bf16_gemm", "use_cute_dsl_blockscaling_bmm"),
     *("use_cute_dsl_blockscaling_mm",),
 )  # fmt: skip
 """Keys of config.yaml that our mirror does not have; their values are TensorRT-LLM's to check."""
+IN_CONFIG = ("num_postprocess_workers", "trust_remote_code")
+"""Options that are keys of config.yaml, as in NVIDIA's curated files: Dynamo has no such options, and reads that."""
 PARSERS = ParserNames(
     reasoning={"deepseek_r1": "deepseek-r1"},
     tool_call={"qwen": "qwen3", "qwen25": "qwen3", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31",
@@ -118,7 +120,8 @@ def serving_options(plan: LaunchPlan) -> list[str]:
 def options(given: EngineArgs) -> dict[str, JsonValue]:
     """Those that are options of the command line."""
     parser = _parser() if given else None
-    return {name: value for name, value in given.items() if parser and parser.action(name)}
+    words = (name for name in given if name.replace("-", "_") not in IN_CONFIG)
+    return {name: given[name] for name in words if parser and parser.action(name)}
 
 
 def config_fields(given: EngineArgs) -> dict[str, JsonValue]:

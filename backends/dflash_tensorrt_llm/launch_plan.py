@@ -3,13 +3,15 @@
 The drafter's context arena surprised users with 80 GB (issue #16005). The worker holds K/V of every context token of
 every request, densely: entries x layers x (max_seq_len + B) x 2 x K/V heads x head_dim, one entry more than the batch,
 per device (`dflash.py` @00679c6 `_lazy_init_ctx_buffers`). It is allocated outside the K/V pool, so
-`free_gpu_memory_fraction` does not bound it.
+`free_gpu_memory_fraction` does not bound it. With TRTLLM attention and 16-bit K/V later releases have no such arena:
+the context lies in the pages of the draft K/V manager, inside the pool (`releases.CONTEXT_IN_POOL`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.quantization import Quantization
@@ -20,7 +22,7 @@ from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu, Model
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.engine_args import EngineArgs
 
-from .upstream import Release
+from .releases import CONTEXT_IN_POOL, OWN_MASK_ROW, QUANTISED_CONTEXT, RECOMPUTE_TAIL, TWO_SIDED_WINDOWS, Release
 
 ROWS = 8192
 """TensorRT-LLM's default of max_num_tokens."""
@@ -33,7 +35,12 @@ MOST_REQUESTS, UNKNOWN_GPU_REQUESTS = 256, 32
 ARENA_SHARE = 0.4
 """Of what the weights leave, for the context of the drafter of so many requests; the rest is K/V."""
 PAGE = 32
-"""Tokens a page of the paged arena (attention_backend TRTLLM)."""
+"""Tokens a page of the paged arena (attention_backend TRTLLM or FA4)."""
+
+
+Implementation = Literal["upstream", "dequantised context", "ours"]
+"""Which drafter TensorRT-LLM runs: its own; its own, with the K/V slices of a quantised one dequantised (a subclass of
+ours); or ours altogether, for what its own would get wrong."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,24 @@ class LaunchPlan:
     """None = it does not speculate."""
     quantization: Quantization | None
     """The drafter's."""
-    needs_plug_in: tuple[str, ...]
-    """What of this drafter TensorRT-LLM's own drafter would get wrong in silence; nothing = it runs, and not ours."""
+    beyond_upstream: tuple[str, ...]
+    """What of this drafter TensorRT-LLM's own drafter would get wrong in silence, quantisation aside."""
+
+    @property
+    def implementation(self) -> Implementation:
+        """The fastest drafter that gets this one right."""
+        if self.beyond_upstream:
+            return "ours"
+        if self.quantization is None or self.release.has(QUANTISED_CONTEXT):
+            return "upstream"
+        return "dequantised context"
+
+    @property
+    def needs_plug_in(self) -> tuple[str, ...]:
+        """What asks for a package of ours; nothing = TensorRT-LLM's own drafter runs alone."""
+        if self.implementation != "dequantised context":
+            return self.beyond_upstream
+        return ("quantised weights (its fused K/V product ignores their scales)",)
 
     @property
     def engine_args(self) -> EngineArgs:
@@ -63,6 +86,19 @@ class LaunchPlan:
         return isinstance(speculative, dict) and "draft_len_schedule" in speculative
 
     @property
+    def recompute_tail(self) -> int:
+        """Tokens at the end of a reused prompt that pass the target again; a drafter of windows alone needs no more.
+
+        0 = it is not known how many are enough, or the release has no such key.
+        """
+        speculative = self.engine_args.get("speculative_config", {})
+        asked = speculative.get("context_recompute_tail") if isinstance(speculative, dict) else None
+        if isinstance(asked, int) or self.drafter is None or not self.release.has(RECOMPUTE_TAIL):
+            return asked if isinstance(asked, int) else 0
+        windows = [kind.window for kind in self.drafter.layers]
+        return 0 if None in windows else max(window for window in windows if window is not None)
+
+    @property
     def block_size(self) -> int:
         """B that is served, the anchor counted."""
         assert self.drafter is not None
@@ -72,9 +108,19 @@ class LaunchPlan:
 
     @property
     def attention_backend(self) -> str:
-        """VANILLA, which our plug-in needs, but for TensorRT-LLM's own drafter where trtllm-gen's kernels run."""
-        blackwell = self.gpu is not None and self.gpu.is_blackwell
-        return "TRTLLM" if blackwell and not self.needs_plug_in else "VANILLA"
+        """What runs the drafter's attention: trtllm-gen on Blackwell, FA4 on Hopper (#18553: +5.7 %), else VANILLA."""
+        known = self.release.attention_backends
+        if self.implementation == "ours" or self.gpu is None:
+            return "VANILLA"
+        if self.gpu.is_blackwell and "TRTLLM" in known and not has_two_sided_windows(self.drafter):
+            return "TRTLLM"
+        return "FA4" if self.gpu.compute == 90 and "FA4" in known else "VANILLA"
+
+    @property
+    def context_in_pool(self) -> bool:
+        """Whether the drafter's context lies in the K/V pool; a quantised pool has not its type, and an arena stays."""
+        sixteen_bits = self.deployment.kv_cache.dtype in ("auto", "bfloat16") and not self.target.quantized_kv
+        return self.attention_backend == "TRTLLM" and sixteen_bits and self.release.has(CONTEXT_IN_POOL)
 
     @property
     def drafter_devices(self) -> int:
@@ -100,6 +146,8 @@ class LaunchPlan:
             return asked
         if self.gpu is None:
             return UNKNOWN_GPU_REQUESTS
+        if self.context_in_pool:
+            return MOST_REQUESTS
         budget = ARENA_SHARE * (self.gpu.memory - self.weight_bytes - OVERHEAD - ACTIVATIONS)
         sizes = (MOST_REQUESTS >> halvings for halvings in range(MOST_REQUESTS.bit_length()))
         return next((size for size in sizes if self.arena_bytes(size, self.max_model_len) <= budget), 1)
@@ -130,10 +178,12 @@ class LaunchPlan:
         return context_bytes(self.drafter, self.drafter_kv_heads)
 
     def arena_bytes(self, max_batch_size: int, max_model_len: int) -> int:
-        """The context arena on one device, dense or in pages, bf16."""
+        """The context arena on one device, dense or in pages, bf16; none where the context lies in the K/V pool."""
         assert self.drafter is not None
+        if self.context_in_pool:
+            return 0
         capacity = min(max_model_len, self.drafter.max_position_embeddings) + self.block_size
-        if self.attention_backend == "TRTLLM":
+        if self.attention_backend != "VANILLA":
             capacity = -(-capacity // PAGE) * PAGE
         return (max_batch_size + 1) * capacity * self.context_token_bytes
 
@@ -161,7 +211,7 @@ def make_launch_plan(deployment: Deployment, release: Release) -> LaunchPlan:
         target=target,
         drafter=config,
         quantization=quantization,
-        needs_plug_in=tuple(beyond_built_in(config, quantization)) if config else (),
+        beyond_upstream=tuple(beyond_built_in(config, release)) if config else (),
     )
 
 
@@ -170,17 +220,24 @@ def drafter_configuration(model: Model) -> Path:
     return local_folder(drafter_source(model.model), model.revision, files=["*.json"])
 
 
-def beyond_built_in(config: DrafterConfig, quantization: Quantization | None) -> list[str]:
-    """What this drafter needs and `DFlashForCausalLM` (modeling_dflash.py @009d8fa) ignores without an error."""
-    two_sided = any(kind.window is not None and not kind.causal for kind in config.layers)
+def beyond_built_in(config: DrafterConfig, release: Release) -> list[str]:
+    """What this drafter needs and a release's `DFlashForCausalLM` (modeling_dflash.py) ignores without an error."""
+    windows = {kind.window for kind in config.layers if kind.window is not None}
+    same_causality = len({kind.causal for kind in config.layers if kind.window is not None}) < 2
+    two_sided = has_two_sided_windows(config)
+    understood = release.has(TWO_SIDED_WINDOWS) and len(windows) == 1 and same_causality
     found = {
-        "quantised weights (its fused K/V product ignores their scales)": quantization is not None,
-        "a mask embedding of its own": config.has_mask_embedding,
+        "a mask embedding of its own": config.has_mask_embedding and not release.has(OWN_MASK_ROW),
         "an embedding scale": config.embedding_scale != 1.0,
         "an output multiplier": config.output_multiplier != 1.0,
         "a soft-cap of the logits": config.final_logit_softcap is not None,
-        "windows that are not causal in the block": two_sided,
+        "windows that are not causal in the block": two_sided and not understood,
         "full-attention layers that are causal": any(kind.causal and kind.window is None for kind in config.layers),
         "feature layers out of order (it sorts them)": list(config.target_layer_ids) != sorted(config.target_layer_ids),
     }
     return [what for what, present in found.items() if present]
+
+
+def has_two_sided_windows(config: DrafterConfig | None) -> bool:
+    """Whether some windowed layers see the slots behind them in the block, too."""
+    return config is not None and any(kind.window is not None and not kind.causal for kind in config.layers)

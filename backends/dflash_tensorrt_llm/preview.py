@@ -12,6 +12,7 @@ from dflash_serve.preview import Choice, PreparedFile, Preview
 from .checks import head_problems
 from .engine_arguments import HARMONY, named_parsers
 from .launch_plan import ROWS, LaunchPlan
+from .plugin import BUILT
 
 
 def preview(plan: LaunchPlan, files: Mapping[str, str]) -> Preview:
@@ -49,12 +50,10 @@ def _choices(plan: LaunchPlan) -> Iterator[Choice]:
     if plan.drafter is not None:
         if deployment.speculation.block_size is None:
             yield Choice("speculation.block_size", f"{plan.drafter.block_size}", "the drafter's own")
-        ours = "; ".join(plan.needs_plug_in)
-        why = f"TensorRT-LLM's own would ignore: {ours}" if ours else "this one needs nothing else"
-        yield Choice("drafter implementation", "ours" if ours else "TensorRT-LLM's own", why)
-        yield Choice("attention of the drafter", plan.attention_backend, "what runs it on this GPU")
+        yield _implementation(plan)
+        yield Choice("attention of the drafter", plan.attention_backend, "what runs it on this GPU and release")
         if deployment.kv_cache.memory_fraction is None and plan.gpu is not None:
-            why = "what weights, activations and the drafter's context leave"
+            why = "what weights and activations leave" + ("" if plan.context_in_pool else ", and the drafter's context")
             yield Choice("kv_cache.memory_fraction", f"{plan.pool_fraction(plan.gpu)}", why)
         if deployment.kv_cache.block_reuse is None:
             yield Choice(
@@ -65,12 +64,27 @@ def _choices(plan: LaunchPlan) -> Iterator[Choice]:
     yield Choice("release", f"{plan.release}", "the installed one, or the newest whose sources were read")
 
 
+def _implementation(plan: LaunchPlan) -> Choice:
+    """Whose drafter runs, and why not the other."""
+    chosen = {
+        "upstream": ("TensorRT-LLM's own", "this one needs nothing else"),
+        "dequantised context": (
+            "TensorRT-LLM's own, with a context K/V of ours",
+            "its fused product ignores the scales of quantised weights; all else of it runs as for bf16",
+        ),
+        "ours": ("ours", f"TensorRT-LLM's own would ignore: {'; '.join(plan.beyond_upstream)}"),
+    }
+    return Choice("drafter implementation", *chosen[plan.implementation])
+
+
 def _max_batch_size(plan: LaunchPlan) -> Choice:
     batch = plan.max_batch_size
     if batch is None:
         return Choice(
             "limits.max_batch_size", "TensorRT-LLM's default, 2048", "its memory decides how many run at once"
         )
+    if plan.context_in_pool:
+        return Choice("limits.max_batch_size", f"{batch}", "the drafter's context lies in the K/V pool with all else")
     arena = plan.arena_bytes(batch, plan.max_model_len) / GIB
     why = f"the drafter's context of so many takes {arena:.1f} GiB a device, beside the K/V pool"
     return Choice("limits.max_batch_size", f"{batch}", why)
@@ -93,4 +107,6 @@ def notes(plan: LaunchPlan) -> Iterator[str]:
         and "max_queued_requests" not in plan.deployment.limits.model_fields_set
     ):
         yield "TensorRT-LLM queues without bound: bound the queue at your gateway"
+    if plan.needs_plug_in:
+        yield f"every rank's log must say {BUILT!r}: one that does not has not loaded this drafter"
     yield "acceptance by slot is in its metrics; the width of a step is not, for it never changes"

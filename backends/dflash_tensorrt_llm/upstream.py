@@ -1,87 +1,31 @@
-"""TensorRT-LLM as we know it: what each release can do, and a mirror of the part of its configuration that we write.
+"""A mirror of the part of TensorRT-LLM's configuration that we write; it refuses what upstream's models would.
 
-The mirror refuses what upstream's models would. Names, defaults and rules: `tensorrt_llm/llmapi/llm_args.py` @0004396
-(1.3) and the reference pages of 1.3.0rc27 and 1.4.0rc1. Upstream's models forbid unknown keys, and so do these; a
-release's own limits are checked against `Release`.
+Names, defaults and rules: `tensorrt_llm/llmapi/llm_args.py` @0004396 (1.3) and the reference pages of 1.3.0rc27 and
+1.4.0rc1. Upstream's models forbid unknown keys, and so do these; what a release knows is in `releases`.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, model_validator
 
 from dflash_serve.common.frozen import Frozen
-from dflash_serve.errors import UserError
 
-FINAL = 10_000
-"""Comes after all candidates."""
-
-
-@dataclass(frozen=True, order=True)
-class Release:
-    """A release by number; `candidate` is the n of rcn, FINAL for a final one."""
-
-    major: int
-    minor: int
-    candidate: int = FINAL
-
-    @classmethod
-    def parse(cls, text: str) -> Release:
-        """Reads a version such as 1.4, 1.3.0rc27 or 1.4.0rc1.post1.
-
-        Raises:
-            UserError: the text is no version.
-        """
-        found = re.match(r"(\d+)\.(\d+)(?:\.\d+)?(?:rc(\d+))?", text)
-        if found is None:
-            raise UserError(f"{text!r} is no version", where="TensorRT-LLM", do="give one such as 1.4.0rc1")
-        major, minor, candidate = found.groups()
-        return cls(int(major), int(minor), int(candidate) if candidate else FINAL)
-
-    def __str__(self) -> str:
-        return f"{self.major}.{self.minor}" + ("" if self.candidate == FINAL else f".0rc{self.candidate}")
-
-    @property
-    def has_dflash(self) -> bool:
-        """DFlash came with PR #12794, between 1.3.0rc13 and rc14."""
-        return self >= FIRST
-
-    @property
-    def takes_plug_in(self) -> bool:
-        """`register_draft_model` is on main @e27249f; the first release that has it was not seen, 1.4 is after it."""
-        return self >= Release(1, 4, 0)
-
-    @property
-    def attention_backends(self) -> tuple[str, ...]:
-        """FA4 came with PR #18553; the reference pages of 1.3.0rc27 and 1.4.0rc1 list it."""
-        return ("VANILLA", "TRTLLM", "FA4") if self >= Release(1, 3, 27) else ("VANILLA", "TRTLLM")
-
-    @property
-    def checks_budget(self) -> bool:
-        """1.4 refuses a context arena that does not fit (test_dflash_config_budget.py @414ba69); 1.3 dies of it."""
-        return self >= Release(1, 4, 0)
-
-
-FIRST = Release(1, 3, 14)
-NEWEST = Release(1, 4)
-"""The newest whose sources were read."""
-
-
-def installed_release() -> Release:
-    """The installed package's release; where there is none, the newest we know (configuration for another machine)."""
-    try:
-        return Release.parse(version("tensorrt_llm"))
-    except PackageNotFoundError:
-        return NEWEST
+from .releases import BUDGET_CHECK, DFLASH, RECOMPUTE_TAIL, TRTLLM_ATTENTION, Release
 
 
 def release_of(info: ValidationInfo) -> Release | None:
     """The release a model is validated for; None = whichever."""
     return info.context["release"] if info.context else None
+
+
+LATER = {
+    "attention_backend": TRTLLM_ATTENTION,
+    "context_recompute_tail": RECOMPUTE_TAIL,
+    "skip_ctx_buffer_budget_check": BUDGET_CHECK,
+}
+"""Key of `speculative_config` -> what brought it."""
 
 
 class DFlashDecodingConfig(Frozen):
@@ -108,12 +52,12 @@ class DFlashDecodingConfig(Frozen):
         release = release_of(info)
         if release is None:
             return self
-        if not release.has_dflash:
-            raise ValueError(f"TensorRT-LLM {release} has no DFlash; it came with 1.3.0rc14")
+        if not release.has(DFLASH):
+            raise ValueError(f"TensorRT-LLM {release} has no DFlash; it came with {DFLASH.since}")
         if self.attention_backend not in release.attention_backends:
             raise ValueError(f"attention_backend {self.attention_backend} is not in TensorRT-LLM {release}")
-        for name in ("context_recompute_tail", "skip_ctx_buffer_budget_check"):
-            if getattr(self, name) is not None and not release.checks_budget:
+        for name, feature in LATER.items():
+            if name in self.model_fields_set and not release.has(feature):
                 raise ValueError(f"{name} is not in TensorRT-LLM {release}")
         return self
 
@@ -138,7 +82,8 @@ class KvCacheConfig(Frozen):
 
     enable_block_reuse: bool = True
     free_gpu_memory_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
-    dtype: Literal["auto", "bfloat16", "float16", "fp8", "nvfp4"] = "auto"
+    dtype: Literal["auto", "fp8", "nvfp4"] = "auto"
+    """Any other dies as the model is loaded."""
     tokens_per_block: PositiveInt = 32
     max_tokens: PositiveInt | None = None
 
@@ -161,6 +106,7 @@ class MoeConfig(Frozen):
     """`moe_config`: which kernels run the experts."""
 
     backend: Literal["AUTO", "CUTLASS", "CUTEDSL", "TRTLLM", "DEEPGEMM", "VANILLA", "TRITON"] = "AUTO"
+    max_num_tokens: PositiveInt | None = None
 
 
 class LlmArgs(Frozen):
@@ -178,6 +124,9 @@ class LlmArgs(Frozen):
     max_num_tokens: PositiveInt = 8192
     max_seq_len: PositiveInt | None = None
     max_beam_width: PositiveInt = 1
+    trust_remote_code: bool = False
+    stream_interval: PositiveInt = 1
+    num_postprocess_workers: NonNegativeInt = 0
     guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = None
     enable_chunked_prefill: bool = False
     disable_overlap_scheduler: bool = False
@@ -203,7 +152,7 @@ class LlmArgs(Frozen):
             raise ValueError("use_rejection_sampling and guided decoding exclude each other")
         rows = self.max_batch_size * (speculative.max_draft_len + 1)
         release = release_of(info)
-        if rows > self.max_num_tokens and (release is None or release.checks_budget):
+        if rows > self.max_num_tokens and (release is None or release.has(BUDGET_CHECK)):
             raise ValueError(f"max_batch_size * (max_draft_len + 1) = {rows} exceeds max_num_tokens")
         return self
 

@@ -128,6 +128,8 @@ class TargetLayout:
     """Some layers keep a state instead of keys and values (GDN, Mamba, short convolutions)."""
     penalises: bool
     """generation_config.json penalises repetitions in every request that does not say otherwise (Qwen3-Coder)."""
+    quantized_kv: bool = False
+    """The checkpoint asks for quantised keys and values."""
 
     def kv_bytes(self, bytes_each: float) -> int:
         """Keys and values of one token, all layers, all heads."""
@@ -168,6 +170,7 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         weight_bytes=_weight_bytes(inner, model.quantization, native),
         recurrent=_recurrent(inner),
         penalises=_penalises(folder),
+        quantized_kv=bool(recipe.get("kv_cache_quant_algo") or recipe.get("kv_cache_scheme")),
     )
 
 

@@ -28,9 +28,9 @@ from dflash_serve.models.target import TargetModel
 from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 
-from .graph import Sample, by_core
 from .pipeline import Measured, Work
 from .recipe import Prompts
+from .sample import Sample, by_core
 
 OPENERS = (
     "Write a Python function that checks whether a number is prime.",

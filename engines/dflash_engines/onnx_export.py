@@ -1,143 +1,169 @@
-"""The drafter as ONNX: block.onnx and context.onnx in FP16, or with FP8 or NVFP4 weights, checked against the core."""
+"""The drafter's block pass as ONNX in FP16, checked against the core on a CPU; nothing serves it.
+
+It says in plain operators what a drafter computes, for whoever ports it. An engine of it would copy the whole padded
+context K/V in for every block, for it has no cache of its own: serve with trtllm-serve, SGLang or vLLM. Positions come
+in as cosines and sines (`sin` signed, as by the core's RotaryEmbedding), windows, causality and ragged lengths as one
+additive mask.
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_serve.checkpoint.formats import QuantizedTensor, relative_error
-from dflash_serve.checkpoint.reader import load_weights
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
+from dflash_serve.checkpoint.formats import relative_error
 from dflash_serve.common.extras import import_extra
 from dflash_serve.errors import UserError
-from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.attention.ragged import block_mask
+from dflash_serve.models.drafter import Attention, Drafter
+from dflash_serve.models.layers import RMSNorm
 from dflash_serve.models.loader import load_drafter
 
-from .graph import GRAPHS, Block, Context, Sample, block_inputs, by_core, context_inputs
 from .pipeline import Measured, Work, quietly
-from .recipe import OnnxPrecision
+from .sample import Sample, by_core
 
-OPSET = 23
-"""The first with FP4."""
-BOUNDS = {"fp16": 0.02, "fp8": 0.2, "nvfp4": 0.4}
-"""Relative error of hidden states beyond which the graph is wrong rather than coarse."""
-
-
-def export_fp16(work: Work) -> Measured:
-    """Step `onnx-fp16`: exports both graphs in FP16 and compares them with the core."""
-    drafter = load_drafter(work.inputs["drafter"], dtype=torch.float16)
-    sample = Sample.load(work.inputs["drafter-ranges"])
-    reference = load_drafter(work.inputs["drafter"], dtype=torch.float32)
-    _, k, v = by_core(reference, sample)
-    with quietly():
-        _export(Block(drafter), block_inputs(reference, sample, k, v, torch.float16), work.folder / "block.onnx")
-        _export(Context(drafter), context_inputs(reference, sample, torch.float16), work.folder / "context.onnx")
-    _describe(work.folder, drafter, "fp16")
-    return check(work.folder, reference, sample, "fp16")
+OPSET, CPU = 23, "CPUExecutionProvider"
+BOUND = 0.02
+"""Relative error beyond which the graph is wrong rather than rounded."""
 
 
-def export_quantized(work: Work, precision: OnnxPrecision) -> Measured:
-    """Step `onnx-fp8` and `onnx-nvfp4`: the FP16 graphs with the quantised drafter's own numbers in them."""
-    from .qdq import insert
-
-    _, weights = load_weights(work.inputs[f"drafter-{precision}"])
-    packed = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedTensor)}
-    plain = load_drafter(work.inputs["drafter"], dtype=torch.float16)
-    by_name = {name: tensor for name, tensor in plain.state_dict().items() if name in packed}
-    counts = {}
-    for name in GRAPHS:
-        target = work.folder / f"{name}.onnx"
-        counts[name] = insert(work.inputs["onnx-fp16"] / f"{name}.onnx", target, by_name, packed)
-    reference = load_drafter(work.inputs["drafter"], dtype=torch.float32)
-    _describe(work.folder, reference, precision)
-    measured = check(work.folder, reference, Sample.load(work.inputs["drafter-ranges"]), precision)
-    return {"quantised_products": counts, **measured}
-
-
-def _export(module: nn.Module, inputs: dict[str, Tensor], path: Path) -> None:
-    import_extra("engines", "onnxscript")
-    dynamic, names = _dynamic(module)
-    torch.onnx.export(
-        module.eval(), tuple(inputs.values()), str(path), dynamo=True, external_data=False, opset_version=OPSET,
-        input_names=list(inputs), output_names=names, dynamic_shapes=dynamic, verbose=False,
-    )  # fmt: skip
-
-
-def _dynamic(module: nn.Module) -> tuple[tuple[dict[int, Any], ...], list[str]]:
-    """The axes that vary in each input, and the outputs' names."""
-    if isinstance(module, Context):
-        rows = torch.export.Dim("tokens", min=1, max=1 << 17)
-        return ({0: rows}, {0: rows}, {0: rows}), ["keys", "values"]
-    assert isinstance(module, Block)
-    batch, length = torch.export.Dim("batch", min=1, max=1024), torch.export.Dim("length", min=1, max=1 << 17)
-    kv = {1: batch, 3: length}
-    mask = {0: batch, 3: length + module.config.block_size}
-    return ({0: batch}, kv, kv, {0: batch}, {0: batch}, mask), ["hidden"]
-
-
-def _describe(folder: Path, drafter: Drafter, precision: str) -> None:
-    """Writes drafter.json: what running and compiling must know of the graphs."""
-    fields = {"precision": precision, "opset": OPSET, "drafter": drafter.config.model_dump(mode="json")}
-    (folder / "drafter.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-
-
-def check(folder: Path, reference: Drafter, sample: Sample, precision: OnnxPrecision) -> Measured:
-    """Runs both graphs on the sample and compares them with the core in fp32.
+def export_and_check(work: Work) -> Measured:
+    """Step `onnx`: block.onnx, run by onnxruntime and compared with the core in fp32.
 
     Raises:
-        UserError: they are farther away than the precision explains.
+        UserError: it is farther away than FP16 explains.
     """
-    hidden, k, v = by_core(reference, sample)
-    found_k, found_v = execute(folder / "context.onnx", context_inputs(reference, sample, torch.float16), precision)
-    (found,) = execute(folder / "block.onnx", block_inputs(reference, sample, k, v, torch.float16), precision)
-    errors = {"block": relative_error(hidden, found), "keys": relative_error(k, found_k)}
-    errors["values"] = relative_error(v, found_v)
-    worst = max(errors, key=lambda name: errors[name])
-    if not errors[worst] < BOUNDS[precision]:
-        what = f"{worst} of the {precision} graph is {errors[worst]:.3f} away from the core"
-        raise UserError(what, where=str(folder), do="report this")
-    runtime = "onnxruntime" + (", FP4 weights decoded by onnx.reference" if precision == "nvfp4" else "")
-    return {"relative_error": {name: round(error, 6) for name, error in errors.items()}, "checked_in": runtime}
+    sample, path = Sample.load(work.inputs["drafter-ranges"]), work.folder / "block.onnx"
+    core = load_drafter(work.inputs["drafter"], dtype=torch.float32)
+    block = Block(load_drafter(work.inputs["drafter"], dtype=torch.float16)).eval()
+    hidden, k, v = by_core(core, sample)
+    inputs = block_inputs(core, sample, k, v, torch.float16)
+    import_extra("engines", "onnxscript")
+    with quietly():
+        torch.onnx.export(
+            block, tuple(inputs.values()), str(path), dynamo=True, external_data=False, opset_version=OPSET,
+            input_names=list(inputs), output_names=["hidden"], dynamic_shapes=_dynamic(block.config), verbose=False,
+        )  # fmt: skip
+    error = relative_error(hidden, execute(path, inputs))
+    if not error < BOUND:
+        raise UserError(f"the graph is {error:.3f} away from the core", where=str(path), do="report this")
+    return {"relative_error": {"block": round(error, 6)}}
 
 
-def execute(path: Path, inputs: dict[str, Tensor], precision: OnnxPrecision) -> list[Tensor]:
-    """Outputs of a graph on CPU, by onnxruntime.
+def _dynamic(config: DrafterConfig) -> tuple[dict[int, Any], ...]:
+    """The axes that vary in each input: requests, and tokens of context."""
+    batch, length = torch.export.Dim("batch", min=1, max=1024), torch.export.Dim("length", min=1, max=1 << 17)
+    kv = {1: batch, 3: length}
+    return {0: batch}, kv, kv, {0: batch}, {0: batch}, {0: batch, 3: length + config.block_size}
 
-    It has no FP4: those weights are decoded by onnx's own evaluator first. That evaluator cannot run the whole graph:
-    it squares in fp16 where the operator says fp32, and overflows.
+
+def execute(path: Path, inputs: dict[str, Tensor]) -> Tensor:
+    """A graph's output on CPU, by onnxruntime, in fp32."""
+    session = import_extra("engines", "onnxruntime").InferenceSession(path.read_bytes(), providers=[CPU])
+    (output,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+    return torch.from_numpy(output.copy()).float()
+
+
+def norm(module: RMSNorm, x: Tensor) -> Tensor:
+    """RMS norm in fp32, as F.rms_norm computes it."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.eps)
+    return wide.to(x.dtype) * module.weight
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The core's `rotate` without roll: halves (a, b) -> (a, b) cos + (b, a) sin, sin signed."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([b, a], dim=-1) * sin
+
+
+def single_kind(config: DrafterConfig) -> AttentionKind:
+    """The one kind that all layers have.
+
+    Raises:
+        UserError: there are several, and so would be the masks.
     """
-    runtime = import_extra("engines", "onnxruntime")
-    model = _without_fp4(path) if precision == "nvfp4" else path.read_bytes()
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
-    session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
-    return [torch.from_numpy(output.copy()).float() for output in session.run(None, arrays)]
+    kinds = set(config.layers)
+    if len(kinds) > 1:
+        what = "layers of several kinds (windowed and full) would need a mask each"
+        raise UserError(what, where="build.onnx", do="leave it out for this drafter")
+    return kinds.pop()
 
 
-def _without_fp4(path: Path) -> bytes:
-    """The graph with every FP4 weight as the FP16 one that ONNX defines it to be."""
-    onnx = import_extra("engines", "onnx")
-    model = onnx.load(str(path))
-    decode = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
-    rest = [node for node in model.graph.node if node.op_type != "DequantizeLinear"]
-    results = [node.output[0] for node in decode if any(node.output[0] in other.input for other in rest)]
-    helper, half = onnx.helper, onnx.TensorProto.FLOAT16
-    read = {name for node in decode for name in node.input}
-    constants = [tensor for tensor in model.graph.initializer if tensor.name in read]
-    outputs = [helper.make_tensor_value_info(name, half, None) for name in results]
-    small = helper.make_model(
-        helper.make_graph(decode, "decode", [], outputs, constants),
-        opset_imports=model.opset_import,
-        ir_version=model.ir_version,
-    )
-    decoded = import_extra("engines", "onnx.reference").ReferenceEvaluator(small).run(None, {})
-    kept = [tensor for tensor in model.graph.initializer if tensor.name not in read]
-    del model.graph.node[:], model.graph.initializer[:]
-    model.graph.node.extend(rest)
-    weights = zip(results, decoded, strict=True)
-    model.graph.initializer.extend([*kept, *(onnx.numpy_helper.from_array(array, name) for name, array in weights)])
-    return bytes(model.SerializeToString())
+class Block(nn.Module):
+    """Blocks in, hidden states out: [b, B, H] -> [b, B, H].
+
+    Context K/V [layers, b, kv_heads, s, head_dim]; cos, sin [b, 1, B, head_dim]; mask [b, 1, B, s + B].
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        single_kind(drafter.config)
+        self.drafter, self.config = drafter, drafter.config
+
+    def forward(
+        self, noise: Tensor, context_k: Tensor, context_v: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
+    ) -> Tensor:
+        h = noise
+        for index, layer in enumerate(self.drafter.layers):
+            x = norm(layer.input_layernorm, h)
+            attended = self._attend(layer.self_attn, x, context_k[index], context_v[index], cos, sin, mask)
+            h = h + layer.self_attn.o_proj(attended)
+            x = norm(layer.post_attention_layernorm, h)
+            h = h + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(x)) * layer.mlp.up_proj(x))
+        return norm(self.drafter.norm, h)
+
+    def _attend(
+        self, attention: Attention, x: Tensor, past_k: Tensor, past_v: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
+    ) -> Tensor:
+        config, dim = self.config, self.config.head_dim
+        groups = config.num_attention_heads // config.num_key_value_heads
+        batch, block = x.shape[0], config.block_size
+        q = norm(attention.q_norm, attention.q_proj(x).view(batch, block, -1, dim)).transpose(1, 2)
+        k = norm(attention.k_norm, attention.k_proj(x).view(batch, block, -1, dim)).transpose(1, 2)
+        v = attention.v_proj(x).view(batch, block, -1, dim).transpose(1, 2)
+        keys = torch.cat([past_k, rotate_halves(k, cos, sin)], dim=2).repeat_interleave(groups, dim=1)
+        values = torch.cat([past_v, v], dim=2).repeat_interleave(groups, dim=1)
+        # Scaled before the product: fp16 overflows at 65504.
+        scores = (rotate_halves(q, cos, sin) * dim**-0.5) @ keys.transpose(-1, -2)
+        weights = torch.softmax(scores.float() + mask.float(), dim=-1).to(x.dtype)
+        return (weights @ values).transpose(1, 2).reshape(batch, block, -1)
+
+
+def dense_mask(lengths: Sequence[int], capacity: int, config: DrafterConfig) -> Tensor:
+    """Additive mask [b, 1, B, capacity + B] of blocks whose contexts have these lengths, padded to `capacity`."""
+    kind, block = single_kind(config), config.block_size
+    rows = []
+    for length in lengths:
+        keys = torch.cat([torch.arange(capacity), torch.arange(length, length + block)])
+        visible = block_mask(torch.arange(length, length + block), keys, kind)
+        seen = torch.ones(block, len(keys), dtype=torch.bool) if visible is None else visible
+        seen[:, length:capacity] = False
+        rows.append(torch.zeros(seen.shape).masked_fill_(~seen, float("-inf")))
+    # -inf times 0 is NaN in some kernels, and fp16 has it: a large negative number does as well.
+    return torch.stack(rows)[:, None].clamp(min=-30000.0)
+
+
+def block_inputs(drafter: Drafter, sample: Sample, k: Tensor, v: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The inputs of `Block` for the sample, contexts padded to the longest."""
+    config, capacity = drafter.config, max(sample.anchors)
+    past_k, past_v = (_padded(tensor, sample.anchors, capacity) for tensor in (k, v))
+    positions = torch.tensor(sample.anchors)[:, None] + torch.arange(config.block_size)
+    cos, sin = (t.view(*positions.shape, -1)[:, None] for t in drafter.rotary(positions.flatten()))
+    mask = dense_mask(sample.anchors, capacity, config)
+    named = {"noise": sample.noise, "context_k": past_k, "context_v": past_v, "cos": cos, "sin": sin, "mask": mask}
+    return {name: tensor.to(dtype) for name, tensor in named.items()}
+
+
+def _padded(kv: Tensor, anchors: Sequence[int], capacity: int) -> Tensor:
+    """[tokens, layers, kv, dim] -> [layers, blocks, kv, capacity, dim], zero behind each anchor."""
+    dense = kv[:capacity].permute(1, 2, 0, 3)[:, None].repeat(1, len(anchors), 1, 1, 1)
+    for index, anchor in enumerate(anchors):
+        dense[:, index, :, anchor:] = 0
+    return dense

@@ -122,11 +122,13 @@ def _config_files(config: DrafterConfig, format: Format) -> dict[str, dict[str, 
     facts: dict[str, object] = {"quant_algo": format.upper(), "kv_cache_quant_algo": None, "exclude_modules": excluded}
     if format == "nvfp4":
         facts["group_size"] = GROUP
-    inline = {"quant_method": "modelopt", "producer": producer, **facts, "ignore": excluded}
+    beside = {"producer": producer, "quantization": facts}
+    convert = import_extra("engines", "modelopt.torch.export.convert_hf_config").convert_hf_quant_config_format
+    inline = {**convert(beside), **facts}  # compressed-tensors' config_groups for some engines, our facts for others
     fields = DIALECTS["zlab"].write(config, None)
     return {
         "config.json": {**fields, "dtype": "bfloat16", "torch_dtype": "bfloat16", "quantization_config": inline},
-        QUANT_CONFIG: {"producer": producer, "quantization": facts},
+        QUANT_CONFIG: beside,
     }
 
 
@@ -166,7 +168,7 @@ def quantized_model(work: Work, format: Format | None) -> Any:
                 calibrated(ids)
 
     return import_extra("engines", "modelopt.torch.quantization").quantize(
-        model, modelopt_configuration(format, kv_cache=format == "fp8"), calibrate
+        model, modelopt_configuration(format, kv_cache=True), calibrate
     )
 
 

@@ -13,12 +13,9 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError, did_you_mean
 
 BATCH = 32
-"""Requests at once of an engine whose recipe leaves limits.max_batch_size open: a graph has to end somewhere."""
+"""Requests at once of an engine whose recipe leaves limits.max_batch_size open."""
 
 Format = Literal["fp8", "nvfp4"]
-OnnxPrecision = Literal["fp16", "fp8", "nvfp4"]
-Compute = Literal["sm75", "sm80", "sm86", "sm89", "sm120", "sm121"]
-"""What TensorRT-RTX 1.7 can be asked for; SM100 and SM103 are not among them."""
 
 
 class Prompts(Frozen):
@@ -26,14 +23,17 @@ class Prompts(Frozen):
 
     prompts: Path | None = None
     """None = the step does without (calibration) or is left out (acceptance)."""
-    count: PositiveInt = 8
-    max_tokens: PositiveInt = 64
+    count: PositiveInt = 64
+    max_tokens: PositiveInt = 256
     """Longest answer of the target to each prompt."""
 
 
 class Calibration(Prompts):
-    """Data for activation ranges: the target's answers, or none."""
+    """Data for activation ranges: the target's answers, as many and as long as the field takes (ModelOpt's and
+    TensorRT-LLM's examples: 512 samples of 512 tokens), or none."""
 
+    count: PositiveInt = 512
+    max_tokens: PositiveInt = 512
     free: bool = False
     """No data, and no target: the drafter's activations may reach 448 (an FP8 input scale of 1). For targets that the
     embedded backend does not run. ModelOpt's own `quantize_drafter.py` does so and lost no acceptance in FP8."""
@@ -62,9 +62,9 @@ class Build(Frozen):
     """The same of the drafter."""
     calibration: Calibration = Calibration()
     checkpoints: Checkpoints | None = None
-    onnx: tuple[OnnxPrecision, ...] = ()
-    rtx: tuple[Compute, ...] = ()
-    commands: tuple[Literal["tensorrt", "edge-llm"], ...] = ()
+    onnx: bool = False
+    """The drafter in plain operators, checked against the core; nothing serves it."""
+    commands: tuple[Literal["edge-llm"], ...] = ()
     acceptance: Acceptance | None = None
 
 

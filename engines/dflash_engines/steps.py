@@ -10,16 +10,16 @@ import yaml
 
 from dflash_serve.checkpoint.manifest import file_entries
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
+from dflash_serve.common.extras import import_extra
 from dflash_serve.common.files import sha256, write_whole
-from dflash_serve.deployment import GPUS, Deployment, Model
+from dflash_serve.deployment import Deployment, Model
 from dflash_serve.errors import UserError
 
 from .pipeline import Measured, Source, Step, Work
-from .recipe import Format, OnnxPrecision, Recipe
+from .recipe import Format, Recipe
 
 MODELOPT = ("nvidia-modelopt", "torch", "transformers")
 ONNX = ("onnx", "onnxruntime", "onnxscript", "torch")
-RTX = ("tensorrt_rtx_cu13_bindings", "tensorrt_rtx_cu13_libs")
 CALIBRATION, ACCEPTANCE = "calibration prompts", "acceptance prompts"
 SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 """Files of a model that its digest covers."""
@@ -29,14 +29,19 @@ def find_sources(recipe: Recipe) -> dict[str, Source]:
     """Target, drafter and prompts, as far as a step needs them, with digests of what they hold.
 
     Raises:
-        UserError: one cannot be found.
+        UserError: one cannot be found, or trtllm-build would not serve the target.
     """
     target, drafter = recipe.deployment.target, recipe.deployment.drafter
     if drafter is None:
         raise UserError("no drafter to build for", where="deployment.drafter", do="name one")
     sources = {"drafter": _model(drafter, drafter_folder(drafter.model, drafter.revision))}
     if any("target" in step.needs for step in make_steps(recipe)):
-        sources["target"] = _model(target, target_folder(target.model, target.revision))
+        folder = target_folder(target.model, target.revision)
+        if recipe.build.checkpoints:
+            from .rank_config import refuse
+
+            refuse(import_extra("engines", "transformers").AutoConfig.from_pretrained(folder))
+        sources["target"] = _model(target, folder)
     for name, given in ((CALIBRATION, recipe.build.calibration), (ACCEPTANCE, recipe.build.acceptance)):
         if given is not None and given.prompts is not None:
             sources[name] = _prompts(given.prompts)
@@ -78,6 +83,8 @@ def _calibration(recipe: Recipe) -> Iterator[Step]:
         parameters = {"count": given.count, "max_tokens": given.max_tokens, "length": deployment.limits.max_model_len}
         needs = ("target", *([CALIBRATION] if given.prompts else []))
         about = "the target's own answers to the calibration prompts"
+        if not given.prompts:
+            about += ": a few openers of ours, for no file of prompts is named"
 
         def answers(work: Work) -> Measured:
             from .calibration import answer
@@ -106,8 +113,8 @@ def _targets(recipe: Recipe) -> Iterator[Step]:
 
             return quantize_target(work, format)
 
-        about = "weights, activations and K/V" if format == "fp8" else "weights and activations"
-        yield Step(f"target-{format}", target, ("target", "answers"), {"format": format}, MODELOPT, about=about)
+        about = f"weights and activations in {format.upper()}, K/V in FP8"
+        yield Step(f"target-{format}", target, ("target", "answers"), {"format": format}, MODELOPT, 2, about)
     if build.checkpoints:
         wanted = build.checkpoints
 
@@ -118,7 +125,7 @@ def _targets(recipe: Recipe) -> Iterator[Step]:
 
         parameters = {**wanted.model_dump(mode="json"), "limits": deployment.limits.model_dump(mode="json")}
         about = f"legacy: rank files for trtllm-build at tensor {', '.join(map(str, wanted.tensor))}"
-        yield Step("trtllm-checkpoints", checkpoints, ("target", "answers"), parameters, MODELOPT, about=about)
+        yield Step("trtllm-checkpoints", checkpoints, ("target", "answers"), parameters, MODELOPT, 2, about)
 
 
 def _drafters(recipe: Recipe) -> Iterator[Step]:
@@ -130,37 +137,19 @@ def _drafters(recipe: Recipe) -> Iterator[Step]:
             return quantize_drafter(work, format)
 
         needs = ("drafter", "drafter-ranges")
-        yield Step(f"drafter-{format}", drafter, needs, {"format": format}, MODELOPT, about="in ModelOpt's layout")
+        yield Step(f"drafter-{format}", drafter, needs, {"format": format}, MODELOPT, 2, "in ModelOpt's layout")
 
 
 def _graphs(recipe: Recipe) -> Iterator[Step]:
-    build, deployment = recipe.build, recipe.deployment
-    missing = [p for p in build.onnx if p != "fp16" and p not in build.drafter]
-    if missing:
-        raise UserError(f"ONNX in {missing[0]} needs the drafter in {missing[0]}", where="build.drafter", do="add it")
-    if build.onnx and "fp16" not in build.onnx:
-        raise UserError("the quantised graphs are made from the FP16 one", where="build.onnx", do="add fp16")
-    for precision in sorted(build.onnx, key=lambda p: p != "fp16"):
+    if recipe.build.onnx:
 
-        def onnx(work: Work, precision: OnnxPrecision = precision) -> Measured:
-            from .onnx_export import export_fp16, export_quantized
+        def onnx(work: Work) -> Measured:
+            from .onnx_export import export_and_check
 
-            return export_fp16(work) if precision == "fp16" else export_quantized(work, precision)
+            return export_and_check(work)
 
-        made = () if precision == "fp16" else ("onnx-fp16", f"drafter-{precision}")
-        needs = ("drafter", "drafter-ranges", *made)
-        about = "block and context graphs, checked against the core"
-        yield Step(f"onnx-{precision}", onnx, needs, {"precision": precision}, ONNX, 2, about)
-    for precision in build.onnx if build.rtx else ():
-
-        def rtx(work: Work, precision: OnnxPrecision = precision) -> Measured:
-            from .rtx import compile_engines
-
-            return compile_engines(work, deployment, precision, build.rtx)
-
-        parameters = {"compute": list(build.rtx), "limits": deployment.limits.model_dump(mode="json")}
-        about = f"TensorRT-RTX engines for {', '.join(build.rtx).upper()}"
-        yield Step(f"rtx-{precision}", rtx, (f"onnx-{precision}",), parameters, RTX, about=about)
+        about = "block and context in plain operators, checked against the core; nothing serves them"
+        yield Step("onnx", onnx, ("drafter", "drafter-ranges"), {}, ONNX, about=about)
 
 
 def _last(recipe: Recipe) -> Iterator[Step]:
@@ -168,15 +157,13 @@ def _last(recipe: Recipe) -> Iterator[Step]:
     if build.commands:
 
         def commands(work: Work) -> Measured:
-            from .rtx import write_commands
+            from .commands import write_commands
 
-            return write_commands(work, deployment, build.commands, build.onnx)
+            return write_commands(work)
 
-        needs = (*(f"onnx-{p}" for p in build.onnx), *(f"drafter-{f}" for f in build.drafter))
-        parameters = {"kinds": list(build.commands), "limits": deployment.limits.model_dump(mode="json")}
-        gpu = GPUS.get(deployment.hardware.gpu or "")
-        about = f"for {f'SM{gpu.compute}' if gpu else 'the GPU it will run on'}: written down, not built here"
-        yield Step("commands", commands, needs, parameters, revision=2, about=about)
+        needs = ("drafter", *(f"drafter-{f}" for f in build.drafter))
+        about = "of TensorRT Edge-LLM: written down, not built here"
+        yield Step("commands", commands, needs, {"kinds": list(build.commands)}, revision=3, about=about)
     if build.acceptance and build.acceptance.prompts:
         wanted = build.acceptance
 

@@ -1,6 +1,6 @@
 """LEGACY: checkpoints for trtllm-build, one file a rank.
 
-The command ended with TensorRT-LLM 1.3.0rc20 and never knew DFlash: these serve a target without speculation.
+The command ended with TensorRT-LLM 1.3.0rc20 and never knew DFlash: these serve a Llama or Mistral without speculation.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -18,26 +19,26 @@ from torch import Tensor
 
 from dflash_serve.common.extras import import_extra
 from dflash_serve.deployment import Deployment
-from dflash_serve.errors import UserError
 
 from .pipeline import Measured, Work, quietly
 from .quantize import BOUNDS, compare, quantized_model, source_in_bf16
+from .rank_config import DECODERS, rank_config, refuse
 from .recipe import BATCH, Checkpoints
 
-DECODERS = {"llama": "llama", "mistral": "llama", "qwen2": "qwen", "qwen3": "qwen"}
-"""transformers' model_type -> ModelOpt's decoder_type."""
 LAST = "1.3.0rc20"
 GATE, UP = "fc", "gate"
 """TensorRT-LLM calls gate_proj `fc` and up_proj `gate`."""
 
 
 def write_checkpoints(work: Work, deployment: Deployment, wanted: Checkpoints) -> Measured:
-    """Step `trtllm-checkpoints`: tp1/, tp2/, ... with config.json, rank files and the command to build each."""
-    raw = json.loads((work.inputs["target"] / "config.json").read_text(encoding="utf-8"))
-    decoder = DECODERS.get(raw["model_type"])
-    if decoder is None:
-        what = f"model_type {raw['model_type']!r} has no TensorRT-LLM checkpoint of ours"
-        raise UserError(what, where="build.checkpoints", do=f"leave it out; there are: {', '.join(DECODERS)}")
+    """Step `trtllm-checkpoints`: tp1/, tp2/, ... with config.json, rank files and the command to build each.
+
+    Raises:
+        UserError: trtllm-build would not serve this target.
+    """
+    config = import_extra("engines", "transformers").AutoConfig.from_pretrained(work.inputs["target"])
+    refuse(config)
+    heads = config.num_attention_heads
     source = source_in_bf16(work)
     with quietly():
         export = import_extra("engines", "modelopt.torch.export").export_tensorrt_llm_checkpoint
@@ -47,18 +48,28 @@ def write_checkpoints(work: Work, deployment: Deployment, wanted: Checkpoints) -
         work.say(f"{size} ranks")
         folder = work.folder / f"tp{size}"
         with quietly():
-            export(copy.deepcopy(model), decoder, torch.bfloat16, str(folder), inference_tensor_parallel=size)
+            export(
+                copy.deepcopy(model), DECODERS[config.model_type], torch.bfloat16, str(folder),
+                inference_tensor_parallel=size,
+            )  # fmt: skip
+        _complete(folder / "config.json", config)
         found = compare(source, reassemble(folder), BOUNDS["fp8"])
         argv = build_command(folder, deployment, size, wanted.precision)
-        splits = raw["num_attention_heads"] % size == 0
+        splits = heads % size == 0
         (folder / "trtllm-build.json").write_text(json.dumps({"legacy": True, "argv": argv}, indent=2) + "\n")
         measured[f"tp{size}"] = {
             "worst_tensor": found["worst_tensor"],
             "worst_error": found["worst_error"],
-            "servable": True if splits else f"no: {raw['num_attention_heads']} heads do not split into {size}",
+            "servable": True if splits else f"no: {heads} heads do not split into {size}",
             "engine": _build(argv, folder) if splits else "not built here",
         }
     return measured
+
+
+def _complete(path: Path, config: Any) -> None:
+    """Writes the fields that ModelOpt left out or got wrong."""
+    exported = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(rank_config(exported, config), indent=2) + "\n", encoding="utf-8")
 
 
 def build_command(folder: Path, deployment: Deployment, size: int, precision: str) -> list[str]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dflash_serve.deployment import Deployment
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.formats import Format
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.upstream import Release
+from dflash_tensorrt_llm.plugin import BUILT
+from dflash_tensorrt_llm.releases import Release
 from tests.support.fake_tensorrt_llm import FOLDER
-from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
+from tests.support.tiny import tiny_drafter_config, write_quantized_drafter
+from tests.unit.tensorrt_llm.conftest import tiny_deployment
 
 ROOT = Path(__file__).parents[2]
 SERVING = """
@@ -25,62 +29,108 @@ from tensorrt_llm._torch.models import modeling_utils as registry
 print(json.dumps(registry.export_external_model_modules()))
 """
 WORKER = """
-import json, sys
+import importlib, json, sys
 from types import SimpleNamespace as Of
+from safetensors.torch import load_file
 from tensorrt_llm._torch.models import modeling_utils as registry
 from tensorrt_llm._torch.speculative.interface import SpeculativeDecodingMode
-registry.register_external_model_modules(json.loads(sys.argv[1]))
+from tensorrt_llm.inputs.registry import INPUT_PROCESSOR_REGISTRY
+from dflash_serve.checkpoint.reader import read_drafter
+from tests.support.fake_tensorrt_llm.drafting import Pretrained
+declared, folder, race = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
+if race == "before":
+    importlib.import_module("tensorrt_llm._torch.models.modeling_zoo")
+registry.register_external_model_modules(declared)
+if race == "between":
+    importlib.import_module("tensorrt_llm._torch.models.modeling_zoo")
 target = registry.get_registered_model_class("Qwen3ForCausalLM")
 builder = registry.get_registered_draft_model_builder(SpeculativeDecodingMode.DFLASH)
-spec = Of(attention_backend="VANILLA", speculative_model=sys.argv[2])
-mapping = Of(enable_attention_dp=False, tp_size=1, tp_rank=0)
-draft = Of(pretrained_config=Of(torch_dtype="bfloat16"))
+spec = Of(attention_backend="VANILLA", speculative_model=folder)
+mapping = Of(enable_attention_dp=False, tp_size=1, tp_rank=0, rank=0)
+draft = Of(pretrained_config=Pretrained(read_drafter(folder)[0]))
 drafter = builder(Of(spec_config=spec, mapping=mapping), draft, None, None)
-if drafter != "built-in":
-    from safetensors.torch import load_file
-    drafter.load_weights(load_file(sys.argv[2] + "/model.safetensors"))
-ids = str(getattr(drafter, "target_layer_ids", ""))
-print(json.dumps([target.__module__, target.__mro__[1].__name__, type(drafter).__name__, ids]))
+drafter.load_weights(load_file(folder + "/model.safetensors"))
+pictures = INPUT_PROCESSOR_REGISTRY._input_processors_cls_by_model_type.get(target)
+encoder = registry.MODEL_CLASS_VISION_ENCODER_MAPPING.get("Qwen3ForCausalLM")
+print(json.dumps([target.__module__, target.__mro__[1].__name__, type(drafter).__name__,
+                  pictures and pictures.__name__, encoder and encoder[0].__name__]))
 """
 
 
-def run(code: str, *arguments: str, path: str) -> object:
+def attempt(code: str, *arguments: str, path: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
+    argv = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+
+
+def run(code: str, *arguments: str, path: str) -> object:
+    done = attempt(code, *arguments, path=path)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def prepare(folder: Path, config: DrafterConfig, format: Format | None = None) -> Path:
+    deployment = tiny_deployment(folder, config)
+    if format:
+        shutil.rmtree(folder / "drafter")
+        write_quantized_drafter(folder / "drafter", format, config)
+    TensorRTLLMBackend(Release.parse("1.4")).prepare(deployment, folder / "out")
+    return folder / "out"
 
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Path:
     """A drafter that upstream would get wrong: its features are out of order."""
-    write_tiny_drafter(tmp_path / "drafter", tiny_drafter_config(target_layer_ids=(5, 1, 3)))
-    sizes = {"hidden_size": 32, "num_hidden_layers": 8, "vocab_size": 96, "num_attention_heads": 4}
-    (tmp_path / "target").mkdir()
-    raw = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **sizes}
-    (tmp_path / "target" / "config.json").write_text(json.dumps(raw))
-    deployment = Deployment.model_validate({
-        "target": {"model": str(tmp_path / "target")}, "drafter": {"model": str(tmp_path / "drafter")},
-        "limits": {"max_model_len": 128}, "hardware": {"gpu": "h200"},
-    })  # fmt: skip
-    TensorRTLLMBackend(Release.parse("1.4")).prepare(deployment, tmp_path / "out")
-    return tmp_path / "out"
+    return prepare(tmp_path, tiny_drafter_config(target_layer_ids=(5, 1, 3)))
 
 
 BASE = os.pathsep.join(map(str, (ROOT, ROOT / "backends", FOLDER)))
+DECLARED = {"Qwen3ForCausalLM": "dflash_serve_drafter", "DFlashDraftModel": "dflash_serve_drafter"}
 
 
-def test_the_worker_builds_our_drafter(prepared: Path) -> None:
+def arguments(prepared: Path, declared: object, race: str = "none") -> tuple[str, str, str]:
+    return json.dumps(declared), str(prepared / "draft"), race
+
+
+def with_ours(prepared: Path) -> str:
+    """PYTHONPATH, as `command` sets it."""
+    return os.pathsep.join((BASE, str(prepared)))
+
+
+@pytest.mark.parametrize("race", ["none", "before"])
+def test_the_worker_builds_our_drafter_and_says_so(prepared: Path, race: str) -> None:
     declared = run(SERVING, str(prepared), path=BASE)
-    assert declared == {"Qwen3ForCausalLM": "dflash_serve_drafter"}
-    with_env = os.pathsep.join((BASE, str(prepared)))  # PYTHONPATH, as `command` sets it
-    found = run(WORKER, json.dumps(declared), str(prepared / "draft"), path=with_env)
-    assert found == ["dflash_serve_drafter", "Qwen3ForCausalLM", "PlugInDrafter", "[5, 1, 3]"]
+    assert declared == DECLARED
+    done = attempt(WORKER, *arguments(prepared, declared, race), path=with_ours(prepared))
+    assert done.returncode == 0, done.stderr
+    module, base, drafter, _, _ = json.loads(done.stdout.splitlines()[-1])
+    assert (module, base, drafter) == ("dflash_serve_drafter", "Qwen3ForCausalLM", "PlugInDrafter")
+    assert f"{BUILT} 0 (ours)" in done.stderr
+
+
+def test_a_target_that_reads_pictures_still_does(prepared: Path) -> None:
+    """Its input processor is kept by its class, and ours is another class."""
+    found = run(WORKER, *arguments(prepared, DECLARED), path=with_ours(prepared))
+    assert isinstance(found, list)
+    assert found[3:] == ["PictureProcessor", "VisionEncoder"]
+
+
+def test_a_target_imported_too_early_stops_the_worker_instead_of_accepting_nothing(prepared: Path) -> None:
+    """Between declaration and look-up the built-in module takes the slot, and our package is never imported for it."""
+    done = attempt(WORKER, *arguments(prepared, DECLARED, "between"), path=with_ours(prepared))
+    assert done.returncode != 0
+    assert "TensorRT-LLM's own drafter was chosen on this rank" in done.stderr
+
+
+def test_a_quantised_drafter_is_upstreams_with_a_context_of_ours(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, tiny_drafter_config(intermediate_size=64, head_dim=16), "fp8")
+    found = run(WORKER, *arguments(prepared, DECLARED), path=with_ours(prepared))
+    assert isinstance(found, list)
+    assert found[2] == "DequantisedDFlash"
 
 
 def test_without_it_the_worker_silently_builds_upstreams(prepared: Path) -> None:
     """Why the target is registered too: what workers are told does not include drafters."""
-    found = run(WORKER, "{}", str(prepared / "draft"), path=BASE)
-    assert found == ["tensorrt_llm._torch.models.modeling_zoo", "object", "str", ""]
+    found = run(WORKER, *arguments(prepared, {}), path=BASE)
+    assert found == ["tensorrt_llm._torch.models.modeling_zoo", "DraftLayers", "DFlashForCausalLM", "PictureProcessor",
+                     "VisionEncoder"]  # fmt: skip

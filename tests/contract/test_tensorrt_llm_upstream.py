@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
-import re
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from dflash_tensorrt_llm.plugin.drafter import PlugInDrafter
 from dflash_tensorrt_llm.upstream import CudaGraphConfig, DFlashDecodingConfig, KvCacheConfig, LlmArgs
+from tests.support.fake_tensorrt_llm.worker import Worker
 from tests.support.tiny import random_tensors, tiny_drafter_config
 
 READ = {
@@ -32,6 +33,8 @@ ASKED_OF_A_DRAFT_MODEL = {
 """`draft_model.<name>` in dflash.py @00679c6, with what getattr and hasattr ask for: block_size, fc, hidden_norm."""
 ASKED_LATER = {"validate_block_attention_windows"}
 """By main's worker of autumn 2026, as the draft model in its own GPU tests has it; in no release that was read."""
+OPTIONAL = {"block_size", "fc", "hidden_norm", "_kv_factor", "_paged_ctx_cache", "mask_token_embedding"}
+"""By getattr with a default, or after hasattr: ours has the first three and needs none of the others."""
 GIVEN_TO_IT = {"_runtime_position_ceiling"}
 real = pytest.mark.skipif(importlib.util.find_spec("tensorrt_llm") is None, reason="TensorRT-LLM is not installed here")
 
@@ -59,12 +62,62 @@ def test_every_source_has_its_commit() -> None:
     assert all(READ.values())
 
 
+def asked_of(source: str, name: str = "draft_model") -> set[str]:
+    """What a worker's source asks of a variable: `x.a`, `self.x.a`, and `a` by getattr or hasattr; not what it sets."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and _is(node.value, name) and isinstance(node.ctx, ast.Load):
+            found.add(node.attr)
+        if isinstance(node, ast.Call) and _called(node) in ("getattr", "hasattr") and _is(node.args[0], name):
+            found.add(str(ast.literal_eval(node.args[1])))
+    return found
+
+
+def keywords_of(source: str, method: str) -> set[str]:
+    """Keywords that any call of a method gives it."""
+    calls = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and _called(n) == method]
+    return {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
+
+
+def _is(node: ast.expr, name: str) -> bool:
+    return (isinstance(node, ast.Name) and node.id == name) or (isinstance(node, ast.Attribute) and node.attr == name)
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+
+
+SAMPLE = """
+class Worker(Base):
+    def forward(self, draft_model):
+        draft_model._runtime_position_ceiling = 1
+        if hasattr(draft_model, "fc") and getattr(self.draft_model, "_kv_factor", 2):
+            return self.draft_model.dflash_forward(noise_embedding=1, ctx_rows_start=2)
+        return draft_model.model.embed_tokens
+"""
+
+
+def test_the_contract_sees_getattr_keywords_and_attributes_of_self() -> None:
+    assert asked_of(SAMPLE) == {"fc", "_kv_factor", "dflash_forward", "model"}
+    assert keywords_of(SAMPLE, "dflash_forward") == {"noise_embedding", "ctx_rows_start"}
+
+
+def test_our_own_stand_in_asks_for_nothing_beyond_the_contract() -> None:
+    source = inspect.getsource(Worker).replace("self.model", "draft_model")
+    assert asked_of(source) <= ASKED_OF_A_DRAFT_MODEL | OPTIONAL
+    taken = inspect.signature(PlugInDrafter.dflash_forward).parameters.keys()
+    assert keywords_of(source, "dflash_forward") <= taken
+
+
 @real
-def test_the_real_worker_asks_for_nothing_new() -> None:
+def test_the_real_workers_ask_for_nothing_new() -> None:
+    """`DFlashWorker` and its subclasses, but those of other heads and of kernels for one target."""
     from tensorrt_llm._torch.speculative.dflash import DFlashWorker
 
-    asked = set(re.findall(r"draft_model\.(\w+)", inspect.getsource(DFlashWorker)))
-    assert asked - GIVEN_TO_IT <= ASKED_OF_A_DRAFT_MODEL | ASKED_LATER
+    source = inspect.getsource(DFlashWorker)
+    assert asked_of(source) - GIVEN_TO_IT <= ASKED_OF_A_DRAFT_MODEL | ASKED_LATER | OPTIONAL
+    assert keywords_of(source, "dflash_forward") <= inspect.signature(PlugInDrafter.dflash_forward).parameters.keys()
+    assert {worker.__name__ for worker in DFlashWorker.__subclasses__()} <= {"DSparkWorker", "KimiK3DFlashWorker"}
 
 
 @real

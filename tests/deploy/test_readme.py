@@ -125,20 +125,34 @@ def test_all_its_commands_run(place: Path) -> None:
 
 
 def test_what_would_be_applied_serves_what_the_page_says(place: Path) -> None:
-    template = next(i for i, command in enumerate(RUN) if command.startswith("helm template"))
-    found = documents((place / f"{template}.out").read_text())
-    kinds = {document["kind"] for document in found}
-    assert {"Deployment", "Job", "Service", "PersistentVolumeClaim", "PodMonitor", "NetworkPolicy"} <= kinds
-    names = {document["metadata"]["name"] for document in found}
+    """The drafter as it was published; quantised by a Job for those who ask for it."""
+    plain, quantised = [
+        documents((place / f"{i}.out").read_text())
+        for i, command in enumerate(RUN)
+        if command.startswith("helm template")
+    ]
+    kinds = {document["kind"] for document in plain}
+    assert {"Deployment", "Service", "PersistentVolumeClaim", "PodMonitor", "NetworkPolicy"} <= kinds
+    assert "Job" not in kinds
+    names = {document["metadata"]["name"] for document in plain}
     assert {"gpt-oss-dflash-serve", "gpt-oss-dflash-serve-models"} <= names  # the page's later commands name them
-    (job,) = [document for document in found if document["kind"] == "Job"]
-    assert job["metadata"]["labels"]["app.kubernetes.io/instance"] == "gpt-oss"  # what the page waits for
-    configs = [document["data"] for document in found if document["kind"] == "ConfigMap"]
-    served = yaml.safe_load(next(data["deployment.yaml"] for data in configs if "deployment.yaml" in data))
-    assert served["drafter"] == {"model": "/build/drafter-fp8", "quantization": "fp8"}
-    assert served["target"]["model"] == "openai/gpt-oss-120b"
-    (board,) = [data for data in configs if any(name.endswith(".json") for name in data)]
+    assert served(plain)["drafter"] == {"model": "z-lab/gpt-oss-120b-DFlash"}
+    assert served(plain)["target"]["model"] == "openai/gpt-oss-120b"
+    (board,) = [data for data in configs(plain) if any(name.endswith(".json") for name in data)]
     assert "Acceptance length" in next(iter(board.values()))
+    assert [document for document in quantised if document["kind"] == "Job"]
+    assert served(quantised)["drafter"] == {"model": "/build/drafter-fp8", "quantization": "fp8"}
+
+
+def configs(found: list[dict[str, Any]]) -> list[dict[str, str]]:
+    return [document["data"] for document in found if document["kind"] == "ConfigMap"]
+
+
+def served(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The deployment that the pods read."""
+    text = next(data["deployment.yaml"] for data in configs(found) if "deployment.yaml" in data)
+    read: dict[str, Any] = yaml.safe_load(text)
+    return read
 
 
 def test_routers_find_the_charts_pods(place: Path) -> None:

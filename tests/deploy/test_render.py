@@ -33,8 +33,8 @@ FORMS = {
     "tensorrt-llm": ("helm", "compose", "kserve", "dynamo"),
     "vllm": ("helm", "compose", "kserve"),
 }
-NOT_MEANT = {("qwen3-coder-30b-a3b-b200", "torch")}
-"""The embedded backend has no experts; it says so when it prepares."""
+NOT_MEANT = {("qwen3-coder-30b-a3b-b200", "torch"), ("qwen3.5-27b-b200", "torch")}
+"""The embedded backend has no experts and no recurrent layers; it says so when it prepares."""
 KUBERNETES = ("1.32", "1.37")
 """KServe 0.21's oldest, and the newest with published schemas."""
 

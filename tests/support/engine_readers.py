@@ -79,4 +79,19 @@ def tensorrt_llm(raw: Raw) -> Reading:
     return Reading(tuple(layers), tuple(dflash["target_layer_ids"]), dflash["mask_token_id"], raw["block_size"])
 
 
+def tensorrt_llm_quantization(raw: Raw) -> str | None:
+    """The algorithm that TensorRT-LLM takes a target for: `_torch/model_config.py`, `load_hf_quant_config`.
+
+    compressed-tensors are read as weights with quantised activations, whatever they are.
+    """
+    found = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
+    if found is None:
+        return None
+    method = found["quant_method"]
+    if method == "compressed-tensors":
+        group = found["config_groups"]["group_0"]
+        return {"channel": "FP8_PER_CHANNEL_PER_TOKEN"}[group["input_activations"]["strategy"]]
+    return {"mxfp4": "W4A8_MXFP4_MXFP8", "modelopt": found.get("quant_algo"), "fp8": "FP8_BLOCK_SCALES"}[method]
+
+
 READERS: Mapping[str, Callable[[Raw], Reading]] = {"vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm}

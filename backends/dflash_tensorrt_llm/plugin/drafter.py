@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.checkpoint.formats import Format
-from dflash_serve.checkpoint.quantization import read_quantization
+from dflash_serve.checkpoint.quantization import Quantization, read_quantization
 from dflash_serve.checkpoint.reader import assemble, read_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
@@ -125,36 +125,6 @@ class PlugInDrafter(nn.Module):
         self.drafter: Drafter | None = None
         self._context: Product | None = None
 
-    @classmethod
-    def from_configs(cls, model_config: Any, draft_config: Any) -> PlugInDrafter:
-        """Makes this rank's drafter from TensorRT-LLM's configs of target and draft.
-
-        Raises:
-            UserError: an attention backend that it does not run on, or a drafter it cannot read.
-        """
-        speculative, mapping = model_config.spec_config, model_config.mapping
-        if speculative.attention_backend != "VANILLA":
-            do = "set speculative_config.attention_backend to VANILLA"
-            raise UserError(f"this drafter does not run on {speculative.attention_backend}", where="config.yaml", do=do)
-        folder = Path(speculative.speculative_model)
-        neutral = folder / NEUTRAL
-        found = DrafterConfig.model_validate_json(neutral.read_text()) if neutral.is_file() else read_drafter(folder)[0]
-        quantization = read_quantization(folder)
-        whole = mapping.enable_attention_dp or mapping.tp_size == 1
-        distributed = None if whole else import_module("tensorrt_llm._torch.distributed")
-        attention = import_module("tensorrt_llm._torch.speculative.dflash_attention").get_dflash_flash_attention()
-        plug_in = cls(
-            found,
-            format=quantization.format if quantization else None,
-            layout=Layout() if whole else Layout(mapping.tp_rank, mapping.tp_size),
-            reduce=distributed.AllReduce(mapping=mapping) if distributed else None,
-            attention=attention,
-            dtype=_dtype(draft_config.pretrained_config),
-            device="cuda" if torch.cuda.is_available() else "cpu",
-        )
-        plug_in.model_config = draft_config  # weight mappers look for it
-        return plug_in
-
     def __setattr__(self, name: str, value: Any) -> None:
         config = self.__dict__.get("config")
         if name == "logits_processor" and value is not None and _adjusts(config):
@@ -238,7 +208,52 @@ def _adjusts(config: DrafterConfig | None) -> bool:
     return config is not None and (config.output_multiplier != 1.0 or config.final_logit_softcap is not None)
 
 
-def _dtype(pretrained: Any) -> torch.dtype:
+def build(model_config: Any, draft_config: Any) -> PlugInDrafter:
+    """This rank's drafter, from TensorRT-LLM's configs of target and draft.
+
+    Raises:
+        UserError: an attention backend that it does not run on, or a drafter it cannot read.
+    """
+    speculative, mapping = model_config.spec_config, model_config.mapping
+    if speculative.attention_backend != "VANILLA":
+        do = "set speculative_config.attention_backend to VANILLA"
+        raise UserError(f"this drafter does not run on {speculative.attention_backend}", where="config.yaml", do=do)
+    found, quantization = read_draft_folder(speculative.speculative_model)
+    layout = layout_of(mapping)
+    distributed = import_module("tensorrt_llm._torch.distributed") if layout.size > 1 else None
+    attention = import_module("tensorrt_llm._torch.speculative.dflash_attention").get_dflash_flash_attention()
+    plug_in = PlugInDrafter(
+        found,
+        format=quantization.format if quantization else None,
+        layout=layout,
+        reduce=distributed.AllReduce(mapping=mapping) if distributed else None,
+        attention=attention,
+        dtype=dtype_of(draft_config.pretrained_config),
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    plug_in.model_config = draft_config  # weight mappers look for it
+    return plug_in
+
+
+def read_draft_folder(folder: str | Path) -> tuple[DrafterConfig, Quantization | None]:
+    """The drafter that `prepare` left there, in our own words where they are.
+
+    Raises:
+        UserError: a drafter that cannot be read.
+    """
+    neutral = Path(folder) / NEUTRAL
+    if neutral.is_file():
+        return DrafterConfig.model_validate_json(neutral.read_text()), read_quantization(Path(folder))
+    return read_drafter(folder)
+
+
+def layout_of(mapping: Any) -> Layout:
+    """This rank's part; attention data parallelism gives each rank a whole drafter."""
+    whole = mapping.enable_attention_dp or mapping.tp_size == 1
+    return Layout() if whole else Layout(mapping.tp_rank, mapping.tp_size)
+
+
+def dtype_of(pretrained: Any) -> torch.dtype:
     """The draft's dtype, which transformers keeps as a name or as a torch.dtype."""
     stated = getattr(pretrained, "dtype", None) or getattr(pretrained, "torch_dtype", None) or torch.bfloat16
     return stated if isinstance(stated, torch.dtype) else getattr(torch, str(stated).removeprefix("torch."))

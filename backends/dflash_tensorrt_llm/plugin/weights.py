@@ -74,7 +74,8 @@ def _columns(weight: Weight, start: int, stop: int) -> Weight:
 def in_captured_order(fc: Tensor, config: DrafterConfig) -> Tensor:
     """fc.weight [H, F*H] for features in ascending layer order, which is how TensorRT-LLM captures them (dflash.py)."""
     order = sorted(range(len(config.target_layer_ids)), key=lambda index: config.target_layer_ids[index])
-    return fc.view(len(fc), len(order), -1)[:, order].reshape(fc.shape)
+    parts = fc.chunk(len(order), dim=1)
+    return torch.cat([parts[index] for index in order], dim=1)
 
 
 class Product(nn.Module):
@@ -173,6 +174,13 @@ def load(
     drafter.rotary.to(device)
     parts = [f"layers.{i}.self_attn.{name}" for i in range(config.num_layers) for name in ("k_proj", "v_proj")]
     return drafter.eval().requires_grad_(False), _product(parts, mine, dtype)
+
+
+def context_weight(whole: Mapping[str, Weight], config: DrafterConfig, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """This rank's K and V rows of all layers, dequantised: [layers * 2 * kv_heads * head_dim, H]."""
+    names = [f"layers.{i}.self_attn.{name}.weight" for i in range(config.num_layers) for name in ("k_proj", "v_proj")]
+    mine = {name: layout.shard(name, whole[name], config) for name in names}
+    return torch.cat(list(dequantized(mine, dtype).values()))
 
 
 def _product(names: list[str], mine: Mapping[str, Weight], dtype: torch.dtype) -> Product:

@@ -45,6 +45,21 @@ def logits_processor(hidden: Tensor, head: nn.Module, *_: object) -> Tensor:
     return out
 
 
+class Pretrained:
+    """The drafter's config.json as transformers hands it to TensorRT-LLM: everything by name."""
+
+    model_type = "qwen3"
+
+    def __init__(self, config: DrafterConfig, dtype: str = "float32") -> None:
+        self.config, self.torch_dtype = config, dtype
+        self.architectures = ["DFlashDraftModel"]
+        self.num_hidden_layers = config.num_layers
+        self.dflash_config = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.config, name)
+
+
 def plug_in(
     config: DrafterConfig, weights: dict[str, Tensor], dtype: torch.dtype, target: FakeTarget, **options: Any
 ) -> PlugInDrafter:
@@ -68,7 +83,7 @@ def captured(rows: Tensor, config: DrafterConfig) -> Tensor:
 
 
 @torch.inference_mode()
-def by_worker(drafter: PlugInDrafter, batch: int, dtype: torch.dtype) -> Tensor:
+def by_worker(drafter: Any, batch: int, dtype: torch.dtype) -> Tensor:
     """Prompts, then two steps; the second step's logits."""
     config = drafter.config
     worker = Worker(drafter, max_batch=batch, max_seq_len=64, max_draft_len=config.block_size - 1)

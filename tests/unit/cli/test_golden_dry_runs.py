@@ -50,7 +50,7 @@ def test_json_has_the_same_with_every_files_text(engine: str) -> None:
     assert json.loads(files["draft/config.json"])["block_size"] == 16
     assert files["draft/model.safetensors"] is None, "weights"
     chosen = {choice["key"]: choice for choice in told["chosen"]}
-    assert chosen["limits.max_batch_size"]["value"] in ("48", "64")
+    assert chosen["limits.max_batch_size"]["value"] in ("48", "256")
     assert chosen["limits.max_batch_size"]["why"]
 
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_engines.calibration import AMAX, ANSWERS, OPENERS, answer, drafter_ranges, free_ranges, read_answers
-from dflash_engines.graph import Sample
 from dflash_engines.pipeline import Work
 from dflash_engines.recipe import Prompts
+from dflash_engines.sample import Sample
 from dflash_serve.backend import embedded_backend
 from dflash_serve.deployment import Deployment
 from dflash_serve.models.loader import load_drafter

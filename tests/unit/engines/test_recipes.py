@@ -36,7 +36,7 @@ def write(folder: Path, text: str) -> Path:
     ("text", "message"),
     [
         ("build: {engines: [sm89]}", "unknown key build.engines"),
-        ("build: {rtx: [sm100]}", "build.rtx"),
+        ("build: {rtx: [sm120]}", "unknown key build.rtx"),
         ("build: {drafter: [int4]}", "build.drafter"),
         ("tensorrt_llm: newest", "tensorrt_llm"),
         ("build: [", "not valid YAML"),
@@ -47,11 +47,9 @@ def test_a_mistake_is_named(text: str, message: str, tmp_path: Path) -> None:
         load_recipe(write(tmp_path, text))
 
 
-def test_quantised_graphs_need_what_they_are_made_of(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="ONNX in fp8 needs the drafter in fp8"):
-        make_steps(load_recipe(write(tmp_path, "build: {onnx: [fp16, fp8]}")))
-    with pytest.raises(UserError, match="made from the FP16 one"):
-        make_steps(load_recipe(write(tmp_path, "build: {onnx: [fp8], drafter: [fp8]}")))
+def test_a_target_is_calibrated_on_hundreds_of_long_answers_unless_told_otherwise(tmp_path: Path) -> None:
+    calibration = load_recipe(write(tmp_path, "build: {target: [fp8]}")).build.calibration
+    assert (calibration.count, calibration.max_tokens) == (512, 512)
 
 
 def test_a_variable_with_an_empty_default_need_not_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +81,8 @@ def test_a_plan_costs_no_torch() -> None:
 
 def test_a_drafter_alone_is_built_without_its_target(tmp_path: Path) -> None:
     """What gpt-oss and Kimi need: nobody wants to fetch 600 GB to quantise 6."""
-    steps = make_steps(load_recipe(write(tmp_path, "build: {drafter: [fp8], onnx: [fp16], calibration: {free: true}}")))
-    assert [step.name for step in steps] == ["drafter-ranges", "drafter-fp8", "onnx-fp16"]
+    steps = make_steps(load_recipe(write(tmp_path, "build: {drafter: [fp8], onnx: true, calibration: {free: true}}")))
+    assert [step.name for step in steps] == ["drafter-ranges", "drafter-fp8", "onnx"]
     assert all("target" not in step.needs for step in steps)
     with pytest.raises(UserError, match="a target is calibrated on data"):
         make_steps(load_recipe(write(tmp_path, "build: {target: [fp8], calibration: {free: true}}")))

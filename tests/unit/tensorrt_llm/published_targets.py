@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+KIMI_SIZES: dict[str, object] = {
+    "model_type": "kimi_k2", "vocab_size": 163840, "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "n_routed_experts": 384, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "max_position_embeddings": 262144,
+}  # fmt: skip
 TARGETS: dict[str, dict[str, object]] = {
     "openai/gpt-oss-120b": {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
@@ -28,11 +35,29 @@ TARGETS: dict[str, dict[str, object]] = {
     "moonshotai/Kimi-K2.5": {
         "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
         "text_config": {
-            "model_type": "kimi_k2", "vocab_size": 163840, "hidden_size": 7168, "intermediate_size": 18432,
-            "moe_intermediate_size": 2048, "n_routed_experts": 384, "n_shared_experts": 1, "first_k_dense_replace": 1,
-            "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536,
-            "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-            "max_position_embeddings": 262144, "quantization_config": {"quant_method": "compressed-tensors"},
+            **KIMI_SIZES,
+            "quantization_config": {
+                "quant_method": "compressed-tensors", "format": "pack-quantized",
+                "config_groups": {
+                    "group_0": {
+                        "targets": ["Linear"], "input_activations": None,
+                        "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+                    },
+                },
+            },
+        },
+    },
+    "nvidia/Kimi-K2.5-NVFP4": {
+        "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": KIMI_SIZES,
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+    },
+    "Qwen/Qwen3.5-27B": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+        "text_config": {
+            "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 5120, "intermediate_size": 17408,
+            "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 16,
+            "max_position_embeddings": 262144, "rope_parameters": {"rope_type": "default", "rope_theta": 10000000},
         },
     },
     "smollm2": {

@@ -11,7 +11,7 @@ import yaml
 from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
 from dflash_tensorrt_llm.launch_plan import make_launch_plan
-from dflash_tensorrt_llm.upstream import Release
+from dflash_tensorrt_llm.releases import Release
 from tests.support.tiny import tiny_drafter_config
 from tests.unit.tensorrt_llm.conftest import tiny_deployment
 
@@ -44,9 +44,10 @@ def test_options_go_to_the_command_line_and_keys_into_config_yaml(deployment: De
     }
     asked = with_(deployment, engine_args={"tensorrt-llm": given, "sglang": {"nonsense": 1}})
     said = " ".join(BACKEND.command(asked, Path("/prepared")).argv)
-    assert said.endswith("--trust_remote_code --log_level warning")
+    assert said.endswith("config.yaml --log_level warning")
     written = configuration(asked)
     assert written["stream_interval"] == 4
+    assert written["trust_remote_code"] is True, "an option, too, but Dynamo reads config.yaml alone"
     assert written["moe_config"] == {"backend": "CUTLASS"}
     assert "nonsense" not in said + str(written)
 
@@ -120,6 +121,7 @@ def test_a_schedule_by_batch_size_makes_auto_the_users_own(deployment: Deploymen
 
 def test_where_no_number_is_given_the_drafters_context_decides(hub: Path) -> None:
     fields = {"target": {"model": "Qwen/Qwen3-8B"}, "drafter": {"model": "z-lab/Qwen3-8B-DFlash-b16"}}
+    fields["kv_cache"] = {"dtype": "fp8"}  # with K/V in 16 bits the context has no arena of its own
     short = Deployment.model_validate({**fields, "hardware": {"gpu": "b200"}, "limits": {"max_model_len": 4096}})
     long = Deployment.model_validate({**fields, "hardware": {"gpu": "b200"}, "limits": {"max_model_len": 40960}})
     batches = [configuration(each)["max_batch_size"] for each in (short, long)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 
 from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.upstream import Release
-from tests.support.tiny import SLIDING_BOTH_WAYS, tiny_drafter_config
+from dflash_tensorrt_llm.launch_plan import make_launch_plan
+from dflash_tensorrt_llm.releases import Release
+from tests.support.tiny import SLIDING, SLIDING_BOTH_WAYS, tiny_drafter_config, write_quantized_drafter
 from tests.unit.tensorrt_llm.conftest import tiny_deployment
 
 Changes = Mapping[str, object]
@@ -28,9 +30,12 @@ OSS: dict[str, object] = {
     "limits": {"max_batch_size": 32, "max_model_len": 16384},
     "hardware": {"gpu": "b300", "count": 8},
 }
-KIMI: dict[str, object] = {**OSS, "target": {"model": "moonshotai/Kimi-K2.5"}, "parallel": {}}
+KIMI: dict[str, object] = {**OSS, "target": {"model": "nvidia/Kimi-K2.5-NVFP4"}, "parallel": {}}
+INT4: Changes = {"target.model": "moonshotai/Kimi-K2.5"}
+DUMMY: Changes = {"engine_args": {"tensorrt-llm": {"load_format": "dummy"}}}
 NEW, OLD = Release.parse("1.4"), Release.parse("1.3.0rc27")
-LONG: Changes = {"limits.max_batch_size": 512, "limits.max_model_len": 40960}
+LONG: Changes = {"limits.max_batch_size": 512, "limits.max_model_len": 40960, "kv_cache.dtype": "fp8"}
+"""With FP8 K/V the drafter's context keeps an arena of its own."""
 
 
 def deployment(base: Mapping[str, object], changes: Changes) -> Deployment:
@@ -69,6 +74,8 @@ IMPOSSIBLE: list[tuple[str, Mapping[str, object], Changes, str, str]] = [
     ("FP8 of bf16", QWEN, {"target.quantization": "fp8"}, "target.quantization", "is not fp8"),
     ("NVFP4 on Hopper", QWEN, {"target.quantization": "nvfp4", "hardware.gpu": "h200"}, "target.quant", "Blackwell"),
     ("NVFP4 K/V on Hopper", QWEN, {"kv_cache.dtype": "nvfp4", "hardware.gpu": "h200"}, "kv_cache.dtype", "Blackwell"),
+    ("INT4 of compressed-tensors", KIMI, INT4, "target.model", "compressed-tensors in integers"),
+    ("no weights at all", QWEN, DUMMY, "load_format", "no weights are read"),
     ("half of a pair", QWEN, {"role": "decode"}, "role", "never sees the prompt's features"),
     ("another's drafter", QWEN, {"drafter.model": "z-lab/gpt-oss-120b-DFlash"}, "drafter for", "hidden_size is 2880"),
     ("a sibling's drafter", QWEN, {"drafter.model": "z-lab/Qwen3-4B-DFlash-b16"}, "drafter for", "hidden_size is 2560"),
@@ -151,3 +158,50 @@ def test_what_upstreams_drafter_gets_wrong_in_silence_needs_ours(odd: str, tmp_p
     (problem,) = TensorRTLLMBackend(OLD).check(wanted)
     assert "would ignore in silence" in problem.what
     assert odd in problem.what
+
+
+@pytest.mark.usefixtures("hub")
+def test_with_16_bit_kv_the_context_lies_in_the_pool_and_is_reserved_nowhere_else() -> None:
+    """#18343: in 1.4, with TRTLLM attention; before it, and with FP8 K/V, it is an arena beside the pool."""
+    wanted = {**LONG, "kv_cache.dtype": "auto"}
+    in_pool, arena = (make_launch_plan(deployment(QWEN, wanted), release) for release in (NEW, OLD))
+    assert (in_pool.attention_backend, in_pool.context_in_pool, in_pool.arena_bytes(512, 40960)) == ("TRTLLM", True, 0)
+    assert (arena.attention_backend, arena.context_in_pool) == ("TRTLLM", False)
+    assert TensorRTLLMBackend(NEW).check(in_pool.deployment) == []
+    assert "drafter's context needs" in TensorRTLLMBackend(OLD).check(arena.deployment)[0].what
+    assert not make_launch_plan(deployment(QWEN, LONG), NEW).context_in_pool
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200", "b200", "b300"])
+def test_no_fp8_or_nvfp4_part_on_a_device_is_cut_through_its_blocks(gpu: str, tmp_path: Path) -> None:
+    """16 rows and columns at least, and multiples of them: `_scaled_mm` and NVFP4's scales ask for it."""
+    wanted = tiny_deployment(tmp_path, tiny_drafter_config(intermediate_size=64, head_dim=8, num_key_value_heads=2))
+    shutil.rmtree(tmp_path / "drafter")
+    config = tiny_drafter_config(intermediate_size=64, head_dim=8, num_key_value_heads=2)
+    write_quantized_drafter(tmp_path / "drafter", "fp8", config)
+    changed = wanted.model_copy(
+        update={
+            "parallel": wanted.parallel.model_copy(update={"tensor": 2}),
+            "hardware": wanted.hardware.model_copy(update={"gpu": gpu, "count": 2}),
+        }
+    )
+    (problem,) = TensorRTLLMBackend(NEW).check(changed)
+    assert "8 K/V rows of the drafter on a device are no multiple of 16" in problem.what
+    assert TensorRTLLMBackend(NEW).check(wanted) == []
+
+
+def test_prefix_caching_is_possible_where_a_tail_is_computed_again(tmp_path: Path) -> None:
+    """A drafter of windows alone needs just its window; another one as much as the user says."""
+    full = tiny_deployment(tmp_path, tiny_drafter_config())
+    reused = full.model_copy(update={"kv_cache": full.kv_cache.model_copy(update={"block_reuse": True})})
+    (problem,) = TensorRTLLMBackend(NEW).check(reused)
+    assert "context_recompute_tail" in problem.do
+    told = {"tensorrt-llm": {"speculative_config": {"context_recompute_tail": 64}}}
+    said = Deployment.model_validate({**reused.model_dump(exclude_unset=True), "engine_args": told})
+    assert TensorRTLLMBackend(NEW).check(said) == []
+    (tmp_path / "windows").mkdir()
+    windowed = tiny_deployment(tmp_path / "windows", tiny_drafter_config(layers=(SLIDING, SLIDING)))
+    reused = windowed.model_copy(update={"kv_cache": windowed.kv_cache.model_copy(update={"block_reuse": True})})
+    assert TensorRTLLMBackend(NEW).check(reused) == []
+    assert make_launch_plan(reused, NEW).recompute_tail == SLIDING.window
+    assert TensorRTLLMBackend(OLD).check(reused) != []

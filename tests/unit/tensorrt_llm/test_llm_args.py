@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dflash_tensorrt_llm.upstream import DFlashDecodingConfig, LlmArgs, Release, llm_args
+from dflash_tensorrt_llm.releases import DFLASH, Release
+from dflash_tensorrt_llm.upstream import DFlashDecodingConfig, LlmArgs, llm_args
 
 
 def fields(speculative: dict[str, Any] | None = None, **root: Any) -> dict[str, Any]:
@@ -22,6 +23,9 @@ REFUSED = {
     "FA4 before PR 18553": (fields({"attention_backend": "FA4"}), "1.3.0rc26", "FA4 is not in TensorRT-LLM 1.3"),
     "an attention backend of its own": (fields({"attention_backend": "FLASHINFER"}), "1.4", "VANILLA"),
     "a 1.4 key in 1.3": (fields({"context_recompute_tail": 64}), "1.3.0rc27", "context_recompute_tail is not in"),
+    "TRTLLM before PR 16914": (fields({"attention_backend": "TRTLLM"}), "1.3.0rc24", "TRTLLM is not in TensorRT-LLM"),
+    "the very key before PR 16914": (fields({"attention_backend": "VANILLA"}), "1.3.0rc22", "attention_backend is not"),
+    "K/V in bfloat16 by name": (fields(kv_cache_config={"dtype": "bfloat16"}), "1.4", "'auto', 'fp8' or 'nvfp4'"),
     "DFlash in 1.2": (fields(), "1.2.1", "1.2 has no DFlash"),
     "schedule and concurrency": (
         fields({"max_concurrency": 8, "draft_len_schedule": {8: 7}}), "1.4", "exclude each other",
@@ -68,7 +72,7 @@ def test_yaml_says_only_what_was_decided() -> None:
 
 def test_a_release_is_read_from_its_version() -> None:
     assert Release.parse("1.3.0rc27") < Release.parse("1.3.0") < Release.parse("1.4.0rc1") < Release.parse("1.4")
-    assert [Release.parse(v).has_dflash for v in ("1.2.1", "1.3.0rc13", "1.3.0rc14", "1.4.0rc1.post1")] == [
+    assert [Release.parse(v).has(DFLASH) for v in ("1.2.1", "1.3.0rc13", "1.3.0rc14", "1.4.0rc1.post1")] == [
         False, False, True, True,
     ]  # fmt: skip
     assert str(Release.parse("1.4.0rc1")) == "1.4.0rc1"

@@ -15,9 +15,13 @@ import yaml
 
 from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
+from dflash_tensorrt_llm.engine_arguments import OTHER_CONFIG
 from dflash_tensorrt_llm.launch_plan import make_launch_plan
-from dflash_tensorrt_llm.upstream import Release
+from dflash_tensorrt_llm.releases import Release
+from dflash_tensorrt_llm.upstream import LlmArgs, llm_args
+from tests.support.engine_readers import tensorrt_llm_quantization
 from tests.unit.tensorrt_llm.conftest import RECIPES
+from tests.unit.tensorrt_llm.published_targets import TARGETS
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -72,3 +76,33 @@ def test_two_nodes_are_started_by_srun(hub: Path, recipe: Callable[[str], Deploy
     argv = backend.command(wide, FOLDER).argv
     assert argv[:6] == ("srun", "--mpi=pmix", "--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "trtllm-llmapi-launch")
     assert yaml.safe_load(rendered(wide, "1.4"))["gpus_per_node"] == 8
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_value_of_a_golden_file_is_one_that_its_release_takes(path: Path) -> None:
+    """Literals, ranges and keys, forbidden extras at every depth: read back as the release would read it."""
+    fields = yaml.safe_load(path.read_text())
+    ours = {name: value for name, value in fields.items() if name in LlmArgs.model_fields}
+    assert fields.keys() - ours.keys() <= set(OTHER_CONFIG)
+    release = Release.parse(path.stem.split(".trtllm-")[1])
+    assert llm_args(ours, release).yaml_fields() == ours
+    assert ours["speculative_config"]["attention_backend"] in release.attention_backends
+
+
+def test_there_is_a_golden_file_for_every_recipe_and_none_for_another() -> None:
+    assert {path.stem.split(".trtllm-")[0] for path in GOLDEN.glob("*.yaml")} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipes_target_is_one_that_upstreams_quantisation_reader_reads(
+    name: str, recipe: Callable[[str], Deployment]
+) -> None:
+    target = recipe(name).target
+    asked = {"fp8": "FP8", "nvfp4": "NVFP4", "mxfp4": "W4A8_MXFP4_MXFP8"}.get(target.quantization)
+    assert tensorrt_llm_quantization(TARGETS[target.model]) == asked
+
+
+def test_kimis_own_weights_are_not() -> None:
+    """Why its recipe names NVIDIA's NVFP4."""
+    with pytest.raises(TypeError):
+        tensorrt_llm_quantization(TARGETS["moonshotai/Kimi-K2.5"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_engines.graph import Block, Context, Sample, block_inputs, by_core, context_inputs, dense_mask
+from dflash_engines.onnx_export import Block, block_inputs, dense_mask
+from dflash_engines.sample import Sample, by_core
 from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
@@ -39,15 +40,6 @@ def test_blocks_with_ragged_contexts_equal_the_cores(kind: str, bias: bool) -> N
     hidden, k, v = by_core(drafter, sample)
     found = Block(drafter)(*block_inputs(drafter, sample, k, v, torch.float32).values())
     torch.testing.assert_close(found, hidden, rtol=1e-5, atol=1e-5)
-
-
-@torch.inference_mode()
-def test_context_keys_and_values_equal_the_cores() -> None:
-    drafter, sample = drafter_and_sample(FULL, SLIDING)
-    _, k, v = by_core(drafter, sample)
-    found_k, found_v = Context(drafter)(*context_inputs(drafter, sample, torch.float32).values())
-    torch.testing.assert_close(found_k, k, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found_v, v, rtol=1e-5, atol=1e-5)
 
 
 def test_padding_is_never_seen() -> None:

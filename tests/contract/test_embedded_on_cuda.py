@@ -1,0 +1,101 @@
+"""What the embedded engine records into its CUDA graphs, on a device without data: one decoding step.
+
+Shown: shapes and dtypes of target and drafter passes, that they stay on the device and never wait for the host, without
+which no graph could hold them. Not shown, and never run on a GPU: the capture itself, and any number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.kv_cache import KVCache, Span
+from dflash_serve.models.target import TargetModel
+from dflash_serve.models.target_config import TargetConfig
+from dflash_torch.model_runner import DrafterRunner, Shape, TargetRunner, padded_table, shape_of
+from tests.support.fake_cuda import DEVICE, OnTheDevice
+from tests.support.tiny import FULL, SLIDING, tiny_drafter_config
+
+SPANS = [Span(3, 40, 4), Span(0, 7, 2), Span(1, 100, 4)]
+"""Three requests: entry, tokens so far, rows of this step."""
+ROWS = [[5, 7, 7, 7], [9, 7], [2, 7, 7, 7]]
+
+
+@pytest.fixture(autouse=True)
+def _fake() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def on_cuda(make: Callable[[], Any]) -> Any:
+    """A module in bf16; its frequencies stay in fp32, and are made on the host."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(DEVICE):
+            module = make()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    module.rotary.to(DEVICE)
+    return module.eval().requires_grad_(False)
+
+
+def target() -> TargetModel:
+    config = TargetConfig(
+        model_type="qwen3", vocab_size=96, hidden_size=32,
+        intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        layers=(AttentionKind(causal=True),) * 8, rms_norm_eps=1e-6, max_position_embeddings=256,
+        rope=RopeConfig(theta=10000.0),
+        tie_word_embeddings=False, qk_norm=True,
+    )  # fmt: skip
+    found: TargetModel = on_cuda(lambda: TargetModel(config))
+    return found
+
+
+def table(widest: int) -> tuple[Tensor, Shape]:
+    shape = shape_of(SPANS, max_batch_size=4, widest=widest, capacity=256)
+    assert shape is not None
+    return torch.tensor(padded_table(SPANS, ROWS, shape)).to(DEVICE), shape
+
+
+def test_the_targets_pass_stays_on_the_device() -> None:
+    model = target()
+    runner = TargetRunner(model, model.new_cache(4, 256), widest=4, static=True)
+    given, shape = table(4)
+    assert shape == Shape(4, 4, 256), "three requests, padded to four"
+    with OnTheDevice():
+        hidden, features = runner._work(given, shape, (1, 3, 5))
+        logits = model.logits(hidden)
+    assert (hidden.shape, features.shape, logits.shape) == ((16, 32), (16, 96), (16, 96))
+    assert {t.device.type for t in (hidden, features, logits)} == {DEVICE}
+    assert {t.dtype for t in (hidden, features, logits)} == {torch.bfloat16}
+
+
+def test_the_drafters_pass_and_its_context_stay_on_the_device() -> None:
+    config = tiny_drafter_config(layers=(SLIDING, FULL))
+    drafter: Drafter = on_cuda(lambda: Drafter(config))
+    cache = KVCache(
+        layers=config.num_layers,
+        entries=4,
+        kv_heads=2,
+        capacity=256,
+        head_dim=16,
+        dtype=torch.bfloat16,
+        device=DEVICE,
+    )
+    embedding = torch.empty(96, 32, dtype=torch.bfloat16, device=DEVICE)
+    runner = DrafterRunner(embedding, cache, config.block_size, static=True)
+    given, shape = table(4)
+    with OnTheDevice():
+        context = drafter.project_context(torch.empty(16, config.feature_size, dtype=torch.bfloat16, device=DEVICE))
+        k, v = drafter.context_kv(context, torch.arange(16, device=DEVICE))
+        (hidden,) = runner._work(drafter, given, shape)
+    assert k.shape == v.shape == (16, config.num_layers, 2, 16)
+    assert hidden.shape == (16, 32)
+    assert {t.device.type for t in (k, v, hidden)} == {DEVICE}
+    assert {t.dtype for t in (k, v, hidden)} == {torch.bfloat16}

@@ -1,0 +1,1 @@
+"""The fake; see the package above."""
