@@ -1,4 +1,4 @@
-"""The cost table that a server may be given instead of one that it measures or guesses."""
+"""What a server may be given instead of what it measures or guesses: a cost table, and a survival."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from dflash_serve.speculation.costs import CostModel
 
 COST_TABLE = f"{ENV_PREFIX}COST_TABLE"
 """Environment variable: a JSON file of measured costs."""
+SURVIVAL = f"{ENV_PREFIX}SURVIVAL"
+"""Environment variable: survival of slots 1, 2, ... as numbers with commas (`doctor`, `verify` and `bench` measure it).
+With a cost table, widths follow from it before launch: a table by batch size."""
 
 
 def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
@@ -30,3 +33,22 @@ def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
     except (OSError, ValidationError) as error:
         do = "give seconds by rows (target) and by requests (draft), or leave it out"
         raise UserError(f"no cost table ({str(error).splitlines()[0]})", where=path, do=do) from None
+
+
+def given_survival(environment: Mapping[str, str] = os.environ) -> tuple[float, ...] | None:
+    """The survival that was given; None = none.
+
+    Raises:
+        UserError: it is none.
+    """
+    text = environment.get(SURVIVAL)
+    if text is None:
+        return None
+    try:
+        found = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(1 >= early >= late >= 0 for early, late in zip((1.0, *found), found, strict=False)):
+        do = "give each slot's share of accepted drafts, never rising, such as 0.63,0.35,0.2"
+        raise UserError(f"{text!r} is no survival", where=SURVIVAL, do=do)
+    return found

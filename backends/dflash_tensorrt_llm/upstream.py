@@ -61,12 +61,17 @@ class Release:
         return ("VANILLA", "TRTLLM", "FA4") if self >= Release(1, 3, 27) else ("VANILLA", "TRTLLM")
 
     @property
+    def takes_schedule(self) -> bool:
+        """`draft_len_schedule` covers DFlash since PR #12262 (merged 2026-07-04, rc22: 07-22); before: ignored."""
+        return self >= SCHEDULED
+
+    @property
     def checks_budget(self) -> bool:
         """1.4 refuses a context arena that does not fit (test_dflash_config_budget.py @414ba69); 1.3 dies of it."""
         return self >= Release(1, 4, 0)
 
 
-FIRST = Release(1, 3, 14)
+FIRST, SCHEDULED = Release(1, 3, 14), Release(1, 3, 22)
 NEWEST = Release(1, 4)
 """The newest whose sources were read."""
 
@@ -209,7 +214,7 @@ class LlmArgs(Frozen):
 
     def yaml_fields(self) -> dict[str, object]:
         """What config.yaml says: only what we decided, upstream's defaults stay upstream's."""
-        return self.model_dump(mode="json", exclude_unset=True)
+        return self.model_dump(exclude_unset=True)
 
 
 def llm_args(fields: dict[str, object], release: Release) -> LlmArgs:
