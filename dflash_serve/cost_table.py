@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from dflash_serve.deployment import ENV_PREFIX
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.costs import CostModel
+
+if TYPE_CHECKING:
+    from dflash_serve.speculation.costs import CostModel
 
 COST_TABLE = f"{ENV_PREFIX}COST_TABLE"
 """Environment variable: a JSON file of measured costs."""
@@ -28,6 +31,8 @@ def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
     path = environment.get(COST_TABLE)
     if path is None:
         return None
+    from dflash_serve.speculation.costs import CostModel  # numpy, which not every install has
+
     try:
         return CostModel.model_validate_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:

@@ -8,13 +8,16 @@ error (PR #16888). So ours reaches up to the largest batch and always drafts one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from dflash_serve.speculation.allocation import widths_by_batch
-from dflash_serve.speculation.costs import CostModel
+if TYPE_CHECKING:
+    from dflash_serve.speculation.costs import CostModel
 
 
 def draft_lengths(cost: CostModel, survival: Sequence[float], block_size: int, max_batch_size: int) -> dict[int, int]:
     """Largest batch size of each stretch -> drafted tokens that pay there; the first is the most (upstream's rule)."""
+    from dflash_serve.speculation.allocation import widths_by_batch  # numpy, which not every install has
+
     ((_, _, most),) = widths_by_batch(survival, cost, range(2, block_size + 1), 1)
     stretches = widths_by_batch(survival, cost, range(2, most + 1), max_batch_size)
     return {last: width - 1 for _, last, width in stretches}

@@ -31,7 +31,9 @@ Image = Annotated[str | None, typer.Option(help=IMAGE)]
 Output = Annotated[Path | None, typer.Option(help="File for what is rendered. [default: the terminal]")]
 PREPARE = "Folder to write what the engine reads to, instead of rendering."
 Prepare = Annotated[Path | None, typer.Option(help=PREPARE)]
-BackendName = Annotated[str | None, typer.Option("--backend", help="Installed backend: torch, sglang, tensorrt-llm.")]
+BackendName = Annotated[
+    str | None, typer.Option("--backend", help="Installed backend: torch, sglang, tensorrt-llm, vllm.")
+]
 
 
 def deploy(

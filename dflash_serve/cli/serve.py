@@ -74,6 +74,7 @@ def serve(
         report = rehearse(backend, described, folder or DRY_FOLDER, host=host, port=port)
         return report.show(as_json=as_json, quiet=quiet, show_files=show_files)
     raise_problems(backend.check(described), hint="--dry-run shows all")
+    require_program(backend.command(described, DRY_FOLDER, host=host, port=port).argv, backend.name)
     command = backend.command(described, prepared(backend, described, folder), host=host, port=port)
     tell_choices(backend, described, quiet=quiet)
     become(command, backend.name)

@@ -60,8 +60,11 @@ def run(
     resume: bool = False,
     data_only: bool = False,
     quiet: bool = False,
-) -> None:
+) -> bool:
     """Makes the data, trains on it and writes output/drafter in z-lab's form; goes on where a killed run stopped.
+
+    Returns:
+        Whether it did all that was asked of it; False = it was stopped, and --resume goes on.
 
     Raises:
         UserError: the output folder holds another run.
@@ -77,7 +80,7 @@ def run(
     answers, tokens, answer_tokens = totals(manifest.shards)
     console.print(f"data: {answers} answers, {tokens} tokens, {answer_tokens} of them answered")
     if data_only:
-        return
+        return True
     trainer = new_trainer(recipe, target, manifest, output)
     if resume and trainer.resume():
         console.print(f"resumed at step {trainer.progress.step}")
@@ -85,11 +88,12 @@ def run(
         trainer.run(display)
     if trainer.fraction < 1:
         console.print(f"stopped at step {trainer.progress.step}; go on with --resume")
-        return
+        return False
     publish(trainer, manifest, started)
     best = trainer.progress.best
     of = "" if best is None else f" (step {best.step}, the best on held-out answers)"
     console.print(f"drafter: {output / DRAFTER}{of}")
+    return True
 
 
 def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, output: Path) -> Trainer:

@@ -95,6 +95,8 @@ def test_a_misspelt_key_is_told_the_one_that_was_meant(tmp_path: Path, text: str
         ("DFLASH_SERVE_SPECULATION__WIDHT", "did you mean DFLASH_SERVE_SPECULATION__WIDTH?"),
         ("DFLASH_SERVE_SPECULATION_WIDTH", "did you mean DFLASH_SERVE_SPECULATION__WIDTH?"),
         ("DFLASH_SERVE_QQQ__ZZZ", "unset it"),
+        ("DFLASH_SERVE_COST_TABEL", "did you mean DFLASH_SERVE_COST_TABLE?"),
+        ("DFLASH_SERVE_SURVIVALS", "did you mean DFLASH_SERVE_SURVIVAL?"),
     ],
 )
 def test_a_misspelt_variable_is_named_never_ignored(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from dflash_engines.calibration import read_prompts
 from dflash_engines.recipe import load_recipe
 from dflash_engines.steps import make_steps
+from dflash_serve.deployment import GPUS
 from dflash_serve.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[3] / "engines" / "recipes").glob("*.yaml"))
@@ -36,6 +38,8 @@ def write(folder: Path, text: str) -> Path:
     ("text", "message"),
     [
         ("build: {engines: [sm89]}", "unknown key build.engines"),
+        ("build: {drafters: [fp8]}", r"unknown key build.drafters; did you mean build.drafter\?"),
+        ("buld: {}", r"unknown key buld; did you mean build\?"),
         ("build: {rtx: [sm100]}", "build.rtx"),
         ("build: {drafter: [int4]}", "build.drafter"),
         ("tensorrt_llm: newest", "tensorrt_llm"),
@@ -88,3 +92,14 @@ def test_a_drafter_alone_is_built_without_its_target(tmp_path: Path) -> None:
     assert all("target" not in step.needs for step in steps)
     with pytest.raises(UserError, match="a target is calibrated on data"):
         make_steps(load_recipe(write(tmp_path, "build: {target: [fp8], calibration: {free: true}}")))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_builds_for_its_own_gpu_and_names_no_other(path: Path) -> None:
+    """TensorRT-RTX has no engines for the GPUs of a data centre: a recipe for one asks for none."""
+    recipe = load_recipe(path)
+    gpu = GPUS.get(recipe.deployment.hardware.gpu or "")
+    assert gpu is None or recipe.build.rtx == ()
+    for step in make_steps(recipe):
+        named = {int(number) for number in re.findall(r"SM(\d+)", step.about)}
+        assert named <= ({gpu.compute} if gpu else {89, 120}), step.about
