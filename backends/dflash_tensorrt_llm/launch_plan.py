@@ -65,7 +65,9 @@ class LaunchPlan:
         """The user's own `draft_len_schedule`; None = the user gave none."""
         speculative = self.engine_args.get("speculative_config")
         given = speculative.get("draft_len_schedule") if isinstance(speculative, dict) else None
-        return {int(size): length for size, length in given.items()} if isinstance(given, dict) else None
+        if not isinstance(given, dict):
+            return None
+        return {int(size): length for size, length in given.items() if isinstance(length, int)}
 
     def draft_lengths(self) -> dict[int, int] | None:
         """`draft_len_schedule` for a width that follows cost; None = there is nothing to make one of, or no need.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated, cast, get_args
@@ -15,6 +16,7 @@ from dflash_serve.cli import options
 from dflash_serve.cli.rehearsal import tell_choices
 from dflash_serve.cli.serve import prepared
 from dflash_serve.common.files import write_whole
+from dflash_serve.cost_table import COST_TABLE, SURVIVAL
 from dflash_serve.deploying.render import Form, render
 from dflash_serve.deploying.workload import Workload, workload_of
 from dflash_serve.deployment import load_deployment
@@ -87,6 +89,9 @@ def _require_deployable(workload: Workload) -> None:
     if deployment.serving.api_key_file is not None:
         do = "leave it out; the chart has secrets.apiKeys.name, others a gateway"
         raise UserError("a file of this machine is not in the container", where="serving.api_key_file", do=do)
+    for variable in (COST_TABLE, SURVIVAL):
+        if variable in os.environ:
+            typer.echo(f"dflash-serve: note: {variable} is this machine's; set it in the container, too", err=True)
     for key, model in (("target.model", deployment.target), ("drafter.model", deployment.drafter)):
         if model is None or not Path(model.model).is_dir():
             continue

@@ -39,16 +39,18 @@ def absent(error: ModuleNotFoundError, extra: str | None = None) -> UserError | 
     """An import that failed as what a user is meant to read; None = no extra of ours brings that module.
 
     Args:
-        extra: the one that is known to be lacking; None = the first that brings the module.
+        extra: the one that is known to be lacking; None = the least that brings the module.
     """
     module = (error.name or "").partition(".")[0]
     bringing = [found[1] for line in _requirements() if (found := _EXTRA.search(line)) and _brings(line, module)]
     if not bringing:
         return None
-    chosen = extra or bringing[0]
+    chosen = extra or next((least for least in LEAST_FIRST if least in bringing), bringing[0])
     return UserError(f"not installed: {module}", where=f"extra [{chosen}]", do=_install(chosen))
 
 
+LEAST_FIRST = ("torch", "serve", "prove", "bench", "train", "engines")
+"""Extras that hold one another: what the first of two brings, the second may bring, too."""
 _EXTRA = re.compile(r"""extra == ['"]([\w-]+)['"]""")
 
 
