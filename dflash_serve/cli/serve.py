@@ -68,8 +68,7 @@ def serve(
     options.require_target("serve", deployment, target)
     backend = server_backend(backend_name)
     own = options.engine_arguments(context, backend_name, "drain_seconds", "acceptance_metrics")
-    flags = {**options.deployment_flags(context.params), **own}
-    described = load_deployment(deployment, flags)
+    described = load_deployment(deployment, {**options.deployment_flags(context.params), **own})
     if dry_run:
         report = rehearse(backend, described, folder or DRY_FOLDER, host=host, port=port)
         return report.show(as_json=as_json, quiet=quiet, show_files=show_files)

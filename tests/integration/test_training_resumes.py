@@ -172,8 +172,10 @@ def test_a_run_that_is_stopped_before_its_first_checkpoint_keeps_its_steps_and_s
     target: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     number: signal.Signals,
 ) -> None:  # fmt: skip
-    settings = recipe(target, prompts)
-    arguments = (settings, load_target(target, dtype=torch.bfloat16), load_tokenizer(target), tmp_path / "out")
+    def again(**more: bool) -> bool:
+        model = load_target(target, dtype=torch.bfloat16)
+        return run(recipe(target, prompts), model, load_tokenizer(target), tmp_path / "out", **more)
+
     show = Display.__call__
 
     def stop_at_three(self: Display, tick: Tick) -> None:
@@ -183,13 +185,13 @@ def test_a_run_that_is_stopped_before_its_first_checkpoint_keeps_its_steps_and_s
 
     monkeypatch.setattr(Display, "__call__", stop_at_three)
     before = signal.getsignal(number)
-    assert not run(*arguments)
+    assert not again()
     assert signal.getsignal(number) == before
     said = " ".join(capsys.readouterr().err.split())
     assert "stopping: this step is finished and saved first" in said
     assert "stopped at step 3; go on with --resume" in said
     monkeypatch.setattr(Display, "__call__", show)
-    assert run(*arguments, resume=True)
+    assert again(resume=True)
     assert "resumed at step 3" in capsys.readouterr().err
 
 

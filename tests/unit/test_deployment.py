@@ -66,6 +66,13 @@ def test_a_mistake_is_one_line_that_names_file_and_field(tmp_path: Path, text: s
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_of_bytes_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_bytes(b"\xff\xfe\x00model")
+    with pytest.raises(UserError, match="not UTF-8 text"):
+        load_deployment(path)
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.yaml"):
         load_deployment(tmp_path / "nowhere.yaml")

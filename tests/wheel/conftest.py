@@ -42,7 +42,7 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages,) = folder.glob("lib/python3*/site-packages")
     for name in sorted(_required("dflash-serve", set())):
         _link(name, packages)
-    words = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet", "--no-deps"]
+    words = [sys.executable, "-m", "pip", "--python", str(folder), "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*words, str(wheel)], check=True)
     return folder / "bin" / "dflash-serve"
 

@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -39,7 +41,10 @@ class Terminal:
     def __init__(self, *words: str) -> None:
         ours, theirs = pty.openpty()
         env = {**os.environ, "TERM": "xterm-256color", "LINES": "24", "COLUMNS": "80"}
-        self.child = subprocess.Popen([*COMMAND, *words], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+        # A shell starts what runs in its background with Ctrl-C ignored, and that is inherited.
+        heed: Any = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        streams: Any = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        self.child = subprocess.Popen([*COMMAND, *words], **streams, env=env, preexec_fn=heed)
         os.close(theirs)
         self.screen, self.seen = ours, ""
 
@@ -62,9 +67,10 @@ class Terminal:
         return bool(found)
 
     def end(self) -> int:
-        """Its exit code, and all that it wrote."""
-        while self.read(PATIENCE):
-            pass
+        """Its exit code; `seen` is then all that it wrote."""
+        deadline = time.monotonic() + PATIENCE
+        while self.read(1.0):
+            assert time.monotonic() < deadline, self.seen
         os.close(self.screen)
         return self.child.wait(PATIENCE)
 
@@ -120,9 +126,7 @@ PIPED = {
 
 
 @pytest.mark.parametrize("case", PIPED)
-def test_a_reader_that_has_seen_enough_is_no_traceback(
-    case: str, tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path]
-) -> None:
+def test_a_reader_that_has_seen_enough_is_no_traceback(case: str, pair: tuple[Path, Path]) -> None:
     """`| head -1`: the pipe is closed while the command still writes, or before it begins."""
     words = [word.format(target=pair[0], drafter=pair[1]) for word in PIPED[case]]
     child = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -153,7 +153,8 @@ def test_a_server_of_width_auto_is_examined(
     report = json.loads((tmp_path / "report.json").read_text())
     assert code in (0, 3)
     assert report["evidence"] == "paired"
-    assert any(int(width) > 1 for steps in report["pair"]["steps"] for width in steps)
+    found = report["pair"]  # a policy that kept to one width is told as that width
+    assert any(int(width) > 1 for steps in found.get("steps", [{found["width"]: 1}]) for width in steps)
 
 
 def test_a_server_of_the_pair_is_examined(

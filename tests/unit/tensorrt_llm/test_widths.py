@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_serve.cost_table import COST_TABLE, SURVIVAL
@@ -99,6 +99,7 @@ curves = st.dictionaries(st.integers(1, 2048), st.floats(1e-3, 10), min_size=1, 
 survivals = st.lists(st.floats(0, 1), min_size=1, max_size=15).map(lambda found: sorted(found, reverse=True))
 
 
+@settings(deadline=None)
 @given(st.builds(CostModel, target=curves, draft=curves), survivals, st.integers(2, 16), st.integers(1, 80))
 def test_any_costs_give_a_table_that_upstream_takes_and_that_never_starves_the_drafter(
     cost: CostModel, survival: list[float], block: int, batch: int
