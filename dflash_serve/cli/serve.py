@@ -99,9 +99,8 @@ def become(command: Command, backend_name: str) -> None:
     """Replaces this process by the engine's server: signals reach it, and its exit code is ours.
 
     Raises:
-        UserError: it is not installed here, or cannot be started.
+        UserError: it cannot be started.
     """
-    require_program(command.argv, backend_name)
     sys.stdout.flush()
     try:
         os.execvpe(command.argv[0], command.argv, {**os.environ, **command.env})  # noqa: S606

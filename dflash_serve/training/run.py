@@ -69,8 +69,7 @@ def run(
     Raises:
         UserError: the output folder holds another run.
     """
-    console = Console(stderr=True, quiet=quiet)
-    started = now()
+    console, started = Console(stderr=True, quiet=quiet), now()
     if not resume and not data_only:
         refuse_another_run(output)
     check_drafter(recipe.drafter, target.config)  # before hours are spent on answers

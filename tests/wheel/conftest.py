@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import sysconfig
 import venv
 from collections.abc import Callable, Iterator
 from importlib.metadata import distribution
@@ -53,8 +54,10 @@ def run(bare: Path, tmp_path: Path) -> Run:
     place = tmp_path / "empty"
     place.mkdir()
 
-    def call(*words: str) -> subprocess.CompletedProcess[str]:
+    def call(*words: str, extras: bool = False) -> subprocess.CompletedProcess[str]:
         env = {"PATH": str(bare.parent), "HOME": str(tmp_path), "COLUMNS": "80", "HF_HUB_OFFLINE": "1"}
+        if extras:  # what is installed here, as far as it is not ours: that is not in this folder, or the same
+            env |= {"PYTHONPATH": sysconfig.get_path("purelib"), "OMP_NUM_THREADS": "1"}
         done = subprocess.run([bare, *words], cwd=place, env=env, capture_output=True, text=True, check=False)
         assert "Traceback" not in done.stderr, done.stderr
         assert list(place.iterdir()) == []

@@ -11,7 +11,10 @@ import pytest
 
 import dflash_serve
 from tests.support.paper_models import write_paper_drafter, write_paper_target
+from tests.support.tiny_target import write_tiny_pair
 from tests.wheel.conftest import ROOT, Run
+
+pytestmark = pytest.mark.wheel
 
 VERBS = (
     "generate",
@@ -114,3 +117,16 @@ def test_what_was_not_meant_to_be_in_the_wheel_is_not(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     ours = {"dflash_serve", "dflash_engines", "dflash_sglang", "dflash_tensorrt_llm", "dflash_torch", "dflash_vllm"}
     assert {top for top in tops if not top.endswith(".dist-info")} == ours
+
+
+def test_with_its_extras_a_verb_does_its_work(run: Run, tmp_path: Path, names: dict[str, str]) -> None:
+    """The same wheel, with what the extras bring: data files and entry points are found where they were installed."""
+    assert run("inspect", "smollm2", "--quiet", extras=True).stdout == "no problems found\n"
+    converted = run("convert", "smollm2", str(tmp_path / "out"), "--to", "speculators", "--json", extras=True)
+    assert (converted.returncode, json.loads(converted.stdout)["to"]) == (0, "speculators")
+    target, drafter = write_tiny_pair(tmp_path / "pair")
+    pair = ("--target", str(target), "--drafter", str(drafter))
+    told = json.loads(run("generate", "the quick", *pair, "--max-tokens", "4", "--json", extras=True).stdout)
+    assert told["tokens"] == 4
+    rendered = run("deploy", names["deployment"], "--backend", "vllm", "--render", "helm", extras=True)
+    assert (rendered.returncode, "vllm" in rendered.stdout) == (0, True)
