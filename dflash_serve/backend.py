@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.common.extras import absent
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.deployment import Deployment
-from dflash_serve.errors import Problem, UserError
+from dflash_serve.errors import Problem, UserError, did_you_mean
 from dflash_serve.outputs import Chunk, RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
@@ -259,13 +260,16 @@ def backend(name: str) -> Backend:
     """The installed backend of that name.
 
     Raises:
-        UserError: there is none; the message lists those there are.
+        UserError: there is none, or what it needs is not installed.
     """
     found = {point.name: point for point in entry_points(group=GROUP)}
     if name not in found:
-        have = ", ".join(sorted(found)) or "none"
-        raise UserError(f"no backend {name!r}", where="--backend", do=f"installed are: {have}")
-    loaded: Backend = found[name].load()
+        do = did_you_mean(name, found) or f"installed are: {', '.join(sorted(found)) or 'none'}"
+        raise UserError(f"no backend {name!r}", where="--backend", do=do)
+    try:
+        loaded: Backend = found[name].load()
+    except ModuleNotFoundError as error:
+        raise absent(error, name) or error from None
     return loaded
 
 

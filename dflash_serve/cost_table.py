@@ -1,19 +1,25 @@
-"""The cost table that a server may be given instead of one that it measures or guesses."""
+"""What a server may be given instead of what it measures or guesses: a cost table, and a survival."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from dflash_serve.deployment import ENV_PREFIX
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.costs import CostModel
+
+if TYPE_CHECKING:
+    from dflash_serve.speculation.costs import CostModel
 
 COST_TABLE = f"{ENV_PREFIX}COST_TABLE"
 """Environment variable: a JSON file of measured costs."""
+SURVIVAL = f"{ENV_PREFIX}SURVIVAL"
+"""Environment variable: survival of slots 1, 2, ... as numbers with commas (`doctor`, `verify` and `bench` measure it).
+With a cost table, widths follow from it before launch: a table by batch size."""
 
 
 def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
@@ -25,8 +31,29 @@ def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
     path = environment.get(COST_TABLE)
     if path is None:
         return None
+    from dflash_serve.speculation.costs import CostModel  # numpy, which not every install has
+
     try:
         return CostModel.model_validate_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValidationError) as error:
         do = "give seconds by rows (target) and by requests (draft), or leave it out"
         raise UserError(f"no cost table ({str(error).splitlines()[0]})", where=path, do=do) from None
+
+
+def given_survival(environment: Mapping[str, str] = os.environ) -> tuple[float, ...] | None:
+    """The survival that was given; None = none.
+
+    Raises:
+        UserError: it is none.
+    """
+    text = environment.get(SURVIVAL)
+    if text is None:
+        return None
+    try:
+        found = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(1 >= early >= late >= 0 for early, late in zip((1.0, *found), found, strict=False)):
+        do = "give each slot's share of accepted drafts, never rising, such as 0.63,0.35,0.2"
+        raise UserError(f"{text!r} is no survival", where=SURVIVAL, do=do)
+    return found

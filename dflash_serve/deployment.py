@@ -13,6 +13,8 @@ from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.common.settings import ENV_PREFIX, merged_settings
 
 __all__ = ["ENV_PREFIX"]
+OTHER_VARIABLES = ("API_KEY", "COST_TABLE", "SURVIVAL")
+"""Variables of ours that are no keys: what clients send, and what widths may be chosen by."""
 GIB = 1 << 30
 PER_NODE = 8
 """Most GPUs of one node; NVL72 racks are reached as several nodes."""
@@ -189,4 +191,4 @@ def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = 
     Raises:
         UserError: a file that cannot be read, an unknown key or an impossible value: the first one, and where it is.
     """
-    return merged_settings(Deployment, path, flags or {}, start="target: {model: ...}")
+    return merged_settings(Deployment, path, flags or {}, start="target: {model: ...}", others=OTHER_VARIABLES)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from dflash_serve.backend import Prompt
-from dflash_serve.errors import UserError, first_line
+from dflash_serve.errors import UserError, did_you_mean, first_line
 
 BUNDLED = Path(__file__).with_name("assets") / "prompts.jsonl"
 FORMS = '{"prompt": text}, {"messages": [...]} or {"token_ids": [...]}'
@@ -213,8 +213,8 @@ def task_prompts(text: str) -> tuple[str, list[str]]:
     if name == HUMAN_EVAL:
         return name, human_eval_prompts(where)
     if name not in TASKS:
-        known = ", ".join((HUMAN_EVAL, *TASKS))
-        do = f"give NAME=FILE.jsonl, NAME={HUB_FORM}, or one of {known}"
+        known = (HUMAN_EVAL, *TASKS)
+        do = did_you_mean(name, known) or f"give NAME=FILE.jsonl, NAME={HUB_FORM}, or one of {', '.join(known)}"
         raise UserError(f"{text!r} is no task", where="--task", do=do)
     task = TASKS[name]
     found = hub_prompts(task.repository, subset=task.subset, split=task.split, column=task.column, where=where)

@@ -198,11 +198,12 @@ def _kv_cache(plan: LaunchPlan) -> dict[str, object]:
 
 def _speculative(plan: LaunchPlan, drafter: Path) -> dict[str, object]:
     """DFlash with the drafter in that folder; K = B - 1, for upstream does not count the anchor."""
-    config = plan.drafter
+    config, lengths = plan.drafter, plan.draft_lengths()
     assert config is not None
     return {
         "decoding_type": "DFlash",
-        "max_draft_len": plan.block_size - 1,
+        "max_draft_len": max(lengths.values()) if lengths else plan.block_size - 1,
+        **({"draft_len_schedule": lengths} if lengths else {}),
         "speculative_model": str(drafter),
         # Upstream finds these itself only in a local folder; said here, nothing depends on it.
         **({} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}),

@@ -16,13 +16,23 @@ from typing import Literal
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import read_drafter
-from dflash_serve.checkpoint.source import drafter_source, local_folder
+from dflash_serve.checkpoint.source import drafter_source, local_folder, recorded_survival
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.cost_table import given_cost, given_survival
 from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu, Model
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.engine_args import EngineArgs
 
-from .releases import CONTEXT_IN_POOL, OWN_MASK_ROW, QUANTISED_CONTEXT, RECOMPUTE_TAIL, TWO_SIDED_WINDOWS, Release
+from .releases import (
+    CONTEXT_IN_POOL,
+    DRAFT_LEN_SCHEDULE,
+    OWN_MASK_ROW,
+    QUANTISED_CONTEXT,
+    RECOMPUTE_TAIL,
+    TWO_SIDED_WINDOWS,
+    Release,
+)
+from .schedule import draft_lengths
 
 ROWS = 8192
 """TensorRT-LLM's default of max_num_tokens."""
@@ -57,6 +67,8 @@ class LaunchPlan:
     """The drafter's."""
     beyond_upstream: tuple[str, ...]
     """What of this drafter TensorRT-LLM's own drafter would get wrong in silence, quantisation aside."""
+    recorded_survival: tuple[float, ...] | None = None
+    """What the drafter had when it was trained, where that is told."""
 
     @property
     def implementation(self) -> Implementation:
@@ -80,10 +92,26 @@ class LaunchPlan:
         return self.deployment.engine_args.get("tensorrt-llm", {})
 
     @property
-    def has_schedule(self) -> bool:
-        """Whether the user says how many tokens are drafted by batch size."""
-        speculative = self.engine_args.get("speculative_config", {})
-        return isinstance(speculative, dict) and "draft_len_schedule" in speculative
+    def users_schedule(self) -> dict[int, int] | None:
+        """The user's own `draft_len_schedule`; None = the user gave none."""
+        speculative = self.engine_args.get("speculative_config")
+        given = speculative.get("draft_len_schedule") if isinstance(speculative, dict) else None
+        if not isinstance(given, dict):
+            return None
+        return {int(size): length for size, length in given.items() if isinstance(length, int)}
+
+    def draft_lengths(self) -> dict[int, int] | None:
+        """`draft_len_schedule` for a width that follows cost; None = there is nothing to make one of, or no need.
+
+        Raises:
+            UserError: the cost table or the survival that was given is none.
+        """
+        if self.drafter is None or self.deployment.speculation.width != "auto" or self.users_schedule is not None:
+            return None
+        cost, survival = given_cost(), given_survival() or self.recorded_survival
+        if cost is None or survival is None or not self.release.has(DRAFT_LEN_SCHEDULE):
+            return None
+        return draft_lengths(cost, survival, self.block_size, self.max_batch_size or 1)
 
     @property
     def recompute_tail(self) -> int:
@@ -201,9 +229,11 @@ def make_launch_plan(deployment: Deployment, release: Release) -> LaunchPlan:
         UserError: target or drafter cannot be found or read.
     """
     target = read_target_layout(target_configuration(deployment.target), deployment.target)
-    config, quantization = None, None
+    config, quantization, survival = None, None, None
     if deployment.drafter is not None and uses_drafter(deployment):
-        config, quantization = read_drafter(drafter_configuration(deployment.drafter))
+        folder = drafter_configuration(deployment.drafter)
+        config, quantization = read_drafter(folder)
+        survival = recorded_survival(folder)
     return LaunchPlan(
         deployment=deployment,
         release=release,
@@ -212,6 +242,7 @@ def make_launch_plan(deployment: Deployment, release: Release) -> LaunchPlan:
         drafter=config,
         quantization=quantization,
         beyond_upstream=tuple(beyond_built_in(config, release)) if config else (),
+        recorded_survival=None if survival is None else tuple(survival),
     )
 
 

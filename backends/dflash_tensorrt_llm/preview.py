@@ -6,13 +6,15 @@ import json
 from collections.abc import Iterator, Mapping
 
 from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.cost_table import COST_TABLE
 from dflash_serve.deployment import GIB
 from dflash_serve.preview import Choice, PreparedFile, Preview
 
-from .checks import head_problems
+from .checks import head_problems, way_to_follow_cost
 from .engine_arguments import HARMONY, named_parsers
 from .launch_plan import ROWS, LaunchPlan
 from .plugin import BUILT
+from .schedule import starving_from
 
 
 def preview(plan: LaunchPlan, files: Mapping[str, str]) -> Preview:
@@ -50,6 +52,9 @@ def _choices(plan: LaunchPlan) -> Iterator[Choice]:
     if plan.drafter is not None:
         if deployment.speculation.block_size is None:
             yield Choice("speculation.block_size", f"{plan.drafter.block_size}", "the drafter's own")
+        if lengths := plan.draft_lengths():
+            widths = ", ".join(f"{length + 1} slots up to {size} requests" for size, length in lengths.items())
+            yield Choice("speculation.width", f"auto ({widths})", f"what pays by {COST_TABLE}")
         yield _implementation(plan)
         yield Choice("attention of the drafter", plan.attention_backend, "what runs it on this GPU and release")
         if deployment.kv_cache.memory_fraction is None and plan.gpu is not None:
@@ -97,11 +102,7 @@ def notes(plan: LaunchPlan) -> Iterator[str]:
         yield "gpt-oss's answers are parsed by trtllm-serve itself: no parser is named to it"
     if plan.drafter is None:
         return
-    if plan.deployment.speculation.width == "auto" and not plan.has_schedule:
-        yield (
-            f"TensorRT-LLM verifies all {plan.block_size} slots in every step: it has no width that follows cost. "
-            "At high load that can be slower than no speculation; set speculation.width, or use --backend sglang"
-        )
+    yield from _width_notes(plan)
     if (
         plan.deployment.limits.max_queued_requests
         and "max_queued_requests" not in plan.deployment.limits.model_fields_set
@@ -109,4 +110,26 @@ def notes(plan: LaunchPlan) -> Iterator[str]:
         yield "TensorRT-LLM queues without bound: bound the queue at your gateway"
     if plan.needs_plug_in:
         yield f"every rank's log must say {BUILT!r}: one that does not has not loaded this drafter"
-    yield "acceptance by slot is in its metrics; the width of a step is not, for it never changes"
+    yield "acceptance by slot is in its metrics; the width of a step is not"
+
+
+def _width_notes(plan: LaunchPlan) -> Iterator[str]:
+    """How far the width follows cost."""
+    if plan.draft_lengths():
+        yield (
+            "the width follows how many requests run, and nothing else; it never falls below 2 slots, because a step "
+            "without a draft would leave the drafter without its features (TensorRT-LLM #16888)"
+        )
+    elif plan.users_schedule:
+        starving = starving_from(plan.users_schedule, plan.max_batch_size or 1)
+        if starving is not None:
+            yield (
+                f"from {starving} requests on nothing is drafted, and the drafter misses the features of what is "
+                "decoded then: it accepts little for the rest of those requests (TensorRT-LLM #16888)"
+            )
+    elif plan.deployment.speculation.width == "auto":
+        yield (
+            f"TensorRT-LLM verifies all {plan.block_size} slots in every step, whatever that costs: at high load it "
+            "can be slower than no speculation; set speculation.width, "
+            f"{way_to_follow_cost(plan)}, or use --backend sglang"
+        )

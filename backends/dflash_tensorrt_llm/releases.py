@@ -63,6 +63,9 @@ class Feature:
 
 
 DFLASH = Feature(Release(1, 3, 14), "#12794, between rc13 and rc14")
+DRAFT_LEN_SCHEDULE = Feature(
+    Release(1, 3, 22), "#12262, merged 4 July (rc22: 22 July); before, DFlash ignored the key in silence"
+)
 TRTLLM_ATTENTION = Feature(Release(1, 3, 25), "#16914, in review until 4 August; it brought `attention_backend` itself")
 FA4_ATTENTION = Feature(Release(1, 3, 27), "#18553; reference page of 1.3.0rc27")
 DRAFTER_FROM_OUTSIDE = Feature(Release(1, 4, 0), "`register_draft_model` #18043, handed to workers #18284")

@@ -158,7 +158,7 @@ class LlmArgs(Frozen):
 
     def yaml_fields(self) -> dict[str, object]:
         """What config.yaml says: only what we decided, upstream's defaults stay upstream's."""
-        return self.model_dump(mode="json", exclude_unset=True)
+        return self.model_dump(exclude_unset=True)
 
 
 def llm_args(fields: dict[str, object], release: Release) -> LlmArgs:

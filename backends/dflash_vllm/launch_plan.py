@@ -9,13 +9,13 @@ from dflash_serve.checkpoint.config import BF16, DrafterConfig, context_bytes, w
 from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
-from dflash_serve.cost_table import given_cost
+from dflash_serve.cost_table import given_cost, given_survival
 from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.speculation.costs import CostModel
 
 from .drafter_rules import V1_VARIABLE
-from .schedule import Row, given_survival, static_schedule
+from .schedule import Row, static_schedule
 
 ROWS = 8192
 """vLLM's default of max_num_batched_tokens on an H100."""

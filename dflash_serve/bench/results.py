@@ -170,14 +170,14 @@ class RunFolder:
         self.output = output
 
     def claim(self, mine: Identity) -> None:
-        """Writes what the folder's runs are of, or finds that it is the same as there.
+        """Writes what the folder's runs are of, or finds that it is the same as there. Without runs it is nobody's.
 
         Raises:
             UserError: it holds another bench, or cannot be written.
         """
         path = self.output / IDENTITY
         try:
-            if path.exists():
+            if path.exists() and self.runs():
                 mine = self._joined(mine, Identity.model_validate_json(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise UserError(f"cannot be read ({error.strerror})", where=str(path), do=DO) from None

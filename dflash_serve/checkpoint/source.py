@@ -9,11 +9,10 @@ import os
 import re
 from pathlib import Path
 
+from dflash_serve.checkpoint.names import ALIAS, probably_meant
 from dflash_serve.common.files import cache_home, sha256, whole_folder, write_whole
 from dflash_serve.errors import UserError, first_line
 
-ALIAS = "smollm2"
-"""The bundled target, and its drafter."""
 CHECKSUM_FILE = "model.safetensors.sha256"
 PROVENANCE = "provenance.json"
 """What a drafter was trained on and how well it does, beside its weights."""
@@ -72,23 +71,33 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
         do = "name one: `dflash-serve drafters TARGET` lists those that are published"
         raise UserError("it is not chosen by this command", where="drafter auto", do=do)
     if isinstance(folder_or_id, Path) or not HUB_ID.fullmatch(name) or name.startswith((".", "~")):
-        raise UserError("no such folder", where=name, do="give a folder, or a hub id such as z-lab/Qwen3-8B-DFlash-b16")
+        if name == ALIAS:
+            raise UserError("the bundled target is the embedded engine's", where=name, do="use --backend torch")
+        do = probably_meant(name, absent=True) or "give a folder, or a hub id such as z-lab/Qwen3-8B-DFlash-b16"
+        raise UserError("no such folder", where=name, do=do)
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise UserError(
             "no such folder, and huggingface_hub is not installed",
             where=name,
-            do="pip install 'dflash-serve[torch]', or give a folder",
+            do=probably_meant(name, absent=False) or "pip install 'dflash-serve[torch]', or give a folder",
         ) from None
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files or DRAFTER_FILES))
     except Exception as error:  # the hub's own, httpx's and the system's errors all mean: not to be had
-        raise UserError(
-            f"neither a folder nor to be fetched from the hub ({first_line(error)})",
-            where=name,
-            do="check the name, the revision and the network",
-        ) from None
+        what = f"neither a folder nor to be fetched from the hub ({first_line(error)})"
+        raise UserError(what, where=name, do=_way_out(name, error)) from None
+
+
+def _way_out(name: str, error: Exception) -> str:
+    """What can be done about a repository that was not fetched."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return "accept its terms on the hub, and set HF_TOKEN"
+    absent = isinstance(error, RepositoryNotFoundError)
+    return probably_meant(name, absent=absent) or "check the name, the revision and the network"
 
 
 def smollm2_folder() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated, cast, get_args
@@ -16,6 +17,7 @@ from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.cli.rehearsal import tell_choices
 from dflash_serve.cli.serve import prepared
 from dflash_serve.common.files import write_whole
+from dflash_serve.cost_table import COST_TABLE, SURVIVAL
 from dflash_serve.deploying.render import Form, render
 from dflash_serve.deploying.workload import Workload, workload_of
 from dflash_serve.deployment import load_deployment
@@ -32,7 +34,9 @@ Image = Annotated[str | None, typer.Option(help=IMAGE)]
 Output = Annotated[Path | None, typer.Option(help="File for what is rendered. [default: the terminal]")]
 PREPARE = "Folder to write what the engine reads to, instead of rendering."
 Prepare = Annotated[Path | None, typer.Option(help=PREPARE)]
-BackendName = Annotated[str | None, typer.Option("--backend", help="Installed backend: torch, sglang, tensorrt-llm.")]
+BackendName = Annotated[
+    str | None, typer.Option("--backend", help="Installed backend: torch, sglang, tensorrt-llm, vllm.")
+]
 
 
 def deploy(
@@ -87,6 +91,9 @@ def _require_deployable(workload: Workload) -> None:
     if deployment.serving.api_key_file is not None:
         do = "leave it out; the chart has secrets.apiKeys.name, others a gateway"
         raise UserError("a file of this machine is not in the container", where="serving.api_key_file", do=do)
+    for variable in (COST_TABLE, SURVIVAL):
+        if variable in os.environ:
+            typer.echo(f"dflash-serve: note: {variable} is this machine's; set it in the container, too", err=True)
     for key, model in (("target.model", deployment.target), ("drafter.model", deployment.drafter)):
         if model is None or not Path(model.model).is_dir():
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,6 +22,8 @@ from dflash_serve.speculation.params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from dflash_serve.outputs import Chunk
 
 TASKS = "Task: gsm8k, math500, mbpp, mt-bench (from the hub), humaneval, or NAME=FILE.jsonl; once for each."
 Tasks = Annotated[list[str], typer.Option(help=TASKS)]
@@ -176,11 +178,11 @@ class _Evaluation:
         from dflash_serve.speculation.statistics import total
 
         stream = engine.stream(asked, [self.params] * len(asked))
-        finished = (chunk for chunk in stream if chunk.finish_reason is not None)
+        finished: Iterable[Chunk] = (chunk for chunk in stream if chunk.finish_reason is not None)
         console = Console(stderr=True, quiet=self.quiet)
-        for _ in track(
-            finished, label, total=len(asked), console=console, transient=True, disable=not console.is_terminal
-        ):
+        if console.is_terminal and not self.quiet:  # a disabled bar would end with an empty line
+            finished = track(finished, label, total=len(asked), console=console, transient=True)
+        for _ in finished:
             pass
         whole = total(output.statistics for output in stream.outputs())
         return TaskFigures(

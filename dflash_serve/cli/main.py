@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import entry_points, version
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -24,6 +24,7 @@ from dflash_serve.cli.serve import serve
 from dflash_serve.cli.top import top
 from dflash_serve.cli.train import train
 from dflash_serve.cli.verify import verify
+from dflash_serve.common.extras import absent
 from dflash_serve.errors import UserError
 
 app = typer.Typer(
@@ -59,11 +60,20 @@ for point in entry_points(group="dflash_serve.verbs"):
 
 
 def run() -> None:
-    """Entry point: a user's mistake is one line on stderr and exit code 2."""
+    """Entry point: a user's mistake, or an extra that is not installed, is one line on stderr and exit code 2."""
     try:
         app()
     except UserError as error:
-        print(f"dflash-serve: {error}", file=sys.stderr)
-        sys.exit(2)
+        _give_up(error)
+    except ModuleNotFoundError as error:
+        told = absent(error)
+        if told is None:
+            raise
+        _give_up(told)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _give_up(error: UserError) -> NoReturn:
+    print(f"dflash-serve: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -32,7 +32,8 @@ RequiredDeploymentFile = Annotated[Path, typer.Argument(metavar="DEPLOYMENT", he
 Target = Annotated[str | None, typer.Option(help="Target: hub id, folder, or the bundled smollm2.")]
 Drafter = Annotated[str | None, typer.Option(help="Drafter: hub id, folder, or the bundled smollm2.")]
 Revision = Annotated[str | None, typer.Option(help="Commit of the drafter's hub repository.")]
-Backend = Annotated[str, typer.Option("--backend", help="Installed backend: torch (embedded), sglang, tensorrt-llm.")]
+BACKEND = "Installed backend: torch (embedded), sglang, tensorrt-llm, vllm."
+Backend = Annotated[str, typer.Option("--backend", help=BACKEND)]
 BlockSize = Annotated[
     int | None, typer.Option(help="B: slots of a block, the anchor counted. [default: the drafter's own]")
 ]

@@ -75,6 +75,7 @@ def serve(
         report = rehearse(backend, described, folder or DRY_FOLDER, host=host, port=port)
         return report.show(as_json=as_json, quiet=quiet, show_files=show_files)
     raise_problems(backend.check(described), hint="--dry-run shows all")
+    require_program(backend.command(described, DRY_FOLDER, host=host, port=port).argv, backend.name)
     command = backend.command(described, prepared(backend, described, folder), host=host, port=port)
     tell_choices(backend, described, quiet=quiet)
     become(command, backend.name)
@@ -100,9 +101,8 @@ def become(command: Command, backend_name: str) -> None:
     """Replaces this process by the engine's server: signals reach it, and its exit code is ours.
 
     Raises:
-        UserError: it is not installed here, or cannot be started.
+        UserError: it cannot be started.
     """
-    require_program(command.argv, backend_name)
     sys.stdout.flush()
     try:
         os.execvpe(command.argv[0], command.argv, {**os.environ, **command.env})  # noqa: S606

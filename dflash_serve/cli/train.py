@@ -52,7 +52,9 @@ def train(
     # Never fp16: features reach 25,000, too near its end.
     target = load_target(model, dtype=torch.bfloat16, device=choose_device(device), revision=revision)
     tokenizer = load_tokenizer(model, revision)
-    run(settings, target, tokenizer, output, resume=resume, data_only=stage is Stage.data, quiet=quiet)
+    done = run(settings, target, tokenizer, output, resume=resume, data_only=stage is Stage.data, quiet=quiet)
     if as_json:
         provenance = output / DRAFTER / PROVENANCE
         typer.echo(provenance.read_text(encoding="utf-8") if provenance.is_file() else "null", nl=False)
+    if not done:
+        raise typer.Exit(130)  # as after any other interruption

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,18 +19,21 @@ NESTED = "__"
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
-def merged_settings(model: type[Settings], path: Path | None, flags: Mapping[str, Any], *, start: str) -> Settings:
+def merged_settings(
+    model: type[Settings], path: Path | None, flags: Mapping[str, Any], *, start: str, others: Sequence[str] = ()
+) -> Settings:
     """The settings by flag > environment > YAML > the type's defaults.
 
     Args:
         path: a YAML file, or None.
         flags: nested; None values count as not given.
         start: how a file begins, for whoever gives one that is no mapping.
+        others: names of variables, without the prefix, that are not of the type; one that is almost theirs is refused.
 
     Raises:
         UserError: a file that cannot be read, an unknown key or an impossible value (the first one is named).
     """
-    _refuse_misspelt(model)
+    _refuse_misspelt(model, others)
     layers = [_read_mapping(path, start) if path else {}, _environment(model), overlay({}, flags)]
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -71,7 +74,7 @@ def _environment(model: type[BaseModel]) -> dict[str, Any]:
     return found
 
 
-def _refuse_misspelt(model: type[BaseModel]) -> None:
+def _refuse_misspelt(model: type[BaseModel], others: Sequence[str]) -> None:
     """Variables that name no key: a misspelt one would change nothing, in silence.
 
     One without a `__` may be somebody else's (Kubernetes makes DFLASH_SERVE_PORT of a service's name): it is refused
@@ -80,7 +83,7 @@ def _refuse_misspelt(model: type[BaseModel]) -> None:
     Raises:
         UserError: the first such variable.
     """
-    known = set(_variables(model))
+    known = {*_variables(model), *others}
     for variable in sorted(os.environ):
         name = variable.upper().removeprefix(ENV_PREFIX)
         if name == variable.upper() or any(
@@ -90,6 +93,19 @@ def _refuse_misspelt(model: type[BaseModel]) -> None:
         hint = did_you_mean(name, [one for one in known if not one.endswith(NESTED)], prefix=ENV_PREFIX)
         if hint or NESTED in name:
             raise UserError("names no key of the deployment", where=variable, do=hint or "unset it")
+
+
+def refuse_near_misses(prefix: str, known: Sequence[str]) -> None:
+    """Variables of a prefix that are almost one of the known names; any other may be somebody else's.
+
+    Raises:
+        UserError: the first such variable.
+    """
+    for variable in sorted(name for name in os.environ if name.startswith(prefix)):
+        name = variable.removeprefix(prefix)
+        hint = "" if name in known else did_you_mean(name, known, prefix=prefix)
+        if hint:
+            raise UserError("names no setting", where=variable, do=hint)
 
 
 def _variables(model: type[BaseModel]) -> Iterator[str]:

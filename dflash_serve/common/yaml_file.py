@@ -28,6 +28,8 @@ def read_yaml(path: Path) -> object:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
+    except UnicodeDecodeError:
+        raise UserError("not UTF-8 text", where=str(path)) from None
     except yaml.YAMLError as error:
         raise UserError(f"not valid YAML ({' '.join(str(error).split())})", where=str(path)) from None
 

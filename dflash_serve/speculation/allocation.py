@@ -105,3 +105,26 @@ def choices_of(survival: Matrix, allowed_widths: Sequence[int] | None) -> Choice
     if allowed_widths is None:
         return Choices.ragged(survival)
     return Choices.shared(len(survival), [width for width in allowed_widths if width <= survival.shape[1] + 1])
+
+
+def widths_by_batch(
+    survival: Sequence[float], cost: Costs, allowed_widths: Sequence[int], max_batch_size: int
+) -> list[tuple[int, int, int]]:
+    """For every batch size the one of the allowed widths with the most tokens per second; among equals the narrowest.
+
+    Args:
+        survival: of slots 1, 2, ...; a slot beyond it is never accepted.
+
+    Returns:
+        (first batch size, last one, width) of each stretch, from 1 to `max_batch_size` without a gap.
+    """
+    widths = np.array(sorted(allowed_widths))
+    slots = np.array([*survival, *[0.0] * int(widths[-1])])[: widths[-1] - 1]
+    tokens = 1 + np.concatenate([[0.0], np.cumsum(np.minimum.accumulate(slots))])[widths - 1]
+    stretches: list[tuple[int, int, int]] = []
+    for batch in range(1, max_batch_size + 1):
+        seconds = cost.of_steps(batch * widths, np.where(widths > 1, batch, 0))
+        width = int(widths[np.argmax(tokens / seconds)])
+        first = stretches.pop()[0] if stretches and stretches[-1][2] == width else batch
+        stretches.append((first, batch, width))
+    return stretches

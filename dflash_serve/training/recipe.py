@@ -171,7 +171,7 @@ def load_recipe(path: Path) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        raise UserError(describe(error), where=str(path), do="correct the recipe") from None
+        raise UserError(describe(error, Recipe), where=str(path), do="correct the recipe") from None
 
 
 def section_hash(*sections: Any) -> str:

@@ -60,24 +60,24 @@ def run(
     resume: bool = False,
     data_only: bool = False,
     quiet: bool = False,
-) -> None:
+) -> bool:
     """Makes the data, trains on it and writes output/drafter in z-lab's form; goes on where a killed run stopped.
+
+    Returns:
+        Whether it did all that was asked of it; False = it was stopped, and --resume goes on.
 
     Raises:
         UserError: the output folder holds another run.
     """
-    console = Console(stderr=True, quiet=quiet)
-    started = now()
-    if (output / CURRENT).exists() and not resume and not data_only:
-        finished = (output / DRAFTER / PROVENANCE).is_file()
-        do = "give another --output" if finished else "add --resume, or give another --output"
-        raise UserError(f"it holds {'a finished' if finished else 'an unfinished'} run", where=str(output), do=do)
+    console, started = Console(stderr=True, quiet=quiet), now()
+    if not resume and not data_only:
+        refuse_another_run(output)
     check_drafter(recipe.drafter, target.config)  # before hours are spent on answers
     manifest = make_data(recipe, target, tokenizer, output / "data", lambda what, n: console.print(f"{what}: {n}"))
     answers, tokens, answer_tokens = totals(manifest.shards)
     console.print(f"data: {answers} answers, {tokens} tokens, {answer_tokens} of them answered")
     if data_only:
-        return
+        return True
     trainer = new_trainer(recipe, target, manifest, output)
     if resume and trainer.resume():
         console.print(f"resumed at step {trainer.progress.step}")
@@ -85,11 +85,24 @@ def run(
         trainer.run(display)
     if trainer.fraction < 1:
         console.print(f"stopped at step {trainer.progress.step}; go on with --resume")
-        return
+        return False
     publish(trainer, manifest, started)
     best = trainer.progress.best
     of = "" if best is None else f" (step {best.step}, the best on held-out answers)"
     console.print(f"drafter: {output / DRAFTER}{of}")
+    return True
+
+
+def refuse_another_run(output: Path) -> None:
+    """Nothing is overwritten.
+
+    Raises:
+        UserError: the folder holds a run, finished or not.
+    """
+    if (output / CURRENT).exists():
+        finished = (output / DRAFTER / PROVENANCE).is_file()
+        do = "give another --output" if finished else "add --resume, or give another --output"
+        raise UserError(f"it holds {'a finished' if finished else 'an unfinished'} run", where=str(output), do=do)
 
 
 def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, output: Path) -> Trainer:
@@ -182,13 +195,15 @@ class Display:
         self.since = 0.0
 
     def __enter__(self) -> Self:
-        self.bar.start()
+        if not self.bar.disable:  # a disabled bar would end with an empty line
+            self.bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.bar.stop()
+        if not self.bar.disable:
+            self.bar.stop()
 
     def __call__(self, tick: Tick) -> None:
         self.pending.append(tick)

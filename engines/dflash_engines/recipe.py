@@ -103,4 +103,4 @@ def load_recipe(path: Path) -> Recipe:
     try:
         return Recipe.model_validate(read_recipe_file(path))
     except ValidationError as error:
-        raise UserError(describe(error), where=str(path)) from None
+        raise UserError(describe(error, Recipe), where=str(path)) from None

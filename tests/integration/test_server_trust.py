@@ -399,6 +399,15 @@ def test_what_is_no_request_is_a_4xx_in_openais_shape(served: Running, content: 
     assert error(response)["message"]
 
 
+def test_broken_json_is_nobodys_field(served: Running) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = httpx.post(f"{served.url}/v1/completions", content=b'{"model": "tiny",', headers=headers)
+    assert response.status_code == 400
+    told = error(response)
+    assert (told["param"], told["code"]) == (None, "invalid_json")
+    assert told["message"].startswith("the body is no JSON: ")
+
+
 def test_a_plain_curl_is_told_which_content_type_to_send(served: Running) -> None:
     """`curl -d` sends a form unless it is told otherwise; vLLM and SGLang want JSON, too."""
     given = json.dumps(SHORT)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.training.answers import make_data
 from dflash_serve.training.recipe import Recipe
-from dflash_serve.training.run import new_trainer, run
+from dflash_serve.training.run import Display, new_trainer, run
 from dflash_serve.training.trainer import Tick, Trainer
 from dflash_serve.training.validation import Scores
 from tests.support.tiny_target import write_tiny_target
@@ -143,6 +145,54 @@ def test_an_unfinished_run_is_not_overwritten(target: str, prompts: Path, tmp_pa
     with pytest.raises(UserError, match="unfinished run"):
         run(*arguments)
     run(*arguments, resume=True)
+
+
+def test_a_finished_run_is_called_finished(target: str, prompts: Path, tmp_path: Path) -> None:
+    arguments = (recipe(target, prompts), load_target(target, dtype=torch.bfloat16), load_tokenizer(target))
+    assert run(*arguments, tmp_path / "out")
+    with pytest.raises(UserError, match="it holds a finished run; give another --output"):
+        run(*arguments, tmp_path / "out")
+
+
+def test_a_drafter_that_cannot_be_is_refused_before_any_answer_is_written(
+    target: str, prompts: Path, tmp_path: Path
+) -> None:
+    fields = recipe(target, prompts).model_dump()
+    fields["drafter"] |= {"target_layer_ids": (0, 99)}
+    wrong = Recipe.model_validate(fields)
+    with pytest.raises(UserError, match="99") as caught:
+        run(wrong, load_target(target, dtype=torch.bfloat16), load_tokenizer(target), tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert "validation error" not in str(caught.value), "not in pydantic's words"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_before_its_first_checkpoint_keeps_its_steps_and_says_so(
+    target: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:  # fmt: skip
+    def again(**more: bool) -> bool:
+        model = load_target(target, dtype=torch.bfloat16)
+        return run(recipe(target, prompts), model, load_tokenizer(target), tmp_path / "out", **more)
+
+    show = Display.__call__
+
+    def stop_at_three(self: Display, tick: Tick) -> None:
+        show(self, tick)
+        if tick.step == 3:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Display, "__call__", stop_at_three)
+    before = signal.getsignal(number)
+    assert not again()
+    assert signal.getsignal(number) == before
+    said = " ".join(capsys.readouterr().err.split())
+    assert "stopping: this step is finished and saved first" in said
+    assert "stopped at step 3; go on with --resume" in said
+    monkeypatch.setattr(Display, "__call__", show)
+    assert again(resume=True)
+    assert "resumed at step 3" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(target: str, prompts: Path, tmp_path: Path) -> None:

@@ -66,6 +66,13 @@ def test_a_mistake_is_one_line_that_names_file_and_field(tmp_path: Path, text: s
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_of_bytes_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_bytes(b"\xff\xfe\x00model")
+    with pytest.raises(UserError, match="not UTF-8 text"):
+        load_deployment(path)
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.yaml"):
         load_deployment(tmp_path / "nowhere.yaml")
@@ -95,6 +102,8 @@ def test_a_misspelt_key_is_told_the_one_that_was_meant(tmp_path: Path, text: str
         ("DFLASH_SERVE_SPECULATION__WIDHT", "did you mean DFLASH_SERVE_SPECULATION__WIDTH?"),
         ("DFLASH_SERVE_SPECULATION_WIDTH", "did you mean DFLASH_SERVE_SPECULATION__WIDTH?"),
         ("DFLASH_SERVE_QQQ__ZZZ", "unset it"),
+        ("DFLASH_SERVE_COST_TABEL", "did you mean DFLASH_SERVE_COST_TABLE?"),
+        ("DFLASH_SERVE_SURVIVALS", "did you mean DFLASH_SERVE_SURVIVAL?"),
     ],
 )
 def test_a_misspelt_variable_is_named_never_ignored(

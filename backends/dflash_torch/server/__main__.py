@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from dflash_serve.common.extras import need
+from dflash_serve.common.settings import refuse_near_misses
 from dflash_serve.common.yaml_file import describe
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
@@ -28,6 +30,16 @@ if TYPE_CHECKING:
     from .worker import EngineWorker
 
 log = logging.getLogger(__name__)
+NEEDED = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "fastapi",
+    "uvicorn",
+    "sse_starlette",
+    "prometheus_client",
+    "llguidance",
+)
 
 
 def main() -> None:
@@ -67,8 +79,9 @@ def serve(deployment: Deployment, settings: ServerSettings, keys: Sequence[str],
     """Runs until it is told to stop; returns the exit code.
 
     Raises:
-        UserError: the deployment does not run here.
+        UserError: the deployment does not run here, or the extra [serve] is not installed.
     """
+    need("serve", *NEEDED)
     from .app import server_of  # these import torch, after what can be wrong with the settings
     from .handler import RequestHandler
     from .metrics import ServerMetrics
@@ -86,6 +99,7 @@ def serve(deployment: Deployment, settings: ServerSettings, keys: Sequence[str],
 
 
 def _settings() -> ServerSettings:
+    refuse_near_misses(SETTINGS_PREFIX, [name.upper() for name in ServerSettings.model_fields])
     try:
         return ServerSettings()
     except ValidationError as error:

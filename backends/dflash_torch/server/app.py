@@ -221,6 +221,9 @@ async def _error_response(_: Request, error: Exception) -> JSONResponse:
 
 def _invalid_body(first: Mapping[str, Any]) -> ApiError:
     """The first thing that pydantic found wrong with a body."""
+    if first["type"] == "json_invalid":  # its place is a character's, and no field's
+        why = first.get("ctx", {}).get("error", "cut short")
+        return ApiError(400, f"the body is no JSON: {why} (character {first['loc'][-1]})", code="invalid_json")
     where = [str(part) for part in first["loc"] if part != "body"]
     param = ".".join(where) or None
     if first["type"] == "extra_forbidden":

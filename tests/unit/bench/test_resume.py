@@ -133,6 +133,14 @@ def test_runs_of_another_request_are_never_mixed_in(url: str, tmp_path: Path, jo
     assert "it holds runs of another “off”" in str(other.exception)
 
 
+def test_a_bench_that_measured_nothing_stands_in_nobodys_way(url: str, tmp_path: Path, jobs: list[Job]) -> None:
+    """A mistyped address is corrected, and the command repeated."""
+    wrong = bench("http://127.0.0.1:9", tmp_path)
+    assert "no answer" in str(wrong.exception)
+    assert bench(url, tmp_path, "--max-tokens", "32").exit_code == 0
+    assert kept(tmp_path) == 8
+
+
 def test_a_server_that_fails_leaves_the_finished_runs(
     url: str, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,11 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 def test_each_task_is_shown_with_all_controls(
-    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], prompts: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[Path, Path],
+    prompts: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     given = ("--target", pair[0], "--drafter", pair[1], "--max-tokens", 12, "--width", 4)
     output = tmp_path / "out.json"
@@ -47,6 +51,9 @@ def test_each_task_is_shown_with_all_controls(
     assert set(task) == {"as it is", *CONTROLS}
     assert all(row["prompts"] == 3 and row["acceptance_length"] >= 1 for row in task.values())
     assert task["as it is"]["speed_up"] > 0
+    told = capfd.readouterr()
+    assert told.err == "", "no progress where nobody watches"
+    assert all(line.strip() for line in told.out.splitlines()), "and no blank lines"
 
 
 def widths_of(engine: Engine) -> dict[int, float] | None:

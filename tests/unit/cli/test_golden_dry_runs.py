@@ -71,10 +71,12 @@ def test_a_width_that_follows_cost_is_refused_by_tensorrt_llm_where_it_is_asked_
     told = dry_run("qwen3-8b-b200", "tensorrt-llm", "--width", "auto")
     assert told.exit_code == 2
     (line,) = (line for line in told.stdout.splitlines() if "speculation.width:" in line)
-    assert "set a number, 16 being the whole block (or off), or use --backend sglang" in line
+    assert "set a number, 16 being the whole block (or off), or give DFLASH_SERVE_COST_TABLE and" in line
     unasked = dry_run("qwen3-8b-b200", "tensorrt-llm")
     assert unasked.exit_code == 0
-    assert "it has no width that follows cost" in unasked.stdout, "left to its default, it is a note"
+    assert "verifies all 16 slots in every step, whatever that costs" in unasked.stdout, (
+        "left to its default, it is a note"
+    )
 
 
 @pytest.mark.usefixtures("hub")

@@ -145,3 +145,13 @@ def test_reading_the_weights_is_shown_on_a_terminal_and_nowhere_else(
     assert "reading the weights" not in shown.stdout
     monkeypatch.setenv("TTY_COMPATIBLE", "0")
     assert "reading the weights" not in runner.invoke(app, [str(folder)]).stderr
+
+
+def test_problems_with_the_bundled_target_name_it_and_not_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = target(tmp_path / "cache", num_hidden_layers=4, hidden_size=64)
+    monkeypatch.setattr("dflash_serve.checkpoint.source.smollm2_folder", lambda: cache)
+    result = runner.invoke(app, [str(write_tiny_drafter(tmp_path / "drafter")), "--target", "smollm2"])
+    assert "drafter for smollm2: hidden_size is 32" in result.output
+    assert str(cache) not in result.output

@@ -78,9 +78,13 @@ def test_settings_of_the_embedded_server_are_refused_for_other_engines(
 
 
 def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
-    error = serve("--target", "x", "--backend", "nothing")
-    assert isinstance(error, UserError)
-    assert "torch" in str(error)
+    for name, said in (
+        ("nothing", "installed are: sglang, tensorrt-llm, torch, vllm"),
+        ("sglng", "did you mean sglang?"),
+    ):
+        error = serve("--target", "x", "--backend", name)
+        assert isinstance(error, UserError)
+        assert said in str(error)
 
 
 def dry_run(*arguments: str) -> str:
@@ -181,3 +185,4 @@ def test_an_engine_that_is_not_installed_is_one_line(folders: tuple[Path, Path],
     error = serve(*pair)
     assert isinstance(error, UserError)
     assert "sglang: not installed in this environment" in str(error)
+    assert not (tmp_path / "served").exists(), "said before anything is written"

@@ -79,3 +79,14 @@ def test_a_family_it_does_not_run_is_refused_before_anything_is_fetched(
 def test_more_tokens_than_the_target_has_positions_is_a_problem(pair: tuple[Path, Path]) -> None:
     problems = backend.check(deployment(pair, limits={"max_model_len": 10**7}))
     assert [problem.where for problem in problems] == ["limits.max_model_len"]
+
+
+def test_a_misspelt_setting_of_the_http_server_is_named_never_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash_torch.server.__main__ import _settings
+
+    monkeypatch.setenv("DFLASH_SERVE_HTTP_SERVICE_HOST", "10.0.0.1")  # Kubernetes' own, of a service of that name
+    monkeypatch.setenv("DFLASH_SERVE_HTTP_DRAIN_SECONDS", "7")
+    assert _settings().drain_seconds == 7
+    monkeypatch.setenv("DFLASH_SERVE_HTTP_DRAIN_SECOND", "7")
+    with pytest.raises(UserError, match=r"DRAIN_SECOND: names no setting; did you mean .*_DRAIN_SECONDS\?"):
+        _settings()

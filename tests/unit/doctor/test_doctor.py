@@ -16,9 +16,10 @@ from dflash_serve.common.journal import Journal
 from dflash_serve.doctor.evidence import Fault, Observation, Prediction, interview, widths_of
 from dflash_serve.doctor.examination import Examination
 from dflash_serve.errors import UserError
+from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
-from dflash_serve.speculation.width import FixedWidth
+from dflash_serve.speculation.width import AutoWidth, FixedWidth
 from dflash_torch.faults.reference import ORDERS, EmbeddedReference, in_order
 from tests.support.embedded import answers, tiny_engine
 from tests.support.serving import Running, running
@@ -139,6 +140,21 @@ def test_a_server_whose_width_changes_is_examined(
     assert report["evidence"] == "paired"
     assert any("chose its widths step by step" in note for note in report["notes"])
     assert [sorted(map(int, steps)) for steps in report["pair"]["steps"]] == [[1, 2, 3, 4]] * len(PROMPTS)
+
+
+def test_a_server_of_width_auto_is_examined(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Our own default, with the policy that it serves with: it chooses a width at every step, off among them."""
+    cheap = CostModel(target={1: 1.0, 64: 1.0}, draft={1: 1e-3, 4: 1e-3})
+    policy = AutoWidth(cheap, 4, known_survival=[0.9, 0.8, 0.7])
+    with running(tiny_engine(pair, width=policy)) as server:
+        code = call(monkeypatch, *given(pair, tmp_path), "--url", server.url)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert code in (0, 3)
+    assert report["evidence"] == "paired"
+    found = report["pair"]  # a policy that kept to one width is told as that width
+    assert any(int(width) > 1 for steps in found.get("steps", [{found["width"]: 1}]) for width in steps)
 
 
 def test_a_server_of_the_pair_is_examined(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from dflash_engines.calibration import read_prompts
 from dflash_engines.recipe import load_recipe
 from dflash_engines.steps import make_steps
+from dflash_serve.deployment import GPUS
 from dflash_serve.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[3] / "engines" / "recipes").glob("*.yaml"))
@@ -37,6 +39,8 @@ def write(folder: Path, text: str) -> Path:
     [
         ("build: {engines: [sm89]}", "unknown key build.engines"),
         ("build: {rtx: [sm120]}", "unknown key build.rtx"),
+        ("build: {drafters: [fp8]}", r"unknown key build.drafters; did you mean build.drafter\?"),
+        ("buld: {}", r"unknown key buld; did you mean build\?"),
         ("build: {drafter: [int4]}", "build.drafter"),
         ("tensorrt_llm: newest", "tensorrt_llm"),
         ("build: [", "not valid YAML"),
@@ -86,3 +90,16 @@ def test_a_drafter_alone_is_built_without_its_target(tmp_path: Path) -> None:
     assert all("target" not in step.needs for step in steps)
     with pytest.raises(UserError, match="a target is calibrated on data"):
         make_steps(load_recipe(write(tmp_path, "build: {target: [fp8], calibration: {free: true}}")))
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in RECIPES if path.stem != "smollm2"], ids=lambda path: path.stem
+)  # smollm2 is the tour of every step, on a CPU
+def test_a_recipe_builds_for_its_own_gpu_and_names_no_other(path: Path) -> None:
+    """TensorRT-RTX has no engines for the GPUs of a data centre: a recipe for one asks for none."""
+    recipe = load_recipe(path)
+    gpu = GPUS[recipe.deployment.hardware.gpu or ""]
+    assert recipe.build.rtx == ()
+    for step in make_steps(recipe):
+        named = {int(number) for number in re.findall(r"SM(\d+)", step.about)}
+        assert named <= {gpu.compute}, step.about

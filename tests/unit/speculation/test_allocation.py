@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_serve.speculation.allocation import choose_widths
+from dflash_serve.speculation.allocation import choose_widths, widths_by_batch
 from dflash_serve.speculation.costs import CostModel
 
 MEDIUM = CostModel(target={1: 1.0, 2: 1.3, 8: 1.6, 64: 4.0, 256: 16.0}, draft={1: 0.3, 32: 0.6})
@@ -63,3 +63,16 @@ def test_a_long_context_makes_wider_blocks_worth_it() -> None:
 
 def test_without_requests_there_are_no_widths() -> None:
     assert choose_widths([], MEDIUM) == choose_widths([], MEDIUM, allowed_widths=[2]) == []
+
+
+@settings(deadline=None)
+@given(survivals, costs)
+def test_a_table_by_batch_size_has_what_would_be_chosen_at_each(survival: list[list[float]], cost: CostModel) -> None:
+    slots = survival[0]
+    table = widths_by_batch(slots, cost, (1, 2, 4), 6)
+    assert [first for first, _, _ in table] == [1, *(last + 1 for _, last, _ in table[:-1])]
+    assert table[-1][1] == 6
+    for first, last, width in table:
+        for batch in range(first, last + 1):
+            chosen = choose_widths([slots] * batch, cost, allowed_widths=(1, 2, 4))
+            assert rate([width] * batch, [slots] * batch, cost) >= rate(chosen, [slots] * batch, cost) * (1 - 1e-9)

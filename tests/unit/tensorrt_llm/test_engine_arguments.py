@@ -103,22 +103,6 @@ def test_a_key_is_refused_for_trtllm_serve_asks_nobody(deployment: Deployment, t
     assert (problem.where, problem.do) == ("serving.api_key_file", "leave it out, and let a gateway ask")
 
 
-def test_auto_is_refused_by_name_and_a_note_by_default(deployment: Deployment) -> None:
-    (problem,) = BACKEND.check(with_(deployment, speculation={"width": "auto"}))
-    assert problem.where == "speculation.width"
-    assert "(or off), or use --backend sglang" in problem.do
-    assert BACKEND.check(deployment) == []
-    assert any("no width that follows cost" in note for note in BACKEND.preview(deployment, Path("/prepared")).notes)
-
-
-def test_a_schedule_by_batch_size_makes_auto_the_users_own(deployment: Deployment) -> None:
-    block = make_launch_plan(deployment, BACKEND.release).block_size
-    schedule = {"speculative_config": {"draft_len_schedule": {4: block - 1, 32: 1}}}
-    asked = with_(deployment, speculation={"width": "auto"}, engine_args={"tensorrt-llm": schedule})
-    written = configuration(asked)["speculative_config"]["draft_len_schedule"]
-    assert {int(size): length for size, length in written.items()} == {4: block - 1, 32: 1}
-
-
 def test_where_no_number_is_given_the_drafters_context_decides(hub: Path) -> None:
     fields = {"target": {"model": "Qwen/Qwen3-8B"}, "drafter": {"model": "z-lab/Qwen3-8B-DFlash-b16"}}
     fields["kv_cache"] = {"dtype": "fp8"}  # with K/V in 16 bits the context has no arena of its own

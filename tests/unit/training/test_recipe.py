@@ -39,7 +39,7 @@ def test_variables_come_from_the_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("steps: 10", "steps: 10, setps: 3"), "unknown key training.setps"),
+        (("steps: 10", "steps: 10, setps: 3"), r"unknown key training.setps; did you mean training.steps\?"),
         (("steps: 10", "steps: 10, minutes: 3"), "exactly one budget"),
         (("steps: 10", "lr: 1.0e-3"), "exactly one budget"),
         (("PROMPTS_FOLDER", "NOT_SET_ANYWHERE"), r"\$\{NOT_SET_ANYWHERE\} is not set"),

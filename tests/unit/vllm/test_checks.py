@@ -9,13 +9,12 @@ import pytest
 
 from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.checkpoint.formats import Format
-from dflash_serve.cost_table import COST_TABLE
+from dflash_serve.cost_table import COST_TABLE, SURVIVAL
 from dflash_serve.deployment import Deployment
 from dflash_vllm import VLLMBackend
 from dflash_vllm.checks import PLUG_INS_VARIABLE
 from dflash_vllm.drafter_rules import V1_VARIABLE
 from dflash_vllm.facts import is_supported, release_problems
-from dflash_vllm.schedule import SURVIVAL
 from tests.support.paper_models import NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
 from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, edit_json, tiny_drafter_config, write_quantized_drafter
 

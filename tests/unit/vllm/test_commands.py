@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from dflash_serve.checkpoint.reader import open_checkpoint
-from dflash_serve.cost_table import COST_TABLE
+from dflash_serve.cost_table import COST_TABLE, SURVIVAL, given_survival
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_vllm import VLLMBackend
-from dflash_vllm.schedule import SURVIVAL, every_width, given_survival, static_schedule
+from dflash_vllm.schedule import every_width, static_schedule
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 from tests.support.tiny import edit_json
 

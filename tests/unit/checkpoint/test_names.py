@@ -1,0 +1,97 @@
+"""A model that was not found is told the one that was probably meant, and never a guess where the name may be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+from dflash_engines.recipe import load_recipe
+from dflash_serve.checkpoint.names import PUBLISHED, probably_meant
+from dflash_serve.checkpoint.source import drafter_folder, target_folder
+from dflash_serve.errors import UserError
+from tests.unit.checkpoint.published import PUBLISHED as CONFIGURATIONS
+
+RECIPES = sorted((Path(__file__).parents[3] / "engines" / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("smolm2", "smollm2"),
+        ("SmolLM2", "smollm2"),
+        ("Qwen/Qwen3-8b", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-8", "Qwen/Qwen3-8B"),
+        ("z-lab/Qwen3-8B-DFlash-b61", "z-lab/Qwen3-8B-DFlash-b16"),
+        ("openai/gpt-oss-120", "openai/gpt-oss-120b"),
+    ],
+)
+def test_the_nearest_known_model_is_suggested(name: str, meant: str) -> None:
+    assert probably_meant(name, absent=True) == f"did you mean {meant}?"
+
+
+def test_nothing_is_suggested_where_nothing_is_near_or_the_name_is_known() -> None:
+    assert probably_meant("someone/else", absent=True) == ""
+    assert probably_meant("Qwen/Qwen3-8B", absent=True) == ""
+
+
+def test_a_name_that_may_be_right_is_not_corrected_where_the_hub_could_not_be_asked() -> None:
+    assert probably_meant("Qwen/Qwen3-14B", absent=False) == ""
+    assert probably_meant("qwen/qwen3-8b", absent=False) == "did you mean Qwen/Qwen3-8B?"
+
+
+@pytest.mark.parametrize("written", ["{}/draftr", "./draftr", "models/draftr"])
+def test_a_folder_beside_it_is_suggested_as_it_was_written(
+    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = written.format(tmp_path)
+    beside = Path(name).parent / "drafter"
+    beside.mkdir(parents=True)
+    assert probably_meant(name, absent=False) == "", "a folder without a model in it is none"
+    (beside / "config.json").write_text("{}")
+    assert probably_meant(name, absent=False) == f"did you mean {name.replace('draftr', 'drafter')}?"
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """The hub raises this."""
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+
+
+def http_error(kind: type[Any], status: int) -> Exception:
+    found: Exception = kind("no", response=httpx.Response(status, request=httpx.Request("GET", "http://hub")))
+    return found
+
+
+def test_what_the_hub_does_not_have_what_is_gated_and_what_cannot_be_asked_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers(monkeypatch, http_error(RepositoryNotFoundError, 404))
+    with pytest.raises(UserError, match=r"Qwen/Qwen3-8: neither .* did you mean Qwen/Qwen3-8B\?"):
+        target_folder("Qwen/Qwen3-8")
+    answers(monkeypatch, http_error(GatedRepoError, 403))
+    with pytest.raises(UserError, match="accept its terms on the hub, and set HF_TOKEN"):
+        target_folder("meta-llama/Llama-3.1-8B-Instruct")
+    answers(monkeypatch, OSError("no route to host"))
+    with pytest.raises(UserError, match="check the name, the revision and the network"):
+        drafter_folder("Qwen/Qwen3-8")
+
+
+def test_a_bare_name_is_no_hub_id_and_is_told_the_alias() -> None:
+    with pytest.raises(UserError, match=r"smollm: no such folder; did you mean smollm2\?"):
+        drafter_folder("smollm")
+
+
+def test_every_model_of_the_recipes_and_of_the_known_configurations_is_known() -> None:
+    drafters = set(PUBLISHED.values())
+    for recipe in map(load_recipe, RECIPES):
+        target, drafter = recipe.deployment.target.model, recipe.deployment.drafter
+        assert target == "smollm2" or (drafter is not None and PUBLISHED[target] == drafter.model)
+    assert {f"z-lab/{row.name}" for row in CONFIGURATIONS} <= drafters

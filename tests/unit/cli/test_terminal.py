@@ -1,0 +1,170 @@
+"""The command as a process: in a real terminal, and in a pipe that nobody reads to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.embedded import tiny_engine
+from tests.support.serving import MODEL, Running, running
+from tests.support.tiny_target import write_tiny_pair
+
+COMMAND = [sys.executable, "-c", "from dflash_serve.cli.main import run; run()"]
+LONG = {"model": MODEL, "prompt": [9, 8, 7], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+PATIENCE = 120
+"""Seconds; a busy machine takes a while to start Python."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(tiny_engine(write_tiny_pair(tmp_path_factory.mktemp("pair")), width=4)) as server:
+        yield server
+
+
+class Terminal:
+    """A child with a terminal of its own, 24 lines by 80 columns."""
+
+    def __init__(self, *words: str) -> None:
+        ours, theirs = pty.openpty()
+        env = {**os.environ, "TERM": "xterm-256color", "LINES": "24", "COLUMNS": "80"}
+        # A shell starts what runs in its background with Ctrl-C ignored, and that is inherited.
+        heed: Any = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        streams: Any = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        self.child = subprocess.Popen([*COMMAND, *words], **streams, env=env, preexec_fn=heed)
+        os.close(theirs)
+        self.screen, self.seen = ours, ""
+
+    def until(self, text: str) -> None:
+        """Reads what it writes until that stands on the screen."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.seen:
+            assert time.monotonic() < deadline, self.seen
+            self.read(1.0)
+
+    def read(self, seconds: float) -> bool:
+        """Whether there may be more."""
+        if not select.select([self.screen], [], [], seconds)[0]:
+            return True
+        try:
+            found = os.read(self.screen, 65536)
+        except OSError:  # Linux' way to say that the child has closed its end
+            return False
+        self.seen += found.decode(errors="replace")
+        return bool(found)
+
+    def end(self) -> int:
+        """Its exit code; `seen` is then all that it wrote."""
+        deadline = time.monotonic() + PATIENCE
+        while self.read(1.0):
+            assert time.monotonic() < deadline, self.seen
+        os.close(self.screen)
+        return self.child.wait(PATIENCE)
+
+
+def ask(server: Running, over: threading.Event) -> None:
+    while not over.is_set():
+        httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE)
+
+
+def test_top_draws_one_page_in_a_terminal_and_gives_the_screen_back(server: Running) -> None:
+    over = threading.Event()
+    user = threading.Thread(target=ask, args=(server, over))
+    user.start()
+    terminal = Terminal("top", server.url, "--interval", "0.3")
+    try:
+        terminal.until("acceptance")
+        for word in ("tokens/s", "users", "slot 3", "survival"):
+            terminal.until(word)
+        terminal.child.send_signal(signal.SIGINT)
+        assert terminal.end() == 0
+    finally:
+        over.set()
+        user.join(PATIENCE)
+    assert "\x1b[?1049h" in terminal.seen, "the other screen"
+    assert terminal.seen.rindex("\x1b[?1049l") > terminal.seen.rindex("\x1b[?1049h"), "what was there before is back"
+    assert terminal.seen.rindex("\x1b[?25h") > terminal.seen.rindex("\x1b[?25l"), "and the cursor"
+    assert "Traceback" not in terminal.seen
+
+
+def test_top_in_a_terminal_survives_a_server_that_goes_away(tmp_path: Path) -> None:
+    with running(tiny_engine(write_tiny_pair(tmp_path), width=4)) as server:
+        terminal = Terminal("top", server.url, "--interval", "0.2")
+        terminal.until("tokens/s")
+    terminal.until("no answer")
+    terminal.child.send_signal(signal.SIGINT)
+    assert terminal.end() == 0
+
+
+def test_top_once_is_plain_json_even_in_a_terminal(server: Running) -> None:
+    terminal = Terminal("top", server.url, "--once", "--json", "--interval", "0.1")
+    assert terminal.end() == 0
+    assert json.loads(terminal.seen)["engine"] == "dflash-serve"
+
+
+PIPED = {
+    "help": ["--help"],
+    "a verb's help": ["bench", "-h"],
+    "inspect": ["inspect", "smollm2"],
+    "inspect --json": ["inspect", "smollm2", "--json"],
+    "build --dry-run": ["build", "smollm2", "--dry-run"],
+    "serve --dry-run": ["serve", "--dry-run", "--target", "{target}", "--drafter", "{drafter}", "--backend", "sglang"],
+}
+
+
+@pytest.mark.parametrize("case", PIPED)
+def test_a_reader_that_has_seen_enough_is_no_traceback(case: str, pair: tuple[Path, Path]) -> None:
+    """`| head -1`: the pipe is closed while the command still writes, or before it begins."""
+    words = [word.format(target=pair[0], drafter=pair[1]) for word in PIPED[case]]
+    child = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.stderr is not None
+    said = child.stderr.read()
+    assert child.wait(PATIENCE) in (0, 1)
+    assert said == ""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+def test_top_that_goes_on_ends_with_its_reader(server: Running) -> None:
+    words = ["top", server.url, "--json", "--interval", "0.1"]
+    child = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert json.loads(child.stdout.readline())["engine"] == "dflash-serve"
+    child.stdout.close()
+    assert child.wait(PATIENCE) == 1
+    assert child.stderr is not None
+    assert child.stderr.read() == ""
+
+
+def test_evaluate_in_a_closed_pipe_has_done_its_work_and_says_nothing(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the quick brown fox"}\n')
+    words = ["evaluate", "--task", f"own={tmp_path / 'prompts.jsonl'}", "--target", str(pair[0])]
+    words += ["--drafter", str(pair[1]), "--max-tokens", "4", "--speed", "0", "--output", str(tmp_path / "out.json")]
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.stderr is not None
+    said = child.stderr.read()
+    assert child.wait(PATIENCE) in (0, 1)
+    assert "Traceback" not in said
+    assert "BrokenPipe" not in said
+    assert "own" in json.loads((tmp_path / "out.json").read_text())["tasks"]
