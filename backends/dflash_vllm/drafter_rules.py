@@ -28,10 +28,10 @@ def drafter_problems(
     """
     found = check_pairing(drafter, target)  # out of range: the first request ends the engine
     longest = max_model_len or target.max_position_embeddings
-    return [*found, *_inputs(drafter), *_positions(drafter, longest), *_attention(drafter, v1_runner)]
+    return [*found, *_inputs(drafter, target), *_positions(drafter, longest), *_attention(drafter, v1_runner)]
 
 
-def _inputs(drafter: DrafterConfig) -> Iterator[Problem]:
+def _inputs(drafter: DrafterConfig, target: TargetShape) -> Iterator[Problem]:
     """What goes into the drafter. Its logits' scale and soft-cap do not matter: drafts are greedy."""
     if drafter.has_mask_embedding:
         what = "vLLM reads a mask embedding from a pickle only, which we never write"
@@ -39,6 +39,10 @@ def _inputs(drafter: DrafterConfig) -> Iterator[Problem]:
     if drafter.embedding_scale != 1.0:
         what = f"input_embedding_scale is {drafter.embedding_scale}, which vLLM ignores for plain DFlash drafters"
         yield Problem(what, "drafter.model", "use another backend")
+    elif target.model_type.startswith("gemma"):
+        # The drafter was trained on rows times sqrt(hidden_size), as the target takes them (vllm#41703, open).
+        what = f"{target.model_type} scales its embedding, and vLLM hands it to plain DFlash drafters unscaled"
+        yield Problem(what, "target.model", "use --backend sglang: here little would be accepted, in silence")
     ids = drafter.target_layer_ids
     if len(set(ids)) < len(ids):
         yield Problem(f"target_layer_ids {list(ids)} name a layer twice, vLLM hands it out once", "drafter.model",
