@@ -116,9 +116,7 @@ def _speculation(plan: LaunchPlan) -> Iterator[Problem]:
 def _devices(plan: LaunchPlan) -> Iterator[Problem]:
     parallel = plan.deployment.parallel
     if parallel.data > 1:
-        what = (
-            f"one vLLM server has one copy of the model here, not {parallel.data}: its copies cannot agree on a width"
-        )
+        what = f"one vLLM server has one copy of the model, not {parallel.data}: its copies cannot agree on a width"
         do = f"`dflash-serve deploy` makes {parallel.data} replicas of it; to start one yourself, set it to 1"
         yield Problem(what, "parallel.data", do)
     else:
