@@ -112,7 +112,13 @@ VLLM_CPU := tests/support/vllm_cpu
 test-vllm: .venv-vllm/ready
 	$(VLLM_BIN)/python -m pytest tests/vllm tests/contract/test_vllm_arguments.py
 
-# What `auto` is worth on that server, at 1 to 16 users: about an hour, and nothing else may run. aiperf comes from .venv.
+# The doctor at that server, against drafters with a fault: about eight minutes on two cores.
+.PHONY: test-vllm-doctor
+test-vllm-doctor: .venv-vllm/ready
+	DFLASH_SERVE_TEST_DOCTOR=1 $(VLLM_BIN)/python -m pytest -o timeout=1800 tests/vllm/test_doctor.py
+
+# What `auto` is worth on that server, at 1 to 16 users: 30 runs of half a minute, and nothing else may run meanwhile. aiperf
+# comes from .venv.
 .PHONY: bench-vllm
 bench-vllm: .venv-vllm/ready .venv/test
 	mkdir -p build
@@ -121,7 +127,8 @@ bench-vllm: .venv-vllm/ready .venv/test
 	  print("limits: {max_batch_size: 16, max_model_len: 1024, max_num_tokens: 2048}")' > build/vllm.yaml
 	PATH="$$PATH:$(CURDIR)/$(BIN)" VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 \
 	  $(VLLM_BIN)/dflash-serve bench build/vllm.yaml --backend vllm --variants off,fixed,auto \
-	  --concurrency 1,2,4,8,16 --rounds 2 --max-tokens 48 --output benchmarks/results/serving-vllm-2core
+	  --concurrency 1,2,4,8,16 --rounds 2 --requests-per-user 2 --min-requests 6 --max-tokens 48 \
+	  --output benchmarks/results/serving-vllm-2core
 
 .venv-vllm/ready: pyproject.toml $(wildcard $(VLLM_CPU)/pyproject.toml $(VLLM_CPU)/*/pyproject.toml $(VLLM_CPU)/*.txt)
 	$(PYTHON) -m venv .venv-vllm

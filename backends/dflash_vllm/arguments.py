@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
 from .launch_plan import LaunchPlan
 from .schedule import every_width
 
-DRAFT = "draft"
-"""Where `prepare` puts the drafter, below its folder."""
+DRAFT, SECRETS = "draft", "secrets.yaml"
+"""Where `prepare` puts the drafter, and the server's API keys, below its folder."""
 SCHEDULER = "--scheduler-cls"
 SCHEDULERS = "dflash_vllm.plugin.scheduler"
 """The module of our schedulers, whose widths follow the load."""
@@ -19,16 +20,17 @@ Flag = tuple[str, ...]
 
 
 def arguments(plan: LaunchPlan, folder: Path) -> list[str]:
-    """All arguments but host and port, the target's first."""
+    """All arguments but host and port, the target's first; the user's own come last."""
     parts = (
         _models(plan),
-        _serving(plan),
+        _serving(plan, folder),
         _precision(plan),
         _parallel(plan),
         _limits(plan),
         _speculation(plan, folder),
     )
-    return [plan.deployment.target.model, *(word for part in parts for flag in part for word in flag)]
+    ours = [word for part in parts for flag in part for word in flag]
+    return [plan.deployment.target.model, *ours, *argument_table(plan).words(plan.engine_args)]
 
 
 def _models(plan: LaunchPlan) -> Iterator[Flag]:
@@ -38,15 +40,17 @@ def _models(plan: LaunchPlan) -> Iterator[Flag]:
     yield "--generation-config", "vllm"
 
 
-def _serving(plan: LaunchPlan) -> Iterator[Flag]:
+def _serving(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
+    """What clients see. Keys go into a file: a command line can be read by everybody on the machine."""
     serving = plan.deployment.serving
     if serving.served_model_name is not None:
         yield "--served-model-name", serving.served_model_name
-    if serving.reasoning_parser is not None:
-        yield "--reasoning-parser", serving.reasoning_parser
-    if serving.tool_call_parser is not None:
-        yield ("--enable-auto-tool-choice",)
-        yield "--tool-call-parser", serving.tool_call_parser
+    for key, _, name in PARSERS.of(serving):
+        if key == "tool_call_parser":
+            yield ("--enable-auto-tool-choice",)
+        yield f"--{PARSER_FLAGS[key]}", name
+    if serving.api_key_file is not None:
+        yield "--config", str(folder / SECRETS)
 
 
 def _precision(plan: LaunchPlan) -> Iterator[Flag]:
@@ -54,7 +58,7 @@ def _precision(plan: LaunchPlan) -> Iterator[Flag]:
     asked = plan.deployment.target.quantization
     if asked != "none" and plan.target.native_quantization is None:
         yield "--quantization", asked  # a quantised checkpoint says so itself
-    if plan.on_cpu:
+    if plan.on_cpu and "enforce-eager" not in {name.replace("_", "-") for name in plan.engine_args}:
         yield ("--enforce-eager",)  # compiling for a CPU takes minutes at every start
     if plan.deployment.kv_cache.dtype != "auto":
         yield "--kv-cache-dtype", plan.deployment.kv_cache.dtype
@@ -91,7 +95,7 @@ def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
     if plan.block_size is None:
         return
     yield "--speculative-config", json.dumps(speculative_config(plan, folder / DRAFT))
-    if len(plan.widths) > 1 and plan.schedule() is None:
+    if plan.has_our_scheduler:
         scheduler = "WidthScheduler" if plan.on_cpu else "AsyncWidthScheduler"
         yield SCHEDULER, f"{SCHEDULERS}.{scheduler}"
 
@@ -114,6 +118,12 @@ def speculative_config(plan: LaunchPlan, draft: Path) -> dict[str, object]:
     if not plan.on_cpu:
         # Otherwise a drafter takes over the target's: FP8 keys and values, and kernels made for causal attention.
         config["kv_cache_dtype"] = "bfloat16"
-        if not all(kind.causal for kind in plan.drafter.layers):
-            config["attention_backend"] = "FLASH_ATTN"
-    return config
+    kernels = drafter_attention(plan)
+    return config if kernels is None else {**config, "attention_backend": kernels}
+
+
+def drafter_attention(plan: LaunchPlan) -> str | None:
+    """Kernels that take blocks which are not causal; None where the drafter may have the target's."""
+    if plan.on_cpu or plan.drafter is None or all(kind.causal for kind in plan.drafter.layers):
+        return None
+    return "FLASH_ATTN"

@@ -5,20 +5,25 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import yaml
+
 from dflash_serve.backend import Command
 from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors
 from dflash_serve.checkpoint.writer import write_drafter
+from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Deployment
-from dflash_serve.deployment_checks import changed_files
+from dflash_serve.deployment_checks import changed_files, read_keys
 from dflash_serve.errors import Problem, raise_problems
+from dflash_serve.preview import Preview
 
-from .arguments import DRAFT, SCHEDULER, arguments
+from .arguments import DRAFT, SECRETS, arguments
 from .checks import problems
 from .drafter_rules import head_problems
 from .facts import FACTS, TESTED
 from .launch_plan import LaunchPlan, read_launch_plan
 from .plugin.widths import GUESSED_COSTS
+from .preview import preview
 
 LAUNCHER = "vllm.entrypoints.cli.main"
 """What the command `vllm` runs; by this Python, so that it is the vLLM that was checked."""
@@ -47,7 +52,7 @@ class VLLMBackend:
         return list(head_problems(heads))
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
-        """Writes draft/. A built target or drafter is held against its manifest first, byte for byte.
+        """Writes draft/ and the API keys. A built target or drafter is held against its manifest first, byte for byte.
 
         Raises:
             UserError: the first problem of `check`, a built file that was changed, or a drafter that cannot be read.
@@ -57,7 +62,18 @@ class VLLMBackend:
         raise_problems(changed_files(deployment))
         if plan.checkpoint is not None:
             _write_draft_folder(plan.checkpoint, folder.resolve() / DRAFT)
+        if deployment.serving.api_key_file is not None:
+            keys = read_keys(deployment.serving.api_key_file)
+            write_whole(folder / SECRETS, yaml.safe_dump({"api-key": keys}), private=True)
         self._prepared = plan
+
+    def preview(self, deployment: Deployment, folder: Path) -> Preview:
+        """What `prepare` would write, and what is chosen where the deployment leaves it open.
+
+        Raises:
+            UserError: the target or drafter cannot be found or read at all.
+        """
+        return preview(read_launch_plan(deployment))
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
         """The command line for a prepared folder.
@@ -67,7 +83,7 @@ class VLLMBackend:
         prepared = self._prepared
         plan = prepared if prepared and prepared.deployment == deployment else read_launch_plan(deployment)
         argv = [sys.executable, "-m", LAUNCHER, "serve", *arguments(plan, folder.resolve())]
-        env = {GUESSED_COSTS: plan.guessed_costs.model_dump_json()} if SCHEDULER in argv else {}
+        env = {GUESSED_COSTS: plan.guessed_costs.model_dump_json()} if plan.has_our_scheduler else {}
         return Command((*argv, "--host", host, "--port", str(port)), env)
 
 

@@ -7,10 +7,20 @@ from collections.abc import Iterator, Mapping
 
 from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.deployment import GIB
-from dflash_serve.deployment_checks import block_problems, expert_problems, head_problems, length_problems
+from dflash_serve.deployment_checks import (
+    block_problems,
+    device_problems,
+    expert_problems,
+    head_problems,
+    key_problems,
+    length_problems,
+    read_keys,
+)
+from dflash_serve.engine_args import parser_problems
 from dflash_serve.errors import Problem, UserError
 
 from .drafter_rules import drafter_problems
+from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
 from .facts import installed_version, release_problems
 from .launch_plan import OVERHEAD, LaunchPlan
 
@@ -24,6 +34,8 @@ PLUG_IN = "dflash_serve"
 """Our entry point in vLLM's groups of plug-ins."""
 PLUG_INS_VARIABLE = "VLLM_PLUGINS"
 """vLLM's own: the plug-ins that are loaded; absent = all."""
+PARSER_PLUGINS = {"reasoning-parser-plugin", "tool-parser-plugin"}
+"""Arguments that bring parsers of answers which vLLM does not know before it starts."""
 
 
 def problems(plan: LaunchPlan) -> list[Problem]:
@@ -37,9 +49,19 @@ def problems(plan: LaunchPlan) -> list[Problem]:
             plan.drafter, plan.target.shape, max_model_len=limits.max_model_len, v1_runner=plan.v1_runner
         )
         found += block_problems(plan.deployment, plan.drafter)
-    for problems_of in (_serving, _speculation, _devices, _experts, _heads, _precision, _memory):
+    for problems_of in (_speculation, _devices, _experts, _heads, _precision, _memory):
         found += problems_of(plan)
+    found += _schedule_problems(plan) or _arguments(plan)
     return [*found, *length_problems(plan.deployment, plan.target.shape)]
+
+
+def _schedule_problems(plan: LaunchPlan) -> list[Problem]:
+    """A cost table or a survival that is none."""
+    try:
+        plan.schedule()
+    except UserError as error:
+        return [Problem(error.what, error.where, error.do)]
+    return []
 
 
 def plug_in_problems(environment: Mapping[str, str] = os.environ) -> Iterator[Problem]:
@@ -50,17 +72,25 @@ def plug_in_problems(environment: Mapping[str, str] = os.environ) -> Iterator[Pr
         yield Problem(what, PLUG_INS_VARIABLE, f"add {PLUG_IN}, or unset it")
 
 
-def _serving(plan: LaunchPlan) -> Iterator[Problem]:
-    """Keys that this backend does not translate yet."""
-    if plan.deployment.engine_args.get("vllm"):
-        what = "this backend hands no arguments on to vLLM yet"
-        yield Problem(what, "engine_args.vllm", "leave them out, or start the printed command with them by hand")
-    if plan.deployment.serving.api_key_file is not None:
-        do = "leave it out and set VLLM_API_KEY where the server runs"
-        yield Problem("this backend does not hand the key on to vLLM yet", "serving.api_key_file", do)
-    if plan.deployment.parallel.data > 1:
-        what = "data-parallel ranks of vLLM cannot agree on a width"
-        yield Problem(what, "parallel.data", "set it to 1, and run several servers behind a router")
+def _arguments(plan: LaunchPlan) -> Iterator[Problem]:
+    """What the user hands on to vLLM, and what clients are to see."""
+    table, serving = argument_table(plan), plan.deployment.serving
+    yield from table.problems(plan.engine_args)
+    if not PARSER_PLUGINS & {name.replace("_", "-") for name in plan.engine_args}:
+        yield from parser_problems(table, serving, PARSERS, PARSER_FLAGS)
+    if serving.api_key_file is not None:
+        yield from key_problems(serving.api_key_file)
+        yield from _unusable_keys(serving.api_key_file)
+
+
+def _unusable_keys(file: str) -> Iterator[Problem]:
+    try:
+        keys = read_keys(file)
+    except UserError:
+        return  # `key_problems` has said it
+    if any(key.startswith("-") for key in keys):
+        what = f"{file} has a key that begins with -, which vLLM takes for a flag"
+        yield Problem(what, "serving.api_key_file", "make another key")
 
 
 def _speculation(plan: LaunchPlan) -> Iterator[Problem]:
@@ -69,10 +99,6 @@ def _speculation(plan: LaunchPlan) -> Iterator[Problem]:
             yield Problem("there is no drafter", "speculation.draft_window", "name one, or remove the window")
         return
     yield from plug_in_problems()
-    try:
-        plan.schedule()
-    except UserError as error:
-        yield Problem(error.what, error.where, error.do)
     family = plan.target.shape.model_type
     if not family.startswith(CAPTURING):
         what = f"vLLM's model for {family!r} does not hand out hidden states"
@@ -88,12 +114,13 @@ def _speculation(plan: LaunchPlan) -> Iterator[Problem]:
 
 
 def _devices(plan: LaunchPlan) -> Iterator[Problem]:
-    parallel, hardware = plan.deployment.parallel, plan.deployment.hardware
-    world = parallel.tensor * parallel.pipeline
-    if world != hardware.count:
-        what = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} = {world} devices, but hardware.count is "
-        do = f"set hardware.count to {world}, or parallel.tensor to {hardware.count}"
-        yield Problem(f"{what}{hardware.count}", "parallel.tensor", do)
+    parallel = plan.deployment.parallel
+    if parallel.data > 1:
+        what = f"one vLLM server has one copy of the model, not {parallel.data}: its copies cannot agree on a width"
+        do = f"`dflash-serve deploy` makes {parallel.data} replicas of it; to start one yourself, set it to 1"
+        yield Problem(what, "parallel.data", do)
+    else:
+        yield from device_problems(plan.deployment, parallel.tensor * parallel.pipeline, plan.target.weight_bytes)
     if parallel.nodes > 1:
         yield Problem("several nodes are not covered by this backend", "parallel.nodes", "use --backend sglang")
     if parallel.context > 1:

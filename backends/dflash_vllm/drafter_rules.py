@@ -32,7 +32,7 @@ def drafter_problems(
     unserved = list(head_problems(drafter))
     if unserved:  # the rest is about plain drafters
         return [*found, *unserved]
-    return [*found, *_inputs(drafter), *_positions(drafter, longest), *_attention(drafter, v1_runner)]
+    return [*found, *_inputs(drafter, target), *_positions(drafter, longest), *_attention(drafter, v1_runner)]
 
 
 def head_problems(heads: Heads) -> Iterator[Problem]:
@@ -44,7 +44,7 @@ def head_problems(heads: Heads) -> Iterator[Problem]:
         yield Problem(what, "drafter.model", do)
 
 
-def _inputs(drafter: DrafterConfig) -> Iterator[Problem]:
+def _inputs(drafter: DrafterConfig, target: TargetShape) -> Iterator[Problem]:
     """What goes into the drafter. Its logits' scale and soft-cap do not matter: drafts are greedy."""
     if drafter.has_mask_embedding:
         what = "vLLM reads a mask embedding from a pickle only, which we never write"
@@ -52,6 +52,10 @@ def _inputs(drafter: DrafterConfig) -> Iterator[Problem]:
     if drafter.embedding_scale != 1.0:
         what = f"input_embedding_scale is {drafter.embedding_scale}, which vLLM ignores for plain DFlash drafters"
         yield Problem(what, "drafter.model", "use another backend")
+    elif target.model_type.startswith("gemma"):
+        # The drafter was trained on rows times sqrt(hidden_size), as the target takes them (vllm#41703, open).
+        what = f"{target.model_type} scales its embedding, and vLLM hands it to plain DFlash drafters unscaled"
+        yield Problem(what, "target.model", "use --backend sglang: here little would be accepted, in silence")
     ids = drafter.target_layer_ids
     if len(set(ids)) < len(ids):
         yield Problem(f"target_layer_ids {list(ids)} name a layer twice, vLLM hands it out once", "drafter.model",

@@ -117,6 +117,7 @@ FACTS = EngineFacts(
         widths=("width {{width}}", rate(f"{STEPS}_total", by="width")),
     ),
     read_acceptance=read_acceptance,
+    server_flags=("api-key-file",),
     # Otherwise vLLM tells its authors what it serves, and on what.
     environment={"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
 )

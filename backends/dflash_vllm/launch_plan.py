@@ -12,6 +12,7 @@ from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, tar
 from dflash_serve.cost_table import given_cost, given_survival
 from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu
 from dflash_serve.deployment_checks import uses_drafter
+from dflash_serve.engine_args import EngineArgs
 from dflash_serve.speculation.costs import CostModel
 
 from .drafter_rules import V1_VARIABLE
@@ -65,6 +66,11 @@ class LaunchPlan:
     """None = no speculation."""
 
     @property
+    def engine_args(self) -> EngineArgs:
+        """The user's own arguments for vLLM."""
+        return self.deployment.engine_args.get("vllm", {})
+
+    @property
     def drafter(self) -> DrafterConfig | None:
         """None where there is none, or where it cannot be understood (its checkpoint's problems say why)."""
         return self.checkpoint.config if self.checkpoint else None
@@ -104,6 +110,15 @@ class LaunchPlan:
         if cost is None or survival is None or len(self.widths) < 2:
             return None
         return static_schedule(cost, survival, self.widths, self.max_batch_size)
+
+    @property
+    def has_our_scheduler(self) -> bool:
+        """Whether widths are chosen inside vLLM, at every step.
+
+        Raises:
+            UserError: the cost table or the survival that was given is none.
+        """
+        return len(self.widths) > 1 and self.schedule() is None
 
     @property
     def guessed_costs(self) -> CostModel:

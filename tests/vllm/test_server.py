@@ -21,7 +21,7 @@ from dflash_serve.common.journal import Journal
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
-from dflash_serve.verify.questions import VerifyPlan
+from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_serve.verify.subjects import two_servers
 from dflash_serve.verify.verification import Verification
 from dflash_vllm.facts import ACCEPTED, DRAFTED, DRAFTS, FACTS, SLOTS_ACCEPTED, SLOTS_OFFERED, STEPS
@@ -187,7 +187,7 @@ def test_it_exports_all_that_the_dashboard_asks_of_it_and_routers_look_for(serve
 
 
 def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers: Fleet) -> None:
-    plan = VerifyPlan(prompts=4, prompts_sha256="", max_tokens=24, samples=48, dtype="float32")
+    plan = VerifyPlan(prompts=4, prompts_sha256="", max_tokens=24, samples=FEWEST, dtype="float32")
     urls = [servers[name].ready.result().url for name in ("full", "plain")]
     pair = two_servers(*(Endpoint(url, concurrency=CROWD) for url in urls))
     found = Verification(plan, word_problems(8), pair, Journal(None, {})).run()

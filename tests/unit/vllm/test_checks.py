@@ -58,20 +58,6 @@ def test_a_sound_deployment_has_no_problems(target: Path, drafter: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"engine_args": {"vllm": {"swap-space": 1}}}, "hands no arguments on"),
-        ({"serving__api_key_file": "/keys"}, "VLLM_API_KEY"),
-        ({"parallel__data": 2}, "parallel.data"),
-    ],
-)
-def test_what_is_not_translated_yet_is_refused(
-    target: Path, drafter: Path, change: dict[str, Any], message: str
-) -> None:
-    assert message in whats(deploy(target, drafter, **change))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
         ({"speculation__block_size": 16}, "block_size 16 is larger than the drafter's 8"),
         ({"speculation__width": 9}, "width 9 is larger than the block of 8 slots"),
         ({"speculation__draft_window": 64}, "no window for drafters that were trained without one"),
@@ -81,6 +67,7 @@ def test_what_is_not_translated_yet_is_refused(
         ({"parallel__attention_data": True}, "cannot agree on a width, and it drops the schedule"),
         ({"parallel__tensor": 3, "hardware__count": 3}, "16 attention heads cannot be split over 3 devices"),
         ({"parallel__tensor": 2}, "hardware.count is 1"),
+        ({"parallel__data": 2, "hardware__count": 2}, "`dflash-serve deploy` makes 2 replicas of it"),
         ({"parallel__expert": 2}, "the target has no experts"),
         ({"hardware__dtype": "float32"}, "no float32"),
         ({"drafter__quantization": "fp8"}, "quantised drafters are not covered"),
@@ -185,6 +172,16 @@ def test_a_quantised_drafter_is_found(target: Path, tmp_path: Path, format: Form
 def test_a_target_without_hidden_states_is_found(tmp_path: Path, drafter: Path) -> None:
     target = write_paper_target(tmp_path / "other", model_type="falcon")
     assert "vLLM's model for 'falcon' does not hand out hidden states" in whats(deploy(target, drafter))
+
+
+def test_a_target_that_scales_its_embedding_is_refused_for_vllm_would_draft_without_the_scale(
+    tmp_path: Path, drafter: Path
+) -> None:
+    target = write_paper_target(tmp_path / "gemma", model_type="gemma4")
+    assert "gemma4 scales its embedding, and vLLM hands it to plain DFlash drafters unscaled" in whats(
+        deploy(target, drafter)
+    )
+    assert whats(deploy(target, drafter, speculation__width="off")) == ""
 
 
 def test_a_model_too_large_for_its_gpu_is_found(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ startup.baseSeconds: engines start in no {{ .baseSeconds }} s; use 30 or more
 
 {{- define "dflash-serve.problems.doors" -}}
 {{- if and .Values.secrets.apiKeys.name (not (has "api-key-file" (include "dflash-serve.engine" . | fromYaml).serverFlags)) }}
-secrets.apiKeys.name: {{ .Values.backend }} is started without keys; let a gateway ask for them, or use backend torch or sglang
+secrets.apiKeys.name: {{ .Values.backend }} is started without keys; let a gateway ask for them, or use backend torch, sglang or vllm
 {{- end }}
 {{- if and (ne .Values.service.type "ClusterIP") (not .Values.secrets.apiKeys.name) }}
 service.type: {{ .Values.service.type }} opens a server without keys to the world; keep ClusterIP behind a gateway, or set secrets.apiKeys.name
