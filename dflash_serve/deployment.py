@@ -127,7 +127,7 @@ class Serving(Frozen):
 class Hardware(Frozen):
     """Where it runs."""
 
-    gpu: Literal["none", "h100", "h200", "b200", "b300"] | None = None
+    gpu: Literal["none", "h100", "h200", "b200", "b300", "gb200", "gb300"] | None = None
     """Kind of GPU, checked for memory and number formats before launch; `none` = a CPU, None = whatever is there."""
     count: PositiveInt = 1
     """GPUs that one server takes, on all its nodes together; `parallel` must come out at the same number."""
@@ -158,6 +158,8 @@ GPUS = {
         Gpu("h200", 139 * GIB, 90),
         Gpu("b200", 178 * GIB, 100),
         Gpu("b300", 267 * GIB, 103),
+        Gpu("gb200", 184 * GIB, 100),
+        Gpu("gb300", 276 * GIB, 103),
     )
 }
 

@@ -23,6 +23,7 @@ OTHER_BITS = 4.5
 FORMATS = {"nvfp4": ("nvfp4", "fp4_pack"), "mxfp4": ("mxfp4",), "fp8": ("fp8", "float-quantized")}
 """Name -> the words by which a checkpoint's own recipe gives it away."""
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "recurrent")
 """Beginnings of what `layer_types` calls layers without keys and values."""
 RECURRENT_KEYS = ("hybrid_override_pattern", "linear_attn_config", "linear_num_value_heads", "mamba_d_state", "ssm_cfg")
@@ -118,6 +119,10 @@ class TargetLayout:
     """DeepSeek's attention: one latent vector a token instead of keys and values a head."""
     experts: int
     """0 = dense."""
+    experts_per_token: int
+    """Those of them that a token goes through."""
+    expert_bytes: int
+    """Bytes of the experts among `weight_bytes`."""
     native_quantization: str | None
     """Format of the checkpoint's weights: fp8, nvfp4, mxfp4, or the method's name; None = unquantised."""
     head_is_quantized: bool
@@ -165,6 +170,8 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         head_dim=_head_dim(inner),
         latent=bool(_size(inner, "kv_lora_rank")),
         experts=_experts(inner),
+        experts_per_token=next((_size(inner, key) for key in CHOSEN if _size(inner, key)), 0),
+        expert_bytes=_expert_bytes(inner, model.quantization, native),
         native_quantization=native,
         head_is_quantized=native == "nvfp4" and not _spares_head(recipe),
         weight_bytes=_weight_bytes(inner, model.quantization, native),
@@ -223,9 +230,20 @@ def _head_dim(inner: Mapping[str, object]) -> int:
     return _size(inner, "head_dim") or _size(inner, "hidden_size") // _size(inner, "num_attention_heads", 1)
 
 
+def _inner_bits(asked: Quantization, native: str | None) -> float:
+    return BITS[asked] if asked != "none" else BITS.get(native or "none", OTHER_BITS)
+
+
+def _expert_bytes(inner: Mapping[str, object], asked: Quantization, native: str | None) -> int:
+    experts = _experts(inner)
+    narrow = _size(inner, "moe_intermediate_size", _size(inner, "intermediate_size"))
+    layers = _size(inner, "num_hidden_layers") - _size(inner, "first_k_dense_replace")
+    return int(3 * _size(inner, "hidden_size") * narrow * experts * layers * _inner_bits(asked, native) / 8)
+
+
 def _weight_bytes(inner: Mapping[str, object], asked: Quantization, native: str | None) -> int:
     """Attention, MLPs or experts, and both ends of the vocabulary, which stay in 16 bits."""
-    inside = BITS[asked] if asked != "none" else BITS.get(native or "none", OTHER_BITS)
+    inside = _inner_bits(asked, native)
     # FP8 and NVFP4 checkpoints quantise attention too; MXFP4 and INT4 ones keep it in bf16.
     outside = inside if "fp8" in (asked, native) or "nvfp4" in (asked, native) else 16.0
     hidden, layers = _size(inner, "hidden_size"), _size(inner, "num_hidden_layers")

@@ -20,6 +20,7 @@ from dflash_serve.cli.drafters import drafters
 from dflash_serve.cli.evaluate import evaluate
 from dflash_serve.cli.generate import generate
 from dflash_serve.cli.inspect import inspect
+from dflash_serve.cli.plan import plan
 from dflash_serve.cli.serve import serve
 from dflash_serve.cli.top import top
 from dflash_serve.cli.train import train
@@ -53,7 +54,7 @@ def _options(
 
 ENGINE_VERBS = (serve, verify, bench, deploy)
 """Those that start an engine's own server, or say how."""
-for verb in (generate, serve, drafters, inspect, convert, train, evaluate, verify, doctor, top, bench, deploy):
+for verb in (generate, serve, drafters, inspect, convert, train, evaluate, verify, doctor, top, bench, plan, deploy):
     app.command(cls=options.TakesEngineArguments if verb in ENGINE_VERBS else None)(verb)
 for point in entry_points(group="dflash_serve.verbs"):
     app.command()(point.load())

@@ -35,7 +35,7 @@ BLACKWELL = {
     "device_sm": 100,
     "device_capability": (10, 0),
 }
-FACTS = {"h100": HOPPER, "h200": HOPPER, "b200": BLACKWELL, "b300": BLACKWELL}
+FACTS = {"h100": HOPPER, "h200": HOPPER, "b200": BLACKWELL, "b300": BLACKWELL, "gb200": BLACKWELL, "gb300": BLACKWELL}
 
 
 @dataclass(frozen=True)

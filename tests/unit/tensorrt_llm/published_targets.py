@@ -59,15 +59,6 @@ TARGETS: dict[str, dict[str, object]] = {
         "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": KIMI_SIZES,
         "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
     },
-    "Qwen/Qwen3.5-27B": {
-        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
-        "text_config": {
-            "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 5120, "intermediate_size": 17408,
-            "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
-            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 16,
-            "max_position_embeddings": 262144, "rope_parameters": {"rope_type": "default", "rope_theta": 10000000},
-        },
-    },
     "smollm2": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
         "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,

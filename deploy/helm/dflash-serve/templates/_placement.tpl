@@ -1,5 +1,5 @@
 {{- define "dflash-serve.computeCapability" -}}
-{{- $known := dict "h100" "9.0" "h200" "9.0" "b200" "10.0" "b300" "10.3" -}}
+{{- $known := dict "h100" "9.0" "h200" "9.0" "b200" "10.0" "b300" "10.3" "gb200" "10.0" "gb300" "10.3" -}}
 {{- .Values.placement.computeCapability | default (get $known (include "dflash-serve.facts" . | fromYaml).gpu) -}}
 {{- end -}}
 

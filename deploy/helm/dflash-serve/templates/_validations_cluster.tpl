@@ -15,7 +15,7 @@ placement.products: {{ . | quote }} is a slice of a GPU; give a whole one
 {{- if not (regexMatch "^[0-9]+\\.[0-9]+$" .computeCapability) }}
 placement.computeCapability: {{ .computeCapability | quote }} is none; write major.minor in quotes, such as "10.3"
 {{- else }}
-{{- $known := get (dict "h100" "9.0" "h200" "9.0" "b200" "10.0" "b300" "10.3") $facts.gpu }}
+{{- $known := get (dict "h100" "9.0" "h200" "9.0" "b200" "10.0" "b300" "10.3" "gb200" "10.0" "gb300" "10.3") $facts.gpu }}
 {{- if and $known (ne $known .computeCapability) }}
 placement.computeCapability: {{ .computeCapability }} is no {{ $facts.gpu }}, which deployment.hardware.gpu names and is {{ $known }}; change one
 {{- end }}

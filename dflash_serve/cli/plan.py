@@ -1,0 +1,192 @@
+"""`dflash-serve plan`: what to run on which GPUs and what to expect of it, before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Option
+
+from dflash_serve.backend import server_backend
+from dflash_serve.cli import options
+from dflash_serve.common.extras import need
+from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.errors import UserError
+
+if TYPE_CHECKING:
+    from dflash_serve.planning.acceptance import Acceptance
+    from dflash_serve.planning.calibration import Calibration
+    from dflash_serve.planning.plan import Plan
+    from dflash_serve.planning.question import Question
+
+TOP = 12
+"""Lines of a front in the terminal, at most."""
+Gpu = Annotated[str | None, Option(help="Kind of GPU: h100, h200, b200, b300, gb200, gb300.")]
+Count = Annotated[int | None, Option(help="GPUs there are. [default: hardware.count, or 1]", min=1)]
+Tensor = Annotated[int | None, Option(help="GPUs that share every layer. [default: the best]", min=1)]
+Expert = Annotated[int | None, Option(help="GPUs that share out the experts. [default: the best]", min=1)]
+Isl = Annotated[int, Option(help="Mean prompt, in tokens.", min=1)]
+Osl = Annotated[int, Option(help="Mean answer, in tokens.", min=2)]
+SloInteractivity = Annotated[float | None, Option(help="Tokens/s/user that must be kept.", min=0)]
+SloTtft = Annotated[float | None, Option(help="Milliseconds to the first token that must be kept.", min=0)]
+Length = Annotated[float | None, Option(help="Tokens gained a step, the bonus token counted.")]
+Survival = Annotated[Path | None, Option(help="Report of evaluate or bench: survival measured.")]
+Task = Annotated[str | None, Option(help="Task: of --survival's report, else as published (gsm8k, mt-bench).")]
+ConstantsOf = Annotated[str | None, Option("--constants", help="Engine constants: a known set, or a JSON file.")]
+Calibrate = Annotated[Path | None, Option(help="bench.json of a sweep: fit the engine constants to it.")]
+Output = Annotated[Path, Option(help="Folder for the plan.")]
+Html = Annotated[bool, Option("--html", help="Write report.html, too.")]
+
+
+def plan(
+    context: typer.Context,
+    deployment: options.DeploymentFile = None,
+    target: options.Target = None,
+    drafter: options.Drafter = None,
+    backend: options.Backend = "sglang",
+    gpu: Gpu = None,
+    count: Count = None,
+    tensor: Tensor = None,
+    expert: Expert = None,
+    block_size: options.BlockSize = None,
+    isl: Isl = 1024,
+    osl: Osl = 1024,
+    slo_interactivity: SloInteractivity = None,
+    slo_ttft: SloTtft = None,
+    acceptance_length: Length = None,
+    survival: Survival = None,
+    task: Task = None,
+    constants: ConstantsOf = None,
+    calibrate: Calibrate = None,
+    output: Output = Path("plan"),
+    html: Html = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Say which split, width and batch to run on which GPUs, and what to expect. Nothing is run."""
+    need("plan", "numpy", "scipy", "matplotlib", "jinja2")
+    from dflash_serve.common.files import require_writable
+    from dflash_serve.planning.handover import can_follow
+    from dflash_serve.planning.plan import make_plan
+    from dflash_serve.planning.report import JSON, write_plan
+
+    options.require_target("plan", deployment, target)
+    server_backend(backend)
+    described = load_deployment(deployment, _flags(context.params))
+    question = _question(described, context.params)
+    calibration = _calibrated(question, calibrate)
+    if calibration is not None:
+        question = replace(question, constants=calibration.constants)
+    answer = make_plan(question, can_follow=can_follow(backend, described))
+    require_writable(output)
+    files = write_plan(answer, output, html=html, calibration=calibration)
+    if as_json:
+        typer.echo((output / JSON).read_text(encoding="utf-8"), nl=False)
+        return
+    _print(answer, calibration, output, files, quiet=quiet)
+
+
+def _flags(given: dict[str, Any]) -> dict[str, Any]:
+    flags = options.deployment_flags(given)
+    flags["hardware"] |= {"gpu": given["gpu"], "count": given["count"]}
+    flags["parallel"] = {"tensor": given["tensor"], "expert": given["expert"]}
+    if given["gpu"] is not None:
+        from dflash_serve.planning.question import specification
+
+        specification(given["gpu"])
+    return flags
+
+
+def _question(described: Deployment, given: dict[str, Any]) -> Question:
+    from dflash_serve.planning.constants import constants_of
+    from dflash_serve.planning.prediction import Load
+    from dflash_serve.planning.question import Objective, Question, read_pair, specification
+
+    on = specification(described.hardware.gpu)
+    backend = given["backend"]
+    known = constants_of(backend, given["constants"])
+    pair = read_pair(described)
+    block = described.speculation.block_size or pair.drafter.block_size
+    return Question(
+        deployment=described,
+        backend=backend,
+        on=on,
+        pair=pair,
+        block_size=block,
+        load=Load(given["isl"], given["osl"]),
+        objective=Objective(given["slo_interactivity"], given["slo_ttft"]),
+        acceptances=tuple(_acceptances(given, described.target.model, block)),
+        constants=known,
+    )
+
+
+def _acceptances(given: dict[str, Any], target: str, block_size: int) -> list[Acceptance]:
+    from dflash_serve.planning.acceptance import band, from_length, from_report, of_task
+
+    length, report, task = given["acceptance_length"], given["survival"], given["task"]
+    if length is not None and (report is not None or task is not None):
+        raise UserError("acceptance is given twice", where="--acceptance-length", do="leave out --survival and --task")
+    if length is not None:
+        return [from_length(length, block_size, "given by --acceptance-length")]
+    if report is not None:
+        return [from_report(report, task, block_size)]
+    return band(block_size) if task is None else [of_task(task, target, block_size)]
+
+
+def _calibrated(question: Question, report: Path | None) -> Calibration | None:
+    """At the split that the deployment says; a bench tells of one."""
+    if report is None:
+        return None
+    from dflash_serve.planning.calibration import calibrate
+    from dflash_serve.planning.prediction import Predictor
+    from dflash_serve.planning.question import step_times_of
+    from dflash_serve.planning.step_times import Split
+
+    parallel = question.deployment.parallel
+    split = Split(parallel.tensor, parallel.expert)
+    times, _ = step_times_of(question, split)
+    predictor = Predictor(times, question.constants, question.load, question.block_size, split)
+    return calibrate(report, predictor, question.deployment.target.model)
+
+
+def _print(answer: Plan, calibration: Calibration | None, output: Path, files: list[Path], *, quiet: bool) -> None:
+    from dflash_serve.planning.handover import next_steps, refusals
+
+    for line in answer.verdict():
+        typer.echo(line)
+    if quiet:
+        return
+    from rich.console import Console
+
+    Console().print(_table(answer))
+    for line in calibration.lines() if calibration else []:
+        typer.echo(f"calibrated: {line}")
+    for caution in answer.cautions():
+        typer.echo(f"note: {caution}")
+    for problem in refusals(answer):
+        typer.echo(f"note: `serve` would refuse the deployment here: {problem}")
+    for step in next_steps(answer, str(output)):
+        typer.echo(f"next: {step}")
+    typer.echo(f"written: {', '.join(str(file) for file in files)}")
+
+
+def _table(answer: Plan) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    from dflash_serve.planning.report import fronts
+
+    table = Table("", "split", "batch", "width", "tokens/s/GPU", "tokens/s/user", "TTFT ms", box=box.SIMPLE)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for name, points in fronts(answer).items():
+        every = max(1, -(-len(points) // TOP))
+        for place, point in enumerate(points[::every]):
+            figures = (f"{point.throughput:,.0f}", f"{point.interactivity:,.0f}", f"{point.first_token_ms:,.0f}")
+            chosen = point == answer.chosen
+            label = name if place == 0 else ""
+            style = "bold" if chosen else None
+            table.add_row(label, str(point.split), str(point.batch), str(point.width), *figures, style=style)
+    return table

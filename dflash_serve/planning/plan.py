@@ -1,0 +1,188 @@
+"""The answer: what to run, what it gives, what plain decoding gives, and how far all of that is to be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from dflash_serve.planning.prediction import OperatingPoint
+from dflash_serve.planning.question import Question
+from dflash_serve.planning.search import OFF, Exploration, best, explore, fastest, fixed, require_met, stops_paying
+from dflash_serve.speculation.costs import CostModel
+
+ROOFLINE_ERROR = 0.35
+"""Relative error where the roofline prices: the plain curve of an engine that the constants were not fitted with."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that follows from a question."""
+
+    found: Exploration
+
+    @property
+    def question(self) -> Question:
+        return self.found.question
+
+    @property
+    def _middle(self) -> int:
+        return len(self.question.acceptances) // 2
+
+    @cached_property
+    def curves(self) -> dict[str, list[OperatingPoint]]:
+        """At the acceptance that is known, or in the middle of the band."""
+        return self.found.curves[self._middle]
+
+    @cached_property
+    def chosen(self) -> OperatingPoint:
+        """The most tokens/s/GPU within the limits."""
+        objective = self.question.objective
+        found = best((point for each in self.curves.values() for point in each), objective)
+        return found or next(point for point in map(self._best_at, reversed(range(len(self.found.curves)))) if point)
+
+    def _best_at(self, place: int) -> OperatingPoint | None:
+        return best((point for each in self.found.curves[place].values() for point in each), self.question.objective)
+
+    @cached_property
+    def plain(self) -> OperatingPoint | None:
+        """The best without speculation within the same limits; None = it does not reach them."""
+        return best(self.curves[OFF], self.question.objective)
+
+    @cached_property
+    def plain_fastest(self) -> OperatingPoint:
+        """Where the plain curve ends."""
+        return fastest(self.curves[OFF])
+
+    @cached_property
+    def plain_beside(self) -> OperatingPoint:
+        """Without speculation at the chosen split and batch."""
+        chosen = self.chosen
+        return next(each for each in self.curves[OFF] if (each.split, each.batch) == (chosen.split, chosen.batch))
+
+    @property
+    def equal_batch_gain(self) -> float:
+        return self.chosen.throughput / self.plain_beside.throughput
+
+    @property
+    def equal_interactivity_ratio(self) -> float | None:
+        """Tokens/s/GPU by plain decoding's, both within the limits; None = plain decoding does not reach them."""
+        return None if self.plain is None else self.chosen.throughput / self.plain.throughput
+
+    @property
+    def stops_at(self) -> int | None:
+        """Requests from which on the fixed width is slower than none, at the chosen split."""
+        points = self.curves[fixed(self.question.block_size)]
+        return stops_paying(points, self.curves[OFF], self.chosen.split)
+
+    def error(self, point: OperatingPoint) -> float:
+        """How far its tokens/s may be off, relatively: the mean error where such figures were held against others'."""
+        constants = self.question.constants
+        own = constants.plain_error if point.width == 1 else constants.error
+        by_hand = point.step.roofline > 0 and point.step.measured == 0
+        return max(own, ROOFLINE_ERROR) if by_hand else own
+
+    @cached_property
+    def range(self) -> tuple[float, float]:
+        """Tokens/s/GPU, lowest and highest: the error, and the band of acceptances where that is not known."""
+        within = [point for place in range(len(self.found.curves)) if (point := self._best_at(place))]
+        low, high = (f(within, key=lambda point: point.throughput) for f in (min, max))
+        return low.throughput * (1 - self.error(low)), high.throughput * (1 + self.error(high))
+
+    @property
+    def copies(self) -> int:
+        """Of the model, on all GPUs that there are."""
+        return self.question.count // self.chosen.split.tensor
+
+    @property
+    def cost_model(self) -> CostModel:
+        """What `width: auto` starts from."""
+        return self.found.predictors[self.chosen.split].cost_model(self.chosen.batch, self.found.widths)
+
+    def verdict(self) -> list[str]:
+        """Three lines."""
+        return [self._what(), self._gives(), self._trust()]
+
+    def _what(self) -> str:
+        chosen, asked = self.chosen, self.question
+        width = "without speculation" if chosen.variant == OFF else f"width {chosen.variant.removeprefix('fixed ')}"
+        wide = f" (about {chosen.width} at full load)" if chosen.variant == "auto" else ""
+        copies = f", {self.copies} copies on {asked.count} GPUs" if self.copies > 1 else ""
+        return (
+            f"Run {asked.pair.layout.shape.name} on {asked.on.gpu.name.upper()} with {chosen.split}{copies}, "
+            f"{width}{wide}, at most {chosen.batch} request{'s' * (chosen.batch > 1)} at once a copy."
+        )
+
+    def _gives(self) -> str:
+        chosen, (low, high) = self.chosen, self.range
+        told = (
+            f"Expect {chosen.throughput:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f}) at {chosen.interactivity:,.0f} "
+            f"tokens/s/user, first token after {chosen.first_token_ms:,.0f} ms"
+        )
+        if chosen.variant == OFF:
+            return f"{told}; speculation does not pay here."
+        gain = f"{self.equal_batch_gain:.2f} times as fast as plain decoding at equal batch"
+        plain, ratio, end = self.plain, self.equal_interactivity_ratio, self.plain_fastest
+        if plain is None or ratio is None:
+            return (
+                f"{told}; {gain}. Plain decoding does not get there: it ends at {end.interactivity:,.0f} tokens/s/user "
+                f"({end.split}, batch {end.batch})."
+            )
+        return (
+            f"{told}; {gain}, {ratio:.2f} times within the same limits (plain: {plain.throughput:,.0f} at "
+            f"{plain.split}, batch {plain.batch}; its fastest point is {end.interactivity:,.0f} tokens/s/user, "
+            f"{end.split}, batch {end.batch})."
+        )
+
+    def _trust(self) -> str:
+        stop, block = self.stops_at, self.question.block_size
+        pays = f"A fixed width of {block} stops paying at {stop} requests" if stop else (
+            f"A fixed width of {block} pays at every batch that fits"
+        )  # fmt: skip
+        parts = ", ".join(f"{share:.0%} {name}" for name, share in self.chosen.step.shares().items())
+        return (
+            f"{pays}. Nothing was run: {self.found.basis}; engine constants {self.question.constants.name} ({parts})."
+        )
+
+    def cautions(self) -> list[str]:
+        """What a careful reader has to know."""
+        return list(self._cautions())
+
+    def _cautions(self) -> Iterator[str]:
+        asked, layout, constants = self.question, self.question.pair.layout, self.question.constants
+        yield from (f"Roofline: {note}." if "operator tables" in note else f"{note}." for note in self.found.notes)
+        if asked.pair.assumed:
+            yield f"{asked.pair.assumed[0].upper()}{asked.pair.assumed[1:]}."
+        if len(asked.acceptances) > 1:
+            taus = ", ".join(each.name for each in asked.acceptances)
+            yield f"{asked.acceptances[0].source[0].upper()}{asked.acceptances[0].source[1:]} ({taus})."
+        if constants.evidence in ("implied", "assumed"):
+            told = f"The engine constants are {constants.evidence}: {constants.source}."
+            yield f"{told} Measure with `bench`, then --calibrate."
+        if layout.experts:
+            missed = "; on Hopper, published gpt-oss-120b cells were missed by -35 to +35 %"
+            where = "" if asked.on.gpu.is_blackwell else missed
+            yield f"Experts are taken as chosen independently by every slot of a block{where}."
+        if not self.found.can_follow:
+            yield f"{asked.backend} cannot run `width: auto` for this pair: only fixed widths and off were compared."
+        ratio = self.equal_interactivity_ratio
+        if ratio is not None and ratio > 3 * self.equal_batch_gain:
+            yield (
+                f"The ratio of {ratio:.1f} is where plain decoding runs out of speed, not a speed-up: 5 % in its "
+                "fastest point move it by half. The gain at equal batch is what speculation does."
+            )
+        yield (
+            f"Prompts of {asked.load.isl} and answers of {asked.load.osl} tokens are means; nothing waits in a queue, "
+            "and limits hold for means, not for tails."
+        )
+
+
+def make_plan(question: Question, *, can_follow: bool = True) -> Plan:
+    """Answers a question.
+
+    Raises:
+        UserError: nothing fits, or nothing meets the limits.
+    """
+    found = explore(question, can_follow=can_follow)
+    require_met(found, question.objective)
+    return Plan(found)

@@ -1,0 +1,68 @@
+"""Acceptance comes from a report, a length or a published task, and without any it is a band."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_serve.errors import UserError
+from dflash_serve.planning.acceptance import BAND, band, from_length, from_report, of_task
+from tests.house import ROOT
+
+MEASURED = ROOT / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [(6.33, 5.09), (5.29, 4.44), (3.50, 3.18)])
+def test_a_narrower_width_is_foreseen_from_the_published_length_of_the_whole_block(wide: float, narrow: float) -> None:
+    """Table 8 of the paper: a drafter trained with 16 slots, served with 16 and with 8."""
+    found = from_length(wide, 16, "table 8")
+    assert found.length(16) == pytest.approx(wide)
+    assert found.length(8) == pytest.approx(narrow, rel=0.05)
+    assert found.length(1) == 1
+
+
+@pytest.mark.parametrize("length", [1.0, 16.0, 0.5, 40.0])
+def test_an_impossible_length_is_refused(length: float) -> None:
+    with pytest.raises(UserError, match="no acceptance length of a block of 16"):
+        from_length(length, 16, "")
+
+
+def test_nothing_known_is_a_band_never_one_number() -> None:
+    assert [each.length(16) for each in band(16)] == pytest.approx(BAND)
+
+
+def test_a_published_task_is_that_of_the_target_s_own_drafter() -> None:
+    assert of_task("mt-bench", "Qwen/Qwen3-8B", 16).length(16) == pytest.approx(4.24)
+    assert of_task("humaneval", "Qwen/Qwen3-Coder-30B-A3B-Instruct", 16).length(16) == pytest.approx(8.09)
+    assert of_task("gsm8k", "openai/gpt-oss-120b", 4).length(4) == pytest.approx(3.3, rel=0.05)  # its card says 3.3
+    with pytest.raises(UserError, match="no acceptance was published for mistral/x"):
+        of_task("gsm8k", "mistral/x", 16)
+    with pytest.raises(UserError, match="did you mean gsm8k"):
+        of_task("gsm8", "Qwen/Qwen3-8B", 16)
+
+
+def test_survival_of_a_report_of_evaluate() -> None:
+    path = MEASURED / "acceptance-smollm2.json"
+    with pytest.raises(UserError, match=r"which task\?; give --task one of: gsm8k"):
+        from_report(path, None, 8)
+    found = from_report(path, "gsm8k", 8)
+    report = json.loads(path.read_text())["tasks"]["gsm8k"]["as it is"]
+    assert found.length(8) == pytest.approx(report["acceptance_length"], rel=0.02)
+    assert len(from_report(path, "gsm8k", 16).survival) == 15, "slots that were not measured go on falling"
+
+
+def test_survival_of_a_report_of_bench() -> None:
+    found = from_report(MEASURED / "serving-smollm2-2core" / "bench.json", None, 8)
+    assert 1.5 < found.length(8) < 3
+    assert list(found.survival) == sorted(found.survival, reverse=True)
+
+
+def test_another_file_is_no_report(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("[]")
+    with pytest.raises(UserError, match="no report"):
+        from_report(path, None, 8)
+    with pytest.raises(UserError, match="cannot be read"):
+        from_report(tmp_path / "none.json", None, 8)

@@ -1,0 +1,86 @@
+"""Both providers of step times: what more work costs, what fits, and where each figure comes from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dflash_serve.planning import tables
+from dflash_serve.planning.roofline import SPECIFICATIONS, Roofline
+from dflash_serve.planning.step_times import Milliseconds, Split
+from tests.support.planned import planned_pair
+
+LIBRARY = "aiconfigurator_core"
+B200 = SPECIFICATIONS["b200"]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> tables.Tables:
+    pytest.importorskip(LIBRARY, reason="pip install 'dflash-serve[plan]'")
+    return tables.Tables(planned_pair(tmp_path_factory.mktemp("dense")), B200, Split(), "sglang")
+
+
+def test_provenance_adds_up() -> None:
+    step = Milliseconds(measured=3, roofline=1).times(0.5) + Milliseconds(constants=2)
+    assert step.total == 4
+    assert step.shares() == {"measured": 0.375, "roofline": 0.125, "constants": 0.5}
+
+
+def test_the_roofline_charges_for_more_of_everything(tmp_path: Path) -> None:
+    times = Roofline(planned_pair(tmp_path), B200, Split())
+    base = times.verify(8, 8, 1000).total
+    assert times.verify(1, 1, 1).total == pytest.approx(2.7, rel=0.1), "16.4 GB at 80 % of 7.7 TB/s"
+    assert base < times.verify(16, 8, 1000).total
+    assert base < times.verify(8, 16, 1000).total
+    assert base < times.verify(8, 8, 9000).total
+    assert times.verify(8, 8, 1000).shares() == {"roofline": 1.0}
+    assert Roofline(times.pair, B200, Split(2)).verify(64, 16, 1000).total < times.verify(64, 16, 1000).total
+    assert Roofline(times.pair, SPECIFICATIONS["h100"], Split()).verify(8, 8, 1000).total > base
+
+
+def test_more_rows_go_through_more_experts(tmp_path: Path) -> None:
+    times = Roofline(planned_pair(tmp_path, "openai/gpt-oss-120b"), B200, Split())
+    assert times.verify(1, 10, 1).total > 3 * times.verify(1, 1, 1).total
+    assert times.verify(256, 2, 1).total < 1.2 * times.verify(256, 1, 1).total, "by then all of them are read"
+
+
+def test_the_drafter_takes_its_share_of_the_memory(tmp_path: Path) -> None:
+    pair = planned_pair(tmp_path)
+    shallow = replace(pair, drafter=pair.drafter.model_copy(update={"layers": pair.drafter.layers[:1]}))
+    assert Roofline(pair, B200, Split()).kv_tokens() < Roofline(shallow, B200, Split()).kv_tokens()
+    tight = Roofline(planned_pair(tmp_path, "openai/gpt-oss-120b"), SPECIFICATIONS["h100"], Split())
+    assert tight.kv_tokens() < Roofline(tight.pair, SPECIFICATIONS["b300"], Split()).kv_tokens()
+
+
+@pytest.mark.parametrize(("batch", "plain", "wide", "draft"), [(1, 3.64, 3.81, 0.79), (32, 3.91, 7.64, 1.59)])
+def test_the_tables_give_what_was_written_down_of_them(
+    dense: tables.Tables, batch: int, plain: float, wide: float, draft: float
+) -> None:
+    """Qwen3-8B, one B200, SGLang's kernels, 600 tokens before a step; milliseconds."""
+    assert dense.verify(batch, 1, 600).total == pytest.approx(plain, abs=0.01)
+    assert dense.verify(batch, 16, 600).total == pytest.approx(wide, abs=0.01)
+    assert dense.draft(batch, 16, 600).total == pytest.approx(draft, abs=0.01)
+    assert dense.verify(batch, 16, 600).shares()["measured"] > 0.8
+
+
+def test_a_block_reads_its_prefix_once(dense: tables.Tables) -> None:
+    """The library's own speculation would read it once a token: 16 times."""
+    longer = dense.verify(32, 16, 8000).total - dense.verify(32, 16, 1000).total
+    assert longer == pytest.approx(dense.verify(32, 1, 8000).total - dense.verify(32, 1, 1000).total, rel=1e-6)
+
+
+def test_memory_by_the_tables_has_room_for_the_drafter(dense: tables.Tables) -> None:
+    alone = 965_111  # tokens of Qwen3-8B without a drafter, as the library counts
+    assert 0.8 * alone < dense.kv_tokens() < 0.9 * alone
+
+
+def test_four_gpus_and_experts_have_prices(tmp_path: Path) -> None:
+    pytest.importorskip(LIBRARY, reason="pip install 'dflash-serve[plan]'")
+    pair = planned_pair(tmp_path, "openai/gpt-oss-120b")
+    one, four = (tables.Tables(pair, B200, split, "sglang") for split in (Split(), Split(4)))
+    assert four.verify(16, 10, 1000).total < one.verify(16, 10, 1000).total
+    assert four.draft(16, 10, 1000).total > 0
+    assert tables.quantization(pair, B200) == {"moe_quant_mode": "w4a8_mxfp4_mxfp8"}
+    assert tables.quantization(pair, SPECIFICATIONS["h200"]) == {"moe_quant_mode": "w4a16_mxfp4"}
