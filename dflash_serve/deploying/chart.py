@@ -7,6 +7,7 @@ knows, and Grafana's dashboard.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import tempfile
@@ -20,7 +21,8 @@ import yaml
 from dflash_serve.backend import EngineFacts, backend
 from dflash_serve.errors import UserError
 
-from .chart_values import EngineProbes, EngineValues, Values
+from .chart_values import Values
+from .chart_values_cluster import EngineProbes, EngineValues
 from .dashboard import dashboard
 from .workload import Document, Workload, yaml_text
 
@@ -28,6 +30,8 @@ CHART = "deploy/helm/dflash-serve"
 KNOWN = ("torch", "sglang", "tensorrt-llm", "vllm")
 """Backends that the chart has images, checks and acceptance probes for; others bring their `engine` in the values."""
 SCHEMA, ENGINES, DASHBOARD = "values.schema.json", "files/engines.yaml", "dashboards/dflash-serve.json"
+GIGABYTES_OF_MODELS = 500
+"""What models.size holds unless it is said otherwise."""
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """Helm 3's validator knows no later one."""
 GLOBAL = {"type": "object", "description": "Helm gives every subchart these; none is read."}
@@ -45,6 +49,7 @@ def values(workload: Workload) -> Iterator[Document]:
         "deployment": workload.fields,
         "image": _image(workload.image),
         "replicas": workload.replicas,
+        "models": _room(workload.gigabytes),
         "startup": {"gigabytes": workload.gigabytes},
         "podLabels": workload.pod_labels,
         "podAnnotations": workload.pod_annotations,
@@ -58,11 +63,19 @@ def _engine(facts: EngineFacts) -> Document:
         probes=EngineProbes(**asdict(facts.probes)),
         metrics_path=facts.metrics.path,
         queued=facts.metrics.queued,
+        running=facts.metrics.running,
+        inter_token_latency=facts.metrics.inter_token_latency,
         needs_gpu=facts.needs_gpu,
         server_flags=list(facts.server_flags),
         environment=dict(facts.environment),
     )
     return engine.model_dump(by_alias=True)
+
+
+def _room(gigabytes: int | None) -> dict[str, str]:
+    """A larger /models than by default, where the weights need it; a tenth more, for what is fetched in pieces."""
+    needed = math.ceil((gigabytes or 0) * 1.1)
+    return {"size": f"{needed}G"} if needed > GIGABYTES_OF_MODELS else {}
 
 
 def _image(image: str | None) -> dict[str, str]:

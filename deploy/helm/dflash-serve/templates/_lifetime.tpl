@@ -8,7 +8,7 @@
 {{- /* Gigabytes to load: as told, or what the GPUs hold at most (64 where none is named). */ -}}
 {{- define "dflash-serve.gigabytes" -}}
 {{- $facts := include "dflash-serve.facts" . | fromYaml -}}
-{{- $memory := dict "h100" 80 "h200" 141 "b200" 180 "b300" 268 -}}
+{{- $memory := dict "h100" 80 "h200" 141 "b200" 180 "b300" 268 "gb200" 186 "gb300" 278 -}}
 {{- .Values.startup.gigabytes | default (mulf (get $memory $facts.gpu | default 64) $facts.count) -}}
 {{- end -}}
 
@@ -37,7 +37,7 @@ readinessProbe:
       - /etc/dflash-serve/ready.py
       - --backend={{ .Values.backend }}
       - --ready={{ $probes.ready }}
-      - --model={{ include "dflash-serve.model" . }}
+      - --model={{ include "dflash-serve.servedModel" . }}
       - --width={{ $facts.width }}
       {{- with .Values.secrets.apiKeys.name }}
       - --keys=/etc/dflash-serve-keys/keys
