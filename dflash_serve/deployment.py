@@ -57,6 +57,7 @@ class Speculation(Frozen):
     block_size: Annotated[int, Field(ge=2)] | None = None
     """B, the anchor counted; None = the checkpoint's own. Smaller serves a wide drafter narrower; larger is refused."""
     width: Width = "auto"
+    """Slots verified a step, the anchor counted: a number, `auto` (what pays by measured cost), or `off`."""
     draft_window: PositiveInt | None = None
     """The drafter sees only this many last tokens of the context; None = all of it, or what it was trained with."""
 

@@ -35,7 +35,7 @@ USER 0
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python3 -m pip list --format=freeze --exclude-editable > /tmp/there.txt && \
     PIP_BREAK_SYSTEM_PACKAGES=1 \
-    python3 -m pip install --no-cache-dir --disable-pip-version-check --constraint /tmp/there.txt /wheels/*.whl && \
+    python3 -m pip install --no-cache-dir --disable-pip-version-check --constraint /tmp/there.txt "$(ls /wheels/*.whl)[prove]" && \
     rm /tmp/there.txt && \
     sh /wheels/link_cubins.sh && \
     install -d -o 10001 -g 10001 /models /cache /prepared

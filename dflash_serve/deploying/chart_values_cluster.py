@@ -70,8 +70,18 @@ class EngineValues(ValuesSection):
     """Gauge of requests that wait, by which replicas are added."""
     running: str | None = None
     """Gauge of requests in the batch."""
+    generated: str | None = None
+    """Counter of tokens generated."""
     inter_token_latency: str | None = None
     """Histogram of seconds between tokens, without _bucket."""
+    queue_time: str | None = None
+    """Histogram of seconds in the queue, without _bucket."""
+    acceptance_length: str | None = None
+    """PromQL as on the dashboard: the tokens gained per verification."""
+    survival: str | None = None
+    """PromQL as on the dashboard: by slot, the share of drafted tokens that is accepted."""
+    widths: str | None = None
+    """PromQL as on the dashboard: verifications a second by their label `width`."""
     needs_gpu: bool
     """Whether it runs on GPUs alone."""
     server_flags: list[str] = []
