@@ -60,6 +60,7 @@ class Speculation(Frozen):
     block_size: Annotated[int, Field(ge=2)] | None = None
     """B, the anchor counted; None = the checkpoint's own. Smaller serves a wide drafter narrower; larger is refused."""
     width: Width = "auto"
+    """Slots verified a step, the anchor counted: a number, `auto` (what pays by measured cost), or `off`."""
     draft_window: PositiveInt | None = None
     """The drafter sees only this many last tokens of the context; None = all of it, or what it was trained with."""
 
@@ -128,7 +129,8 @@ class Hardware(Frozen):
     """Where it runs."""
 
     gpu: Literal["none", "h100", "h200", "b200", "b300", "gb200", "gb300"] | None = None
-    """Kind of GPU, checked for memory and number formats before launch; `none` = a CPU, None = whatever is there."""
+    """Kind of GPU, checked for memory and number formats before launch; gb200 and gb300 are those beside a Grace (arm64,
+    four on a node); `none` = a CPU, None = whatever is there."""
     count: PositiveInt = 1
     """GPUs that one server takes, on all its nodes together; `parallel` must come out at the same number."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -158,8 +160,8 @@ GPUS = {
         Gpu("h200", 139 * GIB, 90),
         Gpu("b200", 178 * GIB, 100),
         Gpu("b300", 267 * GIB, 103),
-        Gpu("gb200", 184 * GIB, 100),
-        Gpu("gb300", 276 * GIB, 103),
+        Gpu("gb200", 184 * GIB, 100),  # nvidia-smi: 189471 MiB
+        Gpu("gb300", 276 * GIB, 103),  # nvidia-smi: 284208 MiB
     )
 }
 

@@ -69,7 +69,8 @@ def _of_prometheus(scrape: Scrape) -> AcceptanceStatistics | None:
 FACTS = EngineFacts(
     title="TensorRT-LLM",
     engine_type="trtllm-serve",
-    probes=Probes(started="/health", live="/health", ready="/health_generate"),
+    # Not /health_generate: a chat request of its own each time, which a full queue keeps waiting.
+    probes=Probes(started="/health", live="/health", ready="/health"),
     metrics=MetricNames(
         path=PROMETHEUS,
         queued="trtllm_num_requests_waiting",

@@ -18,6 +18,7 @@ COPY backends /src/backends
 COPY engines /src/engines
 COPY deploy/helm /src/deploy/helm
 RUN python3 -m pip wheel --no-deps --wheel-dir /wheels /src
+COPY deploy/docker/link_cubins.sh /wheels/link_cubins.sh
 
 FROM ${BASE}
 ARG VERSION=0.1.0
@@ -34,8 +35,9 @@ USER 0
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python3 -m pip list --format=freeze --exclude-editable > /tmp/there.txt && \
     PIP_BREAK_SYSTEM_PACKAGES=1 \
-    python3 -m pip install --no-cache-dir --disable-pip-version-check --constraint /tmp/there.txt /wheels/*.whl && \
+    python3 -m pip install --no-cache-dir --disable-pip-version-check --constraint /tmp/there.txt "$(ls /wheels/*.whl)[prove]" && \
     rm /tmp/there.txt && \
+    sh /wheels/link_cubins.sh && \
     install -d -o 10001 -g 10001 /models /cache /prepared
 # With 0, /health is shallow: a full batch is not a dead process.
 ENV SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 \
@@ -47,6 +49,7 @@ ENV SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 USER 10001:10001
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels sh /wheels/link_cubins.sh probe
 WORKDIR /cache
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=30s --start-period=60m --retries=3 \

@@ -18,6 +18,7 @@ COPY backends /src/backends
 COPY engines /src/engines
 COPY deploy/helm /src/deploy/helm
 RUN python3 -m pip wheel --no-deps --wheel-dir /wheels /src
+COPY deploy/docker/link_cubins.sh /wheels/link_cubins.sh
 
 FROM ${BASE}
 ARG VERSION=0.1.0
@@ -34,8 +35,9 @@ USER 0
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python3 -m pip list --format=freeze --exclude-editable > /tmp/there.txt && \
     PIP_BREAK_SYSTEM_PACKAGES=1 \
-    python3 -m pip install --no-cache-dir --disable-pip-version-check --constraint /tmp/there.txt /wheels/*.whl && \
+    python3 -m pip install --no-cache-dir --disable-pip-version-check --constraint /tmp/there.txt "$(ls /wheels/*.whl)[prove]" && \
     rm /tmp/there.txt && \
+    sh /wheels/link_cubins.sh && \
     install -d -o 10001 -g 10001 /models /cache /prepared
 ENV HOME=/cache \
     USER=dflash \
@@ -45,9 +47,10 @@ ENV HOME=/cache \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 USER 10001:10001
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels sh /wheels/link_cubins.sh probe
 WORKDIR /cache
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=30s --start-period=60m --retries=3 \
-    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health_generate', timeout=25)"]
+    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=25)"]
 ENTRYPOINT ["dflash-serve"]
 CMD ["serve", "/etc/dflash-serve/deployment.yaml", "--backend", "tensorrt-llm", "--host", "0.0.0.0", "--port", "8000", "--folder", "/prepared"]

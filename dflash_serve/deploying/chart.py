@@ -1,12 +1,13 @@
 """Our Helm chart: its values for a workload, its manifests where helm is installed, and its generated files.
 
 `python -m dflash_serve.deploying.chart` writes the generated files anew: the schema of its values, the engines that it
-knows, and Grafana's dashboard.
+knows, Grafana's dashboard, and its README.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import tempfile
@@ -17,17 +18,23 @@ from typing import Any
 
 import yaml
 
+from dflash_serve import deployment
 from dflash_serve.backend import EngineFacts, backend
 from dflash_serve.errors import UserError
 
-from .chart_values import EngineProbes, EngineValues, Values
+from .chart_docs import attribute_docs, readme
+from .chart_values import Values
+from .chart_values_cluster import EngineProbes, EngineValues
 from .dashboard import dashboard
 from .workload import Document, Workload, yaml_text
 
 CHART = "deploy/helm/dflash-serve"
 KNOWN = ("torch", "sglang", "tensorrt-llm", "vllm")
 """Backends that the chart has images, checks and acceptance probes for; others bring their `engine` in the values."""
+README = "README.md"
 SCHEMA, ENGINES, DASHBOARD = "values.schema.json", "files/engines.yaml", "dashboards/dflash-serve.json"
+GIGABYTES_OF_MODELS = 500
+"""What models.size holds unless it is said otherwise."""
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """Helm 3's validator knows no later one."""
 GLOBAL = {"type": "object", "description": "Helm gives every subchart these; none is read."}
@@ -45,6 +52,7 @@ def values(workload: Workload) -> Iterator[Document]:
         "deployment": workload.fields,
         "image": _image(workload.image),
         "replicas": workload.replicas,
+        "models": _room(workload.gigabytes),
         "startup": {"gigabytes": workload.gigabytes},
         "podLabels": workload.pod_labels,
         "podAnnotations": workload.pod_annotations,
@@ -54,15 +62,29 @@ def values(workload: Workload) -> Iterator[Document]:
 
 def _engine(facts: EngineFacts) -> Document:
     """An engine's facts as the chart's templates read them."""
+    lines = facts.speculation
     engine = EngineValues(
         probes=EngineProbes(**asdict(facts.probes)),
         metrics_path=facts.metrics.path,
         queued=facts.metrics.queued,
+        running=facts.metrics.running,
+        generated=facts.metrics.generated,
+        inter_token_latency=facts.metrics.inter_token_latency,
+        queue_time=facts.metrics.queue_time,
+        acceptance_length=lines.acceptance_length[1],
+        survival=lines.survival and lines.survival[1],
+        widths=lines.widths and lines.widths[1],
         needs_gpu=facts.needs_gpu,
         server_flags=list(facts.server_flags),
         environment=dict(facts.environment),
     )
     return engine.model_dump(by_alias=True)
+
+
+def _room(gigabytes: int | None) -> dict[str, str]:
+    """A larger /models than by default, where the weights need it; a tenth more, for what is fetched in pieces."""
+    needed = math.ceil((gigabytes or 0) * 1.1)
+    return {"size": f"{needed}G"} if needed > GIGABYTES_OF_MODELS else {}
 
 
 def _image(image: str | None) -> dict[str, str]:
@@ -122,6 +144,10 @@ def values_schema() -> dict[str, Any]:
     """The JSON Schema of values.yaml, from the types of `chart_values` and the Deployment, for both Helm versions."""
     schema = _untitled(Values.model_json_schema(by_alias=True, ref_template="#/definitions/{model}"))
     definitions = schema.pop("$defs")
+    for name, texts in attribute_docs(deployment).items():
+        for field, text in texts.items():
+            if field in definitions.get(name, {}).get("properties", {}):
+                definitions[name]["properties"][field].setdefault("description", text)
     schema["properties"]["global"] = GLOBAL
     return {"$schema": DIALECT, "title": "dflash-serve", **schema, "definitions": definitions}
 
@@ -139,6 +165,7 @@ def generated_files() -> dict[str, str]:
     """Path in the chart -> text, of every file that is made from types and from engines' facts."""
     engines = {name: _engine(backend(name).facts) for name in KNOWN}
     return {
+        README: readme(values_schema()),
         SCHEMA: json.dumps(values_schema(), indent=2) + "\n",
         ENGINES: f"# Made by `python -m {__spec__.name}` from the backends' facts.\n" + yaml_text(engines),
         DASHBOARD: json.dumps(dashboard(), indent=1) + "\n",

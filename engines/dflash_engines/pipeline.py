@@ -8,6 +8,7 @@ and OUTPUT/manifest.json names all.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -126,8 +127,41 @@ def run(
     """
     store = output / "steps"
     store.mkdir(parents=True, exist_ok=True)
-    for unfinished in filter(Path.is_dir, store.glob(".*")):
-        shutil.rmtree(unfinished)
+    with _alone(output, lambda line: on_progress(steps[0], line)):
+        for unfinished in filter(Path.is_dir, store.glob(".*")):
+            shutil.rmtree(unfinished)
+        return _run_all(steps, sources, output, on_progress, on_done)
+
+
+@contextlib.contextmanager
+def _alone(output: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Waits until no other build writes this folder, on whichever node it runs, and keeps others out meanwhile.
+
+    The lock goes with the process that holds it, so a build that was killed leaves none.
+
+    Raises:
+        UserError: the file system has no locks.
+    """
+    with (output / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another build writes {output}; waiting for its end")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            do = "mount it with locks (NFS 4, Lustre's -o flock), or build on another"
+            raise UserError(f"this file system has no locks ({error.strerror})", where=str(output), do=do) from None
+        yield
+
+
+def _run_all(
+    steps: Sequence[Step],
+    sources: Mapping[str, Source],
+    output: Path,
+    on_progress: Callable[[Step, str], None],
+    on_done: Callable[[Done], None],
+) -> list[Done]:
+    store = output / "steps"
     folders = {name: source.folder for name, source in sources.items()}
     digests = {name: source.digest for name, source in sources.items()}
     finished: list[Done] = []

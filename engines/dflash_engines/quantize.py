@@ -122,7 +122,7 @@ def _config_files(config: DrafterConfig, format: Format) -> dict[str, dict[str, 
     facts: dict[str, object] = {"quant_algo": format.upper(), "kv_cache_quant_algo": None, "exclude_modules": excluded}
     if format == "nvfp4":
         facts["group_size"] = GROUP
-    beside = {"producer": producer, "quantization": facts}
+    beside: dict[str, object] = {"producer": producer, "quantization": facts}
     convert = import_extra("engines", "modelopt.torch.export.convert_hf_config").convert_hf_quant_config_format
     inline = {**convert(beside), **facts}  # compressed-tensors' config_groups for some engines, our facts for others
     fields = DIALECTS["zlab"].write(config, None)

@@ -15,6 +15,7 @@ RESTRICTED_VOLUMES = {
 }
 """What Kubernetes' Pod Security Standard `restricted` allows; the rest of it is in the first test below."""
 
+DEFAULT = {"type": "RuntimeDefault"}
 EACH = pytest.mark.parametrize("name", CASES)
 
 
@@ -27,8 +28,11 @@ def test_no_container_is_root_or_can_become_it_or_write_its_root(name: str) -> N
     for label, pod in pods(render(case(name))):
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True, label
-        assert spec["securityContext"]["runAsUser"] >= 10000, label
-        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, label
+        loosened = case(name).get("security", {})
+        assert spec["securityContext"].get("runAsUser") == (None if "domain" in name else 10001), label
+        assert spec["securityContext"]["seccompProfile"] == (
+            {"type": "Localhost", "localhostProfile": loosened["seccompProfile"]} if loosened else DEFAULT
+        ), label
         assert spec["automountServiceAccountToken"] is False, label
         assert spec["enableServiceLinks"] is False, label
         assert not spec.keys() & {"hostNetwork", "hostPID", "hostIPC"}, label
@@ -36,9 +40,10 @@ def test_no_container_is_root_or_can_become_it_or_write_its_root(name: str) -> N
             security = container["securityContext"]
             assert security["readOnlyRootFilesystem"] is True, label
             assert security["allowPrivilegeEscalation"] is False, label
-            assert security["capabilities"] == {"drop": ["ALL"]}, label
+            wanted = {"add": ["IPC_LOCK"]} if loosened else {}
+            assert security["capabilities"] == {"drop": ["ALL"], **wanted}, label
             assert {"cpu", "memory"} <= container["resources"]["requests"].keys(), label
-            assert {"cpu", "memory"} <= container["resources"]["limits"].keys(), label
+            assert "memory" in container["resources"]["limits"], label
             assert "@sha256:" in container["image"], label
 
 
@@ -46,7 +51,8 @@ def test_no_container_is_root_or_can_become_it_or_write_its_root(name: str) -> N
 def test_all_that_is_written_has_a_volume_with_a_bound(name: str) -> None:
     for label, pod in pods(render(case(name))):
         kinds = {kind for volume in pod["spec"]["volumes"] for kind in volume if kind != "name"}
-        assert kinds <= RESTRICTED_VOLUMES | ({"image"} if "model-image" in name else set()), label
+        asked_for = {"sglang-from-a-model-image": {"image"}, "sglang-in-one-nvlink-domain": {"hostPath"}}
+        assert kinds <= RESTRICTED_VOLUMES | asked_for.get(name, set()), label
         for volume in pod["spec"]["volumes"]:
             assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""}), f"{label}: {volume}"
         volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
@@ -59,7 +65,8 @@ def test_no_secret_stands_in_a_manifest(name: str) -> None:
     manifests = render(case(name))
     assert of_kind(manifests, "Secret") == []
     for label, pod in pods(manifests):
-        assert all("valueFrom" not in entry for c in containers(pod["spec"]) for entry in c.get("env", [])), label
+        written = [entry for c in containers(pod["spec"]) for entry in c.get("env", []) if "value" in entry]
+        assert not [entry for entry in written if "TOKEN" in entry["name"] and "PATH" not in entry["name"]], label
         for volume in pod["spec"]["volumes"]:
             assert volume.get("secret", {}).get("defaultMode", 0o440) == 0o440, label
 

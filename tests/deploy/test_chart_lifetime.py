@@ -9,7 +9,7 @@ import pytest
 
 from dflash_serve.deploying.workload import DRAIN_SECONDS, GRACE_SECONDS, MARGIN_SECONDS, PRE_STOP_SECONDS
 from tests.deploy.test_chart_golden import CASES, case
-from tests.support.chart import Manifest, of_kind, only, pods, render, server, server_pod, values
+from tests.support.chart import Manifest, config, pods, render, server, server_pod, values
 
 QWEN = {"target": {"model": "Qwen/Qwen3-8B"}, "hardware": {"gpu": "b200"}}
 
@@ -54,14 +54,6 @@ def test_without_a_size_it_may_be_as_large_as_the_gpus() -> None:
     assert seconds_to_start(deployment=eight) >= 300 + math.ceil(8 * 268 / 0.5) > seconds_to_start()
 
 
-def test_a_rollout_waits_for_the_build_and_the_load() -> None:
-    manifests = render(case("tensorrt-llm-with-a-built-drafter"))
-    build = only(manifests, "Job")["spec"]["activeDeadlineSeconds"]
-    probe = server(manifests)["startupProbe"]
-    load = probe["periodSeconds"] * probe["failureThreshold"]
-    assert only(manifests, "Deployment")["spec"]["progressDeadlineSeconds"] > build + load
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_busy_server_is_not_a_dead_one(name: str) -> None:
     """Liveness asks the shallow route, and longer than one slow answer."""
@@ -70,54 +62,13 @@ def test_a_busy_server_is_not_a_dead_one(name: str) -> None:
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 60
 
 
-def test_a_changed_deployment_is_a_new_pod() -> None:
-    def stamp(**deployment: Any) -> str:
-        annotations: Manifest = server_pod(render(values("sglang", {**QWEN, **deployment})))["metadata"]["annotations"]
-        return str(annotations["dflash-serve/config"])
+def test_a_changed_deployment_is_a_new_pod_and_a_changed_chart_is_none() -> None:
+    def template(**deployment: Any) -> Manifest:
+        return server_pod(render(values("sglang", {**QWEN, **deployment})))
 
-    assert stamp() == stamp()
-    assert stamp() != stamp(limits={"max_batch_size": 8})
-
-
-def build_of(**changes: Any) -> Manifest:
-    given = {**case("tensorrt-llm-with-a-built-drafter"), **changes}
-    return only(render(given), "Job")
-
-
-def output_of(job: Manifest) -> str:
-    return str(job["spec"]["template"]["spec"]["containers"][0]["args"][-1])
-
-
-def test_a_build_is_named_by_recipe_tools_and_gpu() -> None:
-    given = case("tensorrt-llm-with-a-built-drafter")
-    first = build_of()
-    comment = {**given["build"], "recipe": "# said otherwise\n" + given["build"]["recipe"]}
-    assert output_of(build_of(build=comment)) == output_of(first)
-    for changes in (
-        {"build": {**given["build"], "recipe": given["build"]["recipe"].replace("[fp8]", "[fp8, nvfp4]")}},
-        {"build": {**given["build"], "image": {**given["build"]["image"], "digest": "sha256:" + "f" * 64}}},
-        {"placement": {"products": ["NVIDIA-H200"]}},
-    ):
-        assert output_of(build_of(**changes)) != output_of(first)
-
-
-def test_a_job_that_would_be_changed_is_another_job_of_the_same_build() -> None:
-    """Kubernetes refuses to change a Job; the new one finds its outputs there."""
-    first, other = build_of(), build_of(placement={"priorityClassName": "low"})
-    assert output_of(first) == output_of(other)
-    assert first["metadata"]["name"] != other["metadata"]["name"]
-    assert build_of(replicas=1)["metadata"]["name"] == first["metadata"]["name"]
-
-
-def test_servers_wait_for_the_build_they_are_given_and_hold_it_against_its_manifest() -> None:
-    manifests = render(case("tensorrt-llm-with-a-built-drafter"))
-    (job,) = of_kind(manifests, "Job")
-    spec = server_pod(manifests)["spec"]
-    (waits,) = spec["initContainers"]
-    assert {"name": "BUILD", "value": output_of(job)} in waits["env"]
-    assert 'dflash-serve build /etc/dflash-serve/recipe.yaml --output "$BUILD" --verify' in waits["args"][0]
-    (mount,) = [m for m in spec["containers"][0]["volumeMounts"] if m["mountPath"] == "/build"]
-    assert mount == {
-        **{"name": "models", "mountPath": "/build", "readOnly": True},
-        "subPath": output_of(job).removeprefix("/models/"),
-    }
+    assert template() != template(limits={"max_batch_size": 8})
+    of_the_chart = {"helm.sh/chart", "app.kubernetes.io/version"}
+    assert not of_the_chart & template()["metadata"]["labels"].keys()
+    mounted = render(values("sglang", QWEN, tests={"acceptance": {"atLeast": 2}}))
+    assert "acceptance.py" in config(mounted)
+    assert server_pod(mounted) == template()  # what only tests read restarts nobody

@@ -13,12 +13,13 @@ from tests.support.chart import CHART, HELMS, Manifest, refusal
 from tests.support.helm import HELM_4
 
 Changes = Mapping[str, object]
-DGX, BUILT, TWO, IMAGE, CPU = (
+DGX, BUILT, TWO, IMAGE, CPU, DOMAIN = (
     "tensorrt-llm-on-a-dgx",
     "tensorrt-llm-with-a-built-drafter",
     "sglang-on-two-nodes",
     "sglang-from-a-model-image",
     "torch-on-a-cpu",
+    "sglang-in-one-nvlink-domain",
 )
 SHORT = "sha256:0123"
 
@@ -103,8 +104,49 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("sglang", {"startup.gigabytesPerSecond": 0}, "startup.gigabytesPerSecond: at 0 nothing ever loads"),
     ("sglang", {"startup.gigabytes": 0}, "startup.gigabytes: 0 is no size"),
     ("sglang", {"startup.baseSeconds": 5}, "startup.baseSeconds: engines start in no 5 s"),
-    (BUILT, {"models": {"kind": "emptyDir"}}, "models.kind: emptyDir cannot hold a build"),
-    (BUILT, {"models.accessMode": "ReadWriteOnce"}, "models.accessMode: the build writes while servers wait"),
+    (BUILT, {"models": {"kind": "volume"}}, "models.kind: the build is made before the release is, and volume comes"),
+    (BUILT, {"models.accessMode": "ReadWriteOnce"}, "models.accessMode: the build writes while servers of an earlier"),
+    (
+        DOMAIN,
+        {"models": {"kind": "volume", "download": {"enabled": True}}},
+        "models.download: weights have to be there",
+    ),
+    (DOMAIN, {"models.download.deadlineSeconds": 5}, "models.download.deadlineSeconds: nothing is fetched within 5 s"),
+    ("sglang", {"models.size": "10Gi", "startup.gigabytes": 20}, "models.size: 10Gi does not hold 20 GB .* use 22G"),
+    ("sglang", {"models.kind": "node"}, 'models.path: "" and kind node do not go together'),
+    ("sglang", {"cache.path": "/raid/cache"}, 'cache.path: "/raid/cache" and kind emptyDir do not go together'),
+    ("sglang", {"cache.kind": "models"}, "cache.kind: models of kind emptyDir keep nothing"),
+    (TWO, {"models.encodings": "/data"}, 'models.encodings: "/data" is not below /models'),
+    (DGX, {"networkPolicy.egressPorts": []}, "models.encodings: gpt-oss reads o200k_base.tiktoken"),
+    ("sglang", {"resources.memory": "16Gi"}, "resources.memory: 16Gi is all taken by sharedMemory 16Gi"),
+    (TWO, {"placement.topology.key": "nvidia.com/gpu.clique"}, "placement.topology.key: b300 has no NVLink between"),
+    (DOMAIN, {"placement.computeDomain": False}, "placement.computeDomain: gb300 on 2 nodes has no NVLink between"),
+    (TWO, {"placement.computeDomain": True}, "placement.computeDomain: there is a domain over several nodes of gb200"),
+    (DOMAIN, {"replicas": 2}, "placement.computeDomain: a domain belongs to one replica"),
+    (DOMAIN, {"deployment.parallel.nodes": 1}, "deployment.parallel.nodes: 8 devices on a node, there are at most 4"),
+    ("sglang", {"placement.architecture": "arm64"}, "placement.architecture: b200 is on no arm64 node"),
+    (DGX, {"autoscaling.runningPerReplica": -1}, "autoscaling.runningPerReplica: -1 is no number of requests"),
+    (
+        "sglang-on-two-nodes-alone",
+        {"autoscaling.interTokenSeconds": 0.1},
+        "autoscaling.interTokenSeconds: a percentile",
+    ),
+    (DGX, {"networkPolicy.namespaces": []}, "podMonitor.enabled: Prometheus comes from another namespace"),
+    ("sglang", {"alerts.enabled": True}, "alerts.enabled: nothing is scraped that they could look at"),
+    ("sglang", {"networkPolicy.dnsPorts": [0]}, "networkPolicy.dnsPorts: 0 is no port"),
+    ("sglang", {"hostNetwork": True}, "hostNetwork: a network policy does not hold for it"),
+    ("sglang", {"env": [{"name": "A"}]}, "env: A needs a value or a valueFrom"),
+    ("sglang", {"env": [{"name": "A", "valueFrom": {}}]}, "env: nothing in one valueFrom; give exactly one"),
+    ("sglang", {"extraVolumes": [{"name": "cache", "emptyDir": {}}]}, "extraVolumes: cache would hide a volume"),
+    ("sglang", {"extraVolumeMounts": [{"name": "x", "mountPath": "/tmp"}]}, 'extraVolumeMounts: "/tmp" is this chart'),
+    ("sglang", {"initContainers": [{"name": "check-node"}]}, 'initContainers: "check-node" is no name for yours'),
+    ("sglang", {"labels": {"app.kubernetes.io/name": "x"}}, "labels: app.kubernetes.io/name is set by this chart"),
+    ("sglang", {"inferencePool.enabled": True}, "inferencePool.endpointPicker: none"),
+    ("sglang", {"route.enabled": True}, 'route.gateway: "" with route.enabled true'),
+    ("sglang", {"route.canary.service": "x"}, "route.canary.service: would be ignored"),
+    ("sglang", {"route.canary.weight": 5}, "route.canary.weight: 5 percent of the requests for nobody"),
+    ("sglang", {"tests.acceptance.schedule": "0 * * * *"}, "tests.acceptance.schedule: would be ignored"),
+    (DGX, {"tests.acceptance.atLeast": 2}, "tests.acceptance.atLeast: any of 8 replicas would answer"),
     (BUILT, {"build.recipe": ""}, "build.recipe: nothing to build"),
     (BUILT, {"build.recipe": "a: b: c"}, "build.recipe: not valid YAML"),
     (BUILT, {"build.recipe": "target: {model: x}"}, "build.recipe: no recipe"),
@@ -170,6 +212,17 @@ def test_the_installations_they_are_made_of_are_not_refused(name: str) -> None:
 
 def test_an_image_volume_needs_a_kubernetes_that_has_them() -> None:
     assert "models.kind: image volumes came with Kubernetes 1.33" in refusal(case(IMAGE), kubernetes="1.32.0")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (TWO, "placement.topology.key: .* from Kubernetes 1.31"),
+        (DOMAIN, "placement.computeDomain: .* needs Kubernetes 1.32"),
+    ],
+)
+def test_what_came_with_a_later_kubernetes_is_refused_by_name(name: str, line: str) -> None:
+    assert re.search(line, refusal(case(name), kubernetes="1.30.0"))
 
 
 def test_an_older_kubernetes_is_refused() -> None:

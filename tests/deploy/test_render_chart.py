@@ -112,6 +112,7 @@ def test_metrics_are_scraped_and_scaled_by_as_the_chart_does(file: Path, name: s
         "deployment": deployment,
         "image": {"repository": "x/y", "digest": DIGEST},
         "podMonitor": {"enabled": True},
+        "networkPolicy": {"namespaces": ["monitoring"]},
         "autoscaling": {"kind": "hpa"},
     }
     rendered = documents(template("release", given))

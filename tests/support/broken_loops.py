@@ -102,10 +102,14 @@ class StaleDecoder(Scheduler):
     """Puts the K/V of rejected tokens back after the pass that should have replaced them."""
 
     def _verify(
-        self, requests: Sequence[Request], pending: list[list[int]], drafts: list[list[int]]
+        self,
+        requests: Sequence[Request],
+        pending: list[list[int]],
+        drafts: list[list[int]],
+        layer_ids: tuple[int, ...],
     ) -> tuple[Tensor, list[Tensor | None]]:
         kept = [self._row(request).clone() for request in requests]
-        result = super()._verify(requests, pending, drafts)
+        result = super()._verify(requests, pending, drafts, layer_ids)
         for request, row in zip(requests, kept, strict=True):
             if request.steps and request.steps[-1][1] < request.steps[-1][0] - 1:
                 self._row(request).copy_(row)

@@ -91,7 +91,8 @@ def tensorrt_llm_quantization(raw: Raw) -> str | None:
     if method == "compressed-tensors":
         group = found["config_groups"]["group_0"]
         return {"channel": "FP8_PER_CHANNEL_PER_TOKEN"}[group["input_activations"]["strategy"]]
-    return {"mxfp4": "W4A8_MXFP4_MXFP8", "modelopt": found.get("quant_algo"), "fp8": "FP8_BLOCK_SCALES"}[method]
+    algorithms: dict[str, str] = {"mxfp4": "W4A8_MXFP4_MXFP8", "fp8": "FP8_BLOCK_SCALES"}
+    return str(found["quant_algo"]) if method == "modelopt" else algorithms[method]
 
 
 READERS: Mapping[str, Callable[[Raw], Reading]] = {"vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm}

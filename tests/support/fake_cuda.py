@@ -19,6 +19,9 @@ DEVICE = "meta"
 class OnTheDevice(TorchDispatchMode):
     """Refuses operators that mix device and host, scalars and copies to the device aside."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor) and t.dim()]
         if len({t.device.type for t in given}) > 1 and "copy" not in str(func):

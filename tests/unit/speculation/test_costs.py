@@ -75,6 +75,6 @@ def test_what_is_not_served_is_known_less_and_less() -> None:
     costs = StepCosts(MEASURED)
     serve(costs, 8, 0, 1.0, 50)
     serve(costs, 64, 8, 1.0, 50)
-    before = costs.doubt(8, 64)
+    before = costs.doubt(8, np.array([64]))[0]
     serve(costs, 64, 8, 1.0, 300)
-    assert costs.doubt(8, 64) > before
+    assert costs.doubt(8, np.array([64]))[0] > before

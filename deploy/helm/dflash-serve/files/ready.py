@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -19,6 +20,16 @@ URL = "http://127.0.0.1:8000"
 PROMPT = "Count: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,"
 TOKENS = 48
 SEEN = Path("/tmp/dflash-serve-accepts")  # noqa: S108 - the pod's own
+CHOOSE_A_WIDTH = ("torch", "sglang", "vllm")
+"""Engines whose `width: auto` may be 1, by measured cost; TensorRT-LLM always drafts whole blocks."""
+LATE_SECONDS = 15
+"""TensorRT-LLM's metrics are a buffer that is filled after an answer has ended."""
+VLLM_COUNTERS = (("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),)
+TRTLLM_COUNTERS = (
+    ("trtllm_spec_decode_drafted_tokens_total", "trtllm_spec_decode_accepted_tokens_total"),
+    ("trtllm_spec_decode_num_draft_tokens_total", "trtllm_spec_decode_num_accepted_tokens_total"),
+)
+"""(drafted, accepted); by position where the release has it."""
 
 
 def main() -> None:
@@ -41,7 +52,7 @@ def main() -> None:
         sys.exit(f"not ready: {type(error).__name__}: {error}")
     if drafted and not accepted:
         sys.exit(f"the drafter accepted none of {drafted} drafted tokens: it does not fit this target")
-    if not drafted and given.width != "auto":
+    if not drafted and not (given.width == "auto" and given.backend in CHOOSE_A_WIDTH):
         sys.exit(f"nothing was drafted, but speculation.width is {given.width}: speculation is silently off")
     given.seen.write_text(process())  # width auto may have chosen, by measured cost, to draft nothing
 
@@ -94,24 +105,35 @@ def ask_sglang(url: str, model: str, headers: dict[str, str]) -> tuple[int, int]
 
 
 def ask_tensorrt_llm(url: str, model: str, headers: dict[str, str]) -> tuple[int, int]:
-    """Of the iterations since the last time that somebody asked, ours among them; answers do not say it."""
-    call(f"{url}/v1/completions", completion(model), headers)
-    stats = [iteration.get("specDecodingStats") or {} for iteration in call(f"{url}/metrics")]
-    return sum(s.get("numDraftTokens", 0) for s in stats), sum(s.get("numAcceptedTokens", 0) for s in stats)
+    """Of all answers since its start. Its counters move some time after an answer's end, so they are asked again."""
+
+    def counts() -> tuple[int, int]:
+        return counted(call(f"{url}/prometheus/metrics", headers=headers), TRTLLM_COUNTERS)
+
+    if not counts()[1]:
+        call(f"{url}/v1/completions", completion(model), headers)
+    end = time.monotonic() + LATE_SECONDS
+    while not (found := counts())[1] and time.monotonic() < end:
+        time.sleep(0.5)
+    return found
 
 
 def ask_vllm(url: str, model: str, headers: dict[str, str]) -> tuple[int, int]:
     """Of all answers since its start, ours among them, by the counters of its /metrics."""
     call(f"{url}/v1/completions", completion(model), headers)
-    page = call(f"{url}/metrics", headers=headers)
+    return counted(call(f"{url}/metrics", headers=headers), VLLM_COUNTERS)
+
+
+def counted(page: Any, names: tuple[tuple[str, str], ...]) -> tuple[int, int]:
+    """Drafted and accepted tokens by the first pair of counters that a page of Prometheus text has; else 0."""
     lines = page.decode().splitlines() if isinstance(page, bytes) else []
-
-    def total(name: str) -> int:
-        return int(
-            sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"vllm:spec_decode_{name}_total{{"))
-        )
-
-    return total("num_draft_tokens"), total("num_accepted_tokens")
+    totals: dict[str, float] = {}
+    for line in lines:
+        if line and not line.startswith("#"):
+            name = line.partition("{")[0].partition(" ")[0]
+            totals[name] = totals.get(name, 0.0) + float(line.rsplit(" ", 1)[-1])
+    drafted, accepted = next((pair for pair in names if pair[0] in totals), names[0])
+    return int(totals.get(drafted, 0)), int(totals.get(accepted, 0))
 
 
 ASK = {"torch": ask_torch, "sglang": ask_sglang, "tensorrt-llm": ask_tensorrt_llm, "vllm": ask_vllm}

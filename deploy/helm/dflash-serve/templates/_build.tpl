@@ -7,27 +7,19 @@
 /models/builds/{{ include "dflash-serve.buildKey" . }}
 {{- end -}}
 
-{{- /* Waits for the build, then holds every file against its manifest: a fault ends the pod with a line that names it. */ -}}
-{{- define "dflash-serve.waitForBuild" -}}
+{{- /* Holds every file of the build, which a hook has made, against its manifest: a fault ends the pod with a line. */ -}}
+{{- define "dflash-serve.verifyBuild" -}}
 - name: verify-build
   image: {{ include "dflash-serve.image" .Values.image }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
-  command: [/bin/sh, -ec]
-  args:
-    - |
-      until [ -f "$BUILD/manifest.json" ]; do echo "waiting for $BUILD"; sleep 10; done
-      exec dflash-serve build /etc/dflash-serve/recipe.yaml --output "$BUILD" --verify
+  command: [timeout, {{ include "dflash-serve.startupSeconds" . | quote }}, dflash-serve, build]
+  args: [/etc/dflash-serve/recipe.yaml, --output, {{ include "dflash-serve.buildFolder" . }}, --verify]
   env:
-    - {name: BUILD, value: {{ include "dflash-serve.buildFolder" . }}}
     - {name: HOME, value: /cache}
-  resources: # of itself; it runs before the server
-    requests: {cpu: 500m, memory: 1Gi}
-    limits: {cpu: "2", memory: 1Gi}
-  securityContext:
-    {{- include "dflash-serve.containerSecurity" . | nindent 4 }}
+  {{- include "dflash-serve.smallContainer" . | nindent 2 }}
   volumeMounts:
     - {name: config, mountPath: /etc/dflash-serve, readOnly: true}
     - {name: models, mountPath: /models, readOnly: true}
-    - {name: cache, mountPath: /cache}
+    - {{ include "dflash-serve.cacheMount" . }}
     - {name: tmp, mountPath: /tmp}
 {{- end -}}

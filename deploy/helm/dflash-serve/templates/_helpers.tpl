@@ -69,3 +69,8 @@ width: {{ dig "speculation" "width" "auto" $deployment | default "auto" | toStri
 {{- define "dflash-serve.model" -}}
 {{- dig "target" "model" "" .Values.deployment -}}
 {{- end -}}
+
+{{- /* The name that clients give. */ -}}
+{{- define "dflash-serve.servedModel" -}}
+{{- dig "serving" "served_model_name" "" .Values.deployment | default (include "dflash-serve.model" .) -}}
+{{- end -}}

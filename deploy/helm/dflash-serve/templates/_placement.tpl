@@ -1,5 +1,15 @@
+{{- define "dflash-serve.capabilities" -}}
+{h100: "9.0", h200: "9.0", b200: "10.0", b300: "10.3", gb200: "10.0", gb300: "10.3"}
+{{- end -}}
+
+{{- /* A Grace is arm64; empty where no GPU is named. */ -}}
+{{- define "dflash-serve.architecture" -}}
+{{- $gpu := (include "dflash-serve.facts" . | fromYaml).gpu -}}
+{{- .Values.placement.architecture | default (hasPrefix "gb" $gpu | ternary "arm64" (has $gpu (list "" "none") | ternary "" "amd64")) -}}
+{{- end -}}
+
 {{- define "dflash-serve.computeCapability" -}}
-{{- $known := dict "h100" "9.0" "h200" "9.0" "b200" "10.0" "b300" "10.3" "gb200" "10.0" "gb300" "10.3" -}}
+{{- $known := include "dflash-serve.capabilities" . | fromYaml -}}
 {{- .Values.placement.computeCapability | default (get $known (include "dflash-serve.facts" . | fromYaml).gpu) -}}
 {{- end -}}
 
@@ -23,6 +33,17 @@
 - {key: nvidia.com/gpu.memory, operator: {{ eq $gpu "h200" | ternary "Gt" "Lt" }}, values: ["120000"]} # MiB; both are 9.0
 {{- end }}
 {{- end -}}
+{{- if or .Values.placement.products (include "dflash-serve.computeCapability" .) }}
+- {key: nvidia.com/gpu.slices.gi, operator: DoesNotExist} # no MIG slices under the name of whole GPUs
+{{- end }}
+{{ include "dflash-serve.imageNodes" . }}
+{{- end -}}
+
+{{- /* Where the image runs at all. */ -}}
+{{- define "dflash-serve.imageNodes" -}}
+{{- with include "dflash-serve.architecture" . }}
+- {key: kubernetes.io/arch, operator: In, values: [{{ . }}]}
+{{- end }}
 {{- end -}}
 
 {{- /* dict "root" $ "gpus" n "component" name */ -}}
@@ -34,6 +55,9 @@ runtimeClassName: {{ . }}
 {{- with $root.Values.placement.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
+{{- with $root.Values.placement.schedulerName }}
+schedulerName: {{ . }}
+{{- end }}
 {{- with $root.Values.placement.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -42,12 +66,12 @@ nodeSelector:
 tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- $nodes := include "dflash-serve.gpuNodes" $root -}}
+{{- $nodes := include (gt (int .gpus) 0 | ternary "dflash-serve.gpuNodes" "dflash-serve.imageNodes") $root | trim -}}
 {{- $topology := $root.Values.placement.topology -}}
-{{- $together := and $topology.key (not $topology.exclusive) (ne .component "build") -}}
-{{- if or (and .gpus $nodes) $together }}
+{{- $together := and $topology.key (not $topology.exclusive) (has .component (list "server" "worker")) -}}
+{{- if or $nodes $together }}
 affinity:
-  {{- if and .gpus $nodes }}
+  {{- if $nodes }}
   nodeAffinity:
     requiredDuringSchedulingIgnoredDuringExecution:
       nodeSelectorTerms:

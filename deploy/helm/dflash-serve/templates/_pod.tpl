@@ -4,77 +4,104 @@
 {{- $values := $root.Values -}}
 {{- $facts := include "dflash-serve.facts" $root | fromYaml -}}
 metadata:
-  labels:
-    {{- include "dflash-serve.labels" $root | nindent 4 }}
+  labels: # no version of the chart: a bump of it restarts no engine
+    {{- include "dflash-serve.selector" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
     {{- with $values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
     kubectl.kubernetes.io/default-container: server
-    dflash-serve/config: {{ include "dflash-serve.config" $root | sha256sum }} # a changed deployment is a new pod
+    dflash-serve/config: {{ include "dflash-serve.serverConfig" $root | sha256sum }} # a changed deployment is a new pod
     {{- with $values.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
 spec:
   {{- include "dflash-serve.podBasics" $root | nindent 2 }}
   terminationGracePeriodSeconds: {{ include "dflash-serve.graceSeconds" $root }}
+  {{- if $values.hostNetwork }}
+  hostNetwork: true
+  dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
   {{- include "dflash-serve.placement" (dict "root" $root "gpus" $facts.gpusPerPod "component" .component) | nindent 2 }}
-  {{- if $values.build.enabled }}
+  {{- if $values.placement.computeDomain }}
+  resourceClaims:
+    - {name: compute-domain, resourceClaimTemplateName: {{ include "dflash-serve.fullname" $root }}-domain}
+  {{- end }}
+  {{- $checks := ne (include "dflash-serve.nodeChecks" $root) "[]" }}
+  {{- if or $checks $values.build.enabled $values.initContainers }}
   initContainers:
-    {{- include "dflash-serve.waitForBuild" $root | nindent 4 }}
+    {{- if $checks }}
+    {{- include "dflash-serve.checkNode" $root | nindent 4 }}
+    {{- end }}
+    {{- if $values.build.enabled }}
+    {{- include "dflash-serve.verifyBuild" $root | nindent 4 }}
+    {{- end }}
+    {{- with $values.initContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   {{- end }}
   containers:
-    - name: server
-      image: {{ include "dflash-serve.image" $values.image }}
-      imagePullPolicy: {{ $values.image.pullPolicy }}
-      command: [dflash-serve]
-      args:
-        {{- include "dflash-serve.arguments" $root | nindent 8 }}
-      env:
-        {{- include "dflash-serve.environment" $root | nindent 8 }}
-        {{- with $values.env }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
-      ports:
-        - {name: http, containerPort: 8000, protocol: TCP}
-      {{- if eq .component "server" }}
-      {{- include "dflash-serve.probes" $root | nindent 6 }}
-      {{- end }}
-      resources:
-        {{- include "dflash-serve.resources" (dict "values" $values.resources "gpus" $facts.gpusPerPod) | nindent 8 }}
-      securityContext:
-        {{- include "dflash-serve.containerSecurity" $root | nindent 8 }}
-      volumeMounts:
-        - {name: config, mountPath: /etc/dflash-serve, readOnly: true}
-        - {name: models, mountPath: /models{{ eq $values.models.kind "image" | ternary ", readOnly: true" "" }}}
-        {{- if $values.build.enabled }}
-        - {name: models, mountPath: /build, subPath: builds/{{ include "dflash-serve.buildKey" $root }}, readOnly: true}
-        {{- end }}
-        {{- if $values.secrets.huggingFaceToken.name }}
-        - {name: hub, mountPath: /etc/dflash-serve-hub, readOnly: true}
-        {{- end }}
-        {{- if $values.secrets.apiKeys.name }}
-        - {name: keys, mountPath: /etc/dflash-serve-keys, readOnly: true}
-        {{- end }}
-        - {name: cache, mountPath: /cache}
-        - {name: prepared, mountPath: /prepared}
-        - {name: tmp, mountPath: /tmp}
-        - {name: shm, mountPath: /dev/shm}
+    - {{- include "dflash-serve.serverContainer" (dict "root" $root "component" .component "facts" $facts) | nindent 6 }}
   volumes:
     - name: config
       configMap: {name: {{ include "dflash-serve.fullname" $root }}}
     {{- include "dflash-serve.modelVolume" $root | nindent 4 }}
     {{- include "dflash-serve.tokenVolume" $root | nindent 4 }}
-    {{- with $values.secrets.apiKeys }}
-    {{- if .name }}
-    - name: keys
-      secret: {secretName: {{ .name }}, defaultMode: 0440, items: [{key: {{ .key }}, path: keys}]}
-    {{- end }}
-    {{- end }}
+    {{- include "dflash-serve.keysVolume" $root | nindent 4 }}
     {{- include "dflash-serve.writable" $root | nindent 4 }}
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
+    {{- with $values.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{- /* dict "root" $ "component" c "facts" dict */ -}}
+{{- define "dflash-serve.serverContainer" -}}
+{{- $root := .root -}}
+{{- $values := $root.Values -}}
+name: server
+image: {{ include "dflash-serve.image" $values.image }}
+imagePullPolicy: {{ $values.image.pullPolicy }}
+command: [dflash-serve]
+args:
+  {{- include "dflash-serve.arguments" $root | nindent 2 }}
+env:
+  {{- $offline := or (eq $values.models.kind "image") $values.models.download.enabled }}
+  {{- include "dflash-serve.environment" (dict "root" $root "offline" $offline) | nindent 2 }}
+  {{- with $values.env }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+ports:
+  - {name: http, containerPort: 8000, protocol: TCP}
+{{- if eq .component "server" }}
+{{- include "dflash-serve.probes" $root | nindent 0 }}
+{{- end }}
+resources:
+  {{- $disk := include "dflash-serve.diskBytes" $root }}
+  {{- include "dflash-serve.resources" (dict "cpu" (include "dflash-serve.cpu" $root) "memory" (include "dflash-serve.memory" $root) "gpus" .facts.gpusPerPod "disk" $disk "extra" $values.resources.extra "domain" $values.placement.computeDomain) | nindent 2 }}
+securityContext:
+  {{- include "dflash-serve.containerSecurity" $root | nindent 2 }}
+volumeMounts:
+  - {name: config, mountPath: /etc/dflash-serve, readOnly: true}
+  - {name: models, mountPath: /models{{ or (eq $values.models.kind "image") $values.models.download.enabled | ternary ", readOnly: true" "" }}}
+  {{- if $values.build.enabled }}
+  - {name: models, mountPath: /build, subPath: builds/{{ include "dflash-serve.buildKey" $root }}, readOnly: true}
+  {{- end }}
+  {{- if $values.secrets.huggingFaceToken.name }}
+  - {name: hub, mountPath: /etc/dflash-serve-hub, readOnly: true}
+  {{- end }}
+  {{- if $values.secrets.apiKeys.name }}
+  - {name: keys, mountPath: /etc/dflash-serve-keys, readOnly: true}
+  {{- end }}
+  - {{ include "dflash-serve.cacheMount" $root }}
+  - {name: prepared, mountPath: /prepared}
+  - {name: tmp, mountPath: /tmp}
+  - {name: shm, mountPath: /dev/shm}
+  {{- with $values.extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- end -}}
 
 {{- define "dflash-serve.arguments" -}}

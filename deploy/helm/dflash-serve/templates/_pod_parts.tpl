@@ -1,23 +1,40 @@
-{{- /* What servers, the build and tests have in common. */ -}}
+{{- /* What servers, Jobs and tests have in common. */ -}}
 
 {{- define "dflash-serve.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ .Values.user }}
-runAsGroup: {{ .Values.user }}
-fsGroup: {{ .Values.user }}
+{{- with .Values.user }}
+runAsUser: {{ . }}
+runAsGroup: {{ . }}
+fsGroup: {{ . }}
+{{- end }}
 fsGroupChangePolicy: OnRootMismatch # not file by file over terabytes of weights
+{{- with .Values.security.supplementalGroups }}
+supplementalGroups: {{ toJson . }}
+{{- end }}
+{{- with .Values.security.seccompProfile }}
+seccompProfile: {type: Localhost, localhostProfile: {{ . }}}
+{{- else }}
 seccompProfile: {type: RuntimeDefault}
+{{- end }}
 {{- end -}}
 
 {{- define "dflash-serve.containerSecurity" -}}
 allowPrivilegeEscalation: false
 privileged: false
 readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
+capabilities:
+  drop: [ALL]
+  {{- with .Values.security.capabilities }}
+  add: {{ toJson . }}
+  {{- end }}
 {{- end -}}
 
 {{- define "dflash-serve.podBasics" -}}
 serviceAccountName: {{ include "dflash-serve.serviceAccount" . }}
+{{ include "dflash-serve.podRights" . }}
+{{- end -}}
+
+{{- define "dflash-serve.podRights" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false # its variables, DFLASH_SERVE_*, would pass for our settings
 {{- with .Values.image.pullSecrets }}
@@ -30,25 +47,46 @@ securityContext:
   {{- include "dflash-serve.podSecurity" . | nindent 2 }}
 {{- end -}}
 
+{{- /* HF_HUB_OFFLINE: what a Job or an image has brought is all there is. dict "root" $ "offline" bool */ -}}
 {{- define "dflash-serve.environment" -}}
+{{- $root := .root -}}
 - {name: HOME, value: /cache}
 - {name: USER, value: dflash} # libraries ask who they are, and 10001 may have no name
 - {name: XDG_CACHE_HOME, value: /cache}
 - {name: HF_HOME, value: /models/huggingface}
 - {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
-{{- range $name, $value := (include "dflash-serve.engine" . | fromYaml).environment }}
+{{- range $name, $value := (include "dflash-serve.engine" $root | fromYaml).environment }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
-{{- if eq .Values.models.kind "image" }}
+{{- if .offline }}
 - {name: HF_HUB_OFFLINE, value: "1"}
 {{- end }}
-{{- if .Values.secrets.huggingFaceToken.name }}
+{{- with $root.Values.models.encodings }}
+- {name: TIKTOKEN_ENCODINGS_BASE, value: {{ . }}}
+{{- end }}
+{{- if $root.Values.secrets.huggingFaceToken.name }}
 - {name: HF_TOKEN_PATH, value: /etc/dflash-serve-hub/token}
 {{- end }}
 {{- end -}}
 
+{{- /* "models": beside the weights, a folder for each image: what one compiled, another may not read. */ -}}
+{{- define "dflash-serve.cacheMount" -}}
+{{- if eq .Values.cache.kind "models" -}}
+{name: models, mountPath: /cache, subPath: cache/{{ .Values.image.digest | trimPrefix "sha256:" | trunc 12 }}}
+{{- else -}}
+{name: cache, mountPath: /cache}
+{{- end -}}
+{{- end -}}
+
 {{- define "dflash-serve.writable" -}}
-{{- range list "cache" "prepared" "tmp" }}
+{{- if eq .Values.cache.kind "node" }}
+- name: cache
+  hostPath: {path: {{ .Values.cache.path }}, type: Directory}
+{{- else if eq .Values.cache.kind "emptyDir" }}
+- name: cache
+  emptyDir: {sizeLimit: {{ .Values.scratch }}}
+{{- end }}
+{{- range list "prepared" "tmp" }}
 - name: {{ . }}
   emptyDir: {sizeLimit: {{ $.Values.scratch }}}
 {{- end }}
@@ -61,6 +99,8 @@ securityContext:
   emptyDir: {sizeLimit: {{ .size }}}
   {{- else if eq .kind "image" }}
   image: {reference: {{ .image | quote }}, pullPolicy: IfNotPresent}
+  {{- else if eq .kind "node" }}
+  hostPath: {path: {{ .path }}, type: Directory}
   {{- else }}
   persistentVolumeClaim: {claimName: {{ .claim | default (printf "%s-models" (include "dflash-serve.fullname" $)) }}}
   {{- end }}
@@ -76,17 +116,11 @@ securityContext:
 {{- end }}
 {{- end -}}
 
-{{- define "dflash-serve.resources" -}}
-requests:
-  cpu: {{ .values.cpu | quote }}
-  memory: {{ .values.memory }}
-limits:
-  cpu: {{ .values.cpu | quote }}
-  memory: {{ .values.memory }}
-  {{- with .gpus }}
-  nvidia.com/gpu: {{ . | quote }}
-  {{- end }}
-  {{- range $name, $amount := .values.extra }}
-  {{ $name }}: {{ $amount | quote }}
-  {{- end }}
+{{- define "dflash-serve.keysVolume" -}}
+{{- with .Values.secrets.apiKeys }}
+{{- if .name }}
+- name: keys
+  secret: {secretName: {{ .name }}, defaultMode: 0440, items: [{key: {{ .key }}, path: keys}]}
+{{- end }}
+{{- end }}
 {{- end -}}

@@ -13,3 +13,17 @@ scaleDown:
   policies:
     - {type: Pods, value: 1, periodSeconds: {{ include "dflash-serve.graceSeconds" . }}} # one drains at a time
 {{- end -}}
+
+{{- /* Gauges of a pod and how much of each a replica may have: a list of {metric, most}. Read with fromYamlArray. */ -}}
+{{- define "dflash-serve.loads" -}}
+{{- $engine := include "dflash-serve.engine" . | fromYaml -}}
+- {metric: {{ $engine.queued | quote }}, most: {{ .Values.autoscaling.queuedPerReplica | quote }}}
+{{- with .Values.autoscaling.runningPerReplica }}
+- {metric: {{ $engine.running | quote }}, most: {{ . | quote }}}
+{{- end }}
+{{- end -}}
+
+{{- /* Labels that the PodMonitor puts on every series of this release. */ -}}
+{{- define "dflash-serve.series" -}}
+namespace={{ .Release.Namespace | quote }}, app_kubernetes_io_instance={{ .Release.Name | quote }}
+{{- end -}}

@@ -34,20 +34,28 @@ deployment.parallel.expert: {{ $expert }} does not divide tensor {{ $tensor }}; 
 {{- end }}
 {{- if mod ($facts.count | int) ($facts.nodes | int) }}
 deployment.parallel.nodes: {{ $facts.count }} devices do not spread evenly over {{ $facts.nodes }} nodes; change one
-{{- else if gt ($facts.gpusPerPod | int) 8 }}
-deployment.parallel.nodes: {{ $facts.gpusPerPod }} devices on a node, there are at most 8; set it to {{ divf $facts.count 8 | ceil }} or more
+{{- end }}
+{{- $most := hasPrefix "gb" $facts.gpu | ternary 4 8 }}
+{{- if gt ($facts.gpusPerPod | int) $most }}
+deployment.parallel.nodes: {{ $facts.gpusPerPod }} devices on a node, there are at most {{ $most }}; set it to {{ divf $facts.count $most | ceil }} or more
 {{- end }}
 {{- with .Values.resources.extra }}
 {{- if hasKey . "nvidia.com/gpu" }}
 resources.extra: nvidia.com/gpu is counted from deployment.hardware.count; leave it out
 {{- end }}
 {{- end }}
-{{- range $where, $size := dict "resources.memory" .Values.resources.memory "build.memory" .Values.build.memory "sharedMemory" .Values.sharedMemory "scratch" .Values.scratch }}
+{{- range $where, $size := dict "resources.memory" (include "dflash-serve.memory" .) "build.memory" .Values.build.memory "sharedMemory" .Values.sharedMemory "scratch" .Values.scratch }}
 {{- if not (include "dflash-serve.isQuantity" $size) }}
 {{ $where }}: {{ $size | quote }} is no size; write one such as 64Gi
 {{- end }}
 {{- end }}
-{{- range $where, $cpu := dict "resources.cpu" .Values.resources.cpu "build.cpu" .Values.build.cpu }}
+{{- $memory := include "dflash-serve.memory" . }}
+{{- if and (include "dflash-serve.isQuantity" $memory) (include "dflash-serve.isQuantity" .Values.sharedMemory) }}
+{{- if le (include "dflash-serve.bytes" $memory | int64) (include "dflash-serve.bytes" .Values.sharedMemory | int64) }}
+resources.memory: {{ $memory }} is all taken by sharedMemory {{ .Values.sharedMemory }}, which counts; ask for more
+{{- end }}
+{{- end }}
+{{- range $where, $cpu := dict "resources.cpu" (include "dflash-serve.cpu" .) "build.cpu" .Values.build.cpu }}
 {{- if not (regexMatch "^([1-9][0-9]*m?|[0-9]+\\.[0-9]+)$" (toString $cpu)) }}
 {{ $where }}: {{ $cpu | quote }} is no number of CPUs; write one such as "8" or 500m
 {{- end }}

@@ -32,6 +32,35 @@ models.storageClassName: {{ .storageClassName | quote }} would be ignored; set m
 {{- if and (has .kind (list "emptyDir" "volume")) (not (include "dflash-serve.isQuantity" .size)) }}
 models.size: {{ .size | quote }} is no size; write one such as 500Gi
 {{- end }}
+{{- if and (has .kind (list "emptyDir" "volume")) (include "dflash-serve.isQuantity" .size) $.Values.startup.gigabytes }}
+{{- if lt (include "dflash-serve.bytes" .size | float64) (mulf $.Values.startup.gigabytes 1000000000) }}
+models.size: {{ .size }} does not hold {{ $.Values.startup.gigabytes }} GB of weights (startup.gigabytes); use {{ mulf $.Values.startup.gigabytes 1.1 | ceil }}G or more
+{{- end }}
+{{- end }}
+{{- if ne (eq .kind "node") (hasPrefix "/" .path) }}
+models.path: {{ .path | quote }} and kind {{ .kind }} do not go together; a folder of the node, such as /raid/models, belongs to kind node
+{{- end }}
+{{- if ne (eq $.Values.cache.kind "node") (hasPrefix "/" $.Values.cache.path) }}
+cache.path: {{ $.Values.cache.path | quote }} and kind {{ $.Values.cache.kind }} do not go together; a folder of the node, such as /raid/cache, belongs to kind node
+{{- end }}
+{{- if and (eq $.Values.cache.kind "models") (not (has .kind (list "volume" "claim" "node"))) }}
+cache.kind: models of kind {{ .kind }} keep nothing; use models.kind volume, claim or node, or cache.kind node
+{{- end }}
+{{- if and .encodings (not (hasPrefix "/models/" .encodings)) }}
+models.encodings: {{ .encodings | quote }} is not below /models; name a folder there, such as /models/encodings
+{{- end }}
+{{- $target := dig "target" "model" "" $.Values.deployment }}
+{{- if and (contains "gpt-oss" $target) (not .encodings) $.Values.networkPolicy.enabled (not $.Values.networkPolicy.egressPorts) }}
+models.encodings: gpt-oss reads o200k_base.tiktoken, which it would fetch and networkPolicy.egressPorts forbids; name its folder below /models
+{{- end }}
+{{- if .download.enabled }}
+{{- if ne .kind "claim" }}
+models.download: weights have to be there before the release is, and models.kind is {{ .kind }}; make a claim yourself, and name it in models.claim
+{{- end }}
+{{- if lt (int .download.deadlineSeconds) 60 }}
+models.download.deadlineSeconds: nothing is fetched within {{ .download.deadlineSeconds }} s; use 60 or more
+{{- end }}
+{{- end }}
 {{- if eq .kind "image" }}
 {{- if not (and (contains "@" .image) (include "dflash-serve.isDigest" (splitList "@" .image | last))) }}
 models.image: {{ .image | quote }} pins nothing; give repository@sha256:<64 hexadecimal digits>
@@ -62,10 +91,10 @@ models.accessMode: {{ .accessMode }} serves one node, but there may be {{ $pods 
 {{- if hasPrefix "/build" $model }}{{- $built = append $built (printf "deployment.%s.model" $name) }}{{- end }}
 {{- end }}
 {{- if .Values.build.enabled }}
-{{- if not (has .Values.models.kind (list "volume" "claim")) }}
-models.kind: {{ .Values.models.kind }} cannot hold a build that outlives its Job; use volume or claim
+{{- if ne .Values.models.kind "claim" }}
+models.kind: the build is made before the release is, and {{ .Values.models.kind }} comes with it; make a claim yourself, and name it in models.claim
 {{- else if ne .Values.models.accessMode "ReadWriteMany" }}
-models.accessMode: the build writes while servers wait, so {{ .Values.models.accessMode }} does not do; use ReadWriteMany
+models.accessMode: the build writes while servers of an earlier revision read, so {{ .Values.models.accessMode }} does not do; use ReadWriteMany
 {{- end }}
 {{- if not .Values.build.recipe }}
 build.recipe: nothing to build; give a file: --set-file build.recipe=engines/recipes/qwen3-8b-b200.yaml

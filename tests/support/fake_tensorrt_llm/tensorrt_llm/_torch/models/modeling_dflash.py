@@ -36,7 +36,8 @@ class DFlashForCausalLM(nn.Module):
 
     def load_weights(self, weights: Any, weight_mapper: Any = None, **_: Any) -> None:
         weights = dict(weights.items())
-        self.fc = nn.Linear(*reversed(weights["fc.weight"].shape), bias=False, dtype=weights["fc.weight"].dtype)
+        rows, columns = weights["fc.weight"].shape
+        self.fc = nn.Linear(columns, rows, bias=False, dtype=weights["fc.weight"].dtype)
         self.fc.weight = nn.Parameter(weights.pop("fc.weight"), requires_grad=False)
         self.hidden_norm = nn.RMSNorm(len(weights["hidden_norm.weight"]), eps=self.config.rms_norm_eps)
         self.hidden_norm.weight = nn.Parameter(weights.pop("hidden_norm.weight"), requires_grad=False)
@@ -93,8 +94,8 @@ class DFlashForCausalLM(nn.Module):
             h = h + a.o_proj(out.reshape(len(h), -1))
             gate, up = layer.mlp.gate_up_proj(layer.post_attention_layernorm(h)).chunk(2, dim=-1)
             h = h + layer.mlp.down_proj(F.silu(gate) * up)
-        out = self.model.norm(h)
-        return out
+        hidden_states: Tensor = self.model.norm(h)
+        return hidden_states
 
 
 @register_draft_model(SpeculativeDecodingMode.DFLASH)  # type: ignore[untyped-decorator]

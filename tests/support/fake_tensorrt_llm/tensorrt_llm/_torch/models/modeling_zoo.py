@@ -19,7 +19,7 @@ class PictureProcessor:
 
 @register_vision_encoder(VisionEncoder)
 @register_auto_model("Qwen3ForCausalLM")
-class Qwen3ForCausalLM(DraftLayers):
+class Qwen3ForCausalLM(DraftLayers):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
 

@@ -1,0 +1,158 @@
+"""Weights and builds are there before a server asks for its GPUs; the walk-through of deploy/README.md, played."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.test_chart_golden import case
+from tests.support.chart import CHART, DIGEST, RECIPES, Manifest, of_kind, only, render, server_pod, values
+from tests.support.offline_hub import offline_hub
+from tests.support.scheduler import Cluster, StuckError, without_hooks
+
+README = (CHART.parents[1] / "README.md").read_text()
+BUILT = "tensorrt-llm-with-a-built-drafter"
+
+
+def block(file: str) -> Manifest:
+    """A file of the walk-through."""
+    (text,) = re.findall(rf"^```yaml file={file}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    parsed: Manifest = yaml.safe_load(text)
+    return parsed
+
+
+def walk_through() -> Manifest:
+    """Its values with the drafter that a Job quantises, as `deploy --render helm`, -f and --set-file put them together."""
+    cluster, deployment = {**block("cluster.yaml"), **block("quantised.yaml")}, block("deployment.yaml")
+    deployment["drafter"] |= cluster.pop("deployment")["drafter"]
+    given = {**values("tensorrt-llm", deployment), "startup": {"gigabytes": 70}, **cluster}
+    given["build"]["recipe"] = (RECIPES / "gpt-oss-120b-b300.yaml").read_text()
+    given["build"]["image"]["digest"] = DIGEST
+    return given
+
+
+@pytest.fixture(scope="module")
+def manifests() -> list[Manifest]:
+    return [block("claim.yaml"), *render(walk_through())]
+
+
+def test_the_walk_through_ends_with_a_ready_server(manifests: list[Manifest]) -> None:
+    node = Cluster(claims={"models"})
+    node.install(manifests)
+    name = "trial-dflash-serve"
+    assert node.events == [
+        *(f"Job {name}-download runs", f"Job {name}-download is done"),
+        *(f"Job {name}-build runs", f"Job {name}-build is done"),
+        *(f"Deployment {name} runs", f"Deployment {name} is ready"),
+    ]
+    assert node.free["nvidia.com/gpu"] == 0  # all eight serve
+
+
+def test_without_hooks_it_is_a_deadlock(manifests: list[Manifest]) -> None:
+    """As it was: the server holds all GPUs while it waits for a build that needs one."""
+    node = Cluster(claims={"models"})
+    with pytest.raises(StuckError, match=r"Job trial-dflash-serve-build, Deployment .* wait for ever; free: 0 GPUs"):
+        node.install(without_hooks(manifests))
+
+
+def test_an_upgrade_on_one_node_that_serves_builds_on_cpus(manifests: list[Manifest]) -> None:
+    node = Cluster(claims={"models"})
+    node.install(manifests)
+    jobs = [m for m in manifests if m["kind"] == "Job"]
+    with pytest.raises(StuckError, match="build wait for ever"):
+        node.install(jobs)
+    given = walk_through()
+    given["build"]["gpus"] = 0
+    beside = Cluster(claims={"models"})
+    beside.install(manifests)
+    beside.install([m for m in render(given) if m["kind"] == "Job"])
+
+
+def test_what_a_job_reads_is_there_before_it_and_it_is_there_before_servers(manifests: list[Manifest]) -> None:
+    def weight(manifest: Manifest) -> int:
+        return int(manifest["metadata"]["annotations"]["helm.sh/hook-weight"])
+
+    download, build = sorted(of_kind(manifests, "Job"), key=weight)
+    assert (download["metadata"]["name"][-8:], build["metadata"]["name"][-5:]) == ("download", "build")
+    for job in (download, build):
+        assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+        spec = job["spec"]["template"]["spec"]
+        (config,) = [v["configMap"]["name"] for v in spec["volumes"] if "configMap" in v]
+        for kind, name in (("ConfigMap", config), ("ServiceAccount", spec["serviceAccountName"])):
+            (read,) = [m for m in of_kind(manifests, kind) if m["metadata"]["name"] == name]
+            assert weight(read) < weight(job)
+        assert job["spec"]["activeDeadlineSeconds"] == 14400
+    policy = next(m for m in of_kind(manifests, "NetworkPolicy") if m["metadata"]["name"].endswith("-jobs"))
+    (expression,) = policy["spec"]["podSelector"]["matchExpressions"]
+    assert expression["values"] == ["download", "build"]
+
+
+def build_of(**changes: Any) -> Manifest:
+    given = {**case(BUILT), **changes}
+    return only(render(given), "Job")
+
+
+def output_of(job: Manifest) -> str:
+    return str(job["spec"]["template"]["spec"]["containers"][0]["command"][-1])
+
+
+def test_a_build_is_named_by_recipe_tools_and_gpu() -> None:
+    given = case(BUILT)
+    first = build_of()
+    comment = {**given["build"], "recipe": "# said otherwise\n" + given["build"]["recipe"]}
+    assert output_of(build_of(build=comment)) == output_of(first)
+    for changes in (
+        {"build": {**given["build"], "recipe": given["build"]["recipe"].replace("[fp8]", "[fp8, nvfp4]")}},
+        {"build": {**given["build"], "image": {**given["build"]["image"], "digest": "sha256:" + "f" * 64}}},
+        {"placement": {"products": ["NVIDIA-H200"]}},
+    ):
+        assert output_of(build_of(**changes)) != output_of(first)
+
+
+def test_servers_hold_the_build_against_its_manifest_and_do_not_wait() -> None:
+    rendered = render(case(BUILT))
+    built = output_of(only(rendered, "Job"))
+    spec = server_pod(rendered)["spec"]
+    _, checks = spec["initContainers"]
+    assert checks["command"][0] == "timeout"
+    assert checks["command"][2:] == ["dflash-serve", "build"]
+    assert checks["args"] == ["/etc/dflash-serve/recipe.yaml", "--output", built, "--verify"]
+    (mount,) = [m for m in spec["containers"][0]["volumeMounts"] if m["mountPath"] == "/build"]
+    assert mount == {
+        **{"name": "models", "mountPath": "/build", "readOnly": True},
+        "subPath": built.removeprefix("/models/"),
+    }
+
+
+def test_what_was_downloaded_is_all_that_servers_ask_for(manifests: list[Manifest]) -> None:
+    (container,) = server_pod(manifests)["spec"]["containers"]
+    assert {"name": "HF_HUB_OFFLINE", "value": "1"} in container["env"]
+    assert {"name": "TIKTOKEN_ENCODINGS_BASE", "value": "/models/encodings"} in container["env"]
+    (mount,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/models"]
+    assert mount["readOnly"]
+
+
+def test_the_download_finds_both_models_and_says_in_a_line_what_is_not_to_be_had(tmp_path: Path) -> None:
+    hub, file = tmp_path / "hub", tmp_path / "deployment.yaml"
+    with pytest.MonkeyPatch.context() as patch:
+        offline_hub(hub, patch)
+    environment = {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+    environment["PYTHONPATH"] = str(CHART.parents[2])
+
+    def fetched(**models: str) -> subprocess.CompletedProcess[str]:
+        file.write_text(yaml.safe_dump({name: {"model": model} for name, model in models.items()}))
+        argv = [sys.executable, str(CHART / "files" / "fetch.py"), str(file)]
+        return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+
+    done = fetched(target="Qwen/Qwen3-8B", drafter="z-lab/Qwen3-8B-DFlash-b16")
+    assert (done.returncode, done.stdout.count("snapshots")) == (0, 2), done.stderr
+    assert fetched(target="/models/here", drafter="/models/there").stdout == ""
+    gone = fetched(target="nobody/nothing")
+    assert (gone.returncode, gone.stderr.count("\n")) == (1, 1)
+    assert gone.stderr.startswith("nobody/nothing: ")
