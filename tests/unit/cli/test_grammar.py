@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
+from collections import defaultdict
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -35,6 +39,24 @@ def test_every_verb_has_json_and_quiet(verb: str) -> None:
 @pytest.mark.parametrize("verb", OF_A_PAIR)
 def test_every_verb_of_a_pair_takes_a_deployment(verb: str) -> None:
     assert "deployment" in {parameter.name for parameter in GROUP.commands[verb].params}
+
+
+def test_one_flag_is_one_kind_of_value_in_every_verb() -> None:
+    """`--prompts` is a file everywhere and `--num-prompts` a number; bench alone takes several `--concurrency`."""
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for command in app.registered_commands:
+        function: Any = command.callback
+        asked = signature(function, eval_str=True, globals=vars(sys.modules[function.__module__])).parameters
+        for parameter in GROUP.commands[function.__name__].params:
+            if parameter.name in asked:
+                kind = (get_args(asked[parameter.name].annotation) or (asked[parameter.name].annotation,))[0]
+                flags = (flag for flag in parameter.opts if flag.startswith("--"))
+                named = sorted(str(one) for one in (get_args(kind) or (kind,)) if one is not NoneType)
+                for flag in flags:
+                    kinds[flag].add(" | ".join(named))
+    assert {flag for flag, found in kinds.items() if len(found) > 1} == {"--concurrency"}
+    assert "Path" in str(kinds["--prompts"])
+    assert "int" in str(kinds["--num-prompts"])
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
