@@ -60,7 +60,7 @@ FAULTS: Mapping[str, Fault] = {
     "a mask token beyond the vocabulary": Fault(DEAD, "mask_token_id 60000", {"dflash_config.mask_token_id": 60000}),
     "a short RoPE table": Fault(2.129, "RoPE table has 128 positions", {"max_position_embeddings": 128}),
     "another vocabulary": Fault(2.513, "vocab_size is 49000, the target's is 49152", {"vocab_size": 49000}),
-    "a shifted head": Fault(2.513, "shifted by one", {"dflash_config.shift_label": True}),
+    "a shifted head": Fault(2.513, "anchor-first slots", {"dflash_config.shift_label": True}),
     "another head": Fault(2.513, "Domino head", {"dflash_config.projector_type": "domino"}),
 }  # fmt: skip
 """Those that files give away. A wrong mask token (1.505), shifted layer ids (2.455) and a wrong rope_theta (2.429) they

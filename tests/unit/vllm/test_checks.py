@@ -110,7 +110,7 @@ SILENT: dict[str, tuple[dict[str, object], str]] = {
     "RoPE table shorter than the context": ({"max_position_embeddings": 128}, "RoPE table has 128 positions"),
     "another vocabulary": ({"vocab_size": 90}, "vocab_size is 90, the target's is 96"),
     "an embedding scale": ({"input_embedding_scale": 8.0}, "which vLLM ignores"),
-    "a shifted head": ({"dflash_config.shift_label": True}, "shifted by one"),
+    "a shifted head": ({"dflash_config.shift_label": True}, "dflash_config.shift_label is True"),
     "another head": ({"dflash_config.projector_type": "domino"}, "Domino head"),
     "an unknown key": ({"dflash_config.temperature_head": 1}, "unknown key dflash_config.temperature_head"),
     "two sayings of causality": ({"dflash_config.causal": True}, "is_causal is False"),
