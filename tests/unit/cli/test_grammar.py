@@ -19,7 +19,7 @@ from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
 
 GROUP: Any = typer.main.get_command(app)
 VERBS = sorted(GROUP.commands)
-OF_A_PAIR = ("serve", "verify", "doctor", "evaluate", "bench", "generate", "deploy")
+OF_A_PAIR = ("serve", "verify", "doctor", "evaluate", "bench", "plan", "generate", "deploy")
 
 
 def invoke(*words: str) -> Any:
@@ -69,6 +69,7 @@ BARE = {
     "verify": ("verify",),
     "doctor": ("doctor",),
     "bench": ("bench",),
+    "plan": ("plan",),
 }
 
 
