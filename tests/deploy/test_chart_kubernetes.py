@@ -18,7 +18,15 @@ from tests.support.chart import Manifest, of_kind, pairs, pods, recipe_deploymen
 
 VERSIONS = [f"1.{minor}" for minor in range(30, 38)]
 SCHEMAS = Path(__file__).parent / "schemas"
-CUSTOM = {"ComputeDomain", "HTTPRoute", "InferencePool", "LeaderWorkerSet", "PodMonitor", "PrometheusRule", "ScaledObject"}
+CUSTOM = {
+    "ComputeDomain",
+    "HTTPRoute",
+    "InferencePool",
+    "LeaderWorkerSet",
+    "PodMonitor",
+    "PrometheusRule",
+    "ScaledObject",
+}
 LATER = {
     "sglang-from-a-model-image": ("1.31", "'image' was unexpected"),
     "sglang-in-one-nvlink-domain": ("1.31", "'resourceClaimTemplateName' was unexpected"),

@@ -106,7 +106,11 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("sglang", {"startup.baseSeconds": 5}, "startup.baseSeconds: engines start in no 5 s"),
     (BUILT, {"models": {"kind": "volume"}}, "models.kind: the build is made before the release is, and volume comes"),
     (BUILT, {"models.accessMode": "ReadWriteOnce"}, "models.accessMode: the build writes while servers of an earlier"),
-    (DOMAIN, {"models": {"kind": "volume", "download": {"enabled": True}}}, "models.download: weights have to be there"),
+    (
+        DOMAIN,
+        {"models": {"kind": "volume", "download": {"enabled": True}}},
+        "models.download: weights have to be there",
+    ),
     (DOMAIN, {"models.download.deadlineSeconds": 5}, "models.download.deadlineSeconds: nothing is fetched within 5 s"),
     ("sglang", {"models.size": "10Gi", "startup.gigabytes": 20}, "models.size: 10Gi does not hold 20 GB .* use 22G"),
     ("sglang", {"models.kind": "node"}, 'models.path: "" and kind node do not go together'),
@@ -122,7 +126,11 @@ REFUSED: list[tuple[str, Changes, str]] = [
     (DOMAIN, {"deployment.parallel.nodes": 1}, "deployment.parallel.nodes: 8 devices on a node, there are at most 4"),
     ("sglang", {"placement.architecture": "arm64"}, "placement.architecture: b200 is on no arm64 node"),
     (DGX, {"autoscaling.runningPerReplica": -1}, "autoscaling.runningPerReplica: -1 is no number of requests"),
-    ("sglang-on-two-nodes-alone", {"autoscaling.interTokenSeconds": 0.1}, "autoscaling.interTokenSeconds: a percentile"),
+    (
+        "sglang-on-two-nodes-alone",
+        {"autoscaling.interTokenSeconds": 0.1},
+        "autoscaling.interTokenSeconds: a percentile",
+    ),
     (DGX, {"networkPolicy.namespaces": []}, "podMonitor.enabled: Prometheus comes from another namespace"),
     ("sglang", {"alerts.enabled": True}, "alerts.enabled: nothing is scraped that they could look at"),
     ("sglang", {"networkPolicy.dnsPorts": [0]}, "networkPolicy.dnsPorts: 0 is no port"),
@@ -206,7 +214,13 @@ def test_an_image_volume_needs_a_kubernetes_that_has_them() -> None:
     assert "models.kind: image volumes came with Kubernetes 1.33" in refusal(case(IMAGE), kubernetes="1.32.0")
 
 
-@pytest.mark.parametrize(("name", "line"), [(TWO, "placement.topology.key: .* from Kubernetes 1.31"), (DOMAIN, "placement.computeDomain: .* needs Kubernetes 1.32")])
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (TWO, "placement.topology.key: .* from Kubernetes 1.31"),
+        (DOMAIN, "placement.computeDomain: .* needs Kubernetes 1.32"),
+    ],
+)
 def test_what_came_with_a_later_kubernetes_is_refused_by_name(name: str, line: str) -> None:
     assert re.search(line, refusal(case(name), kubernetes="1.30.0"))
 

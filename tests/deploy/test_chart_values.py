@@ -66,7 +66,11 @@ WRONG = [
     ),
     *({"deployment.speculation.width": "widest"}, {"deployment.parallel.tensor": 0}, {"autoscaling.kind": "both"}),
     *({"deployment.target.quantization": "int3"}, {"service.type": "ExternalName"}, {"env": [{"value": "A"}]}),
-    *({"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "x"}}}]}, {"image.pullPolicy": "Sometimes"}, {"build.gpus": -1}),
+    *(
+        {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "x"}}}]},
+        {"image.pullPolicy": "Sometimes"},
+        {"build.gpus": -1},
+    ),
 ]
 
 

@@ -1,6 +1,6 @@
 """A cluster in miniature: nodes with GPUs, CPUs and memory, and an installation played in Helm's order, hooks first.
 
-A pod is placed whole or not at all, holds what it was given until it ends, and runs its init containers first. What runs
+A pod is placed whole or not at all, holds what it was given until it ends, and runs its init containers first. What is
 in them is not run: a build and a download write their folder, a check of the build looks for it, a server is ready.
 """
 
@@ -39,9 +39,7 @@ def asked(pod: Manifest) -> dict[str, float]:
     every = [of(container) for container in pod["containers"]]
     first = [of(container) for container in pod.get("initContainers", [])]
     names = {name for each in (*every, *first) for name in each}
-    return {
-        name: max(sum(e.get(name, 0) for e in every), *(f.get(name, 0) for f in first), 0) for name in names
-    }
+    return {name: max(sum(e.get(name, 0) for e in every), *(f.get(name, 0) for f in first), 0) for name in names}
 
 
 @dataclass
@@ -119,7 +117,9 @@ class Cluster:
 
 def _built(pod: Manifest) -> list[str]:
     """Folders that init containers check, and go on trying until they are there."""
-    words = [word for container in pod.get("initContainers", []) for word in (*container["command"], *container["args"])]
+    words = [
+        word for container in pod.get("initContainers", []) for word in (*container["command"], *container["args"])
+    ]
     return [word for word in words if word.startswith("/models/builds/")]
 
 
@@ -131,7 +131,9 @@ def without_hooks(manifests: list[Manifest]) -> list[Manifest]:
     """The same objects as they were before Jobs were hooks: all created at once, the servers waiting in their pods."""
 
     def plain(manifest: Manifest) -> Manifest:
-        kept = {k: v for k, v in (manifest["metadata"].get("annotations") or {}).items() if not k.startswith("helm.sh/")}
+        kept = {
+            k: v for k, v in (manifest["metadata"].get("annotations") or {}).items() if not k.startswith("helm.sh/")
+        }
         return {**manifest, "metadata": {**manifest["metadata"], "annotations": kept}}
 
     is_test: Callable[[Manifest], bool] = lambda m: _annotation(m, "helm.sh/hook") == "test"  # noqa: E731
