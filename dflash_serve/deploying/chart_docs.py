@@ -18,9 +18,9 @@ An unknown key is refused; what cannot work is refused before anything is instal
 
 ## Requirements
 
-Kubernetes 1.30 or newer (1.31: replicas kept together; 1.32: `placement.computeDomain`; 1.33: `models.kind: image`), Helm
-3.17 or newer. Where asked for: LeaderWorkerSet (several nodes), KEDA, the operators of Prometheus and Grafana, Gateway API
-and its inference extension, NVIDIA's DRA driver.
+Kubernetes 1.30 or newer (1.31: replicas kept together; 1.32: `placement.computeDomain`; 1.33: `models.kind: image`),
+Helm 3.17 or newer. Where asked for: LeaderWorkerSet (several nodes), KEDA, the operators of Prometheus and Grafana,
+Gateway API and its inference extension, NVIDIA's DRA driver.
 
 ## Values
 
