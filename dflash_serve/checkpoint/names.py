@@ -5,30 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from dflash_serve.catalogue import catalogue
 from dflash_serve.errors import did_you_mean
 
 ALIAS = "smollm2"
 """The bundled target, and its drafter."""
-PUBLISHED = {
-    "Qwen/Qwen3-4B": "z-lab/Qwen3-4B-DFlash-b16",
-    "Qwen/Qwen3-8B": "z-lab/Qwen3-8B-DFlash-b16",
-    "Qwen/Qwen3-Coder-30B-A3B-Instruct": "z-lab/Qwen3-Coder-30B-A3B-DFlash",
-    "Qwen/Qwen3-Coder-Next": "z-lab/Qwen3-Coder-Next-DFlash",
-    "Qwen/Qwen3.5-4B": "z-lab/Qwen3.5-4B-DFlash",
-    "Qwen/Qwen3.5-9B": "z-lab/Qwen3.5-9B-DFlash",
-    "Qwen/Qwen3.5-27B": "z-lab/Qwen3.5-27B-DFlash",
-    "Qwen/Qwen3.5-35B-A3B": "z-lab/Qwen3.5-35B-A3B-DFlash",
-    "Qwen/Qwen3.5-122B-A10B": "z-lab/Qwen3.5-122B-A10B-DFlash",
-    "Qwen/Qwen3.6-27B": "z-lab/Qwen3.6-27B-DFlash",
-    "Qwen/Qwen3.6-35B-A3B": "z-lab/Qwen3.6-35B-A3B-DFlash",
-    "google/gemma-4-26B-A4B-it": "z-lab/gemma-4-26B-A4B-it-DFlash",
-    "google/gemma-4-31B-it": "z-lab/gemma-4-31B-it-DFlash",
-    "meta-llama/Llama-3.1-8B-Instruct": "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
-    "moonshotai/Kimi-K2.5": "z-lab/Kimi-K2.5-DFlash",
-    "openai/gpt-oss-20b": "z-lab/gpt-oss-20b-DFlash",
-    "openai/gpt-oss-120b": "z-lab/gpt-oss-120b-DFlash",
-}
-"""Target -> its published drafter. For suggestions alone: any other id is asked for on the hub."""
 
 
 def probably_meant(name: str, *, absent: bool) -> str:
@@ -38,7 +19,9 @@ def probably_meant(name: str, *, absent: bool) -> str:
         absent: the hub said that it has no such repository, or the name is no hub id at all. Where the hub could not be
             asked, the name may be right, and only what differs in case, or a folder, is suggested.
     """
-    known = [ALIAS, *PUBLISHED, *PUBLISHED.values()]
+    known = sorted(
+        {ALIAS, *(name for drafter in catalogue().drafters for name in (drafter.target, drafter.repository))}
+    )
     if name in known:
         return ""
     same = next((one for one in known if one.lower() == name.lower()), None)

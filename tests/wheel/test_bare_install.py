@@ -17,18 +17,8 @@ from tests.wheel.conftest import ROOT, Run
 pytestmark = pytest.mark.wheel
 
 VERBS = (
-    "generate",
-    "serve",
-    "inspect",
-    "convert",
-    "train",
-    "evaluate",
-    "verify",
-    "doctor",
-    "top",
-    "bench",
-    "deploy",
-    "build",
+    *("generate", "serve", "drafters", "inspect", "convert", "train", "evaluate", "verify", "doctor", "top", "bench"),
+    *("plan", "deploy", "build"),
 )
 HERE = ("--target", "{target}", "--drafter", "{drafter}")
 SERVERS = ("--with", "http://127.0.0.1:9", "--without", "http://127.0.0.1:9")
@@ -45,6 +35,7 @@ LACKING = {
     "doctor": ("prove", ("doctor", *HERE)),
     "top": ("prove", ("top", "http://127.0.0.1:9", "--once")),
     "bench": ("bench", ("bench", *HERE)),
+    "plan": ("plan", ("plan", *HERE, "--gpu", "b200")),
     "build": ("engines", ("build", "qwen3-8b-b200")),
     "deploy": ("torch", ("deploy", "{published}", "--backend", "sglang", "--render", "helm")),
     "deploy --prepare": ("torch", ("deploy", "{deployment}", "--backend", "sglang", "--prepare", "folder")),
@@ -78,7 +69,12 @@ def test_a_verb_without_its_extra_is_one_line_that_names_it(case: str, run: Run,
 
 
 def test_every_verb_was_tried() -> None:
-    assert {words[0] for _, words in LACKING.values()} == set(VERBS)
+    assert {words[0] for _, words in LACKING.values()} | {"drafters"} == set(VERBS), "drafters lists a file of ours"
+
+
+def test_the_catalogue_needs_no_extra(run: Run) -> None:
+    listed = json.loads(run("drafters", "Qwen/Qwen3-8B", "--json").stdout)["drafters"]
+    assert any(row["repository"] == "z-lab/Qwen3-8B-DFlash-b16" for row in listed)
 
 
 def test_version_and_help_need_no_extra(run: Run) -> None:
