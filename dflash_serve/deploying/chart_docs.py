@@ -12,8 +12,9 @@ from typing import Any
 
 INTRODUCTION = """# dflash-serve
 
-A target and its DFlash drafter behind an OpenAI-compatible API, on SGLang, vLLM, TensorRT-LLM or PyTorch. From an empty
-node to a verified endpoint: [deploy/README.md](../../README.md). The smallest values: [examples](../../../examples/helm).
+A target and its DFlash drafter behind an OpenAI-compatible API, on SGLang, vLLM, TensorRT-LLM or PyTorch.
+From an empty node to a verified endpoint: [deploy/README.md](../../README.md).
+The smallest values, Argo CD and Flux: [examples/helm](../../../examples/helm).
 An unknown key is refused; what cannot work is refused before anything is installed, all of it at once.
 
 ## Requirements

@@ -134,7 +134,7 @@ def asked_and_counted(backend: str, url: str, model: str, headers: dict[str, str
 
 
 def counted(url: str, backend: str, headers: dict[str, str]) -> tuple[int, int]:
-    """Drafted and accepted tokens by the first pair of counters that the engine's page of Prometheus text has; else 0."""
+    """Drafted and accepted tokens by the first pair of counters that the engine's Prometheus page has; else 0."""
     path, names = COUNTERS[backend]
     page = call(url + path, headers=headers)
     totals: dict[str, float] = {}
