@@ -22,9 +22,9 @@ def _head(result: Mapping[str, Any]) -> Iterator[str]:
     )
     yield "Lengths of prompts and answers were not published and are assumed. No GPU was used, and no run was ours."
     yield (
-        "The rule for attention (one of 3) and the form of the constants (one of 8) were chosen on the fitted cells, and "
-        "the prefill share was changed once after the hold-outs had been seen: in-sample errors flatter, and the hold-outs "
-        "were not blind."
+        "The rule for attention (one of 3) and the form of the constants (one of 8) were chosen on the fitted cells, "
+        "and the prefill share was changed once after the hold-outs had been seen: in-sample errors flatter, and the "
+        "hold-outs were not blind."
     )
 
 
@@ -50,8 +50,9 @@ def _groups(result: Mapping[str, Any]) -> Iterator[str]:
     curve = result["plain_curve"]
     yield ""
     yield (
-        f"Plain gpt-oss-120b on B200 against the library's {curve['points']} points measured with TensorRT-LLM (TP 1 to 8, "
-        f"prompts of 1,024): mean error {curve['raw_mean_error']:.1%} raw, {curve['fitted_mean_error']:.1%} with scale "
+        f"Plain gpt-oss-120b on B200 against the library's {curve['points']} points measured with TensorRT-LLM (TP "
+        f"1 to 8, prompts of 1,024): mean error "
+        f"{curve['raw_mean_error']:.1%} raw, {curve['fitted_mean_error']:.1%} with scale "
         f"{curve['scale']:.3f} and {curve['plain_step']:.2f} ms fitted ({curve['fitted_within_15']} within 15 %)."
     )
     yield ""
@@ -84,13 +85,15 @@ def _number(value: float | None) -> str:
 
 def _cells(result: Mapping[str, Any]) -> Iterator[str]:
     yield from ("", "## Every cell", "")
-    yield "| group | target | task | concurrency | τ | B | plain | predicted | DFlash | predicted | speed-up | predicted | error |"
-    yield "|" + "---|" * 13
+    names = ["group", "target", "task", "concurrency", "τ", "B"]
+    names += ["plain", "predicted", "DFlash", "predicted", "speed-up", "predicted", "error"]
+    yield f"| {' | '.join(names)} |"
+    yield "|" + "---|" * len(names)
     for row in result["lines"]:
         base, dflash = (_rate(row[key]) for key in ("base", "dflash"))
         yield (
-            f"| {row['group']} | {row['target']} | {row['task']} | {row['concurrency']} | {row['tau']} | {row['block']} "
-            f"| {base} | {row['predicted_base']:,} | {dflash} | {row['predicted_dflash']:,} | {row['speedup']:.2f} "
+            f"| {row['group']} | {row['target']} | {row['task']} | {row['concurrency']} | {row['tau']} "
+            f"| {row['block']} | {base} | {row['predicted_base']:,} | {dflash} | {row['predicted_dflash']:,} | {row['speedup']:.2f} "
             f"| {row['predicted_speedup']:.2f} | {row['speedup_error']:+.0%} |"
         )
 

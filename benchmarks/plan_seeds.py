@@ -37,7 +37,7 @@ def _not_reproduced() -> list[dict[str, Any]]:
     gemma = (
         "the tables have no bf16 attention of Gemma 4's heads (256, window 1024) for vLLM, and its tau is not published"
     )
-    llama = "a digest: other drafter, other target, an 'asynchronous' verification that DFlash has not; contradicts the rest"
+    llama = "a digest: another drafter and target, an 'asynchronous' verification that DFlash has not"
     return [
         _line(
             "Llama-2-7B with a 68M drafter, one B200: 15.2x, 3.8x over EAGLE", None, None, f"not reproduced: {llama}"
@@ -102,7 +102,7 @@ def _headline(times_of: TIMES) -> dict[str, Any]:
     at_end = _at(front(wide), end.interactivity)
     remark = (
         f"a wall, not a speed-up: plain decoding ends at {end.interactivity:.0f} tokens/s/user ({end.split}, batch "
-        f"{end.batch}, {end.throughput:.0f} tokens/s/GPU), short of 500; DFlash gives {at_end:,.0f} tokens/s/GPU there; "
+        f"{end.batch}, {end.throughput:.0f} tokens/s/GPU), short of 500; DFlash gives {at_end:,.0f} there; "
         f"15x lies at {where} of that end; at equal batch, TP 8, the gain is {_equal_batch(times_of, acceptance)}"
     )
     return _line("gpt-oss-120b, 8 x B300, TensorRT-LLM: 15x at 500 to 600 tokens/s/user", 15.0, None, remark)

@@ -129,7 +129,7 @@ class Hardware(Frozen):
     """Where it runs."""
 
     gpu: Literal["none", "h100", "h200", "b200", "b300", "gb200", "gb300"] | None = None
-    """Kind of GPU, checked for memory and number formats before launch; gb200 and gb300 are those beside a Grace (arm64,
+    """Kind of GPU, checked for memory and number formats before launch; gb200 and gb300 stand beside a Grace (arm64,
     four on a node); `none` = a CPU, None = whatever is there."""
     count: PositiveInt = 1
     """GPUs that one server takes, on all its nodes together; `parallel` must come out at the same number."""

@@ -13,6 +13,8 @@ from dflash_serve.errors import UserError
 from .engine_arguments import PARSERS, argument_table
 from .heads import DSPARK
 from .launch_plan import LaunchPlan
+from .planner_table import FILE as PLANNER
+from .planner_table import planner_costs
 
 DRAFT, SECRETS = "draft", "secrets.yaml"
 """Where `prepare` puts the drafter, and the server's API key, below its folder."""
@@ -143,6 +145,8 @@ def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
     yield "--speculative-num-draft-tokens", str(plan.block_size)
     if plan.algorithm == DSPARK and plan.block_size is not None:
         yield "--speculative-dspark-block-size", str(plan.block_size - 1)
+        if plan.drafter is not None and planner_costs(plan.drafter) is not None:
+            yield "--speculative-dspark-sps-table-path", str(folder / PLANNER)
     # Otherwise a draft inherits the target's quantisation and K/V format, and accepts next to nothing.
     yield "--speculative-draft-model-quantization", "unquant"
     if "speculative-draft-kv-cache-dtype" not in _given(plan):

@@ -26,7 +26,9 @@ from .contract import printed
 from .facts import FACTS, TESTED
 from .heads import dialect_of, head_problems
 from .launch_plan import WIDTH_VARIABLE, LaunchPlan, read_launch_plan
-from .preview import preview
+from .planner_table import FILE as PLANNER
+from .planner_table import planner_costs, planner_table
+from .preview import SPECULATING_REQUESTS, preview
 
 
 class SGLangBackend:
@@ -56,7 +58,9 @@ class SGLangBackend:
         return printed()
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
-        """Writes draft/ and the API key. A built target or drafter is held against its manifest first, byte for byte.
+        """Writes draft/, the API key, and costs for DSPARK's planner.
+
+        A built target or drafter is held against its manifest first, byte for byte.
 
         Raises:
             UserError: the first problem of `check`, a built file that was changed, or a drafter that cannot be read.
@@ -66,6 +70,10 @@ class SGLangBackend:
         raise_problems(changed_files(deployment))
         if plan.checkpoint is not None:
             _write_draft_folder(plan.checkpoint, folder.resolve() / DRAFT)
+        costs = None if plan.drafter is None else planner_costs(plan.drafter)
+        if costs is not None and plan.block_size is not None:
+            batch = deployment.limits.max_batch_size or SPECULATING_REQUESTS
+            write_whole(folder / PLANNER, planner_table(costs, batch * plan.block_size))
         if deployment.serving.api_key_file is not None:
             key = read_keys(deployment.serving.api_key_file)[0]
             write_whole(folder / SECRETS, yaml.safe_dump({"api-key": key}), private=True)

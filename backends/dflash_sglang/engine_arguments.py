@@ -52,6 +52,7 @@ KEYS = {
     "speculative_draft_model_revision": "drafter.revision",
     "speculative_num_draft_tokens": "speculation.block_size",
     "speculative_dflash_block_size": "speculation.block_size",
+    "speculative_dspark_block_size": "speculation.block_size",
     "speculative_num_steps": SPECULATION,
     "speculative_eagle_topk": SPECULATION,
     "speculative_draft_window_size": "speculation.draft_window",

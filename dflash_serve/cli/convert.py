@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dflash_serve.checkpoint.config import DrafterConfig
-    from dflash_serve.checkpoint.target import TargetShape
 
 
 FULL = "Draft from all of the target's tokens, through its head: only where the drafter's head is a copy of its rows."
@@ -62,8 +61,6 @@ def convert(
     """
     need("torch", "safetensors", "torch")
     from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
-    from dflash_serve.checkpoint.source import target_source
-    from dflash_serve.checkpoint.target import read_target_shape
     from dflash_serve.checkpoint.writer import write_drafter
 
     refuse_idle_revision(source, revision)
@@ -71,8 +68,7 @@ def convert(
     tensors = load_tensors(checkpoint)
     assert checkpoint.config is not None
     assert checkpoint.dialect is not None
-    shape = None if target is None else replace(read_target_shape(target_source(target)), name=target)
-    config = checkpoint.config if shape is None else _of_target(checkpoint.config, shape)
+    config = checkpoint.config if target is None else _of_target(checkpoint.config, target)
     if full_vocabulary:
         config, tensors = _with_full_vocabulary(config, tensors, target)
     if markov_head is not None:
@@ -112,17 +108,20 @@ def _with_markov_head(
     return with_markov_head(config, tensors, rank=rank, fresh=kind is MarkovHeadKind.fresh)
 
 
-def _of_target(config: DrafterConfig, target: TargetShape) -> DrafterConfig:
+def _of_target(config: DrafterConfig, target: str) -> DrafterConfig:
     """The config with what the target adds to it.
 
     Raises:
-        UserError: the drafter is not this target's.
+        UserError: the target cannot be read, or the drafter is not its own.
     """
+    from dflash_serve.checkpoint.source import target_source
+    from dflash_serve.checkpoint.target import read_target_shape
     from dflash_serve.deployment_checks import check_pairing
     from dflash_serve.errors import raise_problems
 
-    raise_problems(check_pairing(config, target), hint="`dflash-serve inspect --target` shows all")
-    return config.model_copy(update={"num_target_layers": target.num_layers})
+    shape = replace(read_target_shape(target_source(target)), name=target)
+    raise_problems(check_pairing(config, shape), hint="`dflash-serve inspect --target` shows all")
+    return config.model_copy(update={"num_target_layers": shape.num_layers})
 
 
 def _note(config: DrafterConfig, to: To, target: str | None) -> str | None:

@@ -12,15 +12,16 @@ from typing import Any
 
 INTRODUCTION = """# dflash-serve
 
-A target and its DFlash drafter behind an OpenAI-compatible API, on SGLang, vLLM, TensorRT-LLM or PyTorch. From an empty
-node to a verified endpoint: [deploy/README.md](../../README.md). The smallest values: [examples](../../../examples/helm).
+A target and its DFlash drafter behind an OpenAI-compatible API, on SGLang, vLLM, TensorRT-LLM or PyTorch.
+From an empty node to a verified endpoint: [deploy/README.md](../../README.md).
+The smallest values, Argo CD and Flux: [examples/helm](../../../examples/helm).
 An unknown key is refused; what cannot work is refused before anything is installed, all of it at once.
 
 ## Requirements
 
-Kubernetes 1.30 or newer (1.31: replicas kept together; 1.32: `placement.computeDomain`; 1.33: `models.kind: image`), Helm
-3.17 or newer. Where asked for: LeaderWorkerSet (several nodes), KEDA, the operators of Prometheus and Grafana, Gateway API
-and its inference extension, NVIDIA's DRA driver.
+Kubernetes 1.30 or newer (1.31: replicas kept together; 1.32: `placement.computeDomain`; 1.33: `models.kind: image`),
+Helm 3.17 or newer. Where asked for: LeaderWorkerSet (several nodes), KEDA, the operators of Prometheus and Grafana,
+Gateway API and its inference extension, NVIDIA's DRA driver.
 
 ## Values
 

@@ -69,7 +69,7 @@ class Values(pod.ValuesSection):
     service_account: cluster.ServiceAccount = cluster.ServiceAccount()
     """Of servers and Jobs."""
     shared_memory: str = f"{SHARED_MEMORY_GIB}Gi"
-    """/dev/shm, counted in resources.memory."""
+    """Of the folder /dev/shm; counted in resources.memory."""
     scratch: str = "50Gi"
     """/cache, /prepared and /tmp, each at most; all the rest is read-only."""
     user: int | None = USER

@@ -136,7 +136,7 @@ class Security(ValuesSection):
     supplemental_groups: list[int] = []
     """Groups that own a shared file system."""
     check_memlock: bool = True
-    """Several nodes: a pod that may not lock memory without bound ends with a line, since RDMA would fall back to TCP."""
+    """Several nodes: a pod that may not lock memory without bound ends with a line: RDMA would fall back to TCP."""
 
 
 class KeyOf(ValuesSection):

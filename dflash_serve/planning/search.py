@@ -72,7 +72,8 @@ def explore(question: Question, *, can_follow: bool = True) -> Exploration:
 
 def batches_of(found: Exploration, split: Split) -> list[int]:
     """Batches that fit, the largest that does among them."""
-    asked = found.question.deployment.limits.max_batch_size
+    deployment = found.question.deployment
+    asked = (deployment.limits.max_batch_size or 0) // deployment.parallel.data  # a server's, shared by its copies
     most = min(found.room[split], asked or BATCHES[-1], BATCHES[-1])
     return sorted({*(batch for batch in BATCHES if batch < most), most})
 

@@ -1,1 +1,1 @@
-"""The build pipeline: a recipe to quantised checkpoints, ONNX and engines, each with where it came from."""
+"""The build pipeline: a recipe to quantised checkpoints, each with where it came from."""

@@ -1,4 +1,4 @@
-"""`dflash-serve build`: from a recipe to quantised checkpoints, ONNX and engines. Found by its entry point."""
+"""`dflash-serve build`: from a recipe to quantised checkpoints, each checked. Found by its entry point."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build(
         bool, typer.Option("--quiet", "-q", help="Print the result alone: no progress, no remarks.")
     ] = False,
 ) -> None:
-    """Build the checkpoints, graphs and engines that a recipe names; a build that was stopped goes on."""
+    """Build the quantised checkpoints that a recipe names; a build that was stopped goes on."""
     from rich.console import Console
 
     console = Console(soft_wrap=True, quiet=quiet)
@@ -140,5 +140,3 @@ def _findings(measured: Mapping[str, object]) -> Iterator[str]:
         if isinstance(entry, dict) and "acceptance_length" in entry:
             share = f" ({entry['of_bf16']:.3f} of bf16)" if "of_bf16" in entry else ""
             yield f"{name} {entry['acceptance_length']:.3f}{share}"
-        elif isinstance(entry, dict) and "not_built" in entry:
-            yield f"{name} not built: {entry['not_built']}"

@@ -64,11 +64,13 @@ def test_a_busy_server_is_not_a_dead_one(name: str) -> None:
 
 def test_a_changed_deployment_is_a_new_pod_and_a_changed_chart_is_none() -> None:
     def template(**deployment: Any) -> Manifest:
-        return server_pod(render(values("sglang", {**QWEN, **deployment})))
+        return server_pod(render(values("sglang", {**given, **deployment})))
+
+    given = {**QWEN, "drafter": {"model": "z-lab/Qwen3-8B-DFlash-b16"}}
 
     assert template() != template(limits={"max_batch_size": 8})
     of_the_chart = {"helm.sh/chart", "app.kubernetes.io/version"}
     assert not of_the_chart & template()["metadata"]["labels"].keys()
-    mounted = render(values("sglang", QWEN, tests={"acceptance": {"atLeast": 2}}))
+    mounted = render(values("sglang", given, tests={"acceptance": {"atLeast": 2}}))
     assert "acceptance.py" in config(mounted)
     assert server_pod(mounted) == template()  # what only tests read restarts nobody

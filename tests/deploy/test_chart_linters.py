@@ -23,12 +23,14 @@ rules:
   line-length: {max: 130}
 """
 PROBES = {"CKV_K8S_8": "liveness", "CKV_K8S_9": "readiness"}
+LIMITLESS = ("Deployment", "Job", "worker")
 ARGUED = {
     **{(check, "Pod"): f"a test asks once and ends: it has no {probe} to ask for" for check, probe in PROBES.items()},
     **{
         (check, "worker"): f"a worker has no server; its leader's {probe} probe is the group's"
         for check, probe in PROBES.items()
     },
+    **{("CKV_K8S_11", kind): "a CPU limit stops an engine's threads, and its GPUs wait" for kind in LIMITLESS},
 }
 """checkov's findings that stay: (check, what it is about) -> why. Its open version knows no severities: all count."""
 

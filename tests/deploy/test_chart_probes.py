@@ -33,7 +33,8 @@ def script(file: Path, *arguments: str) -> tuple[int, str]:
 
 
 def ready(url: str, seen: Path, backend: str, *, route: str = "/health_generate", width: str = "8", **more: str) -> Any:
-    flags = {"backend": backend, "ready": route, "model": MODEL, "width": width, "url": url, "seen": str(seen), **more}
+    flags = {"backend": backend, "ready": route, "model": MODEL, "width": width, "url": url, "seen": str(seen)}
+    flags |= more
     return script(READY, *(f"--{name}={value}" for name, value in flags.items()))
 
 
@@ -80,8 +81,12 @@ def sglang(proposed: int, correct: int) -> Engine:
 
 
 def tensorrt_llm(drafted: int, accepted: int) -> Engine:
-    stats = [{"specDecodingStats": {"numDraftTokens": drafted, "numAcceptedTokens": accepted}}, {"iter": 2}]
-    answers: dict[str, Answer] = {"/health_generate": (200, ""), "/v1/completions": (200, {}), "/metrics": (200, stats)}
+    labels = '{model_name="m",engine_type="undefined"}'
+    page = f"""# TYPE trtllm_spec_decode_num_draft_tokens_total counter
+trtllm_spec_decode_num_draft_tokens_total{labels} {drafted}.0
+trtllm_spec_decode_num_accepted_tokens_total{labels} {accepted}.0
+"""
+    answers = {"/health_generate": (200, ""), "/v1/completions": (200, {}), "/prometheus/metrics": (200, page)}
     return Engine(answers)
 
 
@@ -114,7 +119,7 @@ def test_an_engine_whose_drafter_accepts_is_ready_and_is_asked_once(backend: str
 def test_a_drafter_that_accepts_nothing_is_said_and_asked_again(backend: str, tmp_path: Path) -> None:
     with ENGINES[backend](40, 0).listening() as url:
         for _ in range(2):
-            code, said = ready(url, tmp_path / "seen", backend)
+            code, said = ready(url, tmp_path / "seen", backend, late="0")
             assert (code, said.strip()) == (
                 1,
                 "the drafter accepted none of 40 drafted tokens: it does not fit this target",
@@ -124,9 +129,10 @@ def test_a_drafter_that_accepts_nothing_is_said_and_asked_again(backend: str, tm
 @EACH
 def test_speculation_that_is_silently_off_is_not_ready_but_auto_may_choose_it(backend: str, tmp_path: Path) -> None:
     with ENGINES[backend](0, 0).listening() as url:
-        code, said = ready(url, tmp_path / "seen", backend, width="8")
+        code, said = ready(url, tmp_path / "seen", backend, width="8", late="0")
         assert (code, "silently off" in said) == (1, True)
-        assert ready(url, tmp_path / "seen", backend, width="auto") == (0, "")
+        chooses = backend != "tensorrt-llm"  # it always drafts whole blocks
+        assert ready(url, tmp_path / "seen", backend, width="auto", late="0")[0] == (0 if chooses else 1)
 
 
 @EACH

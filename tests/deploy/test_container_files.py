@@ -24,7 +24,8 @@ from dflash_serve.deployment import Deployment, Model
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
 EACH = pytest.mark.parametrize("name", BACKENDS)
-BASE = {"torch": "PYTHON", "sglang": "BASE", "tensorrt-llm": "BASE", "vllm": "BASE"}
+EVERY = pytest.mark.parametrize("name", [*BACKENDS, "engines"])
+BASE = {"torch": "PYTHON", "engines": "PYTHON", "sglang": "BASE", "tensorrt-llm": "BASE", "vllm": "BASE"}
 """The build argument that names the image below."""
 LABELS = ("title", "description", "licenses", "version", "revision", "base.name")
 
@@ -53,14 +54,14 @@ def variables(name: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(\S+)", " ".join(last_stage(name)["ENV"])))
 
 
-@EACH
+@EVERY
 def test_hadolint_has_nothing_to_say(name: str) -> None:
     argv = [str(Path(sys.executable).with_name("hadolint")), str(path_of(name))]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@EACH
+@EVERY
 def test_nothing_is_built_on_what_is_not_pinned(name: str) -> None:
     """The base has no default, and a build stage that the rest needs refuses one without a digest."""
     argument = BASE[name]
@@ -76,7 +77,7 @@ def test_nothing_is_built_on_what_is_not_pinned(name: str) -> None:
     assert any("from=build" in value for values in last_stage(name).values() for value in values)
 
 
-@EACH
+@EVERY
 def test_it_runs_without_rights_and_owns_only_what_it_writes(name: str) -> None:
     stage = last_stage(name)
     assert stage["USER"][-1] == f"{USER}:{USER}"
@@ -110,14 +111,14 @@ def test_it_sets_what_the_pod_sets(name: str) -> None:
     assert wanted.items() <= variables(name).items()
 
 
-@EACH
+@EVERY
 def test_it_says_what_it_is(name: str) -> None:
     labels = " ".join(last_stage(name)["LABEL"])
     assert all(f"org.opencontainers.image.{label}=" in labels for label in LABELS)
     assert dflash_serve.__version__ in " ".join(last_stage(name)["ARG"])
 
 
-@EACH
+@EVERY
 def test_nothing_is_fetched_from_a_url_and_no_cache_is_kept(name: str) -> None:
     steps = parsed(name)
     assert not [value for instruction, value in steps if instruction == "ADD" or "curl " in value or "wget " in value]
@@ -133,17 +134,35 @@ def copied(name: str) -> set[str]:
     return {word for value in steps for word in value.split()[:-1]}
 
 
-@EACH
+@EVERY
 def test_the_builder_is_sent_what_is_copied_and_nothing_else(name: str) -> None:
     ignore = path_of(name).with_name(f"{name}.Dockerfile.dockerignore").read_text().split()
     assert "*" in ignore
     assert {line.removeprefix("!") for line in ignore if line.startswith("!")} == copied(name)
 
 
+@pytest.mark.parametrize("name", ["sglang", "tensorrt-llm", "vllm"])
+def test_flashinfers_kernels_are_linked_as_root_and_the_link_is_proven_as_the_user(name: str) -> None:
+    steps = parsed(name)
+    user = max(i for i, (instruction, _) in enumerate(steps) if instruction == "USER")
+    (link,) = [i for i, (_, value) in enumerate(steps) if "link_cubins.sh &&" in value]
+    (probe,) = [i for i, (_, value) in enumerate(steps) if "link_cubins.sh probe" in value]
+    assert link < user < probe
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_helm_tests_verify_and_acceptance_have_what_they_import(name: str) -> None:
+    """They run in the server's image."""
+    installs = [value for instruction, value in parsed(name) if instruction == "RUN" and "install" in value]
+    assert any("prove]" in value for value in installs)
+
+
 def test_the_constraints_are_within_what_the_project_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = [Requirement(line) for line in (*project["dependencies"], *extras["torch"], *extras["serve"])]
+    asked = [
+        Requirement(line) for line in (*project["dependencies"], *extras["torch"], *extras["serve"], *extras["prove"])
+    ]
     pins = dict(line.split("==") for line in (DOCKER / "constraints.txt").read_text().splitlines() if "==" in line)
     for requirement in asked:
         if requirement.name not in ("dflash-serve", "torch"):
@@ -152,13 +171,9 @@ def test_the_constraints_are_within_what_the_project_asks_for() -> None:
 
 
 def test_what_is_copied_is_enough_for_the_wheel_and_the_wheel_has_the_chart(tmp_path: Path) -> None:
-    assert (
-        copied("torch") - {"deploy/docker/constraints.txt"}
-        == copied("sglang")
-        == copied("tensorrt-llm")
-        == copied("vllm")
-    )
-    for word in copied("sglang"):
+    apart = {"deploy/docker/constraints.txt", "deploy/docker/link_cubins.sh"}
+    assert len({frozenset(copied(name) - apart) for name in (*BACKENDS, "engines")}) == 1
+    for word in copied("engines"):
         source, target = ROOT / word, tmp_path / "src" / word
         target.parent.mkdir(parents=True, exist_ok=True)
         copy = shutil.copytree if source.is_dir() else shutil.copy

@@ -83,7 +83,7 @@ def servers(
 ) -> Iterator[Mapping[str, Berth]]:
     plain = deployment(next(iter(folders.values())), "off"), OnCpu(IN_STEP)
     wanted = {name: (deployment(models, "auto"), OnCpu(IN_STEP)) for name, models in folders.items()}
-    with fleet(tmp_path_factory.mktemp("servers"), {"plain": plain, **wanted}, at_once=1) as running:
+    with fleet(tmp_path_factory.mktemp("servers"), {"plain": plain, **wanted}, at_once=2) as running:
         yield running
 
 

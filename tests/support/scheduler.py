@@ -1,6 +1,6 @@
 """A cluster in miniature: nodes with GPUs, CPUs and memory, and an installation played in Helm's order, hooks first.
 
-A pod is placed whole or not at all, holds what it was given until it ends, and runs its init containers first. What runs
+A pod is placed whole or not at all, holds what it was given until it ends, and runs its init containers first. What is
 in them is not run: a build and a download write their folder, a check of the build looks for it, a server is ready.
 """
 

@@ -110,7 +110,8 @@ def _speculators(drafter: CataloguedDrafter, plain: Raw) -> Raw:
         for key, value in plain.items()
         if key not in ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers")
     }
-    heads: Raw = {"dspark": {**MARKOV, **CONFIDENCE}, "dflash2": DFLASH2}.get(kind, {"sample_from_anchor": False})
+    by_kind: dict[str, Raw] = {"dspark": {**MARKOV, **CONFIDENCE}, "dflash2": dict(DFLASH2)}
+    heads = by_kind.get(kind, {"sample_from_anchor": False})
     return {
         "architectures": ["DFlash2DraftModel" if kind == "dflash2" else f"{drafter.heads.family}Speculator"],
         "speculators_model_type": kind,

@@ -15,8 +15,8 @@ from tests.support.heads import CONVOLUTION, GATED, HEADS, SELECTOR, SHIFTED, VA
 from tests.support.tiny import edit_json, problems_of, random_tensors, spread_map, tiny_drafter_config
 from tests.unit.checkpoint.test_bad_checkpoints import edit_weights, refused
 
-REDUCED = {"draft_vocabulary": 40}
-DFLASH2 = {"convolution": CONVOLUTION, "selector": SELECTOR}
+REDUCED: dict[str, object] = {"draft_vocabulary": 40}
+DFLASH2: dict[str, object] = {"convolution": CONVOLUTION, "selector": SELECTOR}
 CONFIDENT = HEADS["Markov and confidence"]
 IDS = torch.arange(40)
 

@@ -23,7 +23,7 @@ from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
 
 GROUP: Any = typer.main.get_command(app)
 VERBS = sorted(GROUP.commands)
-OF_A_PAIR = ("serve", "verify", "doctor", "evaluate", "bench", "generate", "deploy")
+OF_A_PAIR = ("serve", "verify", "doctor", "evaluate", "bench", "plan", "generate", "deploy")
 
 
 def invoke(*words: str) -> Any:
@@ -91,6 +91,7 @@ BARE = {
     "verify": ("verify",),
     "doctor": ("doctor",),
     "bench": ("bench",),
+    "plan": ("plan",),
 }
 
 

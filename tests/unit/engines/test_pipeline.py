@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -142,3 +144,24 @@ def test_a_broken_manifest_is_an_error(bench: Bench) -> None:
     (bench.output / "report" / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read as a manifest"):
         verify(bench.output / "report")
+
+
+def test_a_second_build_of_a_folder_waits_for_the_first_and_spares_its_scratch(bench: Bench) -> None:
+    """Two releases on one claim: without the lock the second removed what the first was writing."""
+    scratch = bench.output / "steps" / ".count-0123.abcd"
+    scratch.mkdir(parents=True)
+    said = list[str]()
+    source = {"source": Source(bench.source, "digest", {"model": "words"})}
+    with (bench.output / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        second = threading.Thread(
+            target=run,
+            args=(bench.steps(), source, bench.output),
+            kwargs={"on_progress": lambda _, line: said.append(line)},
+        )
+        second.start()
+        second.join(0.5)
+        assert (second.is_alive(), scratch.is_dir(), bench.ran) == (True, True, [])
+        assert said == [f"another build writes {bench.output}; waiting for its end"]
+    second.join(30)
+    assert (bench.ran, scratch.exists()) == (["count", "raise", "report"], False)

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_serve.checkpoint.writer import write_drafter
+from dflash_serve.cost_table import COST_TABLE
 from dflash_serve.deployment import Deployment
+from dflash_serve.speculation.costs import CostModel
 from dflash_sglang import SGLangBackend
 from dflash_sglang.plugin.drafts import draft_problems
 from tests.support.heads import HEADS
@@ -94,3 +96,22 @@ def test_a_width_that_does_not_run_is_a_problem(name: str, width: int, fine: boo
     assert ([problem.where for problem in problems] == []) is fine
     if not fine:
         assert "verifies whole blocks of 8 slots with a DFlash2 drafter, not 3" in problems[0].what
+
+
+def test_dsparks_planner_gets_our_costs_where_it_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = CostModel(target={1: 0.010, 8: 0.011, 64: 0.020}, draft={1: 0.001, 8: 0.002}, target_context=1e-9)
+    (tmp_path / "cost.json").write_text(cost.model_dump_json())
+    deployment, flag = deployed(tmp_path, "Markov and confidence"), "--speculative-dspark-sps-table-path"
+    monkeypatch.setenv(COST_TABLE, str(tmp_path / "cost.json"))
+    assert flag not in flags_of(deployment, tmp_path / "prepared"), "SGLang's default verifies whole blocks"
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
+    assert flags_of(deployment, tmp_path / "prepared")[flag] == str(tmp_path / "prepared" / "planner.json")
+    SGLangBackend().prepare(deployment, tmp_path / "prepared")
+    table = json.loads((tmp_path / "prepared" / "planner.json").read_text())
+    assert table["m_probes"] == [1, 8, 64, 48 * 8]
+    for rows, theta in zip(table["m_probes"], table["theta_seconds"], strict=True):
+        for requests, alpha in zip(table["bs_probes"], table["alpha_seconds"], strict=True):
+            told = table["bias_seconds"] + alpha + theta
+            assert told == pytest.approx(cost.target_seconds(rows) + cost.draft_seconds(requests))
+    without = deployed(tmp_path / "without", "vanilla Markov")
+    assert flag not in flags_of(without, tmp_path / "prepared"), "no confidence, nothing to plan by"

@@ -50,7 +50,11 @@ def main() -> None:
 def acceptance_length(url: str, model: str, keys: Path | None, tokens: int) -> float | None:
     """Tokens per verification while the questions were answered, the bonus token counted; all that the server answers
     meanwhile counts."""
-    key = next((line.strip() for line in keys.read_text().splitlines() if line and line[0] != "#"), None) if keys else None
+    key = (
+        next((line.strip() for line in keys.read_text().splitlines() if line and line[0] != "#"), None)
+        if keys
+        else None
+    )
     before = read_acceptance(url, api_key=key)
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]

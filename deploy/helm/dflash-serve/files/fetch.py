@@ -1,4 +1,4 @@
-"""Fetches target and drafter of a deployment into the hub's cache, and the encoding that gpt-oss reads, before servers."""
+"""Fetches a deployment's target and drafter into the hub's cache, and the encoding that gpt-oss reads."""
 
 from __future__ import annotations
 

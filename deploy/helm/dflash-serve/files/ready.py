@@ -24,12 +24,17 @@ CHOOSE_A_WIDTH = ("torch", "sglang", "vllm")
 """Engines whose `width: auto` may be 1, by measured cost; TensorRT-LLM always drafts whole blocks."""
 LATE_SECONDS = 15
 """TensorRT-LLM's metrics are a buffer that is filled after an answer has ended."""
-VLLM_COUNTERS = (("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),)
-TRTLLM_COUNTERS = (
-    ("trtllm_spec_decode_drafted_tokens_total", "trtllm_spec_decode_accepted_tokens_total"),
-    ("trtllm_spec_decode_num_draft_tokens_total", "trtllm_spec_decode_num_accepted_tokens_total"),
-)
-"""(drafted, accepted); by position where the release has it."""
+COUNTERS = {
+    "vllm": ("/metrics", [("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")]),
+    "tensorrt-llm": (
+        "/prometheus/metrics",
+        [
+            ("trtllm_spec_decode_drafted_tokens_total", "trtllm_spec_decode_accepted_tokens_total"),
+            ("trtllm_spec_decode_num_draft_tokens_total", "trtllm_spec_decode_num_accepted_tokens_total"),
+        ],
+    ),
+}
+"""Page, and (drafted, accepted) of engines whose answers do not say it; by position where the release has it."""
 
 
 def main() -> None:
@@ -40,12 +45,17 @@ def main() -> None:
     parser.add_argument("--keys", type=Path)
     parser.add_argument("--url", default=URL)
     parser.add_argument("--seen", type=Path, default=SEEN)
+    parser.add_argument("--late", type=float, default=LATE_SECONDS)
     given = parser.parse_args()
     try:
         call(given.url + given.ready)
         if seen(given.seen):
             return
+        end = time.monotonic() + given.late
         drafted, accepted = ASK[given.backend](given.url, given.model, headers(given.keys))
+        while not accepted and given.backend not in CHOOSE_A_WIDTH and time.monotonic() < end:
+            time.sleep(0.5)
+            drafted, accepted = counted(given.url, given.backend, headers(given.keys))
     except urllib.error.HTTPError as error:
         sys.exit(f"not ready: {error.url} says {error}")
     except (OSError, ValueError, KeyError) as error:  # timeouts are OSErrors
@@ -105,30 +115,30 @@ def ask_sglang(url: str, model: str, headers: dict[str, str]) -> tuple[int, int]
 
 
 def ask_tensorrt_llm(url: str, model: str, headers: dict[str, str]) -> tuple[int, int]:
-    """Of all answers since its start. Its counters move some time after an answer's end, so they are asked again."""
-
-    def counts() -> tuple[int, int]:
-        return counted(call(f"{url}/prometheus/metrics", headers=headers), TRTLLM_COUNTERS)
-
-    if not counts()[1]:
-        call(f"{url}/v1/completions", completion(model), headers)
-    end = time.monotonic() + LATE_SECONDS
-    while not (found := counts())[1] and time.monotonic() < end:
-        time.sleep(0.5)
-    return found
+    """Of all answers since its start, ours among them where nobody asked before us."""
+    return asked_and_counted("tensorrt-llm", url, model, headers)
 
 
 def ask_vllm(url: str, model: str, headers: dict[str, str]) -> tuple[int, int]:
-    """Of all answers since its start, ours among them, by the counters of its /metrics."""
+    """Likewise."""
+    return asked_and_counted("vllm", url, model, headers)
+
+
+def asked_and_counted(backend: str, url: str, model: str, headers: dict[str, str]) -> tuple[int, int]:
+    """What its counters say; a question of our own only where they have seen nothing accepted yet."""
+    before = counted(url, backend, headers)
+    if before[1]:
+        return before
     call(f"{url}/v1/completions", completion(model), headers)
-    return counted(call(f"{url}/metrics", headers=headers), VLLM_COUNTERS)
+    return counted(url, backend, headers)
 
 
-def counted(page: Any, names: tuple[tuple[str, str], ...]) -> tuple[int, int]:
-    """Drafted and accepted tokens by the first pair of counters that a page of Prometheus text has; else 0."""
-    lines = page.decode().splitlines() if isinstance(page, bytes) else []
+def counted(url: str, backend: str, headers: dict[str, str]) -> tuple[int, int]:
+    """Drafted and accepted tokens by the first pair of counters that the engine's Prometheus page has; else 0."""
+    path, names = COUNTERS[backend]
+    page = call(url + path, headers=headers)
     totals: dict[str, float] = {}
-    for line in lines:
+    for line in page.decode().splitlines() if isinstance(page, bytes) else []:
         if line and not line.startswith("#"):
             name = line.partition("{")[0].partition(" ")[0]
             totals[name] = totals.get(name, 0.0) + float(line.rsplit(" ", 1)[-1])

@@ -1,0 +1,106 @@
+"""Alerts fire when they should and are silent when they should: Prometheus' own promtool plays the time."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dflash_serve.backend import backend
+from tests.support.chart import BACKENDS, ROOT, Manifest, only, recipe_deployment, render, values
+from tests.support.promtool import promtool
+
+RUNBOOK = (ROOT / "docs" / "alerts.md").read_text()
+LABELS = 'namespace="serving", app_kubernetes_io_instance="trial"'
+
+
+def rules(name: str) -> Manifest:
+    given = values(name, recipe_deployment("qwen3-8b-b200"), alerts={"enabled": True}, podMonitor={"enabled": True})
+    found: Manifest = only(render({**given, "networkPolicy": {"namespaces": ["monitoring"]}}), "PrometheusRule")["spec"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def every() -> dict[str, Manifest]:
+    return {name: rules(name) for name in BACKENDS}
+
+
+def test_promtool_takes_every_rule_and_each_has_its_page(every: dict[str, Manifest], tmp_path: Path) -> None:
+    for name, spec in every.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(spec))
+        for rule in spec["groups"][0]["rules"]:
+            assert rule["annotations"]["runbook"] == f"docs/alerts.md#{rule['alert'].lower()}"
+            assert f"\n## {rule['alert']}\n" in RUNBOOK
+    argv = [str(promtool()), "check", "rules", *map(str, tmp_path.glob("*.yaml"))]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_engine_is_watched_by_names_of_its_own(every: dict[str, Manifest]) -> None:
+    for name, spec in every.items():
+        metrics = backend(name).facts.metrics
+        rules = {rule["alert"]: rule["expr"] for rule in spec["groups"][0]["rules"]}
+        assert f"{metrics.queue_time}_bucket" in rules["DFlashQueueOld"]
+        assert {"DFlashAcceptanceLow", "DFlashDrafterDoesNotFit", "DFlashNotReady", "DFlashRestarts"} <= rules.keys()
+        assert ("DFlashDraftsNothing" in rules) == (name != "tensorrt-llm")  # it reports no widths
+        assert not [expression for expression in rules.values() if re.search(r"\$\w", expression)]
+
+
+def series(metric: str, values_: str, labels: str = "") -> dict[str, str]:
+    return {"series": f'{metric}{{{LABELS}, pod="a"{labels}}}', "values": values_}
+
+
+STEPS, ACCEPTED, OFFERED = (f"dflash_serve:{name}_total" for name in ("steps", "slots_accepted", "slots_offered"))
+GENERATED = "sglang:generation_tokens_total"
+READY = 'kube_pod_status_ready{condition="true", namespace="serving", pod="trial-dflash-serve-%s"}'
+GOOD = [
+    series(STEPS, "0+100x240", ', width="8"'),
+    series(ACCEPTED, "0+80x240", ', slot="1"'),
+    series(ACCEPTED, "0+70x240", ', slot="2"'),
+    series(OFFERED, "0+100x240", ', slot="1"'),
+    series(OFFERED, "0+100x240", ', slot="2"'),
+    series(GENERATED, "0+250x240"),
+    {"series": READY % "7d9c-x1", "values": "1x240"},
+    {"series": READY % "build-x1", "values": "0x240"},  # a Job's pod that has ended
+]
+BAD = [
+    series(STEPS, "0+100x240", ', width="8"'),
+    series(ACCEPTED, "0+10x240", ', slot="1"'),
+    series(OFFERED, "0+100x240", ', slot="1"'),
+    series(GENERATED, "0+110x240"),
+    {"series": READY % "7d9c-x1", "values": "0x240"},
+]
+IDLE_DRAFTER = [series(STEPS, "0+100x240", ', width="1"'), series(GENERATED, "0+100x240")]
+
+
+@pytest.mark.parametrize(
+    ("played", "firing"),
+    [
+        (GOOD, set()),
+        (BAD, {"DFlashAcceptanceLow", "DFlashDrafterDoesNotFit", "DFlashNotReady"}),
+        (IDLE_DRAFTER, {"DFlashDraftsNothing"}),
+    ],
+    ids=["good", "bad", "idle"],
+)
+def test_what_fires_in_two_hours(
+    played: list[dict[str, str]], firing: set[str], every: dict[str, Manifest], tmp_path: Path
+) -> None:
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(every["sglang"]))
+    alerts = [rule["alert"] for rule in every["sglang"]["groups"][0]["rules"]]
+    fired = {name for name in alerts if _fires(name, played, tmp_path)}
+    assert fired == firing
+
+
+def _fires(alert: str, played: list[dict[str, str]], folder: Path) -> bool:
+    """promtool is told that it does not, and contradicts or does not."""
+    quiet: dict[str, Any] = {"eval_time": "2h", "alertname": alert, "exp_alerts": []}
+    test = {"interval": "1m", "input_series": played, "alert_rule_test": [quiet]}
+    (folder / "test.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": [test]}))
+    argv = [str(promtool()), "test", "rules", "test.yaml"]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 or "exp:[" in done.stdout + done.stderr, done.stdout + done.stderr
+    return done.returncode != 0

@@ -1,0 +1,203 @@
+"""`dflash-serve plan`, from question to files: by the roofline, which every machine has; one plan by the tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from dflash_serve.cli.main import app
+from dflash_serve.deployment import load_deployment
+from dflash_serve.errors import UserError
+from dflash_serve.planning import tables
+from dflash_serve.speculation.costs import CostModel
+from tests.support.golden_deployments import hub
+
+pytest.importorskip("matplotlib", reason="the plan has a picture: pip install 'dflash-serve[plan]'")
+__all__ = ["hub"]
+pytestmark = pytest.mark.usefixtures("hub")
+PAIR = ("--target", "Qwen/Qwen3-8B", "--drafter", "z-lab/Qwen3-8B-DFlash-b16")
+LENGTH = ("--acceptance-length", "6.5")
+
+
+LIBRARY = tables.installed()
+
+
+@pytest.fixture(autouse=True)
+def by_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "installed", lambda: None)
+
+
+def plan(folder: Path, *words: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *words, "--output", str(folder)])
+
+
+def answer(folder: Path, *words: str) -> dict[str, Any]:
+    done = plan(folder, *words, "--json")
+    assert done.exception is None, done.exception
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, hub: None) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "installed", lambda: None)
+        made = tmp_path_factory.mktemp("plan")
+        done = plan(made, *PAIR, *LENGTH, "--gpu", "h200", "--count", "2", "--slo-interactivity", "60", "--html")
+        assert done.exception is None, done.exception
+        (made / "said.txt").write_text(done.stdout)
+    return made
+
+
+def test_three_lines_say_what_to_run_what_it_gives_and_what_it_rests_on(folder: Path) -> None:
+    run, gives, trust = json.loads((folder / "plan.json").read_text())["verdict"]
+    assert re.match(r"Run Qwen/Qwen3-8B on H200 with TP 1, 2 copies on 2 GPUs, width auto \(about \d+ at", run)
+    assert "tokens/s/GPU (" in gives
+    assert "times within the same limits (plain: " in gives
+    assert "its fastest point is" in gives
+    assert "Nothing was run: roofline of the H200's data sheet" in trust
+    assert "A fixed width of 16" in trust
+    said = (folder / "said.txt").read_text()
+    assert "the operator tables are not installed (pip install 'dflash-serve[plan]')" in said
+
+
+def test_the_deployment_is_one_that_serve_takes(folder: Path) -> None:
+    path = folder / "deployment.yaml"
+    chosen = json.loads((folder / "plan.json").read_text())["chosen"]
+    deployment = load_deployment(path)
+    assert deployment.limits.max_batch_size == 2 * chosen["batch"], "SGLang has both copies in one server"
+    assert (deployment.parallel.data, deployment.hardware.gpu, deployment.hardware.count) == (2, "h200", 2)
+    done = CliRunner().invoke(app, ["serve", str(path), "--backend", "sglang", "--dry-run", "--quiet"])
+    assert done.exit_code == 0, done.stdout
+    assert "--max-running-requests" in done.stdout
+
+
+def test_the_cost_table_and_the_tables_of_points_are_whole(folder: Path) -> None:
+    cost = CostModel.model_validate_json((folder / "costs.json").read_text())
+    assert cost.draft_seconds(8) > 0
+    told = json.loads((folder / "plan.json").read_text())
+    with (folder / "plan.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(told["points"])
+    for row in rows:
+        shares = sum(float(row[f"share_{name}"]) for name in ("measured", "interpolated", "roofline", "constants"))
+        assert shares == pytest.approx(1, abs=0.001)
+        assert float(row["lowest"]) < float(row["tokens_per_s_per_gpu"]) < float(row["highest"])
+    for row in told["points"]:
+        if row["variant"] == "off":
+            assert (row["width"], row["acceptance_length"]) == (1, 1.0)
+
+
+def test_auto_is_nowhere_slower_than_off_or_fixed(folder: Path) -> None:
+    points = json.loads((folder / "plan.json").read_text())["points"]
+    rate = {(p["variant"], p["tensor"], p["batch"]): p["tokens_per_s_per_gpu"] for p in points}
+    for (variant, tensor, batch), value in rate.items():
+        if variant == "auto":
+            assert value >= 0.97 * max(rate["off", tensor, batch], rate["fixed 16", tensor, batch])
+
+
+def test_what_to_do_next_can_be_typed(folder: Path) -> None:
+    said = (folder / "said.txt").read_text()
+    commands = re.findall(r"^next: (?:\w+=\S+ )?dflash-serve (.*)$", said, re.MULTILINE)
+    assert [shlex.split(command)[0] for command in commands] == ["serve", "bench", "plan"]
+    for command in commands:
+        verb, *words = shlex.split(command)
+        parsed = CliRunner().invoke(app, [verb, *words, "--help"])
+        assert parsed.exit_code == 0
+        known = parsed.stdout
+        assert all(word in known for word in words if word.startswith("--"))
+
+
+def test_the_report_needs_no_network_and_has_the_picture_in_it(folder: Path) -> None:
+    text = (folder / "report.html").read_text()
+    assert 'src="data:image/svg+xml;base64,' in text
+    assert not re.findall(r'(?:src|href)="https?:', text)
+    assert "default-src 'none'" in text
+    HTMLParser().feed(text)
+    assert (folder / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    for word in ("Read with care", "max_batch_size", "sglang-spec-v2"):
+        assert word in text
+
+
+def test_without_acceptance_it_is_a_band(tmp_path: Path) -> None:
+    told = answer(tmp_path, *PAIR, "--gpu", "b200")
+    assert [each["name"] for each in told["acceptances"]] == ["τ 3.00", "τ 4.50", "τ 6.00"]
+    low, high = told["chosen"]["lowest"], told["chosen"]["highest"]
+    assert low < 0.6 * high
+    assert any("a band, not a prediction" in caution for caution in told["cautions"])
+
+
+def test_where_plain_decoding_ends_there_is_no_ratio(tmp_path: Path) -> None:
+    told = answer(tmp_path, *PAIR, *LENGTH, "--gpu", "b200", "--slo-interactivity", "500")
+    assert told["equal_interactivity_ratio"] is None
+    assert "Plain decoding does not get there: it ends at" in told["verdict"][1]
+    assert told["plain_fastest"]["tokens_per_s_per_user"] < 500
+
+
+def test_a_drafter_that_was_not_named_is_assumed_and_no_deployment_written(tmp_path: Path) -> None:
+    done = plan(tmp_path, "--target", "Qwen/Qwen3-8B", "--task", "mt-bench", "--gpu", "h100")
+    assert "note: No drafter was named: one of 5 layers" in done.stdout
+    assert "next: name --drafter" in done.stdout
+    assert not (tmp_path / "deployment.yaml").exists()
+
+
+def test_vllm_s_copies_are_replicas_and_tensorrt_llm_has_no_auto(tmp_path: Path) -> None:
+    words = (*PAIR, *LENGTH, "--gpu", "b200", "--count", "4", "--slo-interactivity", "60")
+    assert plan(tmp_path / "v", *words, "--backend", "vllm").exception is None
+    assert yaml.safe_load((tmp_path / "v" / "deployment.yaml").read_text())["hardware"] == {"gpu": "b200"}
+    assert "# One of 4 servers alike" in (tmp_path / "v" / "deployment.yaml").read_text()
+    told = answer(tmp_path / "t", *words, "--backend", "tensorrt-llm")
+    assert {point["variant"] for point in told["points"]} == {"off", "fixed 16"}
+    assert any("cannot run `width: auto`" in caution for caution in told["cautions"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), r"which GPU\?"),
+        (("--gpu", "b20"), "nothing is known of a GPU 'b20'; did you mean b200"),
+        (("--gpu", "none"), "a CPU is not planned for"),
+        (("--gpu", "b200", "--tensor", "3"), "TP 3 does not divide 1 GPUs"),
+        (("--gpu", "b200", "--tensor", "3", "--count", "3"), "32 attention heads cannot be split over 3 devices"),
+        (("--gpu", "b200", "--acceptance-length", "17"), "17 is no acceptance length of a block of 16"),
+        (("--gpu", "b200", "--acceptance-length", "4", "--task", "gsm8k"), "acceptance is given twice"),
+        (("--gpu", "b200", "--task", "gsm9"), "no acceptance was published for this task"),
+        (("--gpu", "b200", "--backend", "torch"), "nothing is known of how long torch takes"),
+        (("--gpu", "b200", "--slo-interactivity", "9000"), r"gives 9000 tokens/s/user; the nearest that is met"),
+        (("--gpu", "b200", "--slo-ttft", "1"), r"first token after 1 ms; the nearest that is met is --slo-ttft \d+"),
+    ],
+)  # fmt: skip
+def test_a_bad_question_gets_one_line_and_writes_nothing(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    error = plan(tmp_path / "out", *PAIR, *words).exception
+    assert isinstance(error, UserError)
+    assert re.search(said, str(error)), str(error)
+    assert "\n" not in str(error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_nearest_that_is_met_is_met(tmp_path: Path) -> None:
+    words = (*PAIR, *LENGTH, "--gpu", "b200")
+    error = str(plan(tmp_path / "a", *words, "--slo-interactivity", "9000").exception)
+    found = re.search(r"(--slo-interactivity) (\d+)", error)
+    assert found is not None
+    assert plan(tmp_path / "b", *words, *found.groups()).exception is None
+
+
+@pytest.mark.skipif(LIBRARY is None, reason="pip install 'dflash-serve[plan]'")
+def test_a_plan_by_the_tables_says_how_much_of_a_step_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "installed", lambda: LIBRARY)
+    told = answer(tmp_path, *PAIR, *LENGTH, "--gpu", "b200", "--slo-interactivity", "50")
+    assert told["basis"].startswith("operator tables of aiconfigurator-core 0.12.0")
+    assert told["chosen"]["share_measured"] > 0.7
+    assert 15_000 < told["chosen"]["tokens_per_s_per_gpu"] < 25_000

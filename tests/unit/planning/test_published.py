@@ -1,0 +1,49 @@
+"""The written result of `python -m benchmarks.plan_published` keeps its promises, and is what the constants rest on."""
+
+from __future__ import annotations
+
+import json
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from dflash_serve.planning.calibration import ALL
+from dflash_serve.planning.constants import constants_of
+from dflash_serve.planning.plan import ROOFLINE_ERROR
+from tests.house import ROOT
+
+RESULT: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "plan-published.json").read_text())
+
+
+def test_the_constants_are_those_that_the_named_rows_gave() -> None:
+    shipped = constants_of("sglang", "sglang-spec-v1")
+    for name in ALL:
+        assert getattr(shipped, name) == pytest.approx(RESULT["constants"][name], abs=0.001)
+    other = constants_of("tensorrt-llm", None)
+    assert other.scale == pytest.approx(RESULT["plain_curve"]["scale"], abs=0.001)
+    assert other.plain_step == pytest.approx(RESULT["plain_curve"]["plain_step"], abs=0.001)
+
+
+def test_errors_are_within_the_goals_in_sample_and_held_out() -> None:
+    lines = RESULT["lines"]
+    inside = [abs(line["speedup_error"]) for line in lines if not line["held_out"]]
+    outside = [abs(line["speedup_error"]) for line in lines if line["held_out"]]
+    assert (len(inside), len(outside)) == (50, 39)
+    assert mean(inside) <= 0.10
+    assert mean(outside) <= 0.13
+    assert RESULT["plain_curve"]["points"] == 49
+    assert RESULT["plain_curve"]["raw_mean_error"] <= 0.10
+
+
+def test_no_error_that_a_plan_shows_is_smaller_than_what_was_found() -> None:
+    found = RESULT["held_out"]["speedup"]["mean_error"]
+    assert RESULT["roofline"]["constants_of_the_tables"]["base"]["mean_error"] <= ROOFLINE_ERROR
+    for name in ("sglang-spec-v1", "sglang-spec-v2"):
+        assert constants_of("sglang", name).error >= round(found, 2)
+    assert constants_of("vllm", None).error >= round(RESULT["groups"]["another engine"]["dflash"]["mean_error"], 2)
+
+
+def test_every_seed_has_a_prediction_or_a_reason() -> None:
+    for seed in RESULT["seeds"]:
+        assert seed["predicted"] is not None or seed["remark"].startswith(("not reproduced: ", "a wall"))
