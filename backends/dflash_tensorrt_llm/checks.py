@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.heads import Heads
-from dflash_serve.cost_table import COST_TABLE, SURVIVAL
 from dflash_serve.deployment import GIB, PER_NODE
 from dflash_serve.deployment_checks import block_problems, check_pairing, device_problems, length_problems
 from dflash_serve.engine_args import parser_problems
@@ -84,26 +83,19 @@ def _width(plan: LaunchPlan) -> Iterator[Problem]:
     speculation = plan.deployment.speculation
     if plan.users_schedule is not None and not plan.release.has(DRAFT_LEN_SCHEDULE):
         what = f"TensorRT-LLM {plan.release} ignores draft_len_schedule with DFlash"
-        do = f"install {DRAFT_LEN_SCHEDULE.since} or later, or leave it out"
-        yield Problem(what, "engine_args.tensorrt-llm.speculative_config", do)
+        where = "engine_args.tensorrt-llm.speculative_config"
+        yield Problem(what, where, f"install {DRAFT_LEN_SCHEDULE.since} or later, or leave it out")
     if speculation.width != "auto" or plan.users_schedule is not None:
         return
     try:
         follows = plan.draft_lengths() is not None
     except UserError as error:
+        follows = True  # a table that cannot be read is another problem
         yield Problem(error.what, error.where, error.do)
-        return
     if not follows and "width" in speculation.model_fields_set:
-        do = f"set a number, {plan.block_size} being the whole block (or off), or {way_to_follow_cost(plan)}"
-        yield Problem(f"TensorRT-LLM would verify all {plan.block_size} slots in every step", "speculation.width", do)
-
-
-def way_to_follow_cost(plan: LaunchPlan) -> str:
-    """What `width: auto` lacks, as advice."""
-    if not plan.release.has(DRAFT_LEN_SCHEDULE):
-        return f"install TensorRT-LLM {DRAFT_LEN_SCHEDULE.since} or later, which takes widths by batch size"
-    wanted = COST_TABLE if plan.recorded_survival is not None else f"{COST_TABLE} and {SURVIVAL}"
-    return f"give {wanted}, from which widths by batch size follow"
+        what = f"TensorRT-LLM would verify all {plan.block_size} slots in every step"
+        do = f"set a number, {plan.block_size} being the whole block (or off), or {plan.way_to_follow_cost}"
+        yield Problem(what, "speculation.width", do)
 
 
 def _target_layout(plan: LaunchPlan) -> Iterator[Problem]:

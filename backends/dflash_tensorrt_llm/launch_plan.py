@@ -18,7 +18,7 @@ from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import read_drafter
 from dflash_serve.checkpoint.source import drafter_source, local_folder, recorded_survival
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
-from dflash_serve.cost_table import given_cost, given_survival
+from dflash_serve.cost_table import COST_TABLE, SURVIVAL, given_cost, given_survival
 from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu, Model
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.engine_args import EngineArgs
@@ -112,6 +112,14 @@ class LaunchPlan:
         if cost is None or survival is None or not self.release.has(DRAFT_LEN_SCHEDULE):
             return None
         return draft_lengths(cost, survival, self.block_size, self.max_batch_size or 1)
+
+    @property
+    def way_to_follow_cost(self) -> str:
+        """What `width: auto` lacks where it has no `draft_lengths`, as advice."""
+        if not self.release.has(DRAFT_LEN_SCHEDULE):
+            return f"install TensorRT-LLM {DRAFT_LEN_SCHEDULE.since} or later, which takes widths by batch size"
+        wanted = COST_TABLE if self.recorded_survival is not None else f"{COST_TABLE} and {SURVIVAL}"
+        return f"give {wanted}, from which widths by batch size follow"
 
     @property
     def recompute_tail(self) -> int:

@@ -10,7 +10,7 @@ from dflash_serve.cost_table import COST_TABLE
 from dflash_serve.deployment import GIB
 from dflash_serve.preview import Choice, PreparedFile, Preview
 
-from .checks import head_problems, way_to_follow_cost
+from .checks import head_problems
 from .engine_arguments import HARMONY, named_parsers
 from .launch_plan import ROWS, LaunchPlan
 from .plugin import BUILT
@@ -131,5 +131,5 @@ def _width_notes(plan: LaunchPlan) -> Iterator[str]:
         yield (
             f"TensorRT-LLM verifies all {plan.block_size} slots in every step, whatever that costs: at high load it "
             "can be slower than no speculation; set speculation.width, "
-            f"{way_to_follow_cost(plan)}, or use --backend sglang"
+            f"{plan.way_to_follow_cost}, or use --backend sglang"
         )
