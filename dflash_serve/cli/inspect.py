@@ -44,6 +44,7 @@ def inspect(
         shape = replace(read_target_shape(target_source(target)), name=target)
         problems += check_pairing(checkpoint.config, shape)
         notes += pairing_notes(checkpoint.config, shape)
+        problems += _own_head_problems(checkpoint, target)
     if as_json:
         typer.echo(json.dumps(_as_json(checkpoint, problems, notes), indent=2))
     else:
@@ -59,6 +60,33 @@ def reading(drafter: str, *, quiet: bool) -> Iterator[None]:
 
     with Console(stderr=True, quiet=quiet).status(f"reading the weights of {drafter}"):
         yield
+
+
+def _own_head_problems(checkpoint: Checkpoint, target: str) -> list[Problem]:
+    """A head over the whole vocabulary that a checkpoint brings as a copy of the target's, and is none.
+
+    DeepSpec and speculators ship such copies; every engine leaves them out and drafts through the target's.
+    """
+    from dflash_serve.errors import Problem
+
+    header, config = checkpoint.headers.get("lm_head.weight"), checkpoint.config
+    if header is None or config is None or header.shape != (config.vocab_size, config.hidden_size):
+        return []
+    import torch
+    from safetensors import safe_open
+
+    from dflash_serve.checkpoint.conversions import differing_rows
+    from dflash_serve.models.loader import head_weight
+
+    with safe_open(header.file, framework="pt") as opened:
+        own, head = opened.get_tensor("lm_head.weight"), head_weight(target)
+    if own.shape != head.shape:
+        return []  # the pairing says so
+    differing = differing_rows(own, head, torch.arange(len(own)))
+    if not differing:
+        return []
+    what = f"{differing} of {len(own)} rows of its lm_head are not the target's, through which every engine drafts"
+    return [Problem(what, str(header.file), "use the target it was trained for, or a drafter without a head")]
 
 
 def refuse_idle_revision(drafter: str, revision: str | None) -> None:

@@ -155,3 +155,27 @@ def test_problems_with_the_bundled_target_name_it_and_not_where_it_lies(
     result = runner.invoke(app, [str(write_tiny_drafter(tmp_path / "drafter")), "--target", "smollm2"])
     assert "drafter for smollm2: hidden_size is 32" in result.output
     assert str(cache) not in result.output
+
+
+def test_a_dspark_drafter_is_described_with_its_rows(tmp_path: Path) -> None:
+    heads = {"markov": {"kind": "gated", "rank": 6}, "slots": "anchor-first"}
+    folder = write_tiny_drafter(tmp_path / "drafter", tiny_drafter_config(**heads), dialect="deepspec")
+    result = runner.invoke(app, [str(folder)])
+    assert result.exit_code == 0
+    assert "DSpark: gated Markov head of rank 6, anchor-first slots" in result.output
+    assert "3 drafted slots, by 3 rows from the anchor's on: block_size 3 in config.json" in result.output
+
+
+def test_a_head_that_is_no_copy_of_the_targets_is_a_problem(tmp_path: Path) -> None:
+    folder = write_tiny_drafter(tmp_path / "drafter", tiny_drafter_config(), dialect="deepspec")
+    of = target(tmp_path / "target")
+    head = torch.randn(96, 32)
+    save_file({"model.embed_tokens.weight": head}, of / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": head.clone()}, folder / "model.safetensors")
+    assert runner.invoke(app, [str(folder), "--target", str(of)]).exit_code == 0
+    head[[4, 9]] *= 1.5
+    save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors")
+    result = runner.invoke(app, [str(folder), "--target", str(of)])
+    assert result.exit_code == 1
+    assert "2 of 96 rows of its lm_head are not the target's" in result.output
