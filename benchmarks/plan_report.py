@@ -93,7 +93,8 @@ def _cells(result: Mapping[str, Any]) -> Iterator[str]:
         base, dflash = (_rate(row[key]) for key in ("base", "dflash"))
         yield (
             f"| {row['group']} | {row['target']} | {row['task']} | {row['concurrency']} | {row['tau']} "
-            f"| {row['block']} | {base} | {row['predicted_base']:,} | {dflash} | {row['predicted_dflash']:,} | {row['speedup']:.2f} "
+            f"| {row['block']} | {base} | {row['predicted_base']:,} | {dflash} "
+            f"| {row['predicted_dflash']:,} | {row['speedup']:.2f} "
             f"| {row['predicted_speedup']:.2f} | {row['speedup_error']:+.0%} |"
         )
 

@@ -148,7 +148,7 @@ def _calibrated(question: Question, report: Path | None) -> Calibration | None:
     split = Split(parallel.tensor, parallel.expert)
     times, _ = step_times_of(question, split)
     predictor = Predictor(times, question.constants, question.load, question.block_size, split)
-    return calibrate(report, predictor, question.deployment.target.model)
+    return calibrate(report, predictor, question.deployment.target.model, parallel.data)
 
 
 def _print(answer: Plan, calibration: Calibration | None, output: Path, files: list[Path], *, quiet: bool) -> None:

@@ -122,11 +122,11 @@ def from_report(path: Path, task: str | None, block_size: int) -> Acceptance:
 
 def _of_evaluation(tasks: Mapping[str, Any], task: str | None, path: Path) -> tuple[Sequence[float | None], str]:
     name = task or (next(iter(tasks)) if len(tasks) == 1 else None)
-    if name not in tasks:
+    if name is None or name not in tasks:
         do = f"give --task one of: {', '.join(tasks)}"
         raise UserError("which task?" if task is None else f"no task {task!r}", where=f"--survival {path}", do=do)
     try:
-        return list(tasks[name][AS_IT_IS]["survival"]), str(name)
+        return list(tasks[name][AS_IT_IS]["survival"]), name
     except (KeyError, TypeError):
         raise UserError("no report of `evaluate`", where=f"--survival {path}") from None
 

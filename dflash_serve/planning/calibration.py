@@ -84,8 +84,12 @@ class Calibration:
         return [*told, *(f"not used: {each}" for each in self.skipped)]
 
 
-def calibrate(path: Path, predictor: Predictor, target: str) -> Calibration:
+def calibrate(path: Path, predictor: Predictor, target: str, copies: int = 1) -> Calibration:
     """Fits the constants of `predictor`, of the split that was measured, to a bench's report.
+
+    Args:
+        target: what the plan is for.
+        copies: of the model, that shared the users of the measured server.
 
     Raises:
         UserError: no report of a bench, of another target, or with too few points.
@@ -94,7 +98,7 @@ def calibrate(path: Path, predictor: Predictor, target: str) -> Calibration:
     measured = report.get("served", {}).get("Target")
     if measured is not None and measured != target:
         raise UserError(f"it measured {measured}, the plan is for {target}", where=f"--calibrate {path}", do=DO)
-    cells, skipped = _cells(report, predictor)
+    cells, skipped = _cells(report, predictor, copies)
     free = [name for name in ALL if any((cell.width > 1) == name.startswith("speculative") for cell in cells)]
     counts = {kind: sum((cell.width > 1) == kind for cell in cells) for kind in (False, True)}
     if counts[False] < 2 or counts[True] == 1:
@@ -128,7 +132,7 @@ def _report(path: Path) -> Mapping[str, Any]:
     return report
 
 
-def _cells(report: Mapping[str, Any], predictor: Predictor) -> tuple[list[Cell], list[str]]:
+def _cells(report: Mapping[str, Any], predictor: Predictor, copies: int) -> tuple[list[Cell], list[str]]:
     """Points at a fixed width; those of `auto` mix widths and tell no step's time."""
     cells, skipped = [], []
     for point in report["points"]:
@@ -147,5 +151,6 @@ def _cells(report: Mapping[str, Any], predictor: Predictor) -> tuple[list[Cell],
             why = "its width changes" if width is None else "its speed or acceptance is unknown"
             skipped.append(f"{label} ({why})")
             continue
-        cells.append(Cell(label, predictor, users, width, float(tokens), users * float(seen)))
+        batch = max(1, round(users / copies))
+        cells.append(Cell(label, predictor, batch, width, float(tokens), batch * float(seen)))
     return cells, skipped

@@ -8,9 +8,20 @@ from functools import cached_property
 
 from dflash_serve.planning.prediction import OperatingPoint
 from dflash_serve.planning.question import Question
-from dflash_serve.planning.search import OFF, Exploration, best, explore, fastest, fixed, require_met, stops_paying
+from dflash_serve.planning.search import (
+    AUTO,
+    OFF,
+    Exploration,
+    best,
+    explore,
+    fastest,
+    fixed,
+    require_met,
+    stops_paying,
+)
 from dflash_serve.speculation.costs import CostModel
 
+ALIKE = 0.99
 ROOFLINE_ERROR = 0.3
 """Mean relative error where the roofline prices, with constants that were fitted with the tables (plan-published.json:
 28 % of plain tokens/s, 16 % of speed-ups).
@@ -38,9 +49,12 @@ class Plan:
 
     @cached_property
     def chosen(self) -> OperatingPoint:
-        """The most tokens/s/GPU within the limits."""
+        """The most tokens/s/GPU within the limits; `auto` where it is as good to 1 %, for it follows the load."""
         objective = self.question.objective
         found = best((point for each in self.curves.values() for point in each), objective)
+        follows = best(self.curves.get(AUTO, ()), objective)
+        if found is not None and follows is not None and follows.throughput >= ALIKE * found.throughput:
+            return follows
         return found or next(point for point in map(self._best_at, reversed(range(len(self.found.curves)))) if point)
 
     def _best_at(self, place: int) -> OperatingPoint | None:

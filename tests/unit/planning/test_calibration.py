@@ -80,3 +80,13 @@ def test_a_real_report_of_bench_is_read(predictor: Predictor) -> None:
     path = ROOT / "benchmarks" / "results" / "serving-smollm2-2core" / "bench.json"
     found = calibrate(path, predictor, "smollm2")
     assert len(found.cells) == 12
+
+
+def test_copies_of_one_server_share_its_users(predictor: Predictor, tmp_path: Path) -> None:
+    path = report_of(predictor, tmp_path)
+    report = json.loads(path.read_text())
+    for point in report["points"]:
+        point["concurrency"] *= 8
+    path.write_text(json.dumps(report))
+    found = calibrate(path, predictor, "Qwen/Qwen3-8B", copies=8)
+    assert found.constants.speculative_step == pytest.approx(TRUTH["speculative_step"], rel=0.02)
