@@ -83,7 +83,7 @@ class VLLMBackend:
         prepared = self._prepared
         plan = prepared if prepared and prepared.deployment == deployment else read_launch_plan(deployment)
         argv = [sys.executable, "-m", LAUNCHER, "serve", *arguments(plan, folder.resolve())]
-        env = {GUESSED_COSTS: plan.guessed_costs.model_dump_json()} if plan.has_our_scheduler else {}
+        env = {GUESSED_COSTS: plan.guessed_costs} if plan.has_our_scheduler else {}
         return Command((*argv, "--host", host, "--port", str(port)), env)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 
@@ -13,7 +14,6 @@ from dflash_serve.cost_table import given_cost, given_survival
 from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.engine_args import EngineArgs
-from dflash_serve.speculation.costs import CostModel
 
 from .drafter_rules import V1_VARIABLE
 from .schedule import Row, static_schedule
@@ -121,8 +121,8 @@ class LaunchPlan:
         return len(self.widths) > 1 and self.schedule() is None
 
     @property
-    def guessed_costs(self) -> CostModel:
-        """What steps cost by the models' sizes, in steps of one request: memory alone, then arithmetic alone."""
+    def guessed_costs(self) -> str:
+        """A `CostModel`'s JSON by the models' sizes, in steps of one request: memory alone, then arithmetic alone."""
         assert self.drafter is not None
         assert self.block_size is not None
         head = self.drafter.vocab_size * self.drafter.hidden_size * BF16
@@ -133,7 +133,7 @@ class LaunchPlan:
             "target": {1: 1.0, knee: 1.0, 8 * knee: 8.0},
             "draft": {1: share, blocks: share, 8 * blocks: 8 * share},
         }
-        return CostModel.model_validate(steep)
+        return json.dumps(steep)
 
     @property
     def on_cpu(self) -> bool:
