@@ -22,8 +22,8 @@ from .checks import problems
 from .drafter_rules import head_problems
 from .facts import FACTS, TESTED
 from .launch_plan import LaunchPlan, read_launch_plan
-from .plugin.widths import GUESSED_COSTS
 from .preview import preview
+from .schedule import GUESSED_COSTS
 
 LAUNCHER = "vllm.entrypoints.cli.main"
 """What the command `vllm` runs; by this Python, so that it is the vLLM that was checked."""

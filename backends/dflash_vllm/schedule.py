@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from dflash_serve.deployment import ENV_PREFIX
+
 if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel
 
+GUESSED_COSTS = f"{ENV_PREFIX}GUESSED_COSTS"
+"""Environment variable: costs as JSON, in steps of one request, by the models' sizes. Served steps correct them."""
 Row = list[int]
 """vLLM's: first batch size, last one, drafted tokens (slots without the anchor)."""
 

@@ -9,13 +9,11 @@ from statistics import median
 from pydantic import ValidationError
 
 from dflash_serve.cost_table import given_cost
-from dflash_serve.deployment import ENV_PREFIX
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import AutoWidth, FixedWidth, Step, WidthPolicy
+from dflash_vllm.schedule import GUESSED_COSTS
 
-GUESSED_COSTS = f"{ENV_PREFIX}GUESSED_COSTS"
-"""Costs as JSON, in steps of one request: what `serve` gathers from the models' sizes. Served steps correct them."""
 CLEAN, ANY = 4, 32
 """Steps after which the second is known that a guess counts in: of decoding alone, or of whatever there was."""
 

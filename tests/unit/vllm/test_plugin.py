@@ -15,7 +15,8 @@ from dflash_serve.speculation.width import Step
 from dflash_vllm.plugin import steps
 from dflash_vllm.plugin.guards import account
 from dflash_vllm.plugin.steps import StepClock, decoding_steps, steps_by_width
-from dflash_vllm.plugin.widths import ANY, CLEAN, GUESSED_COSTS, LiveWidths, make_widths
+from dflash_vllm.plugin.widths import ANY, CLEAN, LiveWidths, make_widths
+from dflash_vllm.schedule import GUESSED_COSTS
 
 PARAMETERS = [
     *("model.embed_tokens.weight", "lm_head.weight", "model.mask_embedding", "model.fc.weight", "model.norm.weight"),
