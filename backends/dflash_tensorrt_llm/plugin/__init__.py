@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_serve.errors import UserError
 
+from ..releases import DRAFTER_FROM_OUTSIDE
+
 if TYPE_CHECKING:
     from ..launch_plan import Implementation
 
@@ -49,7 +51,7 @@ def register(architecture: str, package: str, implementation: Implementation) ->
     """
     registry = import_module(REGISTRY)
     if not hasattr(registry, "register_draft_model"):
-        do = "install TensorRT-LLM 1.4, or use a plain bf16 drafter"
+        do = f"install TensorRT-LLM {DRAFTER_FROM_OUTSIDE.since}, or use a plain bf16 drafter"
         raise UserError("this release takes no drafter from outside", where="TensorRT-LLM", do=do)
     mode = import_module(INTERFACE).SpeculativeDecodingMode.DFLASH
     target = _target_class(registry, architecture)
