@@ -24,6 +24,12 @@ rules:
 """
 PROBES = {"CKV_K8S_8": "liveness", "CKV_K8S_9": "readiness"}
 LIMITLESS = ("Deployment", "Job", "worker")
+LOOSENED = {
+    "CKV_K8S_25": ("a capability", ("Deployment", "Pod", "worker")),
+    "CKV_K8S_31": ("a seccomp profile of the nodes", ("Deployment", "Pod", "worker")),
+    "CKV_K8S_35": ("a variable out of a Secret", ("Deployment", "worker")),
+    "CKV_K8S_40": ("the namespace's own user", ("Deployment", "Job", "Pod", "worker")),
+}
 ARGUED = {
     **{(check, "Pod"): f"a test asks once and ends: it has no {probe} to ask for" for check, probe in PROBES.items()},
     **{
@@ -31,6 +37,11 @@ ARGUED = {
         for check, probe in PROBES.items()
     },
     **{("CKV_K8S_11", kind): "a CPU limit stops an engine's threads, and its GPUs wait" for kind in LIMITLESS},
+    **{
+        (check, kind): f"one installation's values ask for {what}"
+        for check, (what, kinds) in LOOSENED.items()
+        for kind in kinds
+    },
 }
 """checkov's findings that stay: (check, what it is about) -> why. Its open version knows no severities: all count."""
 

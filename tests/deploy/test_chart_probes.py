@@ -22,7 +22,7 @@ from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, running
 from tests.support.tiny_target import write_tiny_pair
 
-READY, ASK = CHART / "files" / "ready.py", CHART / "files" / "ask.py"
+READY, ASK, ACCEPTANCE = (CHART / "files" / f"{name}.py" for name in ("ready", "ask", "acceptance"))
 Answer = tuple[int, object]
 
 
@@ -223,3 +223,15 @@ def test_verify_is_asked_in_words_it_knows(name: str, more: str) -> None:
 def test_what_is_mounted_is_what_is_tested() -> None:
     mounted = config(render(case("torch-on-a-cpu")))
     assert (mounted["ready.py"], mounted["ask.py"]) == (READY.read_text(), ASK.read_text())
+
+
+def test_the_acceptance_gate_opens_at_the_baseline_and_not_below(pair: tuple[Path, Path]) -> None:
+    """A random drafter gains next to nothing, which is enough for a baseline of 1 and not for one of 3."""
+    with running(tiny_engine(pair, width=4)) as tiny:
+        asked = [f"--url={tiny.url}", f"--model={MODEL}", "--tokens=8"]
+        code, said = script(ACCEPTANCE, *asked, "--at-least=1")
+        assert (code, "tokens per verification, wanted are 1.00" in said) == (0, True), said
+        code, said = script(ACCEPTANCE, *asked, "--at-least=3")
+        assert (code, "tokens per verification, wanted are 3.00" in said) == (1, True), said
+    code, said = script(ACCEPTANCE, *asked, "--at-least=1")
+    assert (code, said.startswith("no acceptance: ")) == (1, True), said
