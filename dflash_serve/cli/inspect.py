@@ -196,7 +196,7 @@ def _slots(config: DrafterConfig) -> str:
     """What stands behind the anchor; an anchor-first checkpoint counts its rows, one fewer."""
     if config.slots == "fill-in":
         return "masked slots"
-    return f"drafted slots, by {config.rows()} rows from the anchor's on: block_size {config.rows()} in config.json"
+    return f"drafted slots; block_size {config.rows()} in config.json"
 
 
 def _kind(config: DrafterConfig, index: int) -> str:

@@ -1,23 +1,21 @@
-"""The real server with tiny DFlash2 and DSpark pairs: the tokens are those without speculation, and it accepts what our
-own loop accepts.
+"""The real server with a tiny DFlash2 pair: the tokens are those without speculation, and it takes as many steps as our
+own loop. SGLang refuses DSPARK on a CPU; what it makes of our DSpark drafts: `test_dspark_heads`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dflash_serve import SamplingParams
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.deployment import Deployment
 from tests.support.embedded import answers, tiny_engine
-from tests.support.heads import CONVOLUTION, SELECTOR, SHIFTED
+from tests.support.heads import CONVOLUTION, SELECTOR
 from tests.support.sglang_server import Berth, OnCpu, fleet
 from tests.support.tiny import random_tensors, tiny_drafter_config
 from tests.support.tiny_target import SPECIALS, write_tiny_target
@@ -26,27 +24,13 @@ PROMPTS = ["the quick brown fox", '{"name": [1', "over the lazy dog jumps", "fox
 BLOCK, TOKENS = 8, 32
 PAIRS: Mapping[str, dict[str, Any]] = {
     "DFlash2": {"convolution": CONVOLUTION, "selector": SELECTOR},
-    "DSpark": {"markov": {"kind": "vanilla", "rank": 400}, **SHIFTED},
 }
 IN_STEP = "--disable-overlap-schedule"
 
 
-def bigrams(target: Path) -> torch.Tensor:
-    """What the target says after each token, [V, V], where its greedy answers to the prompts have been."""
-    engine = tiny_engine((target, target), width=1)
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    vocab = engine.scheduler.target.config.vocab_size
-    follows = torch.zeros(vocab, vocab)
-    for output in answers(engine, PROMPTS, params):
-        line = [output.prompt_token_ids[-1], *output.token_ids]
-        for before, after in pairwise(line):
-            follows[before, after] += 1000.0
-    return follows
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """A target, and a drafter of each kind; the Markov head knows the target's own bigrams."""
+    """A target, and a drafter of each kind."""
     folder = tmp_path_factory.mktemp("pairs")
     target = write_tiny_target(folder / "target", family="qwen3", positions=512)
     vocab_size = json.loads((target / "config.json").read_text())["vocab_size"]
@@ -62,9 +46,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
             **heads,
         )
         tensors = random_tensors(config)
-        if config.markov is not None:
-            inverse = torch.linalg.pinv(tensors["markov_head.markov_w1.weight"])
-            tensors["markov_head.markov_w2.weight"] = (inverse @ bigrams(target)).T.contiguous()
         tensors = {key: tensor.bfloat16().float() for key, tensor in tensors.items()}  # as it is prepared
         write_drafter(folder / name, config, tensors, dialect="modelopt")
         made[name] = target, folder / name
@@ -83,7 +64,7 @@ def servers(
 ) -> Iterator[Mapping[str, Berth]]:
     plain = deployment(next(iter(folders.values())), "off"), OnCpu(IN_STEP)
     wanted = {name: (deployment(models, "auto"), OnCpu(IN_STEP)) for name, models in folders.items()}
-    with fleet(tmp_path_factory.mktemp("servers"), {"plain": plain, **wanted}, at_once=2) as running:
+    with fleet(tmp_path_factory.mktemp("servers"), {"plain": plain, **wanted}, at_once=1) as running:
         yield running
 
 
@@ -110,5 +91,3 @@ def test_it_answers_as_without_speculation_and_accepts_as_our_loop(
     steps = [answer["meta_info"]["spec_verify_ct"] for answer in found]
     wanted = [output.statistics.verifications for output in ours]
     assert all(abs(a - b) <= 1 for a, b in zip(steps, wanted, strict=True)), (steps, wanted)  # the last block is cut
-    if name == "DSpark":
-        assert sum(steps) < 0.8 * sum(len(tokens) for tokens in truth)

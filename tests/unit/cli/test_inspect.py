@@ -163,7 +163,7 @@ def test_a_dspark_drafter_is_described_with_its_rows(tmp_path: Path) -> None:
     result = runner.invoke(app, [str(folder)])
     assert result.exit_code == 0
     assert "DSpark: gated Markov head of rank 6, anchor-first slots" in result.output
-    assert "3 drafted slots, by 3 rows from the anchor's on: block_size 3 in config.json" in result.output
+    assert "4 (the anchor and 3 drafted slots; block_size 3 in config.json)" in result.output
 
 
 def test_a_head_that_is_no_copy_of_the_targets_is_a_problem(tmp_path: Path) -> None:

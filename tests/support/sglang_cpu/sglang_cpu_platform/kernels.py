@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ def install() -> None:
     for name, function in replacements.items():
         HookRegistry.register(name, function, HookType.REPLACE)
     HookRegistry.register("sglang.srt.models.dflash.DFlashDraftModel.forward", in_own_dtype, HookType.AROUND)
-    HookRegistry.register("sglang.srt.arg_groups.speculative_hook._handle_dspark", dspark_anywhere, HookType.AROUND)
     gather = "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor"
     HookRegistry.register(gather, gathered, HookType.AROUND)
 
@@ -84,27 +82,6 @@ def assign_entries(
 def gathered(_: Any, group: Any, output: Tensor, part: Tensor) -> None:
     """As SGLang's in-tree CPU does: its custom operator exists for GPUs only."""
     group._all_gather_into_tensor(output, part)
-
-
-def dspark_anywhere(handle: Any, server_args: Any) -> None:
-    """SGLang takes DSPARK on a few kinds of devices only; its worker itself asks for nothing that PyTorch has not."""
-    from sglang.srt.arg_groups import speculative_hook
-
-    view_of = speculative_hook.resolving_view
-    with patch.object(speculative_hook, "resolving_view", lambda given: _OnCuda(view_of(given))):
-        handle(server_args)
-
-
-class _OnCuda:
-    """Arguments that name another device."""
-
-    device = "cuda"
-
-    def __init__(self, view: Any) -> None:
-        self._view = view
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._view, name)
 
 
 def in_own_dtype(forward: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
