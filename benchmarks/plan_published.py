@@ -21,7 +21,7 @@ from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Model
 from dflash_serve.planning import tables
-from dflash_serve.planning.calibration import ALL, Cell, fit
+from dflash_serve.planning.calibration import ALL, MeasuredCell, fit
 from dflash_serve.planning.constants import Constants, constants_of
 from dflash_serve.planning.prediction import Load, Predictor
 from dflash_serve.planning.question import specification
@@ -73,8 +73,8 @@ class Case:
     base: float | None
     dflash: float | None
     speedup: float
-    plain: Cell
-    wide: Cell
+    plain: MeasuredCell
+    wide: MeasuredCell
 
     def line(self, constants: Constants) -> dict[str, Any]:
         """Published beside predicted."""
@@ -114,8 +114,8 @@ def _case(group: Mapping[str, Any], row: Mapping[str, Any], place: int, batch: i
     dflash = dflash or (base * ratio if base and ratio else None)
     assert ratio is not None
     label = f"{row['target']} {row['task']} {batch}"
-    plain = Cell(label, predictor, batch, 1, 1.0, base or 1.0)
-    wide = Cell(label, predictor, batch, row["block"], row["tau"], dflash or 1.0)
+    plain = MeasuredCell(label, predictor, batch, 1, 1.0, base or 1.0)
+    wide = MeasuredCell(label, predictor, batch, row["block"], row["tau"], dflash or 1.0)
     held_out = group["role"] != "in sample"
     return Case(
         group["name"], held_out, row["target"], row["task"], batch, row["tau"], row["block"], base, dflash, ratio,
@@ -123,7 +123,7 @@ def _case(group: Mapping[str, Any], row: Mapping[str, Any], place: int, batch: i
     )  # fmt: skip
 
 
-def both(found: Sequence[Case]) -> list[Cell]:
+def both(found: Sequence[Case]) -> list[MeasuredCell]:
     """The cells that constants are fitted to."""
     return [cell for case in found for cell in (case.plain, case.wide)]
 
@@ -170,7 +170,7 @@ def measured_curve(constants: Constants) -> dict[str, Any]:
             times = times_of("gpt-oss-120b", "b200", "sglang", tensor)
             predictor = Predictor(times, constants, Load(1024, osl), 10, Split(tensor))
             rate = 1e3 * batch / float(row["silicon_tpot_ms"])
-            cells.append(Cell(f"TP {tensor}, {osl} tokens, batch {batch}", predictor, batch, 1, 1.0, rate))
+            cells.append(MeasuredCell(f"TP {tensor}, {osl} tokens, batch {batch}", predictor, batch, 1, 1.0, rate))
     raw = constants.model_copy(update={"scale": 1.0, "plain_step": 0.0, "plain_request": 0.0})
     fitted = fit(cells, raw, ("scale", "plain_step"))
     return {

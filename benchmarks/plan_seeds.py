@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import mean
 from typing import Any
 
-from dflash_serve.planning.acceptance import Acceptance, from_length
+from dflash_serve.planning.acceptance import ExpectedAcceptance, from_length
 from dflash_serve.planning.constants import Constants, constants_of
 from dflash_serve.planning.prediction import Load, OperatingPoint, Predictor
 from dflash_serve.planning.search import fastest, front
@@ -120,7 +120,7 @@ def _fifteen(plain: Sequence[OperatingPoint], wide: Sequence[OperatingPoint], en
     return "none"
 
 
-def _equal_batch(times_of: TIMES, acceptance: Acceptance) -> str:
+def _equal_batch(times_of: TIMES, acceptance: ExpectedAcceptance) -> str:
     predictor = Predictor(
         times_of("gpt-oss-120b", "b300", "sglang", 8),
         constants_of("tensorrt-llm", None), Load(1024, 1024), 10, Split(8),

@@ -16,10 +16,10 @@ from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
-    from dflash_serve.planning.acceptance import Acceptance
+    from dflash_serve.planning.acceptance import ExpectedAcceptance
     from dflash_serve.planning.calibration import Calibration
     from dflash_serve.planning.plan import Plan
-    from dflash_serve.planning.question import Question
+    from dflash_serve.planning.question import PlanQuestion
 
 TOP = 12
 """Lines of a front in the terminal, at most."""
@@ -67,19 +67,23 @@ def plan(
 ) -> None:
     """Say which split, width and batch to run on which GPUs, and what to expect. Nothing is run."""
     need("plan", "numpy", "scipy", "matplotlib", "jinja2")
+    options.require_target("plan", deployment, target)
+    server_backend(backend)
+    described = load_deployment(deployment, _flags(context.params))
+    question, calibration = _calibrated(_question(described, context.params), calibrate)
+    _answer(question, calibration, output, html=html, as_json=as_json, quiet=quiet)
+
+
+def _answer(
+    question: PlanQuestion, calibration: Calibration | None, output: Path, *, html: bool, as_json: bool, quiet: bool
+) -> None:
+    """Plans, writes, tells."""
     from dflash_serve.common.files import require_writable
     from dflash_serve.planning.handover import can_follow
     from dflash_serve.planning.plan import make_plan
     from dflash_serve.planning.report import JSON, write_plan
 
-    options.require_target("plan", deployment, target)
-    server_backend(backend)
-    described = load_deployment(deployment, _flags(context.params))
-    question = _question(described, context.params)
-    calibration = _calibrated(question, calibrate)
-    if calibration is not None:
-        question = replace(question, constants=calibration.constants)
-    answer = make_plan(question, can_follow=can_follow(backend, described))
+    answer = make_plan(question, can_follow=can_follow(question.backend, question.deployment))
     require_writable(output)
     files = write_plan(answer, output, html=html, calibration=calibration)
     if as_json:
@@ -99,17 +103,17 @@ def _flags(given: dict[str, Any]) -> dict[str, Any]:
     return flags
 
 
-def _question(described: Deployment, given: dict[str, Any]) -> Question:
+def _question(described: Deployment, given: dict[str, Any]) -> PlanQuestion:
     from dflash_serve.planning.constants import constants_of
     from dflash_serve.planning.prediction import Load
-    from dflash_serve.planning.question import Objective, Question, read_pair, specification
+    from dflash_serve.planning.question import Objective, PlanQuestion, read_pair, specification
 
     on = specification(described.hardware.gpu)
     backend = given["backend"]
     known = constants_of(backend, given["constants"])
     pair = read_pair(described)
     block = described.speculation.block_size or pair.drafter.block_size
-    return Question(
+    return PlanQuestion(
         deployment=described,
         backend=backend,
         on=on,
@@ -122,7 +126,7 @@ def _question(described: Deployment, given: dict[str, Any]) -> Question:
     )
 
 
-def _acceptances(given: dict[str, Any], target: str, block_size: int) -> list[Acceptance]:
+def _acceptances(given: dict[str, Any], target: str, block_size: int) -> list[ExpectedAcceptance]:
     from dflash_serve.planning.acceptance import band, from_length, from_report, of_task
 
     length, report, task = given["acceptance_length"], given["survival"], given["task"]
@@ -135,10 +139,10 @@ def _acceptances(given: dict[str, Any], target: str, block_size: int) -> list[Ac
     return band(block_size) if task is None else [of_task(task, target, block_size)]
 
 
-def _calibrated(question: Question, report: Path | None) -> Calibration | None:
-    """At the split that the deployment says; a bench tells of one."""
+def _calibrated(question: PlanQuestion, report: Path | None) -> tuple[PlanQuestion, Calibration | None]:
+    """The question with constants of a bench, of the split that the deployment says; the same where there is none."""
     if report is None:
-        return None
+        return question, None
     from dflash_serve.planning.calibration import calibrate
     from dflash_serve.planning.prediction import Predictor
     from dflash_serve.planning.question import step_times_of
@@ -148,7 +152,8 @@ def _calibrated(question: Question, report: Path | None) -> Calibration | None:
     split = Split(parallel.tensor, parallel.expert)
     times, _ = step_times_of(question, split)
     predictor = Predictor(times, question.constants, question.load, question.block_size, split)
-    return calibrate(report, predictor, question.deployment.target.model, parallel.data)
+    found = calibrate(report, predictor, question.deployment.target.model, parallel.data)
+    return replace(question, constants=found.constants), found
 
 
 def _print(answer: Plan, calibration: Calibration | None, output: Path, files: list[Path], *, quiet: bool) -> None:

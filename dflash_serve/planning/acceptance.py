@@ -15,13 +15,13 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 PRESETS = "published_acceptance.json"
 BAND = (3.0, 4.5, 6.0)
-"""Acceptance lengths of a whole block that published drafters have, from chat to mathematics."""
+"""ExpectedAcceptance lengths of a whole block that published drafters have, from chat to mathematics."""
 AS_IT_IS = "as it is"
 """What `evaluate`'s reports call a drafter with its own features."""
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class ExpectedAcceptance:
     """Survival of slots 1..B-1, and where it comes from."""
 
     name: str
@@ -33,7 +33,7 @@ class Acceptance:
         return 1 + sum(self.survival[: width - 1])
 
 
-def from_length(length: float, block_size: int, source: str, *, measured_at: int | None = None) -> Acceptance:
+def from_length(length: float, block_size: int, source: str, *, measured_at: int | None = None) -> ExpectedAcceptance:
     """Geometric survival p, p^2, ... with 1 + p + ... + p^(M-1) = length, M the block it was measured with.
 
     Checked on published pairs of widths (16 -> 8; 10 -> 6, 4): within -5 to +3 % in 13 of 13.
@@ -47,7 +47,7 @@ def from_length(length: float, block_size: int, source: str, *, measured_at: int
         raise UserError(f"{length:g} is no acceptance length of a block of {most}", where="--acceptance-length", do=do)
     share = _ratio_of(length, most)
     survival = tuple(share**slot for slot in range(1, block_size))
-    return Acceptance(f"\N{GREEK SMALL LETTER TAU} {1 + sum(survival):.2f}", survival, source)
+    return ExpectedAcceptance(f"\N{GREEK SMALL LETTER TAU} {1 + sum(survival):.2f}", survival, source)
 
 
 def _ratio_of(length: float, slots: int) -> float:
@@ -59,7 +59,7 @@ def _ratio_of(length: float, slots: int) -> float:
     return low
 
 
-def band(block_size: int) -> list[Acceptance]:
+def band(block_size: int) -> list[ExpectedAcceptance]:
     """What drafters that nobody measured may do."""
     source = "nothing is known of this drafter's acceptance: a band, not a prediction"
     return [from_length(min(length, 0.9 * block_size), block_size, source) for length in BAND]
@@ -72,7 +72,7 @@ def presets() -> dict[str, Any]:
     return found
 
 
-def of_task(task: str, target: str, block_size: int) -> Acceptance:
+def of_task(task: str, target: str, block_size: int) -> ExpectedAcceptance:
     """A published acceptance length of this target's own drafter.
 
     Raises:
@@ -92,7 +92,7 @@ def of_task(task: str, target: str, block_size: int) -> Acceptance:
     return from_length(row["tasks"][task], block_size, source, measured_at=row["block_size"])
 
 
-def from_report(path: Path, task: str | None, block_size: int) -> Acceptance:
+def from_report(path: Path, task: str | None, block_size: int) -> ExpectedAcceptance:
     """Survival measured by `evaluate --output` or by `bench`.
 
     Raises:
@@ -117,7 +117,7 @@ def from_report(path: Path, task: str | None, block_size: int) -> Acceptance:
     while len(known) < block_size - 1:  # slots that were not measured survive as the last one did
         known.append(known[-1] * conditional)
     source = f"measured: {what} of {path.name}"
-    return Acceptance(f"\N{GREEK SMALL LETTER TAU} {1 + sum(known):.2f}", tuple(known), source)
+    return ExpectedAcceptance(f"\N{GREEK SMALL LETTER TAU} {1 + sum(known):.2f}", tuple(known), source)
 
 
 def _of_evaluation(tasks: Mapping[str, Any], task: str | None, path: Path) -> tuple[Sequence[float | None], str]:

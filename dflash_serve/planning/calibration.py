@@ -22,7 +22,7 @@ DO = "give the bench.json of a `bench` of this pair"
 
 
 @dataclass(frozen=True)
-class Cell:
+class MeasuredCell:
     """One measurement: so many requests at once, at one width, and the tokens/s that they saw together."""
 
     label: str
@@ -45,7 +45,7 @@ class Cell:
         return self.predicted(constants) / self.rate - 1
 
 
-def fit(cells: Sequence[Cell], start: Constants, free: Sequence[str] = ALL) -> Constants:
+def fit(cells: Sequence[MeasuredCell], start: Constants, free: Sequence[str] = ALL) -> Constants:
     """The constants, none negative, with the least relative errors; outliers beyond 10 % count less (soft L1).
 
     Args:
@@ -70,7 +70,7 @@ class Calibration:
     """Constants from a bench, and how far each of its points is off with them."""
 
     constants: Constants
-    cells: tuple[Cell, ...]
+    cells: tuple[MeasuredCell, ...]
     skipped: tuple[str, ...]
     """Points that were not used, and why."""
 
@@ -118,7 +118,7 @@ def calibrate(path: Path, predictor: Predictor, target: str, copies: int = 1) ->
     return Calibration(found.model_copy(update=update), tuple(cells), tuple(skipped))
 
 
-def _mean_error(cells: Sequence[Cell], constants: Constants) -> float:
+def _mean_error(cells: Sequence[MeasuredCell], constants: Constants) -> float:
     return min(MOST_ERROR, max(LEAST_ERROR, round(mean(abs(cell.error(constants)) for cell in cells), 3)))
 
 
@@ -132,7 +132,7 @@ def _report(path: Path) -> Mapping[str, Any]:
     return report
 
 
-def _cells(report: Mapping[str, Any], predictor: Predictor, copies: int) -> tuple[list[Cell], list[str]]:
+def _cells(report: Mapping[str, Any], predictor: Predictor, copies: int) -> tuple[list[MeasuredCell], list[str]]:
     """Points at a fixed width; those of `auto` mix widths and tell no step's time."""
     cells, skipped = [], []
     for point in report["points"]:
@@ -152,5 +152,5 @@ def _cells(report: Mapping[str, Any], predictor: Predictor, copies: int) -> tupl
             skipped.append(f"{label} ({why})")
             continue
         batch = max(1, round(users / copies))
-        cells.append(Cell(label, predictor, batch, width, float(tokens), batch * float(seen)))
+        cells.append(MeasuredCell(label, predictor, batch, width, float(tokens), batch * float(seen)))
     return cells, skipped

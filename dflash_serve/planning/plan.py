@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dflash_serve.planning.prediction import OperatingPoint
-from dflash_serve.planning.question import Question
+from dflash_serve.planning.question import PlanQuestion
 from dflash_serve.planning.search import (
     AUTO,
     OFF,
@@ -35,7 +35,7 @@ class Plan:
     found: Exploration
 
     @property
-    def question(self) -> Question:
+    def question(self) -> PlanQuestion:
         return self.found.question
 
     @property
@@ -193,7 +193,7 @@ class Plan:
         )
 
 
-def make_plan(question: Question, *, can_follow: bool = True) -> Plan:
+def make_plan(question: PlanQuestion, *, can_follow: bool = True) -> Plan:
     """Answers a question.
 
     Raises:

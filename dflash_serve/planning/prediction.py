@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import exp
 
-from dflash_serve.planning.acceptance import Acceptance
+from dflash_serve.planning.acceptance import ExpectedAcceptance
 from dflash_serve.planning.constants import Constants
 from dflash_serve.planning.step_times import Milliseconds, Split, StepTimes
 from dflash_serve.speculation.allocation import choose_widths
@@ -109,7 +109,9 @@ class Predictor:
             variant, self.split, batch, width, tokens, whole, user, user * batch / self.split.tensor, first
         )
 
-    def curve(self, variant: str, batches: Sequence[int], width: int, acceptance: Acceptance) -> list[OperatingPoint]:
+    def curve(
+        self, variant: str, batches: Sequence[int], width: int, acceptance: ExpectedAcceptance
+    ) -> list[OperatingPoint]:
         """One width at every batch. A larger batch that is cheaper is noise: the smaller costs no more."""
         steps = [self.step(batch, width) for batch in batches]
         for place in range(len(steps) - 2, -1, -1):
@@ -117,7 +119,7 @@ class Predictor:
         tokens = acceptance.length(width)
         return [self.point(variant, b, width, tokens, step) for b, step in zip(batches, steps, strict=True)]
 
-    def auto(self, batch: int, widths: Sequence[int], acceptance: Acceptance) -> int:
+    def auto(self, batch: int, widths: Sequence[int], acceptance: ExpectedAcceptance) -> int:
         """The width that our own policy would choose for such a batch, were these its costs."""
         survival = acceptance.survival[: self.block_size - 1]
         wide = [width for width in widths if width > 1]

@@ -16,7 +16,7 @@ from dflash_serve.deployment import PER_NODE, Deployment, Model
 from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems
 from dflash_serve.errors import Problem, UserError, did_you_mean, first_line, raise_problems
 from dflash_serve.planning import tables
-from dflash_serve.planning.acceptance import Acceptance
+from dflash_serve.planning.acceptance import ExpectedAcceptance
 from dflash_serve.planning.constants import Constants
 from dflash_serve.planning.prediction import Load
 from dflash_serve.planning.roofline import SPECIFICATIONS, Roofline
@@ -37,7 +37,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """What a plan answers."""
 
     deployment: Deployment
@@ -47,7 +47,7 @@ class Question:
     block_size: int
     load: Load
     objective: Objective
-    acceptances: tuple[Acceptance, ...]
+    acceptances: tuple[ExpectedAcceptance, ...]
     """One, or a band from low to high."""
     constants: Constants
 
@@ -150,7 +150,7 @@ def usual_drafter(layout: TargetLayout, raw: Mapping[str, Any], block_size: int)
     return config, words
 
 
-def step_times_of(question: Question, split: Split) -> tuple[StepTimes, str | None]:
+def step_times_of(question: PlanQuestion, split: Split) -> tuple[StepTimes, str | None]:
     """The operator tables where they can price this, else the roofline; and why, where it is that."""
     pair, on, context = question.pair, question.on, question.load.context
     by_hand = Roofline(pair, on, split)

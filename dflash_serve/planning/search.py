@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_serve.errors import UserError
-from dflash_serve.planning.acceptance import Acceptance
+from dflash_serve.planning.acceptance import ExpectedAcceptance
 from dflash_serve.planning.prediction import OperatingPoint, Predictor
-from dflash_serve.planning.question import Objective, Question, step_times_of
+from dflash_serve.planning.question import Objective, PlanQuestion, step_times_of
 from dflash_serve.planning.step_times import Split
 
 OFF, AUTO = "off", "auto"
@@ -25,7 +25,7 @@ def fixed(block_size: int) -> str:
 class Exploration:
     """What was priced."""
 
-    question: Question
+    question: PlanQuestion
     can_follow: bool
     """Whether the engine can run `width: auto`."""
     predictors: dict[Split, Predictor] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Exploration:
         return "; ".join(dict.fromkeys(each.times.basis for each in self.predictors.values()))
 
 
-def explore(question: Question, *, can_follow: bool = True) -> Exploration:
+def explore(question: PlanQuestion, *, can_follow: bool = True) -> Exploration:
     """Prices every split, batch and width.
 
     Raises:
@@ -78,7 +78,7 @@ def batches_of(found: Exploration, split: Split) -> list[int]:
     return sorted({*(batch for batch in BATCHES if batch < most), most})
 
 
-def _curves(found: Exploration, acceptance: Acceptance) -> dict[str, list[OperatingPoint]]:
+def _curves(found: Exploration, acceptance: ExpectedAcceptance) -> dict[str, list[OperatingPoint]]:
     block = found.question.block_size
     curves: dict[str, list[OperatingPoint]] = {OFF: [], fixed(block): []}
     if found.can_follow:
@@ -93,7 +93,7 @@ def _curves(found: Exploration, acceptance: Acceptance) -> dict[str, list[Operat
 
 
 def _auto(
-    found: Exploration, predictor: Predictor, batches: Sequence[int], acceptance: Acceptance
+    found: Exploration, predictor: Predictor, batches: Sequence[int], acceptance: ExpectedAcceptance
 ) -> list[OperatingPoint]:
     """At each batch the width of our own policy."""
     chosen = [predictor.auto(batch, found.widths, acceptance) for batch in batches]
