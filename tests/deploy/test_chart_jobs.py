@@ -28,7 +28,7 @@ def block(file: str) -> Manifest:
 
 
 def walk_through() -> Manifest:
-    """Its values with the drafter that a Job quantises, put together as by `deploy --render helm`, -f and --set-file."""
+    """Its values with the drafter that a Job quantises, put together as by `deploy --render helm`, -f, --set-file."""
     cluster, deployment = {**block("cluster.yaml"), **block("quantised.yaml")}, block("deployment.yaml")
     deployment["drafter"] |= cluster.pop("deployment")["drafter"]
     given = {**values("tensorrt-llm", deployment), "startup": {"gigabytes": 70}, **cluster}

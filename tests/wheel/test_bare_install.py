@@ -25,7 +25,6 @@ SERVERS = ("--with", "http://127.0.0.1:9", "--without", "http://127.0.0.1:9")
 LACKING = {
     "generate": ("torch", ("generate", "hello")),
     "serve": ("serve", ("serve", *HERE, "--port", "0")),
-    "serve, vLLM's dry-run": ("vllm", ("serve", *HERE, "--backend", "vllm", "--dry-run")),
     "inspect": ("torch", ("inspect", "smollm2")),
     "convert": ("torch", ("convert", "smollm2", "out", "--to", "zlab")),
     "train": ("train", ("train", "recipe.yaml")),
@@ -89,7 +88,7 @@ def test_every_verbs_help_needs_no_extra(verb: str, run: Run) -> None:
     assert run(verb, "-h").stdout.startswith(f"Usage: dflash-serve {verb} ")
 
 
-@pytest.mark.parametrize("backend", ["torch", "sglang", "tensorrt-llm"])
+@pytest.mark.parametrize("backend", ["torch", "sglang", "vllm", "tensorrt-llm"])
 def test_a_dry_run_needs_no_extra(backend: str, run: Run, names: dict[str, str]) -> None:
     pair = ("--target", names["target"], "--drafter", names["drafter"])
     told = run("serve", *pair, "--backend", backend, "--dry-run", "--json")
