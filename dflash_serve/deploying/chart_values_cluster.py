@@ -236,7 +236,7 @@ class Verify(ValuesSection):
     """After so long it has failed; helm test needs a longer --timeout."""
 
 
-class Acceptance(ValuesSection):
+class AcceptanceGate(ValuesSection):
     """The gate of a new drafter: acceptance of fixed questions against a baseline."""
 
     at_least: float = Field(0, ge=0)
@@ -250,5 +250,5 @@ class Tests(ValuesSection):
 
     verify: Verify = Verify()
     """Losslessness against a plain server."""
-    acceptance: Acceptance = Acceptance()
+    acceptance: AcceptanceGate = AcceptanceGate()
     """Acceptance against a baseline."""
