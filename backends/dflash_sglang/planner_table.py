@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.cost_table import given_cost
-from dflash_serve.speculation.costs import CostModel
+
+if TYPE_CHECKING:
+    from dflash_serve.speculation.costs import CostModel
 
 FILE = "planner.json"
 """What `prepare` writes."""

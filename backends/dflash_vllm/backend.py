@@ -11,6 +11,7 @@ from dflash_serve.backend import Command
 from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors
 from dflash_serve.checkpoint.writer import write_drafter
+from dflash_serve.common.extras import need
 from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import changed_files, read_keys
@@ -22,7 +23,6 @@ from .checks import problems
 from .drafter_rules import head_problems
 from .facts import FACTS, TESTED
 from .launch_plan import LaunchPlan, read_launch_plan
-from .plugin.widths import GUESSED_COSTS
 from .preview import preview
 
 LAUNCHER = "vllm.entrypoints.cli.main"
@@ -83,7 +83,12 @@ class VLLMBackend:
         prepared = self._prepared
         plan = prepared if prepared and prepared.deployment == deployment else read_launch_plan(deployment)
         argv = [sys.executable, "-m", LAUNCHER, "serve", *arguments(plan, folder.resolve())]
-        env = {GUESSED_COSTS: plan.guessed_costs.model_dump_json()} if plan.has_our_scheduler else {}
+        env = {}
+        if plan.has_our_scheduler:
+            need("vllm", "numpy")  # without which this backend can still be asked what it serves
+            from .plugin.widths import GUESSED_COSTS
+
+            env[GUESSED_COSTS] = plan.guessed_costs.model_dump_json()
         return Command((*argv, "--host", host, "--port", str(port)), env)
 
 

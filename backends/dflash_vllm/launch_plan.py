@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.config import BF16, DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
@@ -13,10 +14,12 @@ from dflash_serve.cost_table import given_cost, given_survival
 from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.engine_args import EngineArgs
-from dflash_serve.speculation.costs import CostModel
 
 from .drafter_rules import V1_VARIABLE
 from .schedule import Row, static_schedule
+
+if TYPE_CHECKING:
+    from dflash_serve.speculation.costs import CostModel
 
 ROWS = 8192
 """vLLM's default of max_num_batched_tokens on an H100."""
@@ -133,6 +136,8 @@ class LaunchPlan:
             "target": {1: 1.0, knee: 1.0, 8 * knee: 8.0},
             "draft": {1: share, blocks: share, 8 * blocks: 8 * share},
         }
+        from dflash_serve.speculation.costs import CostModel
+
         return CostModel.model_validate(steep)
 
     @property

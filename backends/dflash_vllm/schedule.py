@@ -7,9 +7,10 @@ the machine (`dflash_serve.cost_table`, `speculation.allocation`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from dflash_serve.speculation.allocation import widths_by_batch
-from dflash_serve.speculation.costs import CostModel
+if TYPE_CHECKING:
+    from dflash_serve.speculation.costs import CostModel
 
 Row = list[int]
 """vLLM's: first batch size, last one, drafted tokens (slots without the anchor)."""
@@ -19,6 +20,8 @@ def static_schedule(
     cost: CostModel, survival: Sequence[float], widths: Sequence[int], max_batch_size: int
 ) -> list[Row]:
     """For every batch size the one of `widths` with the most tokens per second; 0 drafted = off."""
+    from dflash_serve.speculation.allocation import widths_by_batch  # numpy, which not every install has
+
     stretches = widths_by_batch(survival, cost, widths, max_batch_size)
     return [[first, last, width - 1] for first, last, width in stretches]
 
