@@ -76,9 +76,8 @@ def serve(
         return report.show(as_json=as_json, quiet=quiet, show_files=show_files)
     raise_problems(backend.check(described), hint="--dry-run shows all")
     require_program(backend.command(described, DRY_FOLDER, host=host, port=port).argv, backend.name)
-    command = backend.command(described, prepared(backend, described, folder), host=host, port=port)
     tell_choices(backend, described, quiet=quiet)
-    become(command, backend.name)
+    become(backend.command(described, prepared(backend, described, folder), host=host, port=port), backend.name)
 
 
 def prepared(chosen: ServerBackend, deployment: Deployment, folder: Path | None) -> Path:
