@@ -15,7 +15,7 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 PRESETS = "published_acceptance.json"
 BAND = (3.0, 4.5, 6.0)
-"""ExpectedAcceptance lengths of a whole block that published drafters have, from chat to mathematics."""
+"""Acceptance lengths of a whole block that published drafters have, from chat to mathematics."""
 AS_IT_IS = "as it is"
 """What `evaluate`'s reports call a drafter with its own features."""
 
