@@ -45,9 +45,10 @@ def attribute_docs(module: ModuleType) -> dict[str, dict[str, str]]:
 
 def _documented(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for field, text in pairwise(node.body):
-        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if is_field and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            yield field.target.id, " ".join(str(text.value.value).split())  # type: ignore[union-attr]
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            yield field.target.id, " ".join(str(text.value.value).split())
 
 
 def readme(schema: Mapping[str, Any]) -> str:
@@ -77,4 +78,5 @@ def _section(schema: Mapping[str, Any], node: Mapping[str, Any]) -> Mapping[str,
 
 def _type(node: Mapping[str, Any]) -> str:
     kinds = [branch.get("type", "object") for branch in node.get("anyOf", [node])]
-    return {"array": "list", "integer": "int", "boolean": "bool"}.get(kinds[0], kinds[0])
+    kind = str(kinds[0])
+    return {"array": "list", "integer": "int", "boolean": "bool"}.get(kind, kind)

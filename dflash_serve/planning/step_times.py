@@ -78,8 +78,10 @@ class Pair:
 class StepTimes(Protocol):
     """What one split on one GPU takes; no engine's own time is in it."""
 
-    basis: str
-    """Where the figures come from, in words."""
+    @property
+    def basis(self) -> str:
+        """Where the figures come from, in words."""
+        ...
 
     def verify(self, batch: int, width: int, context: int) -> Milliseconds:
         """The target's pass over `width` slots of each of `batch` requests, each with `context` tokens before them."""

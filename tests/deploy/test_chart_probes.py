@@ -86,7 +86,11 @@ def tensorrt_llm(drafted: int, accepted: int) -> Engine:
 trtllm_spec_decode_num_draft_tokens_total{labels} {drafted}.0
 trtllm_spec_decode_num_accepted_tokens_total{labels} {accepted}.0
 """
-    answers = {"/health_generate": (200, ""), "/v1/completions": (200, {}), "/prometheus/metrics": (200, page)}
+    answers: dict[str, Answer] = {
+        "/health_generate": (200, ""),
+        "/v1/completions": (200, {}),
+        "/prometheus/metrics": (200, page),
+    }
     return Engine(answers)
 
 

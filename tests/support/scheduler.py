@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 
 from tests.support.chart import Manifest
 
-ORDER = ("NetworkPolicy", "PodDisruptionBudget", "ServiceAccount", "ConfigMap", "PersistentVolumeClaim", "Service")
+ORDER: tuple[str, ...] = (
+    "NetworkPolicy",
+    "PodDisruptionBudget",
+    "ServiceAccount",
+    "ConfigMap",
+    "PersistentVolumeClaim",
+    "Service",
+)
 ORDER += ("Pod", "Deployment", "HorizontalPodAutoscaler", "StatefulSet", "Job", "CronJob")
 """Helm's InstallOrder, of the kinds that we have; custom resources come last."""
 UNITS = {"m": 1e-3, "": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
