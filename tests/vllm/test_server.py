@@ -186,6 +186,7 @@ def test_it_exports_all_that_the_dashboard_asks_of_it_and_routers_look_for(serve
         server.get(path)  # an HTTP error raises
 
 
+@pytest.mark.usefixtures("truth")  # the plain server is asked for it before it is stopped here
 def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers: Fleet) -> None:
     plan = VerifyPlan(prompts=4, prompts_sha256="", max_tokens=24, samples=FEWEST, dtype="float32")
     urls = [servers[name].ready.result().url for name in ("full", "plain")]
