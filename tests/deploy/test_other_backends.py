@@ -107,8 +107,8 @@ def test_kserve(file: Path) -> None:
 
 def test_the_chart_runs_it_by_what_the_values_say_of_it(file: Path) -> None:
     (values,) = deploy(file, "helm")
-    scaled = {"kind": "hpa"}
-    manifests = render({**values, "podMonitor": {"enabled": True}, "autoscaling": scaled})
+    cluster = {"podMonitor": {"enabled": True}, "networkPolicy": {"namespaces": ["monitoring"]}}
+    manifests = render({**values, **cluster, "autoscaling": {"kind": "hpa"}})
     container = server(manifests)
     probes = [container[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")]
     assert probes == ["/up", "/alive", "/deep"]

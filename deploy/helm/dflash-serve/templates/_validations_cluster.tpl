@@ -176,9 +176,9 @@ hostNetwork: a network policy does not hold for it; set networkPolicy.enabled to
 {{- if eq (and (hasKey . "value") (not (kindIs "invalid" .value))) (hasKey . "valueFrom") }}
 env: {{ .name }} needs a value or a valueFrom, one of them
 {{- end }}
-{{- with .valueFrom }}
-{{- if ne (len .) 1 }}
-env: {{ keys . | sortAlpha | join " and " | default "nothing" }} in one valueFrom; give exactly one
+{{- if hasKey . "valueFrom" }}
+{{- if ne (len .valueFrom) 1 }}
+env: {{ keys .valueFrom | sortAlpha | join " and " | default "nothing" }} in one valueFrom; give exactly one
 {{- end }}
 {{- end }}
 {{- if hasPrefix "DFLASH_SERVE_" .name }}
