@@ -19,7 +19,7 @@ NOBODY = 10001
 
 
 AS_NOBODY = """
-import __future__, argparse, os, pathlib, resource, sys
+import __future__, argparse, collections.abc, os, pathlib, resource, sys
 source = open(sys.argv.pop(1)).read()
 os.setuid(10001)
 exec(compile(source, "check.py", "exec"), {"__name__": "__main__"})
