@@ -19,12 +19,13 @@ NOBODY = 10001
 
 
 AS_NOBODY = """
-import __future__, argparse, collections.abc, os, pathlib, resource, sys
-source = open(sys.argv.pop(1)).read()
+import locale, os, sys
+check = {"__name__": "check"}
+exec(compile(open(sys.argv.pop(1)).read(), "check.py", "exec"), check)
 os.setuid(10001)
-exec(compile(source, "check.py", "exec"), {"__name__": "__main__"})
+check["main"]()
 """
-"""This Python may lie where nobody can read it: what is needed is read first."""
+"""This Python may lie where nobody can read it: what is needed is imported first."""
 
 
 def checked(*arguments: str, before: Callable[[], None] | None = None, nobody: bool = False) -> tuple[int, str]:
