@@ -65,7 +65,7 @@ def deploy(
     workload = workload_of(name, backend_name, described, image)
     raise_problems(chosen.check(workload.deployment), hint="`dflash-serve serve --dry-run` shows all")
     if prepare is not None:
-        prepared(chosen, described, prepare)
+        prepared(chosen, described, prepare, quiet=True)
         return
     _require_deployable(workload)
     text = render(workload, cast(Form, form))

@@ -76,12 +76,12 @@ def serve(
         return report.show(as_json=as_json, quiet=quiet, show_files=show_files)
     raise_problems(backend.check(described), hint="--dry-run shows all")
     require_program(backend.command(described, DRY_FOLDER, host=host, port=port).argv, backend.name)
-    tell_choices(backend, described, quiet=quiet)
-    become(backend.command(described, prepared(backend, described, folder), host=host, port=port), backend.name)
+    folder = prepared(backend, described, folder, quiet=quiet)
+    become(backend.command(described, folder, host=host, port=port), backend.name)
 
 
-def prepared(chosen: ServerBackend, deployment: Deployment, folder: Path | None) -> Path:
-    """The folder with what the engine reads.
+def prepared(chosen: ServerBackend, deployment: Deployment, folder: Path | None, *, quiet: bool) -> Path:
+    """The folder with what the engine reads; once it is there, what was chosen is told.
 
     Raises:
         UserError: it cannot be written, or the backend refuses the deployment.
@@ -93,6 +93,7 @@ def prepared(chosen: ServerBackend, deployment: Deployment, folder: Path | None)
         do = "free some space, or name another --folder"
         where = str(folder or tempfile.gettempdir())
         raise UserError(f"cannot be written ({error.strerror})", where=where, do=do) from None
+    tell_choices(chosen, deployment, quiet=quiet)
     return folder
 
 

@@ -93,7 +93,7 @@ def test_vllm_understands_what_we_write(
     assert found.model == wanted.target.model
     assert (found.dtype, found.kv_cache_dtype, found.generation_config) == ("bfloat16", "fp8", "vllm")
     assert (found.tensor_parallel_size, found.enable_expert_parallel) == (tensor, expert > 1)
-    assert (found.max_num_seqs, found.max_num_queued_reqs) == (32, 256)
+    assert (found.max_num_seqs, found.max_num_queued_reqs) == (256, 256)
     assert found.quantization == ("fp8" if precision == "fp8-online" else None)
     assert found.speculative_config["num_speculative_tokens"] == 7
 
