@@ -194,7 +194,7 @@ def test_a_disk_without_room_for_the_deployment_is_one_line(
     monkeypatch.setattr(EmbeddedBackend, "prepare", full)
     deployment = load_deployment(flags={"target": {"model": str(tiny_folders[0])}})
     with pytest.raises(UserError, match=r"No space left on device.*--folder"):
-        prepared(backend, deployment, None)
+        prepared(backend, deployment, None, quiet=True)
 
 
 def test_a_disk_without_room_for_the_converted_target_is_one_line(
