@@ -85,6 +85,8 @@ DEBT: Final = 6.0
 """How far bad luck may take the account below nothing, in the same."""
 REFILL: Final = 0.002
 """What every step adds: the share of all time that may go into finding out for ever."""
+SURE: Final = 0.2
+"""What a draft must promise over off, as a share, when the account is DEBT below nothing; before, less."""
 RISK: Final = 1.0
 """What one step may lose at worst while there is less than that on the account, in the same."""
 MARGIN: Final = 0.02
@@ -107,8 +109,8 @@ class AutoWidth:
     An account limits what that costs (a conservative bandit; Wu et al. 2016; the baseline is speculation off). It
     begins with START and holds CREDIT at most. Every step pays in REFILL; every step with a draft pays in the tokens
     it gained per request, less its time in steps without speculation. Trials are paid for from it. With nothing on it
-    only what loses nothing at worst, by survival and by costs, is drafted; below -DEBT nothing is. So, by the costs as
-    they are known, after T steps, whatever the drafter did:
+    only what promises to gain is drafted, and the more is owed the more it must promise; below -DEBT nothing is. So, by
+    the costs as they are known, after T steps, whatever the drafter did:
 
         time lost against off <= START + DEBT + (one step of which nothing is accepted) + REFILL x T,
 
@@ -152,9 +154,7 @@ class AutoWidth:
         choices = choices_of(known, self.allowed_widths)
         seconds = self.costs.of_steps(choices.rows, choices.drafted, context_tokens)
         doubt = self.costs.doubt(len(known), choices.rows) * (choices.drafted > 0)
-        loss = seconds / seconds[0] * (np.exp(doubt) if self._account <= 0 else 1.0) - choices.tokens(feared) / len(
-            known
-        )
+        loss = seconds / seconds[0] - choices.tokens(feared) / len(known)
         choice = self._choice(choices.tokens(known) / seconds, choices.tokens(hoped) / seconds, loss, doubt)
         self._off_for = 0 if choice else self._off_for + 1
         return choices.widths(choice).tolist()  # type: ignore[no-any-return]
@@ -189,7 +189,10 @@ class AutoWidth:
         """
         if self._account < -DEBT:
             return 0
-        payable = loss <= (max(RISK, self._account) if self._account > 0 else TRIFLE)
+        if self._account > 0:
+            payable = loss <= max(RISK, self._account)
+        else:
+            payable = rate >= rate[0] * (1 - SURE * self._account / DEBT)
         best, wish = int(np.argmax(np.where(payable, rate, 0.0))), int(np.argmax(hoped))
         if not best:  # costs may stand better than known, too
             wish = int(np.argmax(hoped * np.exp(doubt)))
