@@ -62,3 +62,19 @@ def raise_problems(problems: Sequence[Problem], *, hint: str = "") -> None:
         raise first.error()
     more = f"and {len(problems) - 1} more" + (f" ({hint})" if hint else "")
     raise UserError(first.what, where=first.where, do="; ".join(part for part in (first.do, more) if part))
+
+
+IN_ONE_MESSAGE = 8
+"""Problems that `refuse` tells of, at most."""
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Ends an engine's server that starts, in which our code is a guest; where there are no problems, nothing happens.
+
+    Raises:
+        ValueError: the problems.
+    """
+    found = list(problems)
+    if found:
+        more = [f"(and {len(found) - IN_ONE_MESSAGE} more)"] if len(found) > IN_ONE_MESSAGE else []
+        raise ValueError("dflash-serve: " + "\n".join([*map(str, found[:IN_ONE_MESSAGE]), *more]))

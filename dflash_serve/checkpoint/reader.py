@@ -7,6 +7,7 @@ Only `load_*` and `assemble` need torch; the rest reads JSON and safetensors hea
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 MAY_BE_ZERO = ("kernel_projection.weight", "markov_w1.weight", "markov_w2.weight", "confidence_head.proj.weight")
 """Heads that change nothing yet."""
 HINT = "`dflash-serve inspect` shows all"
+
+
+PLAIN = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
+"""Architectures that we understand to the last tensor; inside an engine, of its others only names are checked."""
 
 
 @dataclass
@@ -65,6 +70,16 @@ def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Ch
             format=checkpoint.quantization.format if checkpoint.quantization else None,
         )
     return checkpoint
+
+
+def is_plain(folder: Path) -> bool:
+    """Whether config.json names an architecture of `PLAIN`, or cannot be read: `open_checkpoint` says why."""
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        architectures = raw.get("architectures") or [PLAIN[0]]
+        return architectures[0] in PLAIN
+    except (OSError, ValueError, AttributeError, TypeError, LookupError):
+        return True
 
 
 def _describe(folder: Path, weight_problems: list[Problem]) -> Checkpoint:

@@ -39,9 +39,9 @@ MOOD_PRIOR: Final = 100
 EASE_MEMORY: Final = 400
 """Steps that the ease of the slots is remembered for."""
 FEAR, HOPE = 1.0, 1.5
+"""How far the ease of slots may well be from what is known, to either side, in standard deviations."""
 AS_KNOWN: Final[Vector] = np.zeros(1)
 CASES: Final[Vector] = np.array([0.0, -FEAR, HOPE])
-"""How far the ease of slots may well be from what is known, to either side, in standard deviations."""
 LIMIT: Final = 6.0
 """Ease stays within +-LIMIT: beyond, a slot that was never right could hardly be learnt to be good."""
 

@@ -47,7 +47,8 @@ def configured(target: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
 
 
 def refusal(vllm_config: Any) -> str:
-    from dflash_vllm.plugin.guards import draft_problems, refuse
+    from dflash_serve.errors import refuse
+    from dflash_vllm.plugin.guards import draft_problems
 
     with pytest.raises(ValueError, match="dflash-serve: ") as refused:
         refuse(draft_problems(vllm_config))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dflash_serve.cost_table import given_cost
-from dflash_serve.errors import Problem, UserError
+from dflash_serve.errors import Problem, UserError, refuse
 from dflash_sglang.contract import (
     CREATE_WORKER,
     LOAD_WEIGHTS,
@@ -33,8 +33,6 @@ from .strict_load import StrictLoad
 from .widths import AUTO, asked_width
 
 logger = logging.getLogger(__name__)
-MOST = 8
-"""Problems in one message."""
 STRICT = StrictLoad()
 
 
@@ -86,18 +84,6 @@ def width_problems(server_args: Any) -> list[Problem]:
         return []
     what = "LoRA's graphs are made for one width, and a width is asked for"
     return [Problem(what, "--enable-lora", "verify whole blocks (speculation.width = block_size), or leave LoRA out")]
-
-
-def refuse(problems: Iterable[Problem]) -> None:
-    """Ends a server that starts, with the first of the problems; where there are none, nothing happens.
-
-    Raises:
-        ValueError: the problems.
-    """
-    found = list(problems)
-    if found:
-        more = [f"(and {len(found) - MOST} more)"] if len(found) > MOST else []
-        raise ValueError("dflash-serve: " + "\n".join([*map(str, found[:MOST]), *more]))
 
 
 def before_worker(create: Callable[..., type], algorithm: Any, server_args: Any) -> type:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from dflash_serve.checkpoint.quantization import plain_only
-from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
+from dflash_serve.checkpoint.reader import Checkpoint, is_plain, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder
 from dflash_serve.errors import Problem, UserError
 from dflash_sglang.heads import DFLASH, DSPARK, algorithm_of, head_problems
 
 logger = logging.getLogger(__name__)
-PLAIN = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
-"""Architectures that we understand to the last tensor; of SGLang's others only the names of tensors are checked."""
 READ_BY_SGLANG = "mask_embedding.pt"
 """A pickle that we refuse to read, but SGLang reads safely (weights_only)."""
 
@@ -34,21 +30,12 @@ def draft_problems(server_args: Any) -> list[Problem]:
     except UserError as error:
         logger.warning("dflash-serve: the draft was not checked: %s", error)
         return []
-    if not _is_plain(folder):
+    if not is_plain(folder):
         return []
     checkpoint = open_checkpoint(folder)
     found = [problem for problem in checkpoint.problems if not problem.where.endswith(READ_BY_SGLANG)]
     found += plain_only(checkpoint.quantization, "SGLang", str(folder))
     return [*_dialect(checkpoint), *found, *_heads(checkpoint), *_block_size(checkpoint, server_args)]
-
-
-def _is_plain(folder: Path) -> bool:
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        architectures = raw.get("architectures") or [PLAIN[0]]
-        return architectures[0] in PLAIN
-    except (OSError, ValueError, AttributeError, TypeError, LookupError):
-        return True  # open_checkpoint says what is wrong with it
 
 
 def _dialect(checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from dflash_serve.checkpoint.quantization import plain_only
-from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
+from dflash_serve.checkpoint.reader import Checkpoint, is_plain, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder
 from dflash_serve.checkpoint.target import TargetShape
 from dflash_serve.errors import Problem, UserError
 from dflash_vllm.drafter_rules import drafter_problems
 
 logger = logging.getLogger(__name__)
-MOST = 8
-"""Problems in one message."""
-PLAIN = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
-"""Architectures that we understand to the last tensor; of others only the names of tensors are checked."""
 EXACT = ("standard", "block")
 """Acceptance tests that change no distribution; `synthetic` and `fly` do."""
 STACKED = {
@@ -36,18 +30,6 @@ OF_THE_TARGET = ("embed_tokens", "lm_head", "mask_embedding", "draft_id_to_targe
 """Parts of the names of parameters that a checkpoint need not fill."""
 SKIPPED = ("t2d", "d2t", "rotary_emb.")
 """Parts of the names of tensors that go elsewhere, or nowhere on purpose."""
-
-
-def refuse(problems: Iterable[Problem]) -> None:
-    """Ends a server that starts, with the first of the problems; where there are none, nothing happens.
-
-    Raises:
-        ValueError: the problems.
-    """
-    found = list(problems)
-    if found:
-        more = [f"(and {len(found) - MOST} more)"] if len(found) > MOST else []
-        raise ValueError("dflash-serve: " + "\n".join([*map(str, found[:MOST]), *more]))
 
 
 def draft_problems(vllm_config: Any) -> list[Problem]:
@@ -84,16 +66,7 @@ def draft_checkpoint(vllm_config: Any) -> Checkpoint | None:
     except UserError as error:
         logger.warning("dflash-serve: only the names of the drafter's tensors are checked: %s", error)
         return None
-    return open_checkpoint(folder) if _is_plain(folder) else None
-
-
-def _is_plain(folder: Path) -> bool:
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        architectures = raw.get("architectures") or [PLAIN[0]]
-        return architectures[0] in PLAIN
-    except (OSError, ValueError, AttributeError, TypeError, LookupError):
-        return True  # open_checkpoint says what is wrong with it
+    return open_checkpoint(folder) if is_plain(folder) else None
 
 
 def target_shape(model_config: Any) -> TargetShape:

@@ -9,7 +9,9 @@ from torch import Tensor
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
 
-from .guards import draft_problems, reading_problems, refuse, tensor_problems
+from dflash_serve.errors import refuse
+
+from .guards import draft_problems, reading_problems, tensor_problems
 
 
 class _Strict:
