@@ -3,9 +3,10 @@
     OMP_WAIT_POLICY=PASSIVE .venv-sglang/bin/python -m benchmarks.sglang [--widths off,8,4,auto] [--streams 1,2,4,8,16]
 
 In the environment of `make .venv-sglang/ready`, on a machine that does nothing else. All servers are up at once (3 GB
-each) and take the same prompts in turns, round after round, so a busy spell slows all alike; figures are medians over
-rounds. Every answer has `--tokens` tokens (greedy, the end of sequence ignored). Beside the speeds stands where the
-time of a step went, by the server's own counters (SGLang's own steps, whole blocks, are one part).
+each; they start one after another) and take the same prompts in turns, round after round, so a busy spell slows all
+alike; figures are medians over rounds. Every answer has `--tokens` tokens (greedy, the end of sequence ignored). Beside
+the speeds stands where the time of a step went, by the server's own counters (SGLang's own steps, whole blocks, are one
+part).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -24,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.decoding import measured_on
 from dflash_serve.common.provenance import versions
+from dflash_serve.deployment import Deployment
 from dflash_serve.models.loader import load_tokenizer
 from dflash_sglang.facts import PARTS, STEPS
 from tests.support.prompts import word_problems
@@ -51,8 +54,8 @@ def main(
         for one in word_problems(20)
     ]
     wanted = {name: (smollm2(int(name) if name.isdecimal() else name), OnCpu()) for name in names}
-    with tempfile.TemporaryDirectory() as folder, fleet(Path(folder), wanted, at_once=len(wanted)) as running:
-        servers = {name: berth.ready.result() for name, berth in running.items()}
+    with ExitStack() as stack:
+        servers = {name: started(stack, name, *how) for name, how in wanted.items()}
         for server in servers.values():
             server.tokens(prompts[:8], tokens, streams=4)  # warm-up, not counted
         results = [measure(servers, prompts, load, tokens, rounds) for load in loads]
@@ -66,6 +69,12 @@ def main(
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def started(stack: ExitStack, name: str, deployment: Deployment, backend: OnCpu) -> Server:
+    """A server that came up beside idle ones alone: it measures what its steps cost."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    return stack.enter_context(fleet(folder, {name: (deployment, backend)}))[name].ready.result()
 
 
 def measure(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from dflash_serve.backend import ServerBackend
+from dflash_serve.checkpoint.source import PROVENANCE, recorded_survival
 from dflash_serve.deployment import Deployment
 
 
@@ -20,6 +21,12 @@ class PreparedFile:
     about: str
     text: str | None = None
     """None = weights, or a secret."""
+
+
+def survival_files(drafter: Path, below: str) -> Iterator[PreparedFile]:
+    """What is written beside a drafter of which training told how far its blocks are accepted."""
+    if recorded_survival(drafter) is not None:
+        yield PreparedFile(f"{below}/{PROVENANCE}", "how far its blocks are accepted: what `width: auto` begins with")
 
 
 @dataclass(frozen=True)

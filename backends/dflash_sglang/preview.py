@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator
 
 from dflash_serve.checkpoint.dialects import DIALECTS
-from dflash_serve.checkpoint.source import PROVENANCE, recorded_survival
-from dflash_serve.preview import Choice, PreparedFile, Preview
+from dflash_serve.preview import Choice, PreparedFile, Preview, survival_files
 
 from .arguments import DRAFT, SECRETS, kernels_of
 from .heads import DSPARK, dialect_of
@@ -33,10 +32,7 @@ def _files(plan: LaunchPlan) -> Iterator[PreparedFile]:
         yield PreparedFile(f"{DRAFT}/config.json", f"the drafter's description in {WORDS[dialect]} dialect", text)
         count = len(plan.checkpoint.headers)
         yield PreparedFile(f"{DRAFT}/model.safetensors", f"the drafter's {count} tensors in bfloat16")
-        if recorded_survival(plan.checkpoint.folder) is not None:
-            yield PreparedFile(
-                f"{DRAFT}/{PROVENANCE}", "how far its blocks are accepted: what `width: auto` begins with"
-            )
+        yield from survival_files(plan.checkpoint.folder, DRAFT)
     if plan.deployment.serving.api_key_file is not None:
         yield PreparedFile(SECRETS, "the API key, readable by its owner alone")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 CONTEXT, LONG_CONTEXT = 128, 1024
 """Tokens of context while measuring; the difference gives the price of a token of context."""
 REPETITIONS = 5
+LEAST = 0.1
+"""Of a pass: what is left of it, whatever the K/V of its contexts was found to cost."""
 DOUBTFUL = 0.2
 """A measurement whose repetitions lie so far apart was made beside other work."""
 
@@ -96,20 +98,27 @@ def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int
         for job, work in jobs.items():
             times[job].append(_seconds(work, target.device))
     least = {job: min(seconds) for job, seconds in times.items()}
-    table: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
-    context = {}
-    for (kind, size), seconds in least.items():
-        if kind in table:
-            table[kind][size] = seconds
-        else:
-            context[kind] = max(0.0, seconds - least[kind.removesuffix("_context"), size]) / (long - CONTEXT)
     return Calibration(
-        cost=CostModel.model_validate({**table, **context}),
+        cost=tabulate(least, entries, long),
         spread=median(median(seconds) / min(seconds) - 1 for seconds in times.values()),
         measured=now(),
         machine=_machine(target.device),
         versions=versions("torch", "dflash-serve"),
     )
+
+
+def tabulate(seconds: Mapping[tuple[str, int], float], entries: int, long: int) -> CostModel:
+    """Passes over contexts of CONTEXT tokens, and one of each kind over `long`; what K/V costs is told apart."""
+    slopes = {}
+    for kind in ("target", "draft"):
+        more = max(0.0, seconds.get((f"{kind}_context", 1), 0.0) - seconds[kind, 1])
+        slopes[kind] = more / max(1, long - CONTEXT)
+    tables: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
+    for (kind, size), taken in seconds.items():
+        if kind in tables:
+            bare = taken - slopes[kind] * min(size, entries) * CONTEXT
+            tables[kind][size] = max(bare, LEAST * taken)
+    return CostModel(**tables, target_context=slopes["target"], draft_context=slopes["draft"])
 
 
 def _doubling(limit: int) -> list[int]:

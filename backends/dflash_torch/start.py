@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
+from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.errors import UserError
+from dflash_serve.last_run import auto_width
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.models.target import TargetModel
-from dflash_serve.speculation.width import AutoWidth, FixedWidth, WidthPolicy
+from dflash_serve.speculation.width import FixedWidth, WidthPolicy
 
 from .calibration import cost_of
 from .engine import EmbeddedEngine
@@ -63,4 +64,4 @@ def _policy(deployment: Deployment, speculator: Speculator, entries: int) -> Wid
     assert deployment.drafter is not None
     cost = cost_of(speculator.target, speculator.drafter, speculator.block_size, entries)
     folder = drafter_folder(deployment.drafter.model, deployment.drafter.revision)
-    return AutoWidth(cost, speculator.block_size, known_survival=recorded_survival(folder))
+    return auto_width(cost, speculator.block_size, folder, deployment.target.model)

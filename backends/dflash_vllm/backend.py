@@ -10,6 +10,7 @@ import yaml
 from dflash_serve.backend import Command
 from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors
+from dflash_serve.checkpoint.source import record_survival, recorded_survival
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Deployment
@@ -95,6 +96,7 @@ def _write_draft_folder(checkpoint: Checkpoint, folder: Path) -> None:
     """
     assert checkpoint.config is not None
     write_drafter(folder, checkpoint.config, load_tensors(checkpoint), dialect="zlab", overwrite=True)
+    record_survival(folder, recorded_survival(checkpoint.folder))
 
 
 backend = VLLMBackend()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from dflash_serve.checkpoint.dialects import DIALECTS
-from dflash_serve.preview import Choice, PreparedFile, Preview
+from dflash_serve.preview import Choice, PreparedFile, Preview, survival_files
 
 from .arguments import DRAFT, SECRETS, drafter_attention
 from .facts import REAL_OFF, installed_version, parse_release
@@ -28,6 +28,7 @@ def _files(plan: LaunchPlan) -> Iterator[PreparedFile]:
         yield PreparedFile(f"{DRAFT}/config.json", "the drafter's description in z-lab's dialect", text)
         count = len(plan.checkpoint.headers)
         yield PreparedFile(f"{DRAFT}/model.safetensors", f"the drafter's {count} tensors, under z-lab's names")
+        yield from survival_files(plan.checkpoint.folder, DRAFT)
     if plan.deployment.serving.api_key_file is not None:
         yield PreparedFile(SECRETS, "the API keys, readable by their owner alone")
 

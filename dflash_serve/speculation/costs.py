@@ -146,6 +146,22 @@ class StepCosts:
         return np.interp(_place(rows), np.arange(NODES), nodes)
 
 
+class BelievedCosts:
+    """A `CostModel` that is taken at its word, whatever served steps take."""
+
+    def __init__(self, measured: CostModel) -> None:
+        self.measured = measured
+
+    def of_steps(self, rows: Integers, drafted: Integers, context_tokens: int = 0) -> Vector:
+        return self.measured.of_steps(rows, drafted, context_tokens)
+
+    def observe(self, rows: int, drafted: int, context_tokens: int, seconds: float) -> None:
+        pass
+
+    def doubt(self, off_rows: int, on_rows: Integers) -> Vector:
+        return np.zeros(len(on_rows))
+
+
 def _place(rows: Integers) -> Vector:
     """Where sizes lie among the nodes."""
     return np.log2(np.maximum(rows, 1))

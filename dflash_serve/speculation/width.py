@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_serve.speculation.allocation import choices_of
 from dflash_serve.speculation.belief import Vector
-from dflash_serve.speculation.costs import CostModel, StepCosts
+from dflash_serve.speculation.costs import BelievedCosts, CostModel, StepCosts
 from dflash_serve.speculation.survival import SurvivalEstimate
 
 
@@ -123,6 +123,7 @@ class AutoWidth:
         block_size: B, the widest width.
         allowed_widths: as for `choose_widths`.
         known_survival: of slots 1.., from training, an evaluation or the last run; None = nothing is known.
+        believed: the costs are taken as they are, and no step corrects them.
     """
 
     def __init__(
@@ -131,13 +132,15 @@ class AutoWidth:
         block_size: int,
         allowed_widths: Sequence[int] | None = None,
         known_survival: Sequence[float] | None = None,
+        *,
+        believed: bool = False,
     ) -> None:
         if block_size < 2:
             raise ValueError("AutoWidth: need block_size >= 2")
         if allowed_widths is not None and not all(1 <= width <= block_size for width in allowed_widths):
             raise ValueError(f"allowed_widths {list(allowed_widths)}: use widths from 1 to {block_size}")
         self.block_size, self.allowed_widths = block_size, allowed_widths
-        self.costs = StepCosts(cost)
+        self.costs = BelievedCosts(cost) if believed else StepCosts(cost)
         self.survival = SurvivalEstimate(block_size - 1, known_survival)
         self._account = START
         self._off_for = 0

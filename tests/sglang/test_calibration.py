@@ -13,12 +13,13 @@ def test_steps_become_costs_of_rows_of_drafts_and_of_context() -> None:
         draft = (5 + 2 * requests + 0.02 * context * requests) if width > 1 else 0.0
         return 10 + requests * width + 0.01 * context * requests + draft
 
-    jobs = [(n, w, 0) for n in (1, 2, 4, 8, 16) for w in (1, 2, 4, 8)] + [(1, 1, 1000), (1, 8, 1000)]
+    jobs = [(n, w, 100) for n in (1, 2, 4, 8, 16) for w in (1, 2, 4, 8)] + [(1, 1, 1000), (1, 8, 1000)]
     cost = tabulate({job: taken(*job) for job in jobs})
     assert cost.target_context == pytest.approx(0.01)
     assert cost.draft_context == pytest.approx(0.02)
-    for requests, width, _ in jobs:
-        assert cost.step_seconds([width] * requests) == pytest.approx(taken(requests, width, 0), rel=0.1)
+    for requests, width, context in jobs:
+        thought = cost.step_seconds([width] * requests, context * requests)
+        assert thought == pytest.approx(taken(requests, width, context), rel=0.1)
 
 
 def test_a_machine_that_is_slow_with_wide_blocks_alone_is_known_as_such() -> None:

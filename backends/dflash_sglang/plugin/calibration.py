@@ -114,24 +114,29 @@ def measure(worker: HostWorker, widths: list[int], run: RunStep, ranks: Ranks) -
 
 
 def tabulate(seconds: Mapping[Job, float]) -> CostModel:
-    """Steps without a draft give the target's costs by rows; what a step with one takes beyond that is the draft's."""
+    """Steps without a draft give the target's costs by rows; what a step with one takes beyond that is the draft's.
+
+    What the K/V of their contexts costs is told apart from both.
+    """
     short = min(context for *_, context in seconds)
-    target = {
-        requests: taken for (requests, width, context), taken in seconds.items() if (width, context) == (1, short)
+    widest = max(width for _, width, _ in seconds)
+    alone, beside = (_per_token(seconds, width, short) for width in (1, widest))
+    beside = max(alone, beside)
+    bare = {
+        (n, w): max(LEAST, taken - n * short * (alone if w == 1 else beside))
+        for (n, w, context), taken in seconds.items()
+        if context == short
     }
+    target = {requests: taken for (requests, width), taken in bare.items() if width == 1}
     draft: dict[int, float] = {}
     for requests in sorted(target):  # from few on: what they say of wide rows serves to tell the drafts of many
         known, most = CostModel(target=target, draft={1: LEAST}), max(target)
-        drafted = {
-            w: taken for (n, w, context), taken in seconds.items() if n == requests and w > 1 and context == short
-        }
+        drafted = {w: taken for (n, w), taken in bare.items() if n == requests and w > 1}
         extra = [taken - known.target_seconds(requests * w) for w, taken in drafted.items() if requests * w <= most]
         draft[requests] = max(LEAST, median(extra) if extra else draft.get(requests // 2, LEAST))
         for width, taken in drafted.items():
             target.setdefault(requests * width, max(LEAST, taken - draft[requests]))
-    widest = max(width for _, width, _ in seconds)
-    alone, beside = (_per_token(seconds, width, short) for width in (1, widest))
-    return CostModel(target=target, draft=draft, target_context=alone, draft_context=max(0.0, beside - alone))
+    return CostModel(target=target, draft=draft, target_context=alone, draft_context=beside - alone)
 
 
 def _per_token(seconds: Mapping[Job, float], width: int, short: int) -> float:

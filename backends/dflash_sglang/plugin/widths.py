@@ -6,8 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.width import AutoWidth, FixedWidth, Step, WidthPolicy
+from dflash_serve.speculation.width import Step, WidthPolicy
 from dflash_sglang.launch_plan import WIDTH_VARIABLE
 
 from .alarm import Alarm
@@ -34,20 +33,6 @@ def asked_width(environment: Mapping[str, str] = os.environ) -> int | None:
         return int(text)
     what = f"{text!r} is neither a number of slots nor auto"
     raise UserError(what, where=WIDTH_VARIABLE, do="correct it; without speculation, leave --speculative-algorithm out")
-
-
-def make_policy(
-    block_size: int, cost: CostModel | None, offered: Collection[int], known_survival: Sequence[float] | None = None
-) -> WidthPolicy:
-    """The one width that is offered, or among several the one that pays by `cost`.
-
-    Args:
-        offered: widths that can be verified, B among them unless it is a fixed one.
-        known_survival: as for `AutoWidth`.
-    """
-    if cost is None:
-        return FixedWidth(min(offered))
-    return AutoWidth(cost, block_size, sorted(offered), known_survival)
 
 
 class BatchWidths:

@@ -14,8 +14,10 @@ from typing import Any
 from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
-from dflash_serve.checkpoint.source import recorded_survival
 from dflash_serve.cost_table import given_cost
+from dflash_serve.last_run import auto_width
+from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.width import FixedWidth, WidthPolicy
 from dflash_sglang.launch_plan import narrow_widths
 
 from .calibration import costs_of
@@ -26,7 +28,7 @@ from .ranks import Ranks
 from .results import STEPS
 from .states import CannotBuildError, WidthState, build_states
 from .step import WidthStep
-from .widths import BatchWidths, asked_width, make_policy
+from .widths import BatchWidths, asked_width
 
 logger = logging.getLogger(__name__)
 WHOLE = "dflash-serve: blocks are verified whole, as SGLang does by itself: %s"
@@ -78,13 +80,20 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         except Exception as error:
             logger.exception("dflash-serve: costs could not be measured")
             return f"costs could not be measured ({error})"
-        known = recorded_survival(Path(self.server_args.speculative_draft_model_path))
-        self.widths = BatchWidths(make_policy(self.block_size, cost, offered, known), offered)
+        self.widths = BatchWidths(self._policy(cost, sorted(offered)), offered)
         if self.ranks.is_first:  # which decides for all
             STEPS.listeners.append(self.widths)
         return None
 
-    def _costs(self) -> Any:
+    def _policy(self, cost: CostModel | None, offered: list[int]) -> WidthPolicy:
+        """The fixed width that was asked for, or the one that pays by the costs."""
+        if cost is None:
+            return FixedWidth(offered[0])
+        args = self.server_args
+        drafter = Path(args.speculative_draft_model_path)
+        return auto_width(cost, self.block_size, drafter, args.model_path, offered)
+
+    def _costs(self) -> CostModel:
         """The first rank's table where it was given one, else what all measure together."""
         cost = self.ranks.from_first(given_cost() if self.ranks.is_first else None)
         if cost is None:

@@ -6,10 +6,14 @@ verified by step t + 1; a width chosen now shows its result then.
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+
+from dflash_serve.last_run import auto_width
 
 from . import proof
 from .steps import StepClock, decoding_steps
@@ -45,8 +49,12 @@ class _FollowsLoad:
         if bool(host.scheduler_config.async_scheduling) is not self.is_async:
             other = "WidthScheduler" if self.is_async else "AsyncWidthScheduler"
             raise ValueError(f"dflash-serve: for this async_scheduling use --scheduler-cls {__name__}.{other}")
-        widths = sorted({drafted + 1 for drafted in host.dynamic_sd_lookup[1:]})
-        self.widths = make_widths(host.num_spec_tokens + 1, widths)
+        wide = sorted({drafted + 1 for drafted in host.dynamic_sd_lookup[1:] if drafted})
+        target, drafter = host.vllm_config.model_config.model, Path(host.vllm_config.speculative_config.model)
+        policy = partial(
+            auto_width, block_size=host.num_spec_tokens + 1, drafter=drafter, target=target, allowed_widths=wide
+        )
+        self.widths = make_widths(policy)
         self._clock = StepClock()
         self._accepted: dict[str, int] = {}
         host.dynamic_sd_lookup = _Lookup(self)

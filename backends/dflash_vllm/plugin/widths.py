@@ -5,36 +5,41 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from statistics import median
+from typing import Protocol
 
 from pydantic import ValidationError
 
 from dflash_serve.cost_table import given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.width import AutoWidth, FixedWidth, Step, WidthPolicy
+from dflash_serve.speculation.width import FixedWidth, Step, WidthPolicy
 from dflash_vllm.schedule import GUESSED_COSTS
 
 CLEAN, ANY = 4, 32
 """Steps after which the second is known that a guess counts in: of decoding alone, or of whatever there was."""
 
 
-def make_widths(
-    block_size: int, allowed_widths: Sequence[int], environment: Mapping[str, str] = os.environ
-) -> LiveWidths:
-    """Those of a server whose steps may have these widths, by the costs that it was given or by a guess.
+class MakePolicy(Protocol):
+    """Costs to the policy that goes by them."""
+
+    def __call__(self, cost: CostModel, *, believed: bool) -> WidthPolicy: ...
+
+
+def make_widths(make_policy: MakePolicy, environment: Mapping[str, str] = os.environ) -> LiveWidths:
+    """Those of a server, by the costs that it was given or by a guess.
 
     Raises:
         UserError: what was given are no costs.
     """
-    cost, wide = given_cost(environment), [width for width in allowed_widths if width > 1]
+    cost = given_cost(environment)
     if cost is not None:
-        return LiveWidths(AutoWidth(cost, block_size, allowed_widths=wide), learns_costs=False)
+        return LiveWidths(make_policy(cost, believed=True))
     try:
         guess = CostModel.model_validate_json(environment.get(GUESSED_COSTS, ""))
     except ValidationError as error:
         where, do = GUESSED_COSTS, "start it by `dflash-serve serve`, or give a cost table"
         raise UserError(f"no costs ({str(error).splitlines()[0]})", where=where, do=do) from None
-    return LiveWidths(_Unscaled(guess, block_size, wide))
+    return LiveWidths(_Unscaled(guess, make_policy))
 
 
 class LiveWidths:
@@ -42,11 +47,10 @@ class LiveWidths:
 
     Args:
         policy: what is asked and told.
-        learns_costs: whether it is told what steps took.
     """
 
-    def __init__(self, policy: WidthPolicy, *, learns_costs: bool = True) -> None:
-        self.policy, self.learns_costs = policy, learns_costs
+    def __init__(self, policy: WidthPolicy) -> None:
+        self.policy = policy
 
     def choose(self, request_ids: Sequence[str], context_tokens: int) -> int:
         """The width of the blocks that this step drafts, verified by the next one."""
@@ -61,8 +65,7 @@ class LiveWidths:
             context_tokens: tokens of all its requests' contexts together.
         """
         widths, accepted = [width for width, _ in steps.values()], [count for _, count in steps.values()]
-        told = seconds if self.learns_costs else None
-        self.policy.observe(Step(list(steps), widths, accepted, told, context_tokens))
+        self.policy.observe(Step(list(steps), widths, accepted, seconds, context_tokens))
 
     def finished(self, request_ids: Sequence[str]) -> None:
         """Forgets requests."""
@@ -71,10 +74,10 @@ class LiveWidths:
 
 
 class _Unscaled:
-    """The policy while nobody knows the unit of a guess: no drafts, for a few steps; then an AutoWidth."""
+    """The policy while nobody knows the unit of a guess: no drafts, for a few steps; then the one that is wanted."""
 
-    def __init__(self, guess: CostModel, block_size: int, allowed_widths: Sequence[int]) -> None:
-        self.guess, self.block_size, self.allowed_widths = guess, block_size, allowed_widths
+    def __init__(self, guess: CostModel, make_policy: MakePolicy) -> None:
+        self.guess, self.make_policy = guess, make_policy
         self.policy: WidthPolicy = FixedWidth(1)
         self._ratios: list[float] | None = []
         """Seconds by guess, of each clean step; None = the policy is the final one."""
@@ -102,7 +105,7 @@ class _Unscaled:
             ratios.append(step.seconds / self.guess.step_seconds(list(step.widths), step.context_tokens))
         if len(ratios) >= CLEAN or self._steps >= ANY:
             cost = scaled(self.guess, median(ratios) if ratios else 1.0)
-            self.policy = AutoWidth(cost, self.block_size, allowed_widths=self.allowed_widths)
+            self.policy = self.make_policy(cost, believed=False)
             self._ratios = None
 
 

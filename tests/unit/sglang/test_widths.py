@@ -10,10 +10,10 @@ import pytest
 from dflash_serve.cost_table import COST_TABLE, given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.width import FixedWidth
+from dflash_serve.speculation.width import AutoWidth, FixedWidth
 from dflash_sglang.launch_plan import WIDTH_VARIABLE, narrow_widths
 from dflash_sglang.plugin.results import StepResult, Steps
-from dflash_sglang.plugin.widths import AUTO, BatchWidths, asked_width, make_policy
+from dflash_sglang.plugin.widths import AUTO, BatchWidths, asked_width
 
 
 class Heard(list[StepResult]):
@@ -55,7 +55,7 @@ def test_a_steps_time_is_that_from_the_result_before_and_none_where_a_prefill_ca
 def test_a_narrow_step_costs_what_its_batch_says() -> None:
     flat_then_steep = CostModel(target={1: 1.0, 8: 1.0, 128: 16.0}, draft={1: 0.1, 16: 0.1})
     offered = [1, 2, 4, 8]
-    widths = BatchWidths(make_policy(8, flat_then_steep, offered), offered)
+    widths = BatchWidths(AutoWidth(flat_then_steep, 8, offered), offered)
     for _ in range(40):  # a drafter that is right three times in a row
         alone = widths.choose(["a"])
         widths.verified(StepResult(alone, 1, [("a", min(3, alone - 1))], None))
@@ -63,12 +63,6 @@ def test_a_narrow_step_costs_what_its_batch_says() -> None:
     narrow = [widths.choose(crowd) for _ in range(20)]
     assert alone >= 4
     assert sorted(narrow)[10] < alone
-
-
-def test_what_the_drafter_is_known_for_decides_the_first_step() -> None:
-    steep = CostModel(target={1: 1.0, 8: 4.0}, draft={1: 1.0})
-    first = [make_policy(8, steep, [1, 2, 8], known).widths(["a"]) for known in ([0.1] * 7, [0.9] * 7)]
-    assert first == [[1], [8]]
 
 
 def test_requests_that_have_ended_are_forgotten() -> None:

@@ -11,7 +11,7 @@ import pytest
 from dflash_serve.cost_table import COST_TABLE, given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.width import Step
+from dflash_serve.speculation.width import AutoWidth, WidthPolicy
 from dflash_vllm.plugin import steps
 from dflash_vllm.plugin.guards import account
 from dflash_vllm.plugin.steps import StepClock, decoding_steps, steps_by_width
@@ -114,8 +114,12 @@ def serve(widths: LiveWidths, requests: int, steps: int, *, accepts: int, clean:
     return chosen
 
 
+def policy(cost: CostModel, *, believed: bool) -> WidthPolicy:
+    return AutoWidth(cost, 8, [2, 4, 8], believed=believed)
+
+
 def guessed() -> LiveWidths:
-    return make_widths(8, [1, 2, 4, 8], {GUESSED_COSTS: GUESS.model_dump_json()})
+    return make_widths(policy, {GUESSED_COSTS: GUESS.model_dump_json()})
 
 
 def test_the_first_steps_tell_the_unit_of_a_guess_and_then_widths_follow_the_load() -> None:
@@ -134,18 +138,22 @@ def test_a_unit_is_settled_for_even_if_no_step_is_ever_clean() -> None:
 
 
 def test_a_cost_table_that_was_measured_is_believed(tmp_path: Path) -> None:
+    """Off from the first step of a crowd on, whatever was earned before and whatever steps take."""
     path = tmp_path / "cost.json"
     path.write_text(GUESS.model_dump_json())
-    widths = make_widths(8, [1, 2, 4, 8], {COST_TABLE: str(path)})
-    told: list[Step] = []
-    widths.policy = SimpleNamespace(observe=told.append)
-    widths.verified({"a": (8, 2)}, seconds=0.5, context_tokens=7)
-    assert told == [Step(["a"], [8], [2], None, 7)]
+    widths = make_widths(policy, {COST_TABLE: str(path)})
+    assert set(serve(widths, 1, 60, accepts=7)[-40:]) == {8}
+    ids = [f"{i}" for i in range(64)]
+    for _ in range(20):
+        width = widths.choose(ids, 100)
+        step = {name: (width, int(i % 3 == 0 and width > 1)) for i, name in enumerate(ids)}
+        widths.verified(step, seconds=1e-9, context_tokens=100)
+    assert width == 1
 
 
 def test_without_costs_and_without_a_guess_nothing_starts() -> None:
     with pytest.raises(UserError, match="start it by `dflash-serve serve`"):
-        make_widths(8, [1, 8], {})
+        make_widths(policy, {})
 
 
 def test_a_crowd_in_the_first_steps_does_not_keep_one_stream_from_drafting() -> None:
