@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from math import exp
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from dflash_serve.checkpoint.formats import dequantized
@@ -31,10 +33,11 @@ def measure(work: Work, deployment: Deployment, wanted: Acceptance, formats: Seq
     """
     prompts = read_prompts(work.inputs["acceptance prompts"], wanted.count, wanted.skip)
     measured: Measured = {"prompts": len(prompts), "max_tokens": wanted.max_tokens}
-    base: float | None = None
+    base: Sequence[AcceptanceStatistics] | None = None
     for name, drafter in _drafters(work, formats):
         work.say(f"{name} on {len(prompts)} prompts")
-        statistics = measure_drafter(deployment, work.inputs["target"], drafter, prompts, wanted.max_tokens)
+        answers = measure_drafter(deployment, work.inputs["target"], drafter, prompts, wanted.max_tokens)
+        statistics = total(answers)
         length, error = statistics.acceptance_length, standard_error(statistics)
         if length is None or error is None:
             raise UserError("no answer had a step to measure", where="acceptance", do="raise max_tokens")
@@ -44,9 +47,11 @@ def measure(work: Work, deployment: Deployment, wanted: Acceptance, formats: Seq
             "steps": statistics.verifications,
         }
         if base is None:
-            base = length
+            base = answers
         else:
-            entry |= {"of_bf16": round(length / base, 4), "enough": length / base >= ENOUGH[name]}
+            ratio, least, most = ratio_of(answers, base)
+            entry |= {"of_bf16": round(ratio, 4), "interval": [round(least, 4), round(most, 4)]}
+            entry |= {"enough": ratio >= ENOUGH[name]}
         measured[name] = entry
     return measured
 
@@ -64,13 +69,34 @@ def _drafters(work: Work, formats: Sequence[Format]) -> Iterator[tuple[str, Path
 
 def measure_drafter(
     deployment: Deployment, target: Path, drafter: Path, prompts: Sequence[str], max_tokens: int
-) -> AcceptanceStatistics:
-    """Acceptance over all answers; every step verifies the whole block, so that no policy has a say in it."""
+) -> list[AcceptanceStatistics]:
+    """Acceptance of each answer; every step verifies the whole block, so that no policy has a say in it."""
     speculation = {"block_size": deployment.speculation.block_size}
     engine = embedded_engine(deployment, target, drafter={"model": str(drafter)}, speculation=speculation)
     assert engine.block_size is not None
     answers = greedy_answers(engine.fixed(engine.block_size), prompts, max_tokens)
-    return total(answer.statistics for answer in answers)
+    return [answer.statistics for answer in answers]
+
+
+def ratio_of(
+    answers: Sequence[AcceptanceStatistics], base: Sequence[AcceptanceStatistics]
+) -> tuple[float, float, float]:
+    """How many times longer than `base` these are accepted, and the ends of its 95 % confidence interval.
+
+    The prompts are the same, so that luck with them cancels: logarithms of the ratio, prompt by prompt (delta method).
+    """
+    tokens, steps = (np.array(counts, float) for counts in zip(*map(_tokens_and_steps, answers), strict=True))
+    base_tokens, base_steps = (np.array(counts, float) for counts in zip(*map(_tokens_and_steps, base), strict=True))
+    shares = [counts / counts.sum() for counts in (tokens, base_steps, steps, base_tokens)]
+    spread = 1.96 * float(np.sqrt(np.sum((shares[0] + shares[1] - shares[2] - shares[3]) ** 2)))
+    ratio = float(tokens.sum() * base_steps.sum() / steps.sum() / base_tokens.sum())
+    return ratio, ratio * exp(-spread), ratio * exp(spread)
+
+
+def _tokens_and_steps(answer: AcceptanceStatistics) -> tuple[float, float]:
+    """Tokens gained by steps with a draft, and these."""
+    steps = answer.verifications or 0
+    return steps + (answer.accepted or 0), steps
 
 
 def standard_error(statistics: AcceptanceStatistics) -> float | None:

@@ -138,5 +138,8 @@ def _findings(measured: Mapping[str, object]) -> Iterator[str]:
         yield "relative error " + ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
     for name, entry in measured.items():
         if isinstance(entry, dict) and "acceptance_length" in entry:
-            share = f" ({entry['of_bf16']:.3f} of bf16)" if "of_bf16" in entry else ""
+            share = ""
+            if "of_bf16" in entry:
+                least, most = entry["interval"]
+                share = f" ({entry['of_bf16']:.3f} of bf16, 95 % between {least:.3f} and {most:.3f})"
             yield f"{name} {entry['acceptance_length']:.3f}{share}"

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dflash_engines import acceptance, calibration
-from dflash_engines.acceptance import measure, measure_drafter, standard_error
+from dflash_engines.acceptance import measure, measure_drafter, ratio_of, standard_error
 from dflash_engines.pipeline import Work
 from dflash_engines.recipe import Acceptance
 from dflash_serve.checkpoint.reader import load_weights, read_config
@@ -20,7 +21,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.statistics import AcceptanceStatistics
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from tests.support.tiny import tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
 from tests.support.tiny_target import write_tiny_pair
 
@@ -85,7 +86,8 @@ def test_quantised_drafters_are_held_against_the_unquantised_one(work: Work, mon
     assert measured == [("drafter", 4, asked), (".fp8", 4, asked)]
     assert found["bf16"] == {"acceptance_length": 3.0, "standard_error": 0.0, "steps": 10}
     assert found["fp8"] == {
-        "acceptance_length": 2.0, "standard_error": 0.0, "steps": 10, "of_bf16": 0.6667, "enough": False,
+        "acceptance_length": 2.0, "standard_error": 0.0, "steps": 10, "of_bf16": 0.6667, "interval": [0.6667, 0.6667],
+        "enough": False,
     }  # fmt: skip
     assert list(work.folder.iterdir()) == []
     assert read_config(work.inputs["drafter-fp8"])[0] == CONFIG
@@ -97,7 +99,7 @@ def test_the_embedded_backend_measures_the_whole_block(tmp_path: Path) -> None:
     prompts.write_text('{"prompt": "the quick brown fox"}\n' * 2)
     inputs = {"target": target, "drafter": drafter, "acceptance prompts": prompts}
     deployment = Deployment.model_validate({"target": {"model": "t"}, "limits": {"max_model_len": 128}})
-    statistics = measure_drafter(deployment, target, drafter, ["the quick brown fox"] * 2, 12)
+    statistics = total(measure_drafter(deployment, target, drafter, ["the quick brown fox"] * 2, 12))
     assert statistics.widths is not None
     assert max(statistics.widths) == 4
     assert statistics.tokens is not None
@@ -108,7 +110,7 @@ def test_the_embedded_backend_measures_the_whole_block(tmp_path: Path) -> None:
 
 
 def test_answers_without_a_step_are_no_measurement(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptance, "measure_drafter", lambda *_: AcceptanceStatistics())
+    monkeypatch.setattr(acceptance, "measure_drafter", lambda *_: [AcceptanceStatistics()])
     with pytest.raises(UserError, match="no answer had a step to measure"):
         measure(work, Deployment.model_validate({"target": {"model": "t"}}), Acceptance(count=1), [])
 
@@ -120,3 +122,27 @@ def test_the_standard_error_is_that_of_the_mean() -> None:
     # Lengths 1 and 4, half of the time each: deviation 1.5, over the root of 16.
     assert standard_error(statistics) == pytest.approx(1.5 / 4)
     assert standard_error(AcceptanceStatistics()) is None
+
+
+def test_the_interval_of_a_ratio_is_narrow_where_prompts_differ_and_the_drafters_do_not() -> None:
+    """200 repetitions of 64 prompts, some easy, some hard: 95 % of the intervals hold the truth."""
+    rng = np.random.default_rng(0)
+
+    def answers(accepts: float, ease: np.ndarray) -> list[AcceptanceStatistics]:
+        found = []
+        for easy in ease:
+            one = AcceptanceStatistics()
+            for accepted in rng.binomial(3, accepts * easy, 40):
+                one.record(4, int(accepted))
+            found.append(one)
+        return found
+
+    held, spread = 0, []
+    truth = (1 + 3 * 0.55 * 0.6) / (1 + 3 * 0.6 * 0.6)  # 0.6: the mean ease
+    for _ in range(200):
+        ease = rng.uniform(0.2, 1.0, 64)
+        _, least, most = ratio_of(answers(0.55, ease), answers(0.6, ease))
+        held += least <= truth <= most
+        spread.append(most - least)
+    assert 180 <= held <= 199  # 0.95 +- 3 standard deviations
+    assert np.median(spread) < 0.07
