@@ -19,6 +19,11 @@ Check = Callable[[LaunchPlan], Iterator[Problem]]
 LEAST_POOL = 0.15
 """Share of the memory after the weights that must stay for the target's K/V, or batches would not fit."""
 
+WITHOUT_DRAFTER = ("gemma4", "mistral", "qwen2")
+"""Families (model_type's beginning) whose model upstream is a `DecoderModelForCausalLM`: drafters and their workers are
+made by `SpecDecOneEngineForCausalLM` alone (modeling_gemma4.py @00e7d10, modeling_mistral.py @002f3cc, modeling_qwen.py
+@047098b). Others were not read, and are not refused."""
+
 
 def problems(plan: LaunchPlan) -> list[Problem]:
     """Every problem, in the order in which a user would fix them."""
@@ -163,6 +168,10 @@ def head_problems(heads: Heads) -> Iterator[Problem]:
 def _drafter_fits(plan: LaunchPlan) -> Iterator[Problem]:
     assert plan.drafter is not None
     yield from head_problems(plan.drafter)
+    family = plan.target.shape.model_type
+    if family.startswith(WITHOUT_DRAFTER):
+        what = f"TensorRT-LLM's model for {family!r} makes no drafter, whatever speculative_config says"
+        yield Problem(what, "target.model", "serve without a drafter, or use another backend")
     yield from check_pairing(plan.drafter, plan.target.shape)
     if len(set(plan.drafter.target_layer_ids)) < len(plan.drafter.target_layer_ids):
         what = (

@@ -13,7 +13,7 @@ from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
 from dflash_tensorrt_llm.launch_plan import make_launch_plan
 from dflash_tensorrt_llm.releases import Release
-from tests.support.tiny import SLIDING, SLIDING_BOTH_WAYS, tiny_drafter_config, write_quantized_drafter
+from tests.support.tiny import SLIDING, SLIDING_BOTH_WAYS, edit_json, tiny_drafter_config, write_quantized_drafter
 from tests.unit.tensorrt_llm.conftest import tiny_deployment
 
 Changes = Mapping[str, object]
@@ -158,6 +158,16 @@ def test_what_upstreams_drafter_gets_wrong_in_silence_needs_ours(odd: str, tmp_p
     (problem,) = TensorRTLLMBackend(OLD).check(wanted)
     assert "would ignore in silence" in problem.what
     assert odd in problem.what
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "mistral", "qwen2"])
+def test_a_target_whose_class_makes_no_drafter_is_refused_and_served_without(family: str, tmp_path: Path) -> None:
+    wanted = tiny_deployment(tmp_path, tiny_drafter_config())
+    edit_json(tmp_path / "target" / "config.json", {"model_type": family})
+    (problem,) = TensorRTLLMBackend(NEW).check(wanted)
+    assert f"'{family}' makes no drafter" in problem.what
+    off = Deployment.model_validate({**wanted.model_dump(exclude_unset=True), "speculation": {"width": "off"}})
+    assert TensorRTLLMBackend(NEW).check(off) == []
 
 
 @pytest.mark.usefixtures("hub")
