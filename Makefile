@@ -17,10 +17,10 @@ demo: .venv/demo
 # The environments are made side by side; the suites follow one another.
 test:
 	$(MAKE) --jobs=4 environments
-	$(MAKE) lint types unit test-clients test-deploy test-sglang
+	$(MAKE) lint types unit test-clients test-deploy test-sglang test-vllm
 
 .PHONY: environments
-environments: .venv/deploy .venv-deploy/ready .venv-sglang/ready .venv-clients/ready
+environments: .venv/deploy .venv-deploy/ready .venv-sglang/ready .venv-vllm/ready .venv-clients/ready
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -112,7 +112,7 @@ VLLM_CPU := tests/support/vllm_cpu
 test-vllm: .venv-vllm/ready
 	$(VLLM_BIN)/python -m pytest tests/vllm tests/contract/test_vllm_arguments.py
 
-# The doctor at that server, against drafters with a fault: about eight minutes on two cores.
+# The doctor at that server, against drafters with a fault: six minutes on two cores.
 .PHONY: test-vllm-doctor
 test-vllm-doctor: .venv-vllm/ready
 	DFLASH_SERVE_TEST_DOCTOR=1 $(VLLM_BIN)/python -m pytest -o timeout=1800 tests/vllm/test_doctor.py

@@ -2,10 +2,11 @@
 
     python -m benchmarks.policy [--seeds 4] [--output benchmarks/results/policy.json]
 
-Every cell is a cost surface (this project's bundled pair on two CPU cores; Qwen3-8B on three GPUs), a number of
-requests, a context length and a kind of requests. In each run, on the same luck: every fixed width, the policy from a
-cold start with costs measured some 20 % wrongly, the policy as it was before, and an oracle that knows true survival
-and true costs. Figures are ratios of tokens per second, means over seeds: of the first 100 steps, and of 500.
+Every cell is a cost surface (this project's bundled pair on two CPU cores, in the embedded engine and in SGLang's
+server, where all requests of a step have one width; Qwen3-8B on three GPUs), a number of requests, a context length and
+a kind of requests. In each run, on the same luck: every fixed width, the policy from a cold start with costs measured
+some 20 % wrongly, the policy as it was before, and an oracle that knows true survival and true costs. Figures are
+ratios of tokens per second, means over seeds: of the first 100 steps, and of 500.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ Make = Callable[[int], WidthPolicy | Oracle]
 def grid() -> list[Cell]:
     """All cells."""
     lengths = (NEVER, 1.1, 1.5, 2.0, 3.0, 4.5, 6.5)
-    cpu, *gpus = surfaces()
+    cpu, server, *gpus = surfaces()
     loads: list[Load] = [
         *(Synthetic(f"τ {length:g}" if length > NEVER else "never right", (length,)) for length in lengths),
         Synthetic("half τ 5, half 1.15", (5.0, 1.15)),
         Synthetic("drifting, τ 5 to 1.15", (5.0, 1.15), drifts=True),
     ]
     cells = [Cell(cpu, load, n) for n in (1, 2, 4, 8, 16, 32) for load in (*loads, *replays())]
+    cells += [Cell(server, load, n) for n in (1, 2, 4, 8, 16) for load in (*loads, *replays())]
     few: list[Load] = [loads[0], loads[2], *loads[4:6], Synthetic("τ 8", (8.0,)), *loads[7:]]
     for gpu in gpus:
         cells += [Cell(gpu, load, n) for n in (1, 8, 64, 256) for load in few]
@@ -76,10 +78,10 @@ def play(job: tuple[Cell, int]) -> Result:
     def cost(seed: int) -> CostModel:
         return surface.measured(cell.requests, np.random.default_rng(seed + 77))
 
-    widths = [width for width in (1, 2, 3, 4, 6, 8, 12, 16) if width <= surface.block_size]
+    widths = surface.widths or [width for width in (1, 2, 3, 4, 6, 8, 12, 16) if width <= surface.block_size]
     fixed = {width: mean(lambda _, width=width: FixedWidth(width)) for width in widths}  # type: ignore[misc]
-    auto = mean(lambda seed: AutoWidth(cost(seed), surface.block_size))
-    before = mean(lambda seed: AutoWidthBefore(cost(seed), surface.block_size))
+    auto = mean(lambda seed: AutoWidth(cost(seed), surface.block_size, surface.widths))
+    before = mean(lambda seed: AutoWidthBefore(cost(seed), surface.block_size, surface.widths))
     best = np.max(list(fixed.values()), axis=0)
     ratios = {
         "auto / best fixed, 100 steps": auto[0] / best[0],

@@ -22,6 +22,7 @@ from dflash_serve.speculation.width import FixedWidth, Step, WidthPolicy
 
 DATA = Path(__file__).with_name("policy")
 STEPS = 500
+SERVER = "SGLang's server on cpu"
 NOISE = 0.04
 """Spread of one step's time, of the logarithm; one step in 200 takes three times as long."""
 
@@ -35,6 +36,8 @@ class Surface:
     block_size: int
     plain: tuple[float, float] = (0.0, 0.0)
     speculative: tuple[float, float] = (0.0, 0.0)
+    widths: tuple[int, ...] | None = None
+    """An engine that gives all requests of a step the same one of these; None = to each its own."""
 
     def of_steps(self, rows: Integers, drafted: Integers, requests: int, context_tokens: int) -> Vector:
         """Seconds of steps, [M]."""
@@ -69,6 +72,8 @@ def surfaces() -> list[Surface]:
         cost = CostModel.model_validate(table)
         if name == "cpu":
             found.append(Surface(name, cost, 8))
+        elif name == SERVER:
+            found.append(Surface(name, cost, 8, widths=(1, 2, 4, 8)))
         else:
             found.append(Surface(name, cost, 16, plain=(0.75, 0.02), speculative=(0.75, 0.03)))
     return [*found, replace(found[-1], name=f"{found[-1].name}, v1", plain=(0.91, 0.02), speculative=(2.64, 0.112))]
@@ -192,14 +197,8 @@ class Cell:
         return self.requests * self.context
 
 
-def run(
-    cell: Cell, policy: WidthPolicy | Oracle, seed: int, marks: Sequence[int] = (100, STEPS), shared: bool = False
-) -> list[float]:
-    """Tokens per second of the first `marks` steps each.
-
-    Args:
-        shared: the engine drafts for the whole batch, and gives all the same width.
-    """
+def run(cell: Cell, policy: WidthPolicy | Oracle, seed: int, marks: Sequence[int] = (100, STEPS)) -> list[float]:
+    """Tokens per second of the first `marks` steps each."""
     luck = cell.load.luck(cell.requests, cell.surface.block_size, seed)
     noise = np.random.default_rng(seed + 10**6)
     lanes, place = np.arange(cell.requests), np.zeros(cell.requests, np.int64)
@@ -216,7 +215,7 @@ def run(
             widths = np.array(policy.widths(ids.tolist(), cell.context_tokens))
         accepted = np.minimum(luck.whole_block(place, step, cell.surface.block_size), widths - 1)
         gained = np.minimum(accepted + 1, luck.left[lanes, place])
-        drafted = cell.requests if shared and widths.max() > 1 else int((widths > 1).sum())
+        drafted = cell.requests if cell.surface.widths and widths.max() > 1 else int((widths > 1).sum())
         took = _seconds(cell, known, int(widths.sum()), drafted, step)
         seen = took * float(np.exp(NOISE * noise.normal())) * (3 if noise.random() < 0.005 else 1)
         if learns:
@@ -245,7 +244,7 @@ class Oracle:
 
     def best(self, h: Vector) -> Integers:
         survival = h[:, None] ** np.arange(1, self.cell.surface.block_size)
-        choices = choices_of(survival, None)
+        choices = choices_of(survival, self.cell.surface.widths)
         seconds = self.cell.surface.of_steps(
             choices.rows, choices.drafted, self.cell.requests, self.cell.context_tokens
         )
