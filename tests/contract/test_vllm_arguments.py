@@ -6,6 +6,7 @@ import inspect
 import json
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,3 +203,27 @@ def test_keys_are_read_from_their_file_and_are_in_no_log(models: dict[str, Path]
     parsed = parsed_words(command.argv)
     assert parsed.api_key == ["secret-one", "secret-two"]
     assert "secret-" not in str(redact_sensitive_args(vars(parsed)))
+
+
+def test_a_block_of_the_anchor_alone_runs_no_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Width 1 on the V1 runner, which would run it and throw all of it away; where nothing is told it runs."""
+    import torch
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+
+    from dflash_vllm.plugin import model
+
+    drafter: Any = object.__new__(model.StrictDFlash)
+    torch.nn.Module.__init__(drafter)
+    drafter.config, drafter.lm_head = SimpleNamespace(hidden_size=4), torch.nn.Linear(4, 8, dtype=torch.bfloat16)
+    monkeypatch.setattr(DFlashQwen3ForCausalLM, "forward", lambda *_: "it ran")
+    rows = torch.arange(3)
+
+    def asked(metadata: Any) -> Any:
+        monkeypatch.setattr(model, "get_forward_context", lambda: SimpleNamespace(attn_metadata=metadata))
+        return drafter.forward(rows, rows)
+
+    alone, block = SimpleNamespace(max_query_len=1), SimpleNamespace(max_query_len=8)
+    found = asked({"layers.0": alone, "layers.1": alone})
+    assert (found.shape, found.dtype) == ((3, 4), torch.bfloat16)
+    for metadata in ({"layers.0": block}, {"layers.0": alone, "layers.1": block}, {}, None, [alone]):
+        assert asked(metadata) == "it ran"
