@@ -70,9 +70,7 @@ def _generator(seed: int, epoch: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(mixed)
 
 
-def lay_out(
-    sequences: Sequence[Tensor], anchors: Sequence[Tensor], block_size: int, rows: int | None = None
-) -> Blocks:
+def lay_out(sequences: Sequence[Tensor], anchors: Sequence[Tensor], block_size: int, rows: int | None = None) -> Blocks:
     """Blocks of sequences' token ids (int64 [length] each) at the given anchors (int64 [count] each).
 
     Args:

@@ -194,7 +194,7 @@ class SlotLoss:
 
 
 def _softmax_(logits: Tensor) -> Tensor:
-    """Replaces logits [rows, vocabulary] by their softmax and returns the log of what they were divided by, [rows, 1]."""
+    """Replaces logits [rows, vocabulary] by their softmax; returns the logarithms of their sums, [rows, 1]."""
     highest = logits.amax(-1, keepdim=True)
     total = logits.sub_(highest).exp_().sum(-1, keepdim=True)
     logits.div_(total)

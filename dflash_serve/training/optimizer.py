@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.training.recipe import TrainingSection
 
-
 HEADS = ("markov_head.", "confidence_head.")
 """Beginnings of names: tables and single rows, to which Muon's equal steps in all directions do not fit."""
 

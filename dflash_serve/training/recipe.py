@@ -107,7 +107,7 @@ class DrafterSection(Frozen):
     """Convolutions over the rows of a block in every layer, as DFlash2 has (two taps gave a small drafter most of what
     DFlash2 gives it: verl-SpeCo #62); they begin as the identity. None = plain DFlash."""
     slots: Slots = "fill-in"
-    """Which row of a block predicts which slot; most DSpark heads are anchor-first. A drafter keeps what it began with."""
+    """Which row of a block predicts which slot; most DSpark drafters are anchor-first. A drafter keeps its own."""
     markov: MarkovConfig | None = None
     """A Markov head, as DSpark has; it begins without a bias."""
     confidence: ConfidenceConfig | None = None
