@@ -44,6 +44,10 @@ def _heads(drafter: DrafterConfig, v1_runner: bool) -> Iterator[Problem]:
     if drafter.draft_vocabulary is not None and len({kind.causal for kind in drafter.layers}) > 1:
         what = "causal and other layers with a reduced vocabulary: vLLM would make all of them causal"
         yield Problem(what, "drafter.model", "use --backend torch")
+    wide = any(kind.window is not None and not kind.causal for kind in drafter.layers)
+    if drafter.draft_vocabulary is not None and drafter.markov is not None and wide:
+        what = "a reduced vocabulary, a Markov head and sliding layers that are not causal: vLLM makes them causal"
+        yield Problem(what, "drafter.model", "use --backend torch")
 
 
 def _inputs(drafter: DrafterConfig, target: TargetShape) -> Iterator[Problem]:

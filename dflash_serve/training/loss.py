@@ -146,8 +146,8 @@ class SlotLoss:
         chunks = []
         for first in range(0, len(hidden), self.blocks_at_once):
             own = slice(first, first + self.blocks_at_once)
-            flat = (None if rows is None else rows[own].flatten(0, 1) for rows in (latent, labels.teacher))
-            chunks.append(_Parts(hidden[own].flatten(0, 1), *flat, targets[own], labels.valid[own]))
+            flat = [None if rows is None else rows[own].flatten(0, 1) for rows in (latent, labels.teacher)]
+            chunks.append(_Parts(hidden[own].flatten(0, 1), flat[0], flat[1], targets[own], labels.valid[own]))
         return chunks
 
     def _measure(self, part: _Parts, bias: Tensor | None, *, sloped: bool = False) -> tuple[SlotScores, Tensor]:
@@ -203,7 +203,13 @@ def _softmax_(logits: Tensor) -> Tensor:
 
 def _joined(chunks: list[SlotScores]) -> SlotScores:
     """Those of all blocks."""
-    return SlotScores(*(None if None in column else torch.cat(column) for column in zip(*chunks, strict=True)))
+    distances = [chunk.distance for chunk in chunks if chunk.distance is not None]
+    return SlotScores(
+        cross_entropy=torch.cat([chunk.cross_entropy for chunk in chunks]),
+        weights=torch.cat([chunk.weights for chunk in chunks]),
+        hit=torch.cat([chunk.hit for chunk in chunks]),
+        distance=torch.cat(distances) if distances else None,
+    )
 
 
 class _SlotLoss(torch.autograd.Function):

@@ -7,7 +7,7 @@ which is what it reads in decoding for as long as the slots before it are accept
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.blocks import BlockForward, Blocks
+
+if TYPE_CHECKING:
+    from dflash_serve.models.drafter_heads import MarkovHead
 
 
 class Predictions(NamedTuple):
@@ -51,18 +54,23 @@ class SlotForward:
     def __call__(self, blocks: Blocks, features: Sequence[Tensor]) -> Predictions:
         hidden = self.backbone(blocks, features)
         markov, confidence = self.drafter.markov_head, self.drafter.confidence_head
-        latent = bias = certain = None
         previous = torch.cat([blocks.anchor_ids[:, None], blocks.targets[:, :-1]], dim=1)
+        found = Predictions(hidden)
         if markov is not None:
-            latent, state = [], None
-            for slot, token in enumerate(previous.unbind(1)):
-                one, state = markov.latent(token, hidden[:, slot].float(), state)
-                latent.append(one)
-            latent, bias = torch.stack(latent, dim=1), markov.markov_w2.weight
+            found = found._replace(latent=_latents(markov, previous, hidden), bias=markov.markov_w2.weight)
         if confidence is not None:
             known = markov.markov_w1(previous) if markov is not None and confidence.with_markov else None
-            certain = confidence(hidden.float(), known)
-        return Predictions(hidden, latent, bias, certain)
+            found = found._replace(confidence=confidence(hidden.float(), known))
+        return found
+
+
+def _latents(markov: MarkovHead, previous: Tensor, hidden: Tensor) -> Tensor:
+    """[blocks, B-1, r] of every slot after the tokens `previous` [blocks, B-1], from left to right."""
+    latents, state = [], None
+    for token, rows in zip(previous.unbind(1), hidden.unbind(1), strict=True):
+        latent, state = markov.latent(token, rows.float(), state)
+        latents.append(latent)
+    return torch.stack(latents, dim=1)
 
 
 class Teacher:

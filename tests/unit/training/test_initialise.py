@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ def test_convolutions_begin_idle_on_a_plain_backbone_and_learn(target: TargetMod
         new_drafter(before.config, target, init=str(tmp_path / "after"), seed=0)
 
 
-HEADS = {
+HEADS: Mapping[str, Mapping[str, object]] = {
     "vanilla": {"markov": {"kind": "vanilla", "rank": 6}},
     "gated": {"markov": {"kind": "gated", "rank": 6}, "confidence": {"with_markov": True}},
     "rnn": {"markov": {"kind": "rnn", "rank": 6}, "confidence": {"with_markov": False}},
@@ -92,7 +93,7 @@ HEADS = {
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 def test_a_plain_backbone_is_given_heads_that_change_nothing_yet(
-    target: TargetModel, tmp_path: Path, heads: dict[str, object]
+    target: TargetModel, tmp_path: Path, heads: Mapping[str, object]
 ) -> None:
     plain = DrafterSection(num_layers=2, mask_token_id=3, num_features=1, block_size=4)
     section = DrafterSection.model_validate({**plain.model_dump(), **heads})

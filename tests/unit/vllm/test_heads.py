@@ -16,7 +16,7 @@ from dflash_serve.preview import Choice
 from dflash_vllm import VLLMBackend
 from dflash_vllm.drafter_rules import V1_VARIABLE
 from tests.support.heads import HEADS
-from tests.support.tiny import FULL, SLIDING, random_tensors, tiny_drafter_config
+from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, random_tensors, tiny_drafter_config
 from tests.support.tiny_target import SPECIALS, write_tiny_target
 
 DSPARK = ["vanilla Markov", "vanilla Markov, fill-in", "Markov and confidence"]
@@ -105,6 +105,10 @@ def test_method_form_and_width_follow_the_heads(
         ({**HEADS["vanilla Markov"], "final_logit_softcap": 30.0}, "soft-capped before the Markov head's bias"),
         ({**HEADS["vanilla Markov"], "embedding_scale": 2.0}, "vLLM ignores for DSpark drafters"),
         ({"draft_vocabulary": 40, "layers": (FULL, SLIDING)}, "vLLM would make all of them causal"),
+        (
+            {**HEADS["vanilla Markov"], "draft_vocabulary": 40, "layers": (SLIDING_BOTH_WAYS, SLIDING_BOTH_WAYS)},
+            "vLLM makes them causal",
+        ),
     ],
 )
 def test_what_vllm_has_not_or_would_get_wrong_is_refused_by_name(
