@@ -6,7 +6,7 @@ engine runs in this process is an `InProcessBackend`; the embedded backend is bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -148,6 +148,8 @@ class DraftingBackend(Backend, Protocol):
 
     releases: str
     """Of its engine, that what it says holds for."""
+    untried: Collection[str]
+    """Families of drafters that it serves by what was read of its engine, not run: `auto` takes others first."""
 
     def head_problems(self, heads: Heads) -> list[Problem]:
         """Why it does not serve such a drafter; none = it does."""

@@ -6,13 +6,14 @@ publishers', at other prompts and settings each: they do not compare across rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from dflash_serve.backend import DraftingBackend
 from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.common.frozen import Frozen
 from dflash_serve.deployment import Deployment, Model
@@ -92,24 +93,44 @@ def unknown_target(target: str) -> UserError:
     return UserError(f"no published drafter of it is known (catalogue of {catalogue().gathered})", where=target, do=do)
 
 
-def best_drafter(target: str, serves: Callable[[Heads], bool]) -> CataloguedDrafter | None:
+def best_drafter(
+    target: str, serves: Callable[[Heads], bool], untried: Collection[str] = ()
+) -> CataloguedDrafter | None:
     """The one that `auto` takes; None where nothing can be served.
 
-    By kind, the publishers' own order (`RANKED`); then one whose revision is pinned; then the file's order. Drafters
-    with a restricting licence have to be named.
+    What the backend was run with first; then by kind, the publishers' own order (`RANKED`); then one whose revision is
+    pinned; then the file's order. Drafters with a restricting licence have to be named.
 
     Args:
         serves: whether the backend serves a drafter with such heads.
+        untried: families that it was not run with.
     """
     able = [
         drafter
         for drafter in drafters_of(target)
         if drafter.unsupported is None and not drafter.is_restricted and serves(drafter.heads)
     ]
-    return min(able, key=lambda one: (RANKED.index(one.heads.family), one.revision is None), default=None)
+
+    def order(one: CataloguedDrafter) -> tuple[bool, int, bool]:
+        return one.heads.family in untried, RANKED.index(one.heads.family), one.revision is None
+
+    return min(able, key=order, default=None)
 
 
-def with_drafter(deployment: Deployment, serves: Callable[[Heads], bool]) -> tuple[Deployment, str | None]:
+def choose_drafter(deployment: Deployment, backend: object) -> tuple[Deployment, str | None]:
+    """`with_drafter` for a backend; of one that cannot tell, only plain DFlash is asked.
+
+    Raises:
+        UserError: as there.
+    """
+    if isinstance(backend, DraftingBackend):
+        return with_drafter(deployment, lambda heads: not backend.head_problems(heads), backend.untried)
+    return with_drafter(deployment, lambda heads: not heads.words)
+
+
+def with_drafter(
+    deployment: Deployment, serves: Callable[[Heads], bool], untried: Collection[str] = ()
+) -> tuple[Deployment, str | None]:
     """The deployment with its drafter named, and what is to be said of it; as it is where it does not say `auto`.
 
     Raises:
@@ -120,7 +141,7 @@ def with_drafter(deployment: Deployment, serves: Callable[[Heads], bool]) -> tup
     target = deployment.target.model
     if not drafters_of(target):
         raise unknown_target(target)
-    found = best_drafter(target, serves)
+    found = best_drafter(target, serves, untried)
     if found is None:
         do = f"`dflash-serve drafters {target}` says why; use another --backend, or name one"
         raise UserError(f"no drafter of {target} is served by this backend", where="drafter.model", do=do)

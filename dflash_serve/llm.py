@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dflash_serve.backend import Engine, Prompt, Stream, embedded_backend
-from dflash_serve.catalogue import with_drafter
+from dflash_serve.catalogue import choose_drafter
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
@@ -56,8 +56,9 @@ class LLM:
                 "limits": {"max_model_len": max_model_len, "max_batch_size": max_batch_size},
             }
             self.deployment = load_deployment(flags=flags)
-        self.deployment, _ = with_drafter(self.deployment, lambda _: True)
-        self.engine: Engine = embedded_backend().engine(self.deployment)
+        backend = embedded_backend()
+        self.deployment, _ = choose_drafter(self.deployment, backend)
+        self.engine: Engine = backend.engine(self.deployment)
 
     @property
     def tokenizer(self) -> Any:

@@ -37,6 +37,7 @@ class SGLangBackend:
     name = "sglang"
     facts = FACTS
     releases = TESTED
+    untried = ()
 
     def __init__(self) -> None:
         self._prepared: LaunchPlan | None = None

@@ -46,6 +46,7 @@ class TensorRTLLMBackend:
     name = "tensorrt-llm"
     facts = FACTS
     releases = f"{DFLASH.since} to {NEWEST}"
+    untried = ()
 
     def __init__(self, release: Release | None = None) -> None:
         self._release = release

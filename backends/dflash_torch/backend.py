@@ -53,6 +53,7 @@ class EmbeddedBackend(ServerBackend, DiagnosableBackend):
     name = "torch"
     facts = FACTS
     releases = "this release"
+    untried = ()
 
     def check(self, deployment: Deployment) -> list[Problem]:
         """Everything that would not work, before anything is loaded.

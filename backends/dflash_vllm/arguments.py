@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
+from .heads import method_of
 from .launch_plan import LaunchPlan
 from .schedule import every_width
 
@@ -105,7 +106,7 @@ def speculative_config(plan: LaunchPlan, draft: Path) -> dict[str, object]:
     assert plan.block_size is not None
     assert plan.drafter is not None
     config: dict[str, object] = {
-        "method": "dflash",
+        "method": method_of(plan.drafter),
         "model": str(draft),
         "num_speculative_tokens": plan.block_size - 1,
         "draft_tensor_parallel_size": plan.deployment.parallel.tensor,

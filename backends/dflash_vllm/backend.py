@@ -20,8 +20,8 @@ from dflash_serve.preview import Preview
 
 from .arguments import DRAFT, SECRETS, arguments
 from .checks import problems
-from .drafter_rules import head_problems
 from .facts import FACTS, TESTED
+from .heads import UNTRIED, dialect_of, head_problems
 from .launch_plan import LaunchPlan, read_launch_plan
 from .preview import preview
 from .schedule import GUESSED_COSTS
@@ -36,6 +36,7 @@ class VLLMBackend:
     name = "vllm"
     facts = FACTS
     releases = TESTED
+    untried = UNTRIED
 
     def __init__(self) -> None:
         self._prepared: LaunchPlan | None = None
@@ -62,7 +63,7 @@ class VLLMBackend:
         raise_problems(problems(plan), hint="`dflash-serve serve --dry-run` shows all")
         raise_problems(changed_files(deployment))
         if plan.checkpoint is not None:
-            _write_draft_folder(plan.checkpoint, folder.resolve() / DRAFT)
+            _write_draft_folder(plan.checkpoint, folder.resolve() / DRAFT, deployment.target.model)
         if deployment.serving.api_key_file is not None:
             keys = read_keys(deployment.serving.api_key_file)
             write_whole(folder / SECRETS, yaml.safe_dump({"api-key": keys}), private=True)
@@ -88,14 +89,16 @@ class VLLMBackend:
         return Command((*argv, "--host", host, "--port", str(port)), env)
 
 
-def _write_draft_folder(checkpoint: Checkpoint, folder: Path) -> None:
-    """Writes the drafter as vLLM reads it (z-lab's dialect, every key; one file, plain names), whole or not at all.
+def _write_draft_folder(checkpoint: Checkpoint, folder: Path, target: str) -> None:
+    """Writes the drafter as vLLM reads it (every key; one file, plain names), whole or not at all.
 
     Raises:
         UserError: the checkpoint has problems, or something that is no drafter stands there.
     """
-    assert checkpoint.config is not None
-    write_drafter(folder, checkpoint.config, load_tensors(checkpoint), dialect="zlab", overwrite=True)
+    config = checkpoint.config
+    assert config is not None
+    tensors = load_tensors(checkpoint)
+    write_drafter(folder, config, tensors, dialect=dialect_of(config), target=target, overwrite=True)
     record_survival(folder, recorded_survival(checkpoint.folder))
 
 

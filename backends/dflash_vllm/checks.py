@@ -103,6 +103,10 @@ def _speculation(plan: LaunchPlan) -> Iterator[Problem]:
     if not family.startswith(CAPTURING):
         what = f"vLLM's model for {family!r} does not hand out hidden states"
         yield Problem(what, "target.model", "serve without a drafter, or use another backend")
+    width, block = plan.deployment.speculation.width, plan.block_size
+    if plan.verifies_whole_blocks and plan.drafter is not None and width not in ("auto", block):
+        what = f"vLLM verifies whole blocks of {block} slots with a {plan.drafter.family} drafter, not {width}"
+        yield Problem(what, "speculation.width", f"set it to {block}, auto or off, or use --backend torch")
     if plan.deployment.speculation.draft_window is not None:
         what = "vLLM has no window for drafters that were trained without one"
         yield Problem(what, "speculation.draft_window", "leave it out, or use --backend sglang")

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import DIALECTS
-from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.checkpoint.target import TargetShape
 from dflash_serve.deployment_checks import check_pairing
 from dflash_serve.errors import Problem, UserError
+from dflash_vllm.heads import dialect_of, head_problems
 
 V1_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's own: 0 brings back the model runner that CPUs have."""
@@ -29,32 +29,38 @@ def drafter_problems(
     """
     found = check_pairing(drafter, target)  # out of range: the first request ends the engine
     longest = max_model_len or target.max_position_embeddings
-    unserved = list(head_problems(drafter))
-    if unserved:  # the rest is about plain drafters
-        return [*found, *unserved]
+    found += [*head_problems(drafter), *_heads(drafter, v1_runner)]
     return [*found, *_inputs(drafter, target), *_positions(drafter, longest), *_attention(drafter, v1_runner)]
 
 
-def head_problems(heads: Heads) -> Iterator[Problem]:
-    """Heads that vLLM itself serves (method dspark; DFlash2 and d2t by method dflash, V2 model runner only), but this
-    backend's strict loader and widths do not cover yet."""
-    if heads.words:
-        what = f"{heads.family} with {heads.words}: this backend covers plain DFlash drafters only"
-        do = "use --backend torch or sglang, or start vLLM by hand"
-        yield Problem(what, "drafter.model", do)
+def _heads(drafter: DrafterConfig, v1_runner: bool) -> Iterator[Problem]:
+    """What vLLM serves of them in one way only."""
+    if drafter.family != "DFlash" and v1_runner:
+        what = f"a {drafter.family} drafter, which vLLM's V1 model runner has not"
+        yield Problem(what, "drafter.model", f"serve it on a GPU without {V1_VARIABLE}=0, or use --backend torch")
+    if drafter.markov is not None and (drafter.output_multiplier != 1.0 or drafter.final_logit_softcap is not None):
+        what = "its logits are scaled or soft-capped before the Markov head's bias, which vLLM leaves out"
+        yield Problem(what, "drafter.model", "use --backend torch")
+    if drafter.draft_vocabulary is not None and len({kind.causal for kind in drafter.layers}) > 1:
+        what = "causal and other layers with a reduced vocabulary: vLLM would make all of them causal"
+        yield Problem(what, "drafter.model", "use --backend torch")
+    wide = any(kind.window is not None and not kind.causal for kind in drafter.layers)
+    if drafter.draft_vocabulary is not None and drafter.markov is not None and wide:
+        what = "a reduced vocabulary, a Markov head and sliding layers that are not causal: vLLM makes them causal"
+        yield Problem(what, "drafter.model", "use --backend torch")
 
 
 def _inputs(drafter: DrafterConfig, target: TargetShape) -> Iterator[Problem]:
-    """What goes into the drafter. Its logits' scale and soft-cap do not matter: drafts are greedy."""
+    """What goes into the drafter. Scale and soft-cap of a plain one's logits do not matter: its drafts are greedy."""
     if drafter.has_mask_embedding:
         what = "vLLM reads a mask embedding from a pickle only, which we never write"
         yield Problem(what, "drafter.model", "use a drafter that masks with a token, or --backend torch")
-    if drafter.embedding_scale != 1.0:
-        what = f"input_embedding_scale is {drafter.embedding_scale}, which vLLM ignores for plain DFlash drafters"
+    if drafter.embedding_scale != 1.0 and drafter.selector is None:
+        what = f"input_embedding_scale is {drafter.embedding_scale}, which vLLM ignores for {drafter.family} drafters"
         yield Problem(what, "drafter.model", "use another backend")
-    elif target.model_type.startswith("gemma"):
+    elif target.model_type.startswith("gemma") and drafter.embedding_scale == 1.0:
         # The drafter was trained on rows times sqrt(hidden_size), as the target takes them (vllm#41703, open).
-        what = f"{target.model_type} scales its embedding, and vLLM hands it to plain DFlash drafters unscaled"
+        what = f"{target.model_type} scales its embedding, and vLLM hands it to {drafter.family} drafters unscaled"
         yield Problem(what, "target.model", "use --backend sglang: here little would be accepted, in silence")
     ids = drafter.target_layer_ids
     if len(set(ids)) < len(ids):
@@ -74,9 +80,9 @@ def _positions(drafter: DrafterConfig, longest: int | None) -> Iterator[Problem]
 
 
 def _attention(drafter: DrafterConfig, v1_runner: bool) -> Iterator[Problem]:
-    """One `is_causal` and one window for all layers, as z-lab's dialect has it."""
+    """One `is_causal` and one window for all layers, as the dialects that it reads have it."""
     try:
-        DIALECTS["zlab"].write(drafter, None)
+        DIALECTS[dialect_of(drafter)].write(drafter, None)
     except UserError as error:
         yield Problem(f"{error.what}; vLLM reads no other", "drafter.model", "use --backend torch")
     sliding = [kind.window is not None for kind in drafter.layers]

@@ -16,6 +16,7 @@ from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.engine_args import EngineArgs
 
 from .drafter_rules import V1_VARIABLE
+from .heads import verifies_whole_blocks
 from .schedule import Row, static_schedule
 
 ROWS = 8192
@@ -88,10 +89,17 @@ class LaunchPlan:
         return self.deployment.limits.max_batch_size or DEFAULT_REQUESTS
 
     @property
+    def verifies_whole_blocks(self) -> bool:
+        """Whether vLLM's own drafting runs, not our widths."""
+        return self.drafter is not None and verifies_whole_blocks(self.drafter)
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Every width that a step may have, 1 = no draft. Few, because each gets CUDA graphs of its own."""
         if self.block_size is None:
             return ()
+        if self.verifies_whole_blocks:
+            return (self.block_size,)
         width = self.deployment.speculation.width
         if width != "auto":
             assert isinstance(width, int)

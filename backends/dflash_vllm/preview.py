@@ -10,6 +10,7 @@ from dflash_serve.preview import Choice, PreparedFile, Preview, survival_files
 
 from .arguments import DRAFT, SECRETS, drafter_attention
 from .facts import REAL_OFF, installed_version, parse_release
+from .heads import dialect_of
 from .launch_plan import ROWS, LaunchPlan
 
 
@@ -24,8 +25,10 @@ def preview(plan: LaunchPlan) -> Preview:
 
 def _files(plan: LaunchPlan) -> Iterator[PreparedFile]:
     if plan.drafter is not None and plan.checkpoint is not None:
-        text = json.dumps(DIALECTS["zlab"].write(plan.drafter, None), indent=2, sort_keys=True) + "\n"
-        yield PreparedFile(f"{DRAFT}/config.json", "the drafter's description in z-lab's dialect", text)
+        dialect, target = dialect_of(plan.drafter), plan.deployment.target.model
+        text = json.dumps(DIALECTS[dialect].write(plan.drafter, target), indent=2, sort_keys=True) + "\n"
+        form = "z-lab's dialect" if dialect == "zlab" else f"the dialect {dialect}"
+        yield PreparedFile(f"{DRAFT}/config.json", f"the drafter's description in {form}", text)
         count = len(plan.checkpoint.headers)
         yield PreparedFile(f"{DRAFT}/model.safetensors", f"the drafter's {count} tensors, under z-lab's names")
         yield from survival_files(plan.checkpoint.folder, DRAFT)
@@ -64,7 +67,8 @@ def _speculation(plan: LaunchPlan) -> Iterator[Choice]:
         yield Choice("limits.max_num_tokens", f"{plan.rows}", why)
     if speculation.block_size is None:
         yield Choice("speculation.block_size", f"{plan.block_size}", "the drafter's own")
-    yield Choice("speculation.width", str(speculation.width), _width(plan))
+    width = plan.block_size if plan.verifies_whole_blocks else speculation.width
+    yield Choice("speculation.width", str(width), _width(plan))
     kernels = drafter_attention(plan)
     if kernels is not None:
         yield Choice("attention of the drafter", kernels, "vLLM's kernels for blocks that are not causal")
@@ -75,12 +79,16 @@ def _width(plan: LaunchPlan) -> str:
         return f"our scheduler inside vLLM chooses {', '.join(map(str, plan.widths))} at every step"
     if plan.schedule() is not None:
         return "a schedule worked out of the costs and the survival that were given"
+    if plan.verifies_whole_blocks and plan.drafter is not None:
+        return f"vLLM's own {plan.drafter.family}: whole blocks, the width never changes"
     return "whole blocks" if plan.widths == (plan.block_size,) else "one width in every step"
 
 
 def _notes(plan: LaunchPlan) -> Iterator[str]:
     if plan.drafter is None:
         return
+    if plan.verifies_whole_blocks:
+        yield f"{plan.drafter.family} on vLLM was read, not run: hold it against the target with `dflash-serve verify`"
     yield "requests with min_p or logit_bias are answered by HTTP 400: vLLM has neither with speculation"
     release = parse_release(installed_version() or "")
     if 1 in plan.widths and (release is None or release < REAL_OFF):

@@ -34,7 +34,7 @@ class Bench:
     """
 
     def __init__(self, settings: Settings) -> None:
-        deployment = read_deployment(settings)
+        deployment, self.told = read_deployment(settings)
         self.settings, self.work = settings, settings.output / WORK
         self.variants, self.backend = find_variants(settings, deployment)
         self.dataset = load_dataset(settings.dataset)

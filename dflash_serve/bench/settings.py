@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, Field, JsonValue
 
 from dflash_serve.backend import EMBEDDED, ServerBackend, server_backend
+from dflash_serve.catalogue import choose_drafter
 from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError, raise_problems
@@ -102,16 +103,18 @@ class Cell(NamedTuple):
         return f"{slug(self.variant)}-c{self.concurrency:03d}-r{self.round + 1}"
 
 
-def read_deployment(settings: Settings) -> Deployment | None:
-    """What is served in each of `settings.variants`; None = nothing is started.
+def read_deployment(settings: Settings) -> tuple[Deployment | None, str | None]:
+    """What is served in each of `settings.variants`, None = nothing is started; and what is to be said of a drafter
+    that was chosen.
 
     Raises:
-        UserError: the file cannot be read, or is no deployment.
+        UserError: the file cannot be read, or is no deployment, or no drafter can be chosen.
     """
     if settings.deployment is None and settings.target is None:
-        return None
+        return None, None
     flags: dict[str, Any] = {"target": {"model": settings.target}, "drafter": {"model": settings.drafter}}
-    return load_deployment(settings.deployment, {**flags, "engine_args": settings.engine_args})
+    described = load_deployment(settings.deployment, {**flags, "engine_args": settings.engine_args})
+    return choose_drafter(described, server_backend(settings.backend))
 
 
 def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[dict[str, Variant], ServerBackend | None]:

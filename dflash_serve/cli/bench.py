@@ -83,6 +83,8 @@ def bench(
 def _run(asked: Bench, *, as_json: bool, quiet: bool) -> None:
     """Runs it; however it ends, what is finished is told."""
     output = asked.settings.output
+    if asked.told is not None and not quiet:
+        typer.echo(f"dflash-serve: {asked.told}", err=True)
     try:
         files = asked.run(_keep_quiet if quiet else _tell)
     except KeyboardInterrupt:

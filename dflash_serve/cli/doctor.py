@@ -13,6 +13,7 @@ import typer
 
 from dflash_serve.backend import Engine, Prompt, embedded_backend
 from dflash_serve.cli import options
+from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.cli.figures import number, survival_text
 from dflash_serve.common.extras import need
 from dflash_serve.common.journal import resumable
@@ -39,7 +40,9 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class ExaminedPair:
-    """What is examined: a target and its drafter, as named by the user, and the prompts that they answer greedily."""
+    """What is examined: a target and its drafter, as named by the user (a commit by its folder), and the prompts that
+    they answer greedily.
+    """
 
     target: str
     drafter: str
@@ -105,16 +108,20 @@ def doctor(
 
 def _examined_pair(path: Path | None, given: Mapping[str, Any], prompts: tuple[Prompt, ...]) -> ExaminedPair:
     """The pair of the file or the flags; the bundled one where neither names a target."""
+    from dflash_serve.checkpoint.source import drafter_folder
     from dflash_serve.deployment import load_deployment
 
     flags = options.deployment_flags({**given, "api_key_file": None})
     if path is None and given["target"] in (None, options.BUNDLED):
         flags |= {"target": {"model": options.BUNDLED}, "drafter": {"model": given["drafter"] or options.BUNDLED}}
-    found = load_deployment(path, flags)
+    found = name_drafter(load_deployment(path, flags), embedded_backend(), quiet=given["quiet"])
     if found.drafter is None:
         raise UserError("there is no drafter", where="doctor", do="give --drafter")
+    drafter = found.drafter.model
+    if found.drafter.revision is not None:  # the folder of that commit, and no other
+        drafter = str(drafter_folder(drafter, found.drafter.revision))
     block_size, dtype = found.speculation.block_size, found.hardware.dtype
-    return ExaminedPair(found.target.model, found.drafter.model, block_size, dtype, prompts, given["max_tokens"])
+    return ExaminedPair(found.target.model, drafter, block_size, dtype, prompts, given["max_tokens"])
 
 
 def _examine(

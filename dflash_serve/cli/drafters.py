@@ -89,15 +89,9 @@ def name_drafter(deployment: Deployment, backend: object, *, quiet: bool = False
     Raises:
         UserError: there is none.
     """
-    from dflash_serve.backend import DraftingBackend
-    from dflash_serve.catalogue import AUTO, with_drafter
+    from dflash_serve.catalogue import choose_drafter
 
-    if deployment.drafter is None or deployment.drafter.model != AUTO:
-        return deployment
-    found, told = with_drafter(
-        deployment,
-        lambda heads: not (backend.head_problems(heads) if isinstance(backend, DraftingBackend) else heads.words),
-    )
+    found, told = choose_drafter(deployment, backend)
     if told is not None and not quiet:
         typer.echo(f"dflash-serve: {told}", err=True)
     return found

@@ -11,6 +11,7 @@ import typer
 
 from dflash_serve.backend import Engine, Prompt, embedded_backend
 from dflash_serve.cli import options
+from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.cli.figures import compare_with_plain, number, survival_text, time_run
 from dflash_serve.common.extras import need
 from dflash_serve.common.frozen import Frozen
@@ -124,12 +125,14 @@ def _described(path: Path | None, given: Mapping[str, Any]) -> Deployment:
     flags = options.deployment_flags(given)
     if path is None and given["target"] is None:
         flags |= {"target": {"model": options.BUNDLED}, "drafter": {"model": given["drafter"] or options.BUNDLED}}
-    described = load_deployment(path, flags)
-    if described.drafter is None:
+    described = name_drafter(load_deployment(path, flags), embedded_backend(), quiet=given["quiet"])
+    drafter = described.drafter
+    if drafter is None:
         raise UserError("there is no drafter", where="evaluate", do="give --drafter")
     if "width" not in described.speculation.model_fields_set:
-        block = described.speculation.block_size or read_config(described.drafter.model)[0].block_size
-        described = load_deployment(path, overlay(flags, {"speculation": {"width": block}}))
+        block = described.speculation.block_size or read_config(drafter.model, drafter.revision)[0].block_size
+        named = {"drafter": {"model": drafter.model, "revision": drafter.revision}}
+        described = load_deployment(path, overlay(flags, {**named, "speculation": {"width": block}}))
     if described.limits.max_batch_size is None:
         limits = described.limits.model_copy(update={"max_batch_size": AT_ONCE})
         described = described.model_copy(update={"limits": limits})

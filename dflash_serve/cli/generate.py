@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_serve.cli import options
+from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.common.extras import need
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def generate(
 
     console = Console(stderr=as_json, highlight=False)
     params = _params(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
-    llm = _load(console, deployment, context.params)
+    llm = _load(console, deployment, context.params, quiet=quiet)
     asked: Prompt = prompt if raw else [{"role": "user", "content": prompt}]
     run = _answer(llm, asked, params, console, show=not as_json)
     comparison = _compare(llm, asked, params, console) if compare else None
@@ -77,15 +78,16 @@ def _params(**given: Any) -> SamplingParams:
         raise UserError(describe(error)) from None
 
 
-def _load(console: Console, path: Path | None, given: Mapping[str, Any]) -> LLM:
+def _load(console: Console, path: Path | None, given: Mapping[str, Any], *, quiet: bool) -> LLM:
     """The pair of the file or the flags; the bundled target brings its drafter."""
+    from dflash_serve.backend import embedded_backend
     from dflash_serve.deployment import load_deployment
     from dflash_serve.llm import LLM
 
     flags = options.deployment_flags({**given, "max_batch_size": 1})
     if path is None and given["target"] in (None, options.BUNDLED):
         flags |= {"target": {"model": options.BUNDLED}, "drafter": {"model": given["drafter"] or options.BUNDLED}}
-    described = load_deployment(path, flags)
+    described = name_drafter(load_deployment(path, flags), embedded_backend(), quiet=quiet)
     with console.status(f"loading {described.target.model} (the first time it is converted and measured)"):
         return LLM(described)
 

@@ -11,6 +11,7 @@ from typer import Option
 
 from dflash_serve.backend import server_backend
 from dflash_serve.cli import options
+from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.common.extras import need
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
@@ -68,8 +69,8 @@ def plan(
     """Say which split, width and batch to run on which GPUs, and what to expect. Nothing is run."""
     need("plan", "numpy", "scipy", "matplotlib", "jinja2")
     options.require_target("plan", deployment, target)
-    server_backend(backend)
-    described = load_deployment(deployment, _flags(context.params))
+    chosen = server_backend(backend)
+    described = name_drafter(load_deployment(deployment, _flags(context.params)), chosen, quiet=quiet)
     question, calibration = _calibrated(_question(described, context.params), calibrate)
     _answer(question, calibration, output, html=html, as_json=as_json, quiet=quiet)
 

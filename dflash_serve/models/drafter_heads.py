@@ -69,6 +69,15 @@ class MarkovHead(nn.Module):
         if config.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
+    @torch.no_grad()
+    def make_idle(self) -> None:
+        """No bias, from which training starts: `markov_w1` and the other matrices stay as they are."""
+        self.markov_w2.weight.zero_()
+        if self.kind == "gated":
+            self.gate_proj.bias.zero_()
+        if self.kind == "rnn":
+            self.joint_proj.bias.zero_()
+
     def forward(self, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The bias [n, Vd] of one slot of n blocks, and the state that the next slot reads (rnn only).
 
@@ -77,6 +86,11 @@ class MarkovHead(nn.Module):
             hidden: [n, H] of this slot, after the final norm.
             state: [n, rank] that the slot before gave; None at the first.
         """
+        latent, state = self.latent(previous, hidden, state)
+        return self.markov_w2(latent), state
+
+    def latent(self, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What `markov_w2` makes the bias of, [n, rank], and the state; arguments as for `forward`."""
         latent = self.markov_w1(previous)
         if self.kind == "gated":
             latent = torch.sigmoid(self.gate_proj(torch.cat([hidden, latent], dim=-1))) * latent
@@ -85,7 +99,7 @@ class MarkovHead(nn.Module):
             gate, candidate, output = self.joint_proj(torch.cat([state, latent, hidden], dim=-1)).chunk(3, dim=-1)
             gate = torch.sigmoid(gate)
             state, latent = gate * state + (1 - gate) * torch.tanh(candidate), torch.tanh(output)
-        return self.markov_w2(latent), state
+        return latent, state
 
 
 class ConfidenceHead(nn.Module):
@@ -93,7 +107,14 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, config: ConfidenceConfig, hidden_size: int, markov_rank: int) -> None:
         super().__init__()
+        self.with_markov = config.with_markov
         self.proj = nn.Linear(hidden_size + (markov_rank if config.with_markov else 0), 1)
+
+    @torch.no_grad()
+    def make_idle(self) -> None:
+        """One half of every slot, from which training starts."""
+        self.proj.weight.zero_()
+        self.proj.bias.zero_()
 
     def forward(self, hidden: Tensor, previous: Tensor | None) -> Tensor:
         """Logits [...] in fp32 from hidden [..., H] and Markov embeddings [..., r] of the tokens before."""

@@ -70,8 +70,12 @@ def _generator(seed: int, epoch: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(mixed)
 
 
-def lay_out(sequences: Sequence[Tensor], anchors: Sequence[Tensor], block_size: int) -> Blocks:
-    """Blocks of sequences' token ids (int64 [length] each) at the given anchors (int64 [count] each)."""
+def lay_out(sequences: Sequence[Tensor], anchors: Sequence[Tensor], block_size: int, rows: int | None = None) -> Blocks:
+    """Blocks of sequences' token ids (int64 [length] each) at the given anchors (int64 [count] each).
+
+    Args:
+        rows: of a block, the drafter's input: B, and B - 1 where slots are anchor-first; None = B.
+    """
     ids, targets, valid = [], [], []
     ahead = torch.arange(1, block_size, device=sequences[0].device)
     for tokens, starts in zip(sequences, anchors, strict=True):
@@ -80,12 +84,12 @@ def lay_out(sequences: Sequence[Tensor], anchors: Sequence[Tensor], block_size: 
         targets.append(tokens[places.clamp(max=len(tokens) - 1)])
         ids.append(tokens[starts])
     starts = torch.cat(list(anchors))
-    slots = torch.arange(block_size, device=starts.device)
+    own = torch.arange(rows or block_size, device=starts.device)
     return Blocks(
-        block_size=block_size,
+        block_size=len(own),
         anchors=starts,
         anchor_ids=torch.cat(ids),
-        positions=(starts[:, None] + slots).flatten(),
+        positions=(starts[:, None] + own).flatten(),
         targets=torch.cat(targets),
         valid=torch.cat(valid),
         counts=tuple(len(a) for a in anchors),
@@ -115,7 +119,8 @@ class BlockForward:
         rounded = {name: weight.to(self.dtype) for name, weight in self.whole.named_parameters()}
         rows = context_rows(features, blocks.contexts)
         hidden: Tensor = functional_call(self.whole, rounded, (blocks, rows.to(self.dtype)))
-        return hidden.view(len(blocks.anchors), blocks.block_size, -1)[:, 1:]
+        first = self.whole.drafter.first_row
+        return hidden.view(len(blocks.anchors), blocks.block_size, -1)[:, first:]
 
 
 class _Pass(nn.Module):

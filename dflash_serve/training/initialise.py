@@ -22,6 +22,8 @@ NOISE = 0.002
 RANDOM = 0.02
 FRESH = ("target", "random")
 """First weights that are no other drafter's."""
+ADDED = ("convolution", "markov", "confidence")
+"""What a drafter without it is given, idle at first."""
 
 
 def drafter_config(section: DrafterSection, target: TargetConfig) -> DrafterConfig:
@@ -47,6 +49,9 @@ def drafter_config(section: DrafterSection, target: TargetConfig) -> DrafterConf
             max_position_embeddings=target.max_position_embeddings,
             rms_norm_eps=target.rms_norm_eps,
             rope=target.rope,
+            slots=section.slots,
+            markov=section.markov,
+            confidence=section.confidence,
             convolution=section.convolution,
         )
     except ValidationError as error:
@@ -79,16 +84,25 @@ def new_drafter(config: DrafterConfig, target: TargetModel, *, init: str, seed: 
     for parameter in drafter.parameters():
         if parameter.dim() == 2:
             parameter.normal_(0.0, RANDOM, generator=generator)
-    for layer in drafter.layers:
-        if isinstance(layer, ConvolvedLayer):
-            layer.attention_conv.make_idle()
-            layer.mlp_conv.make_idle()
+    _make_idle(drafter)
     drafter.norm.weight.copy_(target.get_parameter("norm.weight").float().cpu())
     if init == "target":
         _from_target(drafter, target, generator)
     elif init not in FRESH:
         _from_drafter(drafter, init)
     return drafter.float().to(target.embedding.device)
+
+
+def _make_idle(drafter: Drafter) -> None:
+    """Convolutions and heads that change no draft."""
+    for layer in drafter.layers:
+        if isinstance(layer, ConvolvedLayer):
+            layer.attention_conv.make_idle()
+            layer.mlp_conv.make_idle()
+    if drafter.markov_head is not None:
+        drafter.markov_head.make_idle()
+    if drafter.confidence_head is not None:
+        drafter.confidence_head.make_idle()
 
 
 def _from_target(drafter: Drafter, target: TargetModel, generator: torch.Generator) -> None:
@@ -110,15 +124,14 @@ def _from_target(drafter: Drafter, target: TargetModel, generator: torch.Generat
 
 
 def _from_drafter(drafter: Drafter, name: str) -> None:
-    """What it has learnt, for a longer training or other data; a plain backbone leaves new convolutions idle."""
+    """What it has learnt, for a longer training or other data; what it has not stays idle."""
     given = load_drafter(name, dtype=torch.float32)
     _refuse_other(drafter.config, given.config, name)
     drafter.load_state_dict({**drafter.state_dict(), **given.state_dict()})
 
 
 def _refuse_other(config: DrafterConfig, given: DrafterConfig, name: str) -> None:
-    if given.convolution is None:
-        config = config.model_copy(update={"convolution": None})
+    config = config.model_copy(update={head: None for head in ADDED if getattr(given, head) is None})
     wanted, found = config.model_dump(), given.model_dump()
     different = ", ".join(key for key in wanted if wanted[key] != found[key])
     if different:

@@ -1,4 +1,6 @@
-"""The optimiser of a recipe (AdamW, or Muon for matrices and AdamW for norms), its rate, and the weights' average."""
+"""The optimiser of a recipe (AdamW, or Muon for the backbone's matrices and AdamW for the rest), its rate, and the
+weights' average.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,27 @@ from torch import Tensor, nn
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.training.recipe import TrainingSection
 
+HEADS = ("markov_head.", "confidence_head.")
+"""Beginnings of names: tables and single rows, to which Muon's equal steps in all directions do not fit."""
+
 
 class Optimizer:
     """One or two PyTorch optimisers stepped together; weight decay on matrices only."""
 
     def __init__(self, module: nn.Module, settings: TrainingSection) -> None:
-        matrices = [p for p in module.parameters() if p.dim() == 2]
+        matrices = {name: p for name, p in module.named_parameters() if p.dim() == 2}
         vectors = [p for p in module.parameters() if p.dim() != 2]
         self.parts: list[torch.optim.Optimizer]
         if settings.optimizer == "muon":
+            heads = [matrices.pop(name) for name in list(matrices) if name.startswith(HEADS)]
             muon = torch.optim.Muon(
-                matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
-            self.parts = [muon, self._adamw([{"params": vectors, "weight_decay": 0.0}], settings)]
+                list(matrices.values()), lr=settings.lr, weight_decay=settings.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )  # fmt: skip
+            self.parts = [muon, self._adamw([{"params": vectors, "weight_decay": 0.0}, {"params": heads}], settings)]
         else:
-            groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+            own = list(matrices.values())
+            groups: list[dict[str, Any]] = [{"params": own}, {"params": vectors, "weight_decay": 0.0}]
             self.parts = [self._adamw(groups, settings)]
 
     @staticmethod

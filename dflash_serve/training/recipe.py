@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from dflash_serve.checkpoint.heads import ConvolutionConfig
+from dflash_serve.checkpoint.heads import ConfidenceConfig, ConvolutionConfig, MarkovConfig, Slots
 from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.common.yaml_file import describe, read_recipe_file
 from dflash_serve.errors import UserError
@@ -106,8 +106,15 @@ class DrafterSection(Frozen):
     convolution: ConvolutionConfig | None = None
     """Convolutions over the rows of a block in every layer, as DFlash2 has (two taps gave a small drafter most of what
     DFlash2 gives it: verl-SpeCo #62); they begin as the identity. None = plain DFlash."""
+    slots: Slots = "fill-in"
+    """Which row of a block predicts which slot; most DSpark drafters are anchor-first. A drafter keeps its own."""
+    markov: MarkovConfig | None = None
+    """A Markov head, as DSpark has; it begins without a bias."""
+    confidence: ConfidenceConfig | None = None
+    """A confidence head, as DSpark has; it begins as one half. What it learns: see `training.soft_labels`."""
     init: str = "target"
-    """First weights: `target` (its last layers), `random`, or a drafter to go on from, by folder or hub id."""
+    """First weights: `target` (its last layers), `random`, or a drafter to go on from, by folder or hub id. A drafter
+    without convolutions or heads, such as a plain backbone, is given those of the recipe, fresh."""
 
 
 class TrainingSection(Frozen):
@@ -130,6 +137,13 @@ class TrainingSection(Frozen):
     weighting: Literal["dpace", "exponential"] = "dpace"
     dpace_alpha: Share = 0.5
     decay_gamma: Positive = 4.0
+    soft_labels: Share = 0.0
+    """Share of the loss that is the distance of the drafter's distribution from the target's, sum |q - p|; the rest is
+    the cross-entropy of the answer's tokens (DSpark: 0.9). Costs the target's last layers and another product with its
+    head. A confidence head then learns how likely a sampled draft is accepted, 1 - sum |q - p| / 2, as DSpark's;
+    without, whether the likeliest token is the answer's."""
+    confidence_weight: Positive = 1.0
+    """Of the confidence head's loss beside that of the slots."""
     reduced_vocabulary: bool = False
     """Softmax over the tokens seen in the data only: far cheaper, and never part of the drafter itself."""
     ema: Annotated[float, Field(ge=0, lt=1)] | None = None

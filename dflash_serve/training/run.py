@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.manifest import file_entries
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_folder
 from dflash_serve.checkpoint.writer import write_drafter
@@ -61,7 +62,7 @@ def run(
     data_only: bool = False,
     quiet: bool = False,
 ) -> bool:
-    """Makes the data, trains on it and writes output/drafter in z-lab's form; goes on where a killed run stopped.
+    """Makes the data, trains on it and writes output/drafter; goes on where a killed run stopped.
 
     Returns:
         Whether it did all that was asked of it; False = it was stopped, and --resume goes on.
@@ -130,7 +131,8 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
     tensors = {
         name: tensor.to(torch.bfloat16) for name, tensor in (trainer.best or trainer.average.published()).items()
     }
-    write_drafter(output / DRAFTER, trainer.drafter.config, tensors, overwrite=True)
+    config = trainer.drafter.config
+    write_drafter(output / DRAFTER, config, tensors, dialect=dialect_of(config), overwrite=True)
     answers, _, answer_tokens = totals(manifest.shards)
     given = {} if recipe.drafter.init in FRESH else file_entries(drafter_folder(recipe.drafter.init))
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} x {processor()}"
@@ -155,6 +157,13 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
         "validation": None if best is None else best.scores,
     }
     write_whole(output / DRAFTER / PROVENANCE, json.dumps(provenance, indent=2, ensure_ascii=False) + "\n")
+
+
+def dialect_of(config: DrafterConfig) -> str:
+    """What a trained drafter is written in: z-lab's, or that in which engines read its heads."""
+    if config.markov is None and config.confidence is None and config.slots == "fill-in":
+        return "zlab"
+    return "deepspec" if config.convolution is None else "modelopt"
 
 
 @contextmanager
@@ -229,6 +238,9 @@ class Display:
             "context_tokens_per_second": round(sum(t.context_tokens for t in ticks) / seconds),
             "anchors_per_second": round(sum(t.anchors for t in ticks) / seconds),
         }
+        confidence = [t.confidence_loss for t in ticks if t.confidence_loss is not None]
+        if confidence:
+            row["confidence_loss"] = round(sum(confidence) / len(confidence), 4)
         if tick.scores is not None:
             row["validation"] = tick.scores.as_json()
             line = f"step {tick.step}: held out: loss {tick.scores.loss:.3f}, "

@@ -22,11 +22,12 @@ from dflash_serve.common.frozen import Frozen
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel
-from dflash_serve.training.blocks import BlockForward, Blocks, draw_anchors, lay_out, step_sequences
+from dflash_serve.training.blocks import Blocks, draw_anchors, lay_out, step_sequences
 from dflash_serve.training.dataset import Example, Features, seen_vocabulary
-from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting
+from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting, confidence_loss
 from dflash_serve.training.optimizer import Average, Optimizer, learning_rate
 from dflash_serve.training.recipe import Recipe
+from dflash_serve.training.slots import SlotForward, Teacher
 from dflash_serve.training.validation import Scores, held_out_scores
 
 CURRENT = "checkpoint"
@@ -60,6 +61,9 @@ class Tick:
     step: int
     lr: float
     loss: float
+    """Of the slots."""
+    confidence_loss: float | None
+    """None = no such head."""
     gradient_norm: float
     slot_hits: Tensor
     slots: Tensor
@@ -93,13 +97,15 @@ class Trainer:
         self.recipe, self.settings = recipe, recipe.training
         self.target, self.drafter, self.validation, self.output = target, drafter, validation, output
         self.head = target.get_parameter("head.weight").detach()
-        self.features = Features(target, training, drafter.config.target_layer_ids, self.settings.feature_cache_gib)
+        self.teacher = Teacher(target, drafter.config, soft=self.settings.soft_labels > 0)
+        self.features = Features(target, training, self.teacher.layer_ids, self.settings.feature_cache_gib)
         dtype = torch.bfloat16 if self.settings.bf16 else torch.float32
-        self.forward = BlockForward(drafter, target.embedding, dtype=dtype)
+        self.forward = SlotForward(drafter, target.embedding, dtype=dtype)
         alpha = self.settings.dpace_alpha if self.settings.weighting == "dpace" else None
-        weighting = Weighting(alpha, self.settings.decay_gamma)
-        head, self.loss_rows = self._loss_head(training)
-        self.loss, self.whole_loss = SlotLoss(head, weighting), SlotLoss(self.head, weighting)
+        weighting, soft = Weighting(alpha, self.settings.decay_gamma), self.settings.soft_labels
+        kept = seen_vocabulary(training).to(self.head.device) if self.settings.reduced_vocabulary else None
+        self.whole_loss = SlotLoss(self.head, weighting, soft=soft)
+        self.loss = self.whole_loss if kept is None else SlotLoss(self.head, weighting, soft=soft, kept=kept)
         self.optimizer = Optimizer(drafter, self.settings)
         self.average = Average(drafter, self.settings.ema)
         self.best: dict[str, Tensor] = {}
@@ -107,15 +113,6 @@ class Trainer:
         self.progress = Progress(recipe_sha256=recipe_hash)
         self.stopping = False
         target.pack()
-
-    def _loss_head(self, training: Sequence[Example]) -> tuple[Tensor, Tensor | None]:
-        """The rows of the head that the loss runs over, and each token's row among them; (all, None) for all."""
-        if not self.settings.reduced_vocabulary:
-            return self.head, None
-        kept = seen_vocabulary(training).to(self.head.device)
-        rows = torch.zeros(len(self.head), dtype=torch.int64, device=self.head.device)
-        rows[kept] = torch.arange(len(kept), device=self.head.device)
-        return self.head[kept].contiguous(), rows
 
     @property
     def fraction(self) -> float:
@@ -146,15 +143,20 @@ class Trainer:
 
     def _step(self) -> Tick:
         blocks, features = self._blocks(self.progress.step)
-        hidden = self.forward(blocks, features)
-        rows = blocks.targets if self.loss_rows is None else self.loss_rows[blocks.targets]
-        loss, scores = self.loss(hidden, rows, blocks.valid)
-        loss.backward()
+        features, labels = self.teacher(blocks, features)
+        predictions = self.forward(blocks, features)
+        loss, scores = self.loss(predictions, labels)
+        whole, of_confidence = loss, None
+        if predictions.confidence is not None:
+            of_confidence = confidence_loss(predictions.confidence, scores)
+            whole = loss + self.settings.confidence_weight * of_confidence
+        whole.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
         lr = learning_rate(self.fraction, self.settings)
         self.optimizer.step(lr)
         self.average.update()
-        return self._tick(blocks, scores, lr, float(loss.detach()), float(norm))
+        losses = float(loss.detach()), None if of_confidence is None else float(of_confidence.detach())
+        return self._tick(blocks, scores, lr, losses, float(norm))
 
     def _blocks(self, step: int) -> tuple[Blocks, list[Tensor]]:
         """What a step trains on: a function of seed and step alone."""
@@ -166,15 +168,19 @@ class Trainer:
             indexes.append(index)
             anchors.append(drawn.to(self.head.device))
         sequences = [self.features.token_ids(index) for index in indexes]
-        return lay_out(sequences, anchors, self.drafter.config.block_size), self.features.of(indexes)
+        config = self.drafter.config
+        return lay_out(sequences, anchors, config.block_size, config.rows()), self.features.of(indexes)
 
-    def _tick(self, blocks: Blocks, scores: SlotScores, lr: float, loss: float, norm: float) -> Tick:
+    def _tick(
+        self, blocks: Blocks, scores: SlotScores, lr: float, losses: tuple[float, float | None], norm: float
+    ) -> Tick:
         whole = blocks.valid.all(1)
         accepted = scores.hit[whole].long().cumprod(1).sum(1).float() + 1
         return Tick(
             step=self.progress.step + 1,
             lr=lr,
-            loss=loss,
+            loss=losses[0],
+            confidence_loss=losses[1],
             gradient_norm=norm,
             slot_hits=scores.hit.sum(0).cpu(),
             slots=blocks.valid.sum(0).cpu(),
@@ -186,7 +192,7 @@ class Trainer:
     def validate(self) -> Scores:
         """Scores of the weights to be published, on all held-out answers."""
         with self.average.in_place():
-            return held_out_scores(self.validation, self.target, self.drafter.config, self.forward, self.whole_loss)
+            return held_out_scores(self.validation, self.teacher, self.drafter.config, self.forward, self.whole_loss)
 
     def keep_best(self, step: int, scores: Scores) -> None:
         """Keeps the weights to be published where they do better than those of every step before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ from dflash_serve.training.validation import Scores
 from tests.support.tiny_target import write_tiny_target
 
 STEPS = 12
+PLAIN: Mapping[str, object] = {}
+DSPARK: Mapping[str, object] = {
+    "markov": {"kind": "rnn", "rank": 6},
+    "confidence": {"with_markov": True},
+    "slots": "anchor-first",
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +42,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def recipe(target: str, prompts: Path, **training: object) -> Recipe:
+def recipe(target: str, prompts: Path, heads: Mapping[str, object] = PLAIN, **training: object) -> Recipe:
     answers = {"max_batch_size": 8, "max_new_tokens": 24, "shard_size": 8}
     settings = {"steps": STEPS, "sequences": 3, "anchors": 6, "validate_every": 6, "log_every": 2, **training}
     return Recipe.model_validate(
@@ -46,7 +53,7 @@ def recipe(target: str, prompts: Path, **training: object) -> Recipe:
                 "answers": answers,
                 "validation_share": 0.2,
             },
-            "drafter": {"num_layers": 1, "block_size": 4, "mask_token_id": 3, "target_layer_ids": [0, 2]},
+            "drafter": {"num_layers": 1, "block_size": 4, "mask_token_id": 3, "target_layer_ids": [0, 2], **heads},
             "training": settings,
         }
     )
@@ -63,15 +70,19 @@ def weights(run_of: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in run_of.drafter.state_dict().items()}
 
 
+EVERYTHING: Mapping[str, object] = {"optimizer": "muon", "reduced_vocabulary": True, "ema": 0.9,
+                                    "feature_cache_gib": 0.01}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"optimizer": "muon", "reduced_vocabulary": True, "ema": 0.9, "feature_cache_gib": 0.01}],
-    ids=["adamw", "muon with everything"],
+    ("heads", "options"),
+    [(PLAIN, {}), (PLAIN, EVERYTHING), (DSPARK, {"soft_labels": 0.9}), (DSPARK, EVERYTHING)],
+    ids=["adamw", "muon with everything", "DSpark, adamw", "DSpark, muon with everything"],
 )
 def test_a_resumed_run_ends_bit_equal_to_an_uninterrupted_one(
-    target: str, prompts: Path, tmp_path: Path, options: dict[str, object]
+    target: str, prompts: Path, tmp_path: Path, heads: Mapping[str, object], options: Mapping[str, object]
 ) -> None:
-    settings = recipe(target, prompts, **options)
+    settings = recipe(target, prompts, heads, **options)
     whole = trainer(settings, tmp_path / "whole")
     whole.run(lambda _: None)
 

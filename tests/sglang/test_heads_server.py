@@ -1,5 +1,5 @@
-"""The real server with a tiny DFlash2 pair: the tokens are those without speculation, and it takes as many steps as our
-own loop. SGLang refuses DSPARK on a CPU; what it makes of our DSpark drafts: `test_dspark_heads`.
+"""The real server with tiny DFlash2 and DSpark pairs: the tokens are those without speculation, and it takes as many
+steps as our own loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dflash_serve import SamplingParams
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.deployment import Deployment
 from tests.support.embedded import answers, tiny_engine
-from tests.support.heads import CONVOLUTION, SELECTOR
+from tests.support.heads import CONVOLUTION, SELECTOR, SHIFTED, VANILLA
 from tests.support.sglang_server import Berth, OnCpu, fleet
 from tests.support.tiny import random_tensors, tiny_drafter_config
 from tests.support.tiny_target import SPECIALS, write_tiny_target
@@ -24,6 +24,7 @@ PROMPTS = ["the quick brown fox", '{"name": [1', "over the lazy dog jumps", "fox
 BLOCK, TOKENS = 8, 32
 PAIRS: Mapping[str, dict[str, Any]] = {
     "DFlash2": {"convolution": CONVOLUTION, "selector": SELECTOR},
+    "DSpark": {"markov": VANILLA, **SHIFTED},
 }
 IN_STEP = "--disable-overlap-schedule"
 

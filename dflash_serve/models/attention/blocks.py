@@ -20,6 +20,7 @@ class BlockLayout:
     """Where the blocks of one pass are. Flat rows are [all blocks of sequence 0, of sequence 1, ...], B rows a block.
 
     Attributes:
+        block_size: rows of a block, here B; an anchor-first drafter has one less.
         anchors: positions int64 [blocks]; positions: int64 [blocks * B], anchor .. anchor + B - 1.
         counts: blocks of each sequence.
         contexts: context rows of each, at positions 0 .. contexts - 1.

@@ -100,10 +100,11 @@ def test_a_grammar_filters_every_head_slot_by_slot(
     grammars = Grammars(plain.tokenizer, plain.scheduler.target.config.vocab_size, [EOS])
     expected, without = constrained(plain, grammars, temperature)
     pair = pair_with(folders, tmp_path / "drafter", HEADS[name])
-    tokens, steps = constrained(tiny_engine(pair, width=BLOCK), grammars, temperature)
-    assert tokens == expected
-    if "reduced" not in name:  # which may hold none of the forced tokens
-        assert steps < without  # forced parts are accepted whole
+    for width in WIDTHS:
+        tokens, steps = constrained(tiny_engine(pair, width=width), grammars, temperature)
+        assert tokens == expected
+        if width == BLOCK and "reduced" not in name:  # which may hold none of the forced tokens
+            assert steps < without  # forced parts are accepted whole
 
 
 def taught(truth: Truth) -> Fit:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
+from dflash_serve.checkpoint.conversions import with_markov_head
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter, load_target
@@ -81,8 +83,62 @@ def test_convolutions_begin_idle_on_a_plain_backbone_and_learn(target: TargetMod
         new_drafter(before.config, target, init=str(tmp_path / "after"), seed=0)
 
 
+HEADS: Mapping[str, Mapping[str, object]] = {
+    "vanilla": {"markov": {"kind": "vanilla", "rank": 6}},
+    "gated": {"markov": {"kind": "gated", "rank": 6}, "confidence": {"with_markov": True}},
+    "rnn": {"markov": {"kind": "rnn", "rank": 6}, "confidence": {"with_markov": False}},
+    "with convolutions": {"markov": {"kind": "vanilla", "rank": 6}, "convolution": {"taps": 2, "group_size": 8}},
+}
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+def test_a_plain_backbone_is_given_heads_that_change_nothing_yet(
+    target: TargetModel, tmp_path: Path, heads: Mapping[str, object]
+) -> None:
+    plain = DrafterSection(num_layers=2, mask_token_id=3, num_features=1, block_size=4)
+    section = DrafterSection.model_validate({**plain.model_dump(), **heads})
+    before = new_drafter(drafter_config(plain, target.config), target, init="target", seed=7)
+    write_drafter(tmp_path / "before", before.config, before.state_dict())
+    config = drafter_config(section, target.config)
+    headed, again = (new_drafter(config, target, init=str(tmp_path / "before"), seed=0) for _ in "ab")
+    state = headed.state_dict()
+    assert all(torch.equal(weight, state[name]) for name, weight in before.state_dict().items())
+    assert all(torch.equal(weight, state[name]) for name, weight in again.state_dict().items())
+    assert headed.markov_head is not None
+    bias, _ = headed.markov_head(torch.arange(4), torch.randn(4, 32), None)
+    assert not bias.any()
+    assert bool(headed.markov_head.markov_w1.weight.any())  # or nothing could be learnt
+    if headed.confidence_head is not None:
+        known = torch.randn(4, 6) if config.confidence and config.confidence.with_markov else None
+        assert headed.confidence_head(torch.randn(4, 32), known).sigmoid().tolist() == [0.5] * 4
+    if config.convolution is None:  # and the converter's heads can be gone on from
+        converted, tensors = with_markov_head(before.config, before.state_dict(), rank=6, fresh=True)
+        write_drafter(tmp_path / "converted", converted, tensors, dialect="deepspec")
+        wanted = config.model_copy(update={"markov": converted.markov, "confidence": None})
+        given = new_drafter(wanted, target, init=str(tmp_path / "converted"), seed=0).state_dict()
+        assert all(torch.equal(given[name], tensor) for name, tensor in tensors.items())
+
+
+def test_heads_that_a_drafter_has_are_not_taken_from_it(target: TargetModel, tmp_path: Path) -> None:
+    plain = DrafterSection(num_layers=1, mask_token_id=3, num_features=1)
+    headed = DrafterSection.model_validate({**plain.model_dump(), **HEADS["gated"]})
+    before = new_drafter(drafter_config(headed, target.config), target, init="target", seed=7)
+    write_drafter(tmp_path / "before", before.config, before.state_dict(), dialect="deepspec")
+    with pytest.raises(UserError, match="its markov, confidence differ"):
+        new_drafter(drafter_config(plain, target.config), target, init=str(tmp_path / "before"), seed=0)
+    shifted = DrafterSection.model_validate({**headed.model_dump(), "slots": "anchor-first"})
+    with pytest.raises(UserError, match="its slots differ"):
+        new_drafter(drafter_config(shifted, target.config), target, init=str(tmp_path / "before"), seed=0)
+
+
 def test_a_convolution_that_cannot_be_is_refused(target: TargetModel) -> None:
     section = DrafterSection.model_validate({"mask_token_id": 3, "num_features": 1,
                                              "convolution": {"taps": 2, "group_size": 7}})  # fmt: skip
     with pytest.raises(UserError, match="conv_group_size 7 does not divide hidden_size 32"):
+        drafter_config(section, target.config)
+
+
+def test_a_confidence_head_that_reads_a_missing_markov_head_is_refused(target: TargetModel) -> None:
+    section = DrafterSection.model_validate({"mask_token_id": 3, "confidence": {"with_markov": True}})
+    with pytest.raises(UserError, match="there is no Markov head"):
         drafter_config(section, target.config)

@@ -1,4 +1,4 @@
-"""The chunked loss with its own gradient is the plain one."""
+"""The chunked loss with its own gradients is the plain one."""
 
 from __future__ import annotations
 
@@ -7,47 +7,110 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_serve.training.loss import SlotLoss, Weighting
+from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting, confidence_loss
+from dflash_serve.training.slots import Labels, Predictions
 
-BLOCKS, SLOTS, HIDDEN, VOCABULARY = 7, 3, 8, 20
+BLOCKS, SLOTS, HIDDEN, RANK, VOCABULARY = 7, 3, 8, 5, 20
+KEPT = torch.tensor([0, 2, 3, 5, 8, 9, 13, 17, 18, 19])
 
 
-def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(*, markov: bool, dtype: torch.dtype = torch.float32) -> tuple[Predictions, Tensor, Labels]:
+    """Predictions that want gradients, the head, and labels with a teacher."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(BLOCKS, SLOTS, HIDDEN, generator=generator, requires_grad=True)
-    head = torch.randn(VOCABULARY, HIDDEN, generator=generator)
-    targets = torch.randint(VOCABULARY, (BLOCKS, SLOTS), generator=generator)
+
+    def rows(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    hidden, head, teacher = rows(BLOCKS, SLOTS, HIDDEN), rows(VOCABULARY, HIDDEN), rows(BLOCKS, SLOTS, HIDDEN)
+    targets = KEPT[torch.randint(len(KEPT), (BLOCKS, SLOTS), generator=generator)]
     valid = torch.ones(BLOCKS, SLOTS, dtype=torch.bool)
     valid[3, 1:] = False
-    return hidden, head, targets, valid
+    latent, bias = (rows(BLOCKS, SLOTS, RANK), rows(VOCABULARY, RANK)) if markov else (None, None)
+    for tensor in (hidden, latent, bias):
+        if tensor is not None:
+            tensor.requires_grad_()
+    return Predictions(hidden, latent, bias), head, Labels(targets, valid, teacher)
 
 
-def plain_loss(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    losses = F.cross_entropy((hidden @ head.t()).flatten(0, 1), targets.flatten(), reduction="none")
-    return (losses.view_as(targets) * weights).sum() / weights.sum()
+def plain_loss(
+    predictions: Predictions, head: Tensor, labels: Labels, weights: Tensor, soft: float, kept: Tensor | None
+) -> Tensor:
+    """By autograd, all logits at once."""
+    assert labels.teacher is not None
+    logits, wanted = predictions.hidden @ head.t(), labels.teacher @ head.t()
+    if predictions.latent is not None and predictions.bias is not None:
+        logits = logits + predictions.latent @ predictions.bias.t()
+    targets = labels.targets
+    if kept is not None:
+        logits, wanted, targets = logits[..., kept], wanted[..., kept], torch.searchsorted(kept, targets)
+    cross_entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    distance = (logits.softmax(-1) - wanted.softmax(-1)).abs().sum(-1)
+    return (((1 - soft) * cross_entropy + soft * distance) * weights).sum() / weights.sum()
 
 
-@pytest.mark.parametrize("weighting", [Weighting(alpha=0.5), Weighting(alpha=None, gamma=4.0)])
+@pytest.mark.parametrize("weighting", [Weighting(alpha=0.5), Weighting(alpha=None, gamma=4.0)], ids=["dpace", "decay"])
 @pytest.mark.parametrize("blocks_at_once", [2, 100])
-def test_loss_and_gradient_are_those_of_plain_cross_entropy(weighting: Weighting, blocks_at_once: int) -> None:
-    hidden, head, targets, valid = inputs()
-    loss, scores = SlotLoss(head, weighting, blocks_at_once=blocks_at_once)(hidden, targets, valid)
-    loss.backward()
-    gradient, hidden.grad = hidden.grad, None
-    expected = plain_loss(hidden, head, targets, scores.weights)
-    expected.backward()
-    assert hidden.grad is not None
+@pytest.mark.parametrize("markov", [False, True], ids=["plain", "markov"])
+@pytest.mark.parametrize("soft", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("kept", [None, KEPT], ids=["all tokens", "reduced"])
+def test_loss_and_gradients_are_those_of_autograd(
+    weighting: Weighting, blocks_at_once: int, markov: bool, soft: float, kept: Tensor | None
+) -> None:
+    predictions, head, labels = inputs(markov=markov)
+    own = SlotLoss(head, weighting, soft=soft, kept=kept, blocks_at_once=blocks_at_once)
+    loss, scores = own(predictions, labels)
+    wanted = [tensor for tensor in predictions if tensor is not None]
+    gradients = torch.autograd.grad(3 * loss, wanted)
+    expected = plain_loss(predictions, head, labels, scores.weights, soft, kept)
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradient, hidden.grad)
+    for gradient, plain in zip(gradients, torch.autograd.grad(3 * expected, wanted), strict=True):
+        torch.testing.assert_close(gradient, plain)
 
 
-def test_scores_alone_are_the_same_scores() -> None:
-    hidden, head, targets, valid = inputs()
-    loss = SlotLoss(head, Weighting(), blocks_at_once=3)
-    _, first = loss(hidden, targets, valid)
-    second = loss.scores(hidden, targets, valid)
+@pytest.mark.parametrize("soft", [0.0, 0.7])
+def test_gradients_are_those_of_finite_differences(soft: float) -> None:
+    predictions, head, labels = inputs(markov=True, dtype=torch.float64)
+    loss = SlotLoss(head, Weighting(alpha=None), soft=soft, blocks_at_once=2)
+
+    def of(hidden: Tensor, latent: Tensor, bias: Tensor) -> Tensor:
+        return loss(Predictions(hidden, latent, bias), labels)[0]
+
+    inputs_of = [tensor for tensor in predictions[:3] if tensor is not None]
+    assert torch.autograd.gradcheck(of, inputs_of)
+
+
+@pytest.mark.parametrize("soft", [0.0, 0.5])
+def test_scores_alone_are_the_same_scores(soft: float) -> None:
+    predictions, head, labels = inputs(markov=True)
+    loss = SlotLoss(head, Weighting(), soft=soft, blocks_at_once=3)
+    _, first = loss(predictions, labels)
+    second = loss.scores(predictions, labels)
     assert torch.equal(first.hit, second.hit)
+    assert (first.distance is None) == (second.distance is None) == (soft == 0)
     torch.testing.assert_close(first.weights, second.weights)
+    torch.testing.assert_close(first.acceptance, second.acceptance)
+
+
+def test_a_markov_head_without_a_bias_changes_nothing() -> None:
+    predictions, head, labels = inputs(markov=True)
+    assert predictions.bias is not None
+    idle = predictions._replace(bias=torch.zeros_like(predictions.bias))
+    loss = SlotLoss(head, Weighting())
+    assert torch.equal(loss(idle, labels)[0], loss(Predictions(predictions.hidden), labels)[0])
+
+
+def test_confidence_learns_what_is_accepted() -> None:
+    hit, weights = torch.tensor([[True, False]]), torch.tensor([[1.0, 0.5]])
+    hard = SlotScores(torch.zeros(1, 2), weights, hit)
+    soft = hard._replace(distance=torch.tensor([[0.4, 2.0]]))
+    assert hard.acceptance.tolist() == [[1.0, 0.0]]
+    torch.testing.assert_close(soft.acceptance, torch.tensor([[0.8, 0.0]]))  # 1 - TV, as DSpark's
+    logits = torch.tensor([[2.0, -1.0]], requires_grad=True)
+    for scores in (hard, soft):
+        each = F.binary_cross_entropy_with_logits(logits, scores.acceptance, reduction="none")
+        torch.testing.assert_close(confidence_loss(logits, scores), (each * weights).sum() / weights.sum())
+    (slope,) = torch.autograd.grad(confidence_loss(logits, soft), logits)
+    torch.testing.assert_close(slope, weights * (logits.sigmoid() - soft.acceptance) / weights.sum())
 
 
 def test_dpace_follows_its_formula() -> None:

@@ -178,7 +178,7 @@ def test_a_target_that_scales_its_embedding_is_refused_for_vllm_would_draft_with
     tmp_path: Path, drafter: Path
 ) -> None:
     target = write_paper_target(tmp_path / "gemma", model_type="gemma4")
-    assert "gemma4 scales its embedding, and vLLM hands it to plain DFlash drafters unscaled" in whats(
+    assert "gemma4 scales its embedding, and vLLM hands it to DFlash drafters unscaled" in whats(
         deploy(target, drafter)
     )
     assert whats(deploy(target, drafter, speculation__width="off")) == ""

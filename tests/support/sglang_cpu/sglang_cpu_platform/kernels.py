@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,8 +22,31 @@ def install() -> None:
     for name, function in replacements.items():
         HookRegistry.register(name, function, HookType.REPLACE)
     HookRegistry.register("sglang.srt.models.dflash.DFlashDraftModel.forward", in_own_dtype, HookType.AROUND)
+    dspark = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
+    HookRegistry.register(dspark, with_dspark, HookType.AROUND)
     gather = "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor"
     HookRegistry.register(gather, gathered, HookType.AROUND)
+
+
+def with_dspark(handle: Any, server_args: Any) -> Any:
+    """SGLang refuses DSPARK on a CPU by the device's name; each of its kernels has a PyTorch form for other devices."""
+    from sglang.srt.arg_groups import speculative_hook
+
+    view_of = speculative_hook.resolving_view
+
+    class View:
+        """What was decided so far, but for the name of the device."""
+
+        device = "xpu"
+
+        def __init__(self, args: Any) -> None:
+            self._view = view_of(args)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._view, name)
+
+    with patch.object(speculative_hook, "resolving_view", View):
+        return handle(server_args)
 
 
 def _streams() -> None:

@@ -1,0 +1,177 @@
+"""A plain backbone is given heads and trained further: every loss falls, each head has its part in it, and what is
+written is read back in every dialect and drafts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_serve import SamplingParams
+from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.writer import write_drafter
+from dflash_serve.errors import UserError
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
+from dflash_serve.training.blocks import lay_out
+from dflash_serve.training.dataset import Example, load_answers, read_manifest, target_features
+from dflash_serve.training.initialise import new_drafter
+from dflash_serve.training.loss import SlotLoss, Weighting, confidence_loss
+from dflash_serve.training.recipe import Recipe
+from dflash_serve.training.run import run
+from dflash_serve.training.slots import SlotForward, Teacher
+from tests.support.embedded import answers, tiny_engine
+from tests.support.tiny_target import write_tiny_target
+
+STEPS, MASK = 60, 3
+WITHOUT = {"markov": ("markov_w2",), "convolution": ("_conv.",), "confidence": ("confidence_head.",)}
+"""By head: parts of the names of the tensors without which it is idle."""
+CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "vanilla and confidence": (
+        {"markov": {"kind": "vanilla", "rank": 8}, "confidence": {"with_markov": True}},
+        {},
+    ),
+    "gated, as DSpark": (
+        {"markov": {"kind": "gated", "rank": 8}, "confidence": {"with_markov": True}},
+        {"soft_labels": 0.9, "weighting": "exponential"},
+    ),
+    "rnn and confidence of its own": (
+        {"markov": {"kind": "rnn", "rank": 8}, "confidence": {"with_markov": False}},
+        {},
+    ),
+    "two taps": ({"convolution": {"taps": 2, "group_size": 8}}, {}),
+}
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A target, prompts and a plain drafter of few steps."""
+
+    target: str
+    prompts: Path
+    backbone: str
+
+
+def recipe(
+    target: str, prompts: Path, drafter: dict[str, Any], training: dict[str, Any], init: str = "target"
+) -> Recipe:
+    shape = {"num_layers": 1, "block_size": 4, "mask_token_id": MASK, "target_layer_ids": [0, 2], "init": init}
+    settings = {"steps": STEPS, "sequences": 3, "anchors": 6, "validate_every": 30, "log_every": 10, "lr": 3e-3}
+    data = {
+        "prompts": [{"kind": "file", "name": "foxes", "path": prompts}],
+        "answers": {"max_batch_size": 8, "max_new_tokens": 24, "shard_size": 8},
+        "validation_share": 0.2,
+    }
+    fields = {"target": {"model": target}, "data": data, "drafter": {**shape, **drafter}}
+    return Recipe.model_validate({**fields, "training": {**settings, **training}})
+
+
+def train(asked: Recipe, output: Path) -> list[dict[str, Any]]:
+    """The rows of its log."""
+    name = asked.target.model
+    assert run(asked, load_target(name, dtype=torch.bfloat16), load_tokenizer(name), output, quiet=True)
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    folder = tmp_path_factory.mktemp("ground")
+    target = str(write_tiny_target(folder / "target"))
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"the quick brown fox {i}"}) + "\n" for i in range(20)))
+    train(recipe(target, prompts, {}, {"steps": 20}), folder / "plain")
+    return Ground(target, prompts, str(folder / "plain/drafter"))
+
+
+def losses(drafter: Drafter, ground: Ground, data: Path, soft: float) -> tuple[float, float | None]:
+    """Mean losses of slots and confidence over the training answers, weighted by place alone."""
+    target = load_target(ground.target)
+    manifest = read_manifest(data)
+    assert manifest is not None
+    examples: list[Example] = load_answers(data, manifest, validation_share=0.2, seed=0)[0]
+    sequences = [example.tokens.to(torch.int64) for example in examples]
+    anchors = [torch.arange(example.prompt_length, len(example.tokens) - 1) for example in examples]
+    blocks = lay_out(sequences, anchors, drafter.config.block_size, drafter.config.rows())
+    teacher = Teacher(target, drafter.config, soft=soft > 0)
+    features, labels = teacher(blocks, target_features(target, sequences, teacher.layer_ids))
+    predictions = SlotForward(drafter, target.embedding, dtype=torch.float32)(blocks, features)
+    with torch.no_grad():
+        slots, scores = SlotLoss(target.get_parameter("head.weight"), Weighting(None), soft=soft)(predictions, labels)
+        given = predictions.confidence
+        return float(slots), None if given is None else float(confidence_loss(given, scores))
+
+
+def idle(drafter: Drafter, ground: Ground, head: str) -> Drafter:
+    """The same with one head as it began."""
+    fresh = new_drafter(drafter.config, load_target(ground.target), init="random", seed=0).state_dict()
+    state = drafter.state_dict()
+    state |= {name: fresh[name] for name in state if any(part in name for part in WITHOUT[head])}
+    other = Drafter(drafter.config)
+    other.load_state_dict(state)
+    return other
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_head_learns_and_is_read_back(name: str, ground: Ground, tmp_path: Path) -> None:
+    heads, training = CASES[name]
+    rows = train(recipe(ground.target, ground.prompts, heads, training, init=ground.backbone), tmp_path / "out")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert ("confidence_loss" in rows[-1]) is ("confidence" in heads)
+    if "confidence" in heads:
+        assert rows[-1]["confidence_loss"] < rows[0]["confidence_loss"]
+        assert rows[-1]["validation"]["confidence_loss"] > 0
+    folder = tmp_path / "out/drafter"
+    drafter = load_drafter(folder, dtype=torch.float32)
+    soft = training.get("soft_labels", 0.0)
+    slots, confidence = losses(drafter, ground, tmp_path / "out/data", soft)
+    for head in heads:
+        without = losses(idle(drafter, ground, head), ground, tmp_path / "out/data", soft)
+        if head == "confidence":
+            assert confidence is not None and without[1] is not None  # noqa: PT018
+            assert confidence < without[1] - 0.005, "better than to say one half always"
+        else:
+            assert slots < without[0] - 0.002, f"what it predicts is worse without its {head}"
+    read_back_everywhere(folder, drafter, tmp_path)
+    drafts_losslessly(ground, folder)
+
+
+def read_back_everywhere(folder: Path, drafter: Drafter, scratch: Path) -> None:
+    """In every dialect that has words for it; engines' own readers: `test_engine_readers`, tests/sglang, tests/vllm."""
+    tensors, read = load_file(folder / "model.safetensors"), []
+    for dialect in DIALECTS:
+        try:
+            write_drafter(scratch / dialect, drafter.config, tensors, dialect=dialect)
+        except UserError as error:
+            assert "has no way to write" in str(error)  # noqa: PT017 - either way is right
+            continue
+        back = load_drafter(scratch / dialect)
+        assert back.config == drafter.config
+        assert all(torch.equal(tensor, back.state_dict()[name]) for name, tensor in tensors.items())
+        read.append(dialect)
+    expected = {"deepspec", "specforge", "speculators", "modelopt"} if drafter.config.markov else {"zlab", "modelopt"}
+    assert set(read) >= expected
+
+
+def drafts_losslessly(ground: Ground, folder: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    asked = ["the quick brown fox 3", "the quick"]
+    plain, speculated = (
+        answers(tiny_engine((Path(ground.target), folder), width=width), asked, params) for width in (1, 4)
+    )
+    assert [output.token_ids for output in speculated] == [output.token_ids for output in plain]
+
+
+def test_anchor_first_slots_are_trained_from_the_target(ground: Ground, tmp_path: Path) -> None:
+    heads = {"slots": "anchor-first", "markov": {"kind": "vanilla", "rank": 8}}
+    rows = train(recipe(ground.target, ground.prompts, heads, {}), tmp_path / "out")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    raw = json.loads((tmp_path / "out/drafter/config.json").read_text())
+    assert (raw["sample_from_anchor"], raw["block_size"]) == (True, 3)  # DeepSpec's gamma
+    drafts_losslessly(ground, tmp_path / "out/drafter")

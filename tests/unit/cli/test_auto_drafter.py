@@ -1,0 +1,110 @@
+"""`drafter: auto` in every verb with a drafter: the best published one is taken, at its commit, and it is said."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_serve.catalogue import AUTO, Catalogue
+from dflash_serve.cli import doctor, evaluate
+from dflash_serve.cli.main import run
+from dflash_serve.errors import UserError
+from tests.support.tiny_target import write_tiny_pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(autouse=True)
+def _published(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A catalogue in which the tiny drafter is published for the tiny target, and a worse one."""
+    heads = {"markov": {"kind": "vanilla", "rank": 4}}
+    rows = [
+        {"repository": "a/dspark", "target": str(pair[0]), "block_size": 4, "heads": {}, "unsupported": "not here"},
+        {"repository": str(pair[1]), "target": str(pair[0]), "block_size": 4, "heads": {}},
+        {"repository": "a/other", "target": "a/target", "block_size": 4, "heads": heads, "revision": "0" * 40},
+    ]
+    unknown = {"revision": None, "licence": None, "acceptance_length": (), "source": "a test"}
+    made = Catalogue.model_validate({"gathered": "2026-11-22", "drafters": [{**unknown, **row} for row in rows]})
+    monkeypatch.setattr("dflash_serve.catalogue.catalogue", lambda: made)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["dflash-serve", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        run()
+    return int(stopped.value.code or 0)
+
+
+def test_generate_answers_with_it_and_says_which(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("generate", "the fox", "--raw", "--target", pair[0], "--drafter", AUTO, "--max-tokens", 4)
+    assert call(monkeypatch, *asked, "--width", 3) == 0
+    said = capsys.readouterr()
+    assert f"dflash-serve: drafter: {pair[1]} (DFlash, B 4), the best known of {pair[0]}" in said.err
+    assert "acceptance length" in said.out
+    assert call(monkeypatch, *asked, "--quiet") == 0
+    assert "best known" not in capsys.readouterr().err
+
+
+def test_evaluate_measures_it_by_its_name(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "the fox"}) + "\n")
+    asked = ("evaluate", "--task", f"own={tmp_path / 'p.jsonl'}", "--target", pair[0], "--drafter", AUTO)
+    rest = ("--max-tokens", 4, "--speed", 0, "--no-controls", "--output", tmp_path / "report.json")
+    assert call(monkeypatch, *asked, *rest) == 0
+    assert "the best known" in capsys.readouterr().err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["drafter"], report["width"]) == (str(pair[1]), 4)  # the whole block of what was chosen
+
+
+def test_bench_and_plan_take_it_too(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from dflash_serve.bench.settings import find_variants, read_deployment
+    from tests.support.bench_sites import settings
+
+    asked = settings(target=str(pair[0]), drafter=AUTO)
+    found, told = read_deployment(asked)
+    assert found is not None and found.drafter is not None  # noqa: PT018
+    assert found.drafter.model == str(pair[1])
+    assert told is not None and "the best known" in told  # noqa: PT018
+    assert list(find_variants(asked, found)[0]) == ["off", "fixed 4", "auto"]
+    given = ("--gpu", "b200", "--output", tmp_path / "plan")
+    call(monkeypatch, "plan", "--target", pair[0], "--drafter", AUTO, *given)
+    assert "the best known" in capsys.readouterr().err
+
+
+def test_doctor_examines_it_at_its_commit(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"target": str(pair[0]), "drafter": AUTO, "quiet": False, "max_tokens": 8}
+    assert doctor._examined_pair(None, given, ()).drafter == str(pair[1])
+    fetched: list[tuple[str, str | None]] = []
+
+    def fetch(name: str, revision: str | None = None) -> Path:
+        fetched.append((name, revision))
+        return pair[1]
+
+    monkeypatch.setattr("dflash_serve.checkpoint.source.drafter_folder", fetch)
+    assert doctor._examined_pair(None, {**given, "target": "a/target"}, ()).drafter == str(pair[1])
+    assert fetched == [("a/other", "0" * 40)]
+
+
+def test_evaluate_reads_the_block_of_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def read(name: str, revision: str | None = None) -> object:
+        asked.append((name, revision))
+        raise UserError("seen")
+
+    monkeypatch.setattr("dflash_serve.checkpoint.reader.read_config", read)
+    given = {"target": "a/target", "drafter": AUTO, "quiet": True, "width": None}
+    with pytest.raises(UserError, match="seen"):
+        evaluate._described(None, given)
+    assert asked == [("a/other", "0" * 40)]
