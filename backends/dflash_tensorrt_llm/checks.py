@@ -14,15 +14,11 @@ from dflash_serve.errors import Problem, UserError
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_problems, argument_table, named_parsers
 from .launch_plan import ACTIVATIONS, OVERHEAD, PAGE, LaunchPlan
 from .releases import DFLASH, DRAFT_LEN_SCHEDULE, DRAFTER_FROM_OUTSIDE, NEWEST, RECOMPUTE_TAIL
+from .upstream import WITHOUT_DRAFTER
 
 Check = Callable[[LaunchPlan], Iterator[Problem]]
 LEAST_POOL = 0.15
 """Share of the memory after the weights that must stay for the target's K/V, or batches would not fit."""
-
-WITHOUT_DRAFTER = ("gemma4", "mistral", "qwen2")
-"""Families (model_type's beginning) whose model upstream is a `DecoderModelForCausalLM`: drafters and their workers are
-made by `SpecDecOneEngineForCausalLM` alone (modeling_gemma4.py @00e7d10, modeling_mistral.py @002f3cc, modeling_qwen.py
-@047098b). Others were not read, and are not refused."""
 
 
 def problems(plan: LaunchPlan) -> list[Problem]:

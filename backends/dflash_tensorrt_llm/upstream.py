@@ -20,6 +20,10 @@ def release_of(info: ValidationInfo) -> Release | None:
     return info.context["release"] if info.context else None
 
 
+WITHOUT_DRAFTER = ("gemma4", "mistral", "qwen2")
+"""Families (model_type's beginning) whose model upstream is a `DecoderModelForCausalLM`: drafters and their workers are
+made by `SpecDecOneEngineForCausalLM` alone (modeling_gemma4.py @00e7d10, modeling_mistral.py @002f3cc, modeling_qwen.py
+@047098b). Others were not read, and are not refused."""
 LATER = {
     "attention_backend": TRTLLM_ATTENTION,
     "context_recompute_tail": RECOMPUTE_TAIL,
