@@ -3,6 +3,10 @@
 (a) no speculation, (b) a fixed width of B, (c) `width: auto`, (d) Hugging Face `generate` with the same batch.
 
     python benchmarks/throughput.py [--concurrency 1,2,4,8,16,32] [--rounds 3] [--output results/throughput.json]
+    python benchmarks/throughput.py --concurrency 1,2,4,8,16,32,64 --ways off,fixed,auto --order mixed --rounds 9
+
+The second asks whether `auto` is ever worse than the better of the other two. `auto_over_better` is the median of the
+rounds' own ratios, which a slow spell of minutes leaves alone; with `--order mixed` each round begins with another way.
 
 At concurrency c, c requests start together and each makes exactly `--tokens` tokens (greedy, the end of sequence
 ignored), so every way does the same work; prefill is included, prefix reuse is off. Rounds are interleaved, so a busy
@@ -42,15 +46,20 @@ def main(
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 3,
     target: Annotated[str, typer.Option(help="Hub id, folder, or the bundled smollm2.")] = "smollm2",
     drafter: Annotated[str, typer.Option(help="Likewise.")] = "smollm2",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "auto",
+    ways: Annotated[str, typer.Option(help="Which ways, comma-separated.")] = ",".join(WAYS),
+    order: Annotated[str, typer.Option(help="Of the ways in a round: as given, or mixed.")] = "given",
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
 ) -> None:
     """Measure the four ways side by side."""
     sizes = [int(size) for size in concurrency.split(",")]
-    bench = Bench(target, drafter, tokens=tokens, most=max(sizes))
-    bench.round(min(sizes))  # warm-up, not counted
+    chosen = [way for way in WAYS if way in ways.split(",")]
+    bench = Bench(target, drafter, chosen, tokens=tokens, most=max(sizes), dtype=dtype)
+    bench.round(min(sizes), chosen)  # warm-up, not counted
     results = []
     for size in sizes:
-        measured = [bench.round(size) for _ in track(range(rounds), f"concurrency {size}")]
+        turns = [n % len(chosen) if order == "mixed" else 0 for n in range(rounds)]
+        measured = [bench.round(size, chosen[n:] + chosen[:n]) for n in track(turns, f"concurrency {size}")]
         results.append({"concurrency": size, **summary(measured)})
     report = {
         "environment": measured_on(),
@@ -67,10 +76,10 @@ def main(
 class Bench:
     """The four ways, loaded once: one set of weights of ours, one of theirs."""
 
-    def __init__(self, target: str, drafter: str, *, tokens: int, most: int) -> None:
-        from transformers import AutoModelForCausalLM
-
-        llm = LLM(target, drafter, max_batch_size=most, max_model_len=1024)
+    def __init__(
+        self, target: str, drafter: str, ways: list[str], *, tokens: int, most: int, dtype: str = "auto"
+    ) -> None:
+        llm = LLM(target, drafter, max_batch_size=most, max_model_len=1024, dtype=dtype)
         assert isinstance(llm.engine, EmbeddedEngine)
         self.tokens, self.full, self.plain = tokens, llm.engine, llm.engine.plain()
         for engine in (self.full, self.plain):
@@ -80,16 +89,15 @@ class Bench:
             "fixed": FixedWidth(self.full.scheduler.speculator.block_size),
             "auto": self.full.scheduler.policy,
         }
-        embedding = self.full.scheduler.target.embedding
         self.dtype = self.full.dtype
-        reference = AutoModelForCausalLM.from_pretrained(target_folder(target), dtype=embedding.dtype)
-        self.reference = reference.to(embedding.device).eval()
+        if "hf" in ways:
+            self.reference = _reference(target, self.full.scheduler.target.embedding)
         self.prompts = [self.full.tokenize(prompt) for prompt in word_problems(20)]
 
-    def round(self, size: int) -> dict[str, dict[str, Any]]:
+    def round(self, size: int, ways: list[str]) -> dict[str, dict[str, Any]]:
         """Each way once, on the same `size` prompts."""
         prompts = [self.prompts[n % len(self.prompts)] for n in range(size)]
-        return {way: self._timed(way, prompts) for way in WAYS}
+        return {way: self._timed(way, prompts) for way in ways}
 
     def _timed(self, way: str, prompts: list[Ids]) -> dict[str, Any]:
         engine = self.plain if way == "off" else self.full
@@ -126,30 +134,45 @@ class Bench:
         return {"tokens": out[:, longest:].numel()}
 
 
+def _reference(target: str, embedding: torch.Tensor) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target_folder(target), dtype=embedding.dtype)
+    return model.to(embedding.device).eval()
+
+
 def summary(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Medians, and the ratios that are promised: of medians of the same interleaved rounds."""
-    speed = {way: median(measured[way]["tokens_per_second"] for measured in rounds) for way in WAYS}
+    """Medians of speeds, and of the rounds' own ratios, whose ways ran side by side."""
+    speeds = [{way: figures["tokens_per_second"] for way, figures in measured.items()} for measured in rounds]
+    ways = [way for way in WAYS if way in speeds[0]]
+    pairs = {"auto_over_better": ("off", "fixed"), "auto_over_off": ("off",), "auto_over_hf": ("hf",)}
+    ratios = {
+        name: median(speed["auto"] / max(speed[other] for other in others) for speed in speeds)
+        for name, others in pairs.items()
+        if {"auto", *others} <= set(ways)
+    }
+    last = {way: rounds[-1][way] for way in ("fixed", "auto") if way in ways}
     return {
-        "tokens_per_second": speed,
-        "all_rounds": {way: [measured[way]["tokens_per_second"] for measured in rounds] for way in WAYS},
-        "auto_over_better": speed["auto"] / max(speed["off"], speed["fixed"]),
-        "auto_over_off": speed["auto"] / speed["off"],
-        "auto_over_hf": speed["auto"] / speed["hf"],
-        "acceptance_length": {way: rounds[-1][way]["acceptance_length"] for way in ("fixed", "auto")},
-        "tokens_per_step": {way: rounds[-1][way]["tokens_per_step"] for way in ("fixed", "auto")},
+        "tokens_per_second": {way: median(speed[way] for speed in speeds) for way in ways},
+        "all_rounds": {way: [speed[way] for speed in speeds] for way in ways},
+        **ratios,
+        "acceptance_length": {way: figures["acceptance_length"] for way, figures in last.items()},
+        "tokens_per_step": {way: figures["tokens_per_step"] for way, figures in last.items()},
     }
 
 
 def show(report: dict[str, Any]) -> None:
     """A row a concurrency."""
+    first = report["results"][0]
+    ways, names = list(first["tokens_per_second"]), [name for name in first if name.startswith("auto_over")]
     table = Table(title=f"Tokens per second, {report['load']['target']}, {report['load']['dtype']}")
-    for head in ("at once", *WAYS.values(), "auto / better", "auto / off", "auto / HF", "τ fixed"):
+    for head in ("at once", *(WAYS[way] for way in ways), *(name.replace("_", " ") for name in names), "τ fixed"):
         table.add_column(head, justify="right")
     for row in report["results"]:
-        speeds = [f"{row['tokens_per_second'][way]:.1f}" for way in WAYS]
-        ratios = [f"{row[name]:.2f}" for name in ("auto_over_better", "auto_over_off", "auto_over_hf")]
-        length = row["acceptance_length"]["fixed"]
-        table.add_row(str(row["concurrency"]), *speeds, *ratios, "unknown" if length is None else f"{length:.2f}")
+        speeds = [f"{row['tokens_per_second'][way]:.1f}" for way in ways]
+        length = row["acceptance_length"].get("fixed")
+        shown = "unknown" if length is None else f"{length:.2f}"
+        table.add_row(str(row["concurrency"]), *speeds, *(f"{row[name]:.3f}" for name in names), shown)
     Console().print(table)
 
 

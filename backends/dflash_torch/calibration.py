@@ -196,6 +196,6 @@ def _key(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -
         target.config.model_dump_json(),
         drafter.config.model_dump_json(),
         f"{block_size} {entries} {target.embedding.dtype}",
-        f"{_machine(target.device)} {torch.__version__}",
+        f"{_machine(target.device)} {torch.__version__} {target.operators.name}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]

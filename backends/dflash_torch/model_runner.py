@@ -105,8 +105,7 @@ class TargetRunner:
         return TargetOutput(_rows(hidden, kept), _rows(features[0], kept) if features else None)
 
     def _run(self, token_ids: Tensor, spans: Sequence[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
-        config = self.target.config
-        attend = ragged_attention(self.cache, spans, config.layers, config.num_attention_heads)
+        attend = self.target.attention(self.cache, spans)
         output: TargetOutput = self.target(token_ids, span_positions(spans, self.target.device), attend, layer_ids)
         return output
 

@@ -16,6 +16,7 @@ from dflash_serve.speculation.width import FixedWidth, WidthPolicy
 
 from .calibration import cost_of
 from .engine import EmbeddedEngine
+from .launch import own_arguments
 from .scheduler import Scheduler
 from .speculator import Speculator
 
@@ -28,7 +29,7 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
     assert entries is not None
     dtype = DTYPES.get(deployment.hardware.dtype)
     target = load_target(model.model, dtype=dtype, device=_device(deployment), revision=model.revision)
-    target.pack()
+    target.pack(compiled=own_arguments(deployment).get("operators") != "plain")
     capacity = deployment.limits.max_model_len or target.config.max_position_embeddings
     speculator: Speculator | None = None
     policy: WidthPolicy = FixedWidth(1)

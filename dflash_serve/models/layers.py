@@ -77,6 +77,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
 
+class PlainOperators:
+    """What stands between a layer's matrix products, in PyTorch's operators."""
+
+    name = "plain"
+
+    def add_norm(self, h: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """(h + delta, its norm), all [rows, H]; None adds nothing."""
+        h = h if delta is None else h + delta
+        return h, norm(h)
+
+    def silu_product(self, gate_up: Tensor) -> Tensor:
+        """SwiGLU between its products: gate and up side by side [rows, 2 * inner] -> [rows, inner]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
 class PackedLinear(nn.Module):
     """x [rows, in] -> [rows, out] with weights in oneDNN's blocked layout: 8 rows cost about what one costs.
 

@@ -15,9 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.models.attention import Attend
-from dflash_serve.models.kv_cache import KVCache
-from dflash_serve.models.layers import RMSNorm, RotaryEmbedding, as_module_list, pack_linears, rotate
+from dflash_serve.models.attention.ragged import ragged_attention
+from dflash_serve.models.compiled.operators import CompiledAttention, CompiledOperators, compiled_operators
+from dflash_serve.models.kv_cache import KVCache, Span
+from dflash_serve.models.layers import (
+    PlainOperators,
+    RMSNorm,
+    RotaryEmbedding,
+    as_module_list,
+    pack_linears,
+    rotate,
+)
 from dflash_serve.models.target_config import TargetConfig
+
+TargetAttend = Attend | CompiledAttention
+"""The latter takes a layer's projected rows as they are."""
 
 
 class TargetOutput(NamedTuple):
@@ -37,24 +49,32 @@ class TargetLayer(nn.Module):
         self.heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         self.input_norm = RMSNorm(hidden, config.rms_norm_eps)
         self.qkv = nn.Linear(hidden, sum(self.heads) * dim, bias=config.qkv_bias)
-        norms = nn.ModuleList(RMSNorm(dim, config.rms_norm_eps) for _ in "qk")
+        norms = as_module_list(RMSNorm(dim, config.rms_norm_eps) for _ in "qk")
         self.qk_norm = norms if config.qk_norm else None
         self.o = nn.Linear(config.num_attention_heads * dim, hidden, bias=config.o_bias)
         self.post_attention_norm = RMSNorm(hidden, config.rms_norm_eps)
         self.gate_up = nn.Linear(hidden, 2 * inner, bias=config.mlp_bias)
         self.down = nn.Linear(inner, hidden, bias=config.mlp_bias)
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        qkv = self.qkv(self.input_norm(h)).view(len(h), -1, self.head_dim)
+    def forward(
+        self, h: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attend: TargetAttend, operators: PlainOperators
+    ) -> tuple[Tensor, Tensor]:
+        """Rows h [rows, H], and what the layer before wants added to them -> the same for the layer after."""
+        h, x = operators.add_norm(h, delta, self.input_norm)
+        h, x = operators.add_norm(h, self.o(self._attend(self.qkv(x), cos, sin, attend)), self.post_attention_norm)
+        return h, self.down(operators.silu_product(self.gate_up(x)))
+
+    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: TargetAttend) -> Tensor:
+        """Projected rows -> attention's output [rows, heads * head_dim]."""
+        if isinstance(attend, CompiledAttention):
+            return attend.rotated(self.index, qkv, cos, sin, self.qk_norm)
+        qkv = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = qkv.split(self.heads, dim=1)
         if self.qk_norm is not None:
             q, k = rotate(self.qk_norm[0](q), cos, sin), rotate(self.qk_norm[1](k), cos, sin)
         else:  # one rotation for both
             q, k = rotate(qkv[:, : self.heads[0] + self.heads[1]], cos, sin).split(self.heads[:2], dim=1)
-        h = h + self.o(attend(self.index, q, k, v).reshape(len(h), -1))
-        gate, up = self.gate_up(self.post_attention_norm(h)).chunk(2, dim=-1)
-        out: Tensor = h + self.down(F.silu(gate) * up)
-        return out
+        return attend(self.index, q, k, v).reshape(len(q), -1)
 
 
 class TargetModel(nn.Module):
@@ -72,6 +92,7 @@ class TargetModel(nn.Module):
         if config.tie_word_embeddings:
             self.head.weight = self.embedding
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
+        self.operators = PlainOperators()
 
     @property
     def device(self) -> torch.device:
@@ -79,7 +100,7 @@ class TargetModel(nn.Module):
         return self.embedding.device
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, target_layer_ids: Sequence[int] = ()
+        self, token_ids: Tensor, positions: Tensor, attend: TargetAttend, target_layer_ids: Sequence[int] = ()
     ) -> TargetOutput:
         """One pass over a flat batch.
 
@@ -89,13 +110,15 @@ class TargetModel(nn.Module):
             attend: attention over each sequence's K/V and the rows themselves, which it keeps.
             target_layer_ids: 0-based layers whose outputs are returned as features.
         """
-        h, features = self._run(self.layers, token_ids, positions, attend, target_layer_ids)
-        return TargetOutput(self.norm(h), features)
+        h, delta, features = self._run(self.layers, token_ids, positions, attend, target_layer_ids)
+        return TargetOutput(self.operators.add_norm(h, delta, self.norm)[1], features)
 
-    def features(self, token_ids: Tensor, positions: Tensor, attend: Attend, target_layer_ids: Sequence[int]) -> Tensor:
+    def features(
+        self, token_ids: Tensor, positions: Tensor, attend: TargetAttend, target_layer_ids: Sequence[int]
+    ) -> Tensor:
         """The features of `forward` alone [rows, F*H]: layers behind the deepest of the ids are not run."""
         layers = self.layers[: max(target_layer_ids) + 1]
-        _, features = self._run(layers, token_ids, positions, attend, target_layer_ids)
+        _, _, features = self._run(layers, token_ids, positions, attend, target_layer_ids)
         assert features is not None
         return features
 
@@ -104,18 +127,18 @@ class TargetModel(nn.Module):
         layers: Sequence[TargetLayer],
         token_ids: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attend: TargetAttend,
         target_layer_ids: Sequence[int],
-    ) -> tuple[Tensor, Tensor | None]:
-        """Embedding and layers -> (hidden [rows, H] before the final norm, features [rows, F*H])."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Embedding and layers -> (rows and what is still to be added to them, features [rows, F*H])."""
         cos, sin = self.rotary(positions)
-        h, taken = F.embedding(token_ids, self.embedding), {}
+        h, delta, taken = F.embedding(token_ids, self.embedding), None, {}
         for index, layer in enumerate(layers):
-            h = layer(h, cos, sin, attend)
+            h, delta = layer(h, delta, cos, sin, attend, self.operators)
             if index in target_layer_ids:
-                taken[index] = h
+                taken[index] = h + delta
         features = torch.cat([taken[index] for index in target_layer_ids], dim=-1) if target_layer_ids else None
-        return h, features
+        return h, delta, features
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, H] after the final norm -> [rows, vocabulary]."""
@@ -134,9 +157,24 @@ class TargetModel(nn.Module):
             device=self.device,
         )
 
-    def pack(self) -> None:
-        """Re-lays the weights for inference on CPU (`linear`); a no-op elsewhere. They cannot be trained after."""
+    def pack(self, *, compiled: bool = True) -> None:
+        """Lays itself out for inference on a CPU; a no-op elsewhere. It cannot be trained after.
+
+        Args:
+            compiled: take the compiled operators where they can be had.
+        """
         pack_linears(self)
+        found = compiled_operators(self.embedding.dtype, self.device) if compiled else None
+        self.operators = found or PlainOperators()
+
+    def attention(self, cache: KVCache, spans: Sequence[Span]) -> TargetAttend:
+        """Attention of a flat batch of spans over a cache, for one step."""
+        kinds, heads = self.config.layers, self.config.num_attention_heads
+        if isinstance(self.operators, CompiledOperators):
+            found = self.operators.attention(cache, spans, kinds, heads, self.config.rms_norm_eps)
+            if found is not None:
+                return found
+        return ragged_attention(cache, spans, kinds, heads)
 
     def layer_weights(self, index: int) -> dict[str, Tensor]:
         """Weights of a layer under z-lab's drafter names, to initialise a drafter layer from. Before `pack` only."""

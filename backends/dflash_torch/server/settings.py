@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -26,6 +27,9 @@ class ServerSettings(BaseSettings):
     """One key a line; None = open to all."""
     acceptance_metrics: AcceptanceMetrics = "none"
     """`metrics.speculative_decoding` in responses whose request does not say."""
+    operators: Literal["auto", "plain"] = "auto"
+    """A step's small operators on a CPU: `auto` compiles them where there is a C++ compiler, `plain` leaves them to
+    PyTorch."""
     drain_seconds: NonNegativeFloat = 30
     """How long running requests may go on after SIGTERM."""
     ping_seconds: NonNegativeFloat = 15

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.models.compiled.build import find_compiler
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import AutoWidth, FixedWidth
@@ -78,3 +79,24 @@ def test_costs_are_measured_where_the_model_is_shorter_than_the_measurement(
     engine = start_engine(deployment(folders, max_model_len=32))
     params = SamplingParams(temperature=0, ignore_eos=True)
     assert len(answers(engine, [[5, 6, 7]], params)[0].token_ids) == 29
+
+
+@pytest.mark.parametrize(("given", "name"), [({}, "compiled"), ({"torch": {"operators": "plain"}}, "plain")])
+def test_small_operators_are_compiled_unless_the_deployment_says_otherwise(
+    folders: Folders, given: dict[str, Any], name: str
+) -> None:
+    if find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    found = deployment(folders, width="off").model_copy(update={"engine_args": given})
+    assert start_engine(found).scheduler.target.operators.name == name
+
+
+def test_compiled_operators_change_no_answer(folders: Folders) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    plainly = {"engine_args": {"torch": {"operators": "plain"}}}
+    found = [
+        [output.token_ids for output in answers(start_engine(one), ["the quick brown fox", "over"], params)]
+        for width in ("off", 4)
+        for one in (deployment(folders, width=width), deployment(folders, width=width).model_copy(update=plainly))
+    ]
+    assert found == found[:1] * 4

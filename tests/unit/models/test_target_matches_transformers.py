@@ -43,20 +43,20 @@ FAMILIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["ragged", "padded"])
+@pytest.mark.parametrize("way", ["compiled", "ragged", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_features_equal_transformers(family: str, static: bool, tmp_path: Path) -> None:
+def test_logits_and_features_equal_transformers(family: str, way: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     reference = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
     for parameter in reference.parameters():  # HF starts biases at 0 and norms at 1, which would hide a lost one
         torch.nn.init.normal_(parameter, std=0.3)
     reference.save_pretrained(tmp_path)
     target = load_target(str(tmp_path))
-    target.pack()
+    target.pack(compiled=way == "compiled")
     tokens, layer_ids = torch.randint(0, 97, (23,)), (0, 3, 1)
     with torch.inference_mode():
         expected = reference(tokens[None], output_hidden_states=True)
-        forward = TargetRunner(target, target.new_cache(entries=2, capacity=40), widest=16, static=static)
+        forward = TargetRunner(target, target.new_cache(entries=2, capacity=40), widest=16, static=way == "padded")
         ids = tokens.tolist()
         # in three pieces and in slot 1, with another sequence sharing the first batch
         first = forward([ids[:5], ids[:9]], [Span(0, 0, 5), Span(1, 0, 9)], layer_ids)

@@ -1,0 +1,72 @@
+"""Compiles `kernels.cpp` for this machine, once: the library is kept in the cache, by all that goes into it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from dflash_serve.common.files import cache_home
+from dflash_serve.common.provenance import processor
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fPIC", "-fopenmp", "-c")
+"""The library is linked without -fopenmp: it takes the OpenMP that PyTorch has loaded, and so its threads; a second
+one would have threads of its own. Nor with -ffast-math, which would change how the whole process rounds."""
+SECONDS = 120
+"""It takes two."""
+
+
+@cache
+def load_kernels() -> ctypes.CDLL | None:
+    """The compiled library; None where it cannot be had, with one line in the log that says why."""
+    compiler = find_compiler()
+    if compiler is None:
+        log.info("no C++ compiler: a step's small operators are PyTorch's own, which take more time")
+        return None
+    try:
+        path = cache_home() / "kernels" / f"{_key(compiler)}.so"
+        if not path.exists():
+            _build(compiler, path)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        log.warning("a step's small operators are PyTorch's own: compiling ours failed (%s)", said.splitlines()[0])
+        return None
+
+
+def find_compiler() -> str | None:
+    """$CXX, or the first of the usual ones; None = there is none."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def _key(compiler: str) -> str:
+    version = _output(compiler, "--version")
+    parts = [SOURCE.read_text(encoding="utf-8"), *COMPILE, version, processor(), torch.__version__]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def _build(compiler: str, path: Path) -> None:
+    """Under a scratch name, then renamed: processes that start together do not meet half a library."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        compiled, library = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
+        for command in ((*COMPILE, str(SOURCE), "-o", str(compiled)), ("-shared", str(compiled), "-o", str(library))):
+            _output(compiler, *command)
+        library.replace(path)
+
+
+def _output(*argv: str) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=SECONDS)  # noqa: S603 - found on PATH
+    return done.stdout

@@ -1,0 +1,141 @@
+"""The compiled operators over tensors: what `layers.PlainOperators` does, in one pass over the rows each."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dflash_serve.checkpoint.config import AttentionKind
+from dflash_serve.models.compiled.build import load_kernels
+from dflash_serve.models.kv_cache import KVCache, Span
+from dflash_serve.models.layers import PlainOperators, RMSNorm
+
+DTYPES = (torch.float32, torch.bfloat16)
+WORTH_THREADS = 2**16
+"""Numbers read or written from which on waking another thread costs less than it saves."""
+MOST_PAIRS = 4096
+"""Rows times keys of a span: beyond, in a prefill or a block far into a long context, PyTorch's matrix products win."""
+MOST_DIM = 1024
+"""Of a head; the source's own limit."""
+
+
+def compiled_operators(dtype: torch.dtype, device: torch.device) -> CompiledOperators | None:
+    """They serve float32 and bfloat16 on a CPU, where they can be compiled; None elsewhere."""
+    if device.type != "cpu" or dtype not in DTYPES:
+        return None
+    library = load_kernels()
+    return None if library is None else CompiledOperators(library, dtype)
+
+
+class CompiledOperators(PlainOperators):
+    """Of one dtype. Not differentiable; tensors must be contiguous, as linear layers give them."""
+
+    name = "compiled"
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        ending = str(dtype).removeprefix("torch.")
+        self._add_norm, self._silu_product, self._attend = (
+            _function(library, f"{name}_{ending}", signature)
+            for name, signature in (("add_norm", "ppppllfi"), ("silu_product", "pplli"), ("attend", "pppppppplppi"))
+        )
+
+    def add_norm(self, h: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """As the plain one; `h` itself is changed."""
+        rows, size = h.shape
+        out = torch.empty_like(h)
+        threads = _threads(rows * size)
+        added = None if delta is None else delta.data_ptr()
+        self._add_norm(h.data_ptr(), added, norm.weight.data_ptr(), out.data_ptr(), rows, size, norm.eps, threads)
+        return h, out
+
+    def silu_product(self, gate_up: Tensor) -> Tensor:
+        rows, size = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, size)
+        self._silu_product(gate_up.data_ptr(), out.data_ptr(), rows, size, _threads(rows * size))
+        return out
+
+    def attention(
+        self, cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind], heads: int, eps: float
+    ) -> CompiledAttention | None:
+        """Attention of a step; None where its spans are long or its heads large, which are left to PyTorch."""
+        pairs = max(span.length * (span.start + span.length) for span in spans)
+        if pairs > MOST_PAIRS or cache.keys.shape[-1] > MOST_DIM:
+            return None
+        return CompiledAttention(self._attend, cache, spans, kinds, heads, eps)
+
+
+class _Shape(ctypes.Structure):
+    """`Shape` of the source."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "capacity", "window")),
+        ("causal", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class CompiledAttention:
+    """One step's attention over a K/V cache, from the projected rows: norms, rotation and K/V writes too."""
+
+    def __init__(
+        self,
+        kernel: _Kernel,
+        cache: KVCache,
+        spans: Sequence[Span],
+        kinds: Sequence[AttentionKind],
+        heads: int,
+        eps: float,
+    ) -> None:
+        _, _, kv_heads, capacity, dim = cache.keys.shape
+        self.kernel, self.cache, self.heads = kernel, cache, heads
+        shapes = {k: _Shape(heads, kv_heads, dim, capacity, k.window or 0, k.causal, eps) for k in set(kinds)}
+        self.shapes = [shapes[kind] for kind in kinds]
+        self.count, flat, row = len(spans), [], 0
+        for entry, start, length in spans:
+            if start + length > capacity or not 0 <= entry < cache.entries:
+                raise IndexError(f"a span of {length} rows at {start} of entry {entry} is outside the K/V cache")
+            flat += [entry, start, length, row]
+            row += length
+        self.spans = (ctypes.c_int64 * len(flat))(*flat)
+        read = sum((span.start + span.length) * span.length for span in spans) * heads * dim
+        self.threads = _threads(read)
+
+    def rotated(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Sequence[RMSNorm] | None) -> Tensor:
+        """Attention of projected rows [rows, (heads + 2 kv_heads) * head_dim] -> [rows, heads * head_dim]."""
+        shape = self.shapes[layer]
+        out = qkv.new_empty(len(qkv), self.heads * shape.dim)
+        weights = (None, None) if qk_norm is None else (qk_norm[0].weight.data_ptr(), qk_norm[1].weight.data_ptr())
+        self.kernel(
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            *weights,
+            self.cache.keys[layer].data_ptr(),
+            self.cache.values[layer].data_ptr(),
+            ctypes.addressof(self.spans),
+            self.count,
+            out.data_ptr(),
+            ctypes.addressof(shape),
+            self.threads,
+        )
+        return out
+
+
+class _Kernel(Protocol):
+    def __call__(self, *arguments: float | None) -> None: ...
+
+
+def _function(library: ctypes.CDLL, name: str, signature: str) -> _Kernel:
+    """A function of the library that returns nothing: p = pointer, l = int64, f = float, i = int."""
+    kinds: dict[str, Any] = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
+    function = library[name]
+    function.argtypes, function.restype = [kinds[kind] for kind in signature], None
+    return function
+
+
+def _threads(numbers: int) -> int:
+    return torch.get_num_threads() if numbers > WORTH_THREADS else 1

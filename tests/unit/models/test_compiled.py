@@ -1,0 +1,141 @@
+"""The compiled operators: PyTorch's numbers, a row's bits whatever stands beside it; PyTorch's where none compile."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
+from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.compiled.build import find_compiler, load_kernels
+from dflash_serve.models.compiled.operators import CompiledOperators, compiled_operators
+from dflash_serve.models.kv_cache import KVCache, Span, span_positions
+from dflash_serve.models.layers import PlainOperators, RMSNorm, RotaryEmbedding, rotate
+
+HEADS, KV_HEADS = 6, 2
+SPANS = [Span(2, 40, 4), Span(0, 0, 3), Span(3, 251, 1), Span(1, 9, 32)]
+KINDS = [AttentionKind(causal=causal, window=window) for causal in (True, False) for window in (None, 10, 2)]
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+
+
+def operators(dtype: torch.dtype) -> CompiledOperators:
+    found = compiled_operators(dtype, torch.device("cpu"))
+    assert found is not None
+    return found
+
+
+def filled_cache(dim: int, dtype: torch.dtype) -> KVCache:
+    cache = KVCache(layers=2, entries=4, kv_heads=KV_HEADS, capacity=300, head_dim=dim, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    cache.keys.normal_(generator=generator)
+    cache.values.normal_(generator=generator)
+    return cache
+
+
+def attend(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind, norms: list[RMSNorm]) -> Tensor:
+    """The second layer's attention, compiled."""
+    cos, sin = RotaryEmbedding(RopeConfig(theta=10000.0), cache.keys.shape[-1], 300)(span_positions(spans))
+    compiled = operators(qkv.dtype).attention(cache, spans, [kind, kind], HEADS, 1e-5)
+    assert compiled is not None
+    return compiled.rotated(1, qkv, cos, sin, norms or None)
+
+
+def plainly(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind, norms: list[RMSNorm]) -> Tensor:
+    dim = cache.keys.shape[-1]
+    cos, sin = RotaryEmbedding(RopeConfig(theta=10000.0), dim, 300)(span_positions(spans))
+    q, k, v = qkv.view(len(qkv), -1, dim).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    q, k = (norm(x) for norm, x in zip(norms, (q, k), strict=True)) if norms else (q, k)
+    attention = RaggedAttention(cache, spans, [kind, kind], HEADS)
+    return attention(1, rotate(q, cos, sin), rotate(k, cos, sin), v).reshape(len(qkv), -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [8, 64, 128])
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "q and k normed"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@torch.inference_mode()
+def test_attention_is_pytorchs_and_writes_the_same_keys_and_values(
+    kind: AttentionKind, normed: bool, dim: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(1)
+    norms = [RMSNorm(dim, 1e-5).to(dtype) for _ in range(2)] if normed else []
+    for norm in norms:
+        norm.weight.normal_()
+    qkv = torch.randn(sum(span.length for span in SPANS), (HEADS + 2 * KV_HEADS) * dim).to(dtype)
+    cache, expected_cache = filled_cache(dim, dtype), filled_cache(dim, dtype)
+    found, expected = (
+        attend(qkv, SPANS, cache, kind, norms),
+        plainly(qkv, SPANS, expected_cache, kind, norms),
+    )
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(found, expected, **near)
+    torch.testing.assert_close(cache.keys, expected_cache.keys, **near)
+    assert torch.equal(cache.values, expected_cache.values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_a_row_of_a_block_comes_out_bit_for_bit_as_alone(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    kind = AttentionKind(causal=True, window=None)
+    qkv = torch.randn(8, (HEADS + 2 * KV_HEADS) * 64).to(dtype)
+    alone, together = filled_cache(64, dtype), filled_cache(64, dtype)
+    rows = [attend(qkv[n : n + 1], [Span(1, 90 + n, 1)], alone, kind, []) for n in range(8)]
+    block = attend(torch.cat([qkv, qkv]), [Span(1, 90, 8), Span(3, 200, 8)], together, kind, [])
+    assert torch.equal(torch.cat(rows), block[:8])
+    assert torch.equal(alone.keys[:, 1], together.keys[:, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 200])  # one thread and several
+@torch.inference_mode()
+def test_norm_and_swiglu_are_pytorchs_and_a_rows_own(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    norm = RMSNorm(570, 1e-5).to(dtype)
+    norm.weight.normal_()
+    h, delta = torch.randn(rows, 570).to(dtype), torch.randn(rows, 570).to(dtype)
+    ours, plain = operators(dtype), PlainOperators()
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for added in (None, delta):
+        found, expected = ours.add_norm(h.clone(), added, norm), plain.add_norm(h, added, norm)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1], **near)
+        last = ours.add_norm(h[-1:].clone(), None if added is None else added[-1:], norm)
+        assert torch.equal(last[1], found[1][-1:])
+    gate_up = torch.randn(rows, 570).to(dtype)
+    torch.testing.assert_close(ours.silu_product(gate_up), plain.silu_product(gate_up), **near)
+    assert torch.equal(ours.silu_product(gate_up)[-1:], ours.silu_product(gate_up[-1:]))
+
+
+def test_long_spans_and_contexts_are_left_to_pytorch() -> None:
+    kind = AttentionKind(causal=True, window=None)
+    cache = KVCache(layers=1, entries=1, kv_heads=KV_HEADS, capacity=5000, head_dim=8)
+    for span, ours in (
+        (Span(0, 0, 60), True),
+        (Span(0, 0, 70), False),
+        (Span(0, 4000, 1), True),
+        (Span(0, 600, 8), False),
+    ):
+        compiled = operators(torch.float32).attention(cache, [Span(0, 0, 1), span], [kind], HEADS, 1e-5)
+        assert (compiled is not None) == ours
+
+
+def test_a_span_outside_the_cache_is_never_written() -> None:
+    kind = AttentionKind(causal=True, window=None)
+    for span in (Span(4, 0, 1), Span(0, 300, 1)):
+        with pytest.raises(IndexError, match="outside the K/V cache"):
+            operators(torch.float32).attention(filled_cache(8, torch.float32), [span], [kind], HEADS, 1e-5)
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_working_compiler_one_line_says_so(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with caplog.at_level(logging.INFO):
+        assert load_kernels.__wrapped__() is None
+    assert len(caplog.records) == 1
+    assert "PyTorch's own" in caplog.text
