@@ -175,6 +175,7 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("sglang", {"fullnameOverride": "Qwen"}, 'fullnameOverride: "Qwen" is no name'),
     ("sglang", {"tests.verify": {"enabled": True}}, "tests.verify.without: .* is no address"),
     ("sglang", {"tests.verify": {"without": "http://plain"}}, "tests.verify.without: would be ignored"),
+    ("sglang", {"tests.verify": {"schedule": "0 3 * * *"}}, "tests.verify.schedule: would be ignored"),
     (DGX, {"deployment.drafter": None}, "tests.verify.enabled: there is no speculation to verify"),
 ]
 
