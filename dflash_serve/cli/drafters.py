@@ -91,6 +91,7 @@ def name_drafter(deployment: Deployment, backend: object, *, quiet: bool = False
     """
     from dflash_serve.backend import DraftingBackend
     from dflash_serve.catalogue import AUTO, with_drafter
+    from dflash_serve.common.json_log import remark
 
     if deployment.drafter is None or deployment.drafter.model != AUTO:
         return deployment
@@ -99,5 +100,5 @@ def name_drafter(deployment: Deployment, backend: object, *, quiet: bool = False
         lambda heads: not (backend.head_problems(heads) if isinstance(backend, DraftingBackend) else heads.words),
     )
     if told is not None and not quiet:
-        typer.echo(f"dflash-serve: {told}", err=True)
+        typer.echo(remark(told, deployment.serving.log_format), err=True)
     return found

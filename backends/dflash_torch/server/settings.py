@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -24,6 +25,8 @@ class ServerSettings(BaseSettings):
     """None = as the deployment names the target."""
     api_key_file: Path | None = None
     """One key a line; None = open to all."""
+    log_format: Literal["text", "json"] = "text"
+    """json = one object a line."""
     acceptance_metrics: AcceptanceMetrics = "none"
     """`metrics.speculative_decoding` in responses whose request does not say."""
     drain_seconds: NonNegativeFloat = 30
