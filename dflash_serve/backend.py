@@ -239,6 +239,10 @@ class EngineFacts:
     speculation: SpeculationLines
     read_acceptance: Callable[[Scrape], AcceptanceStatistics | None]
     """What the metrics of a server say of its speculation; None = they are not this engine's."""
+    errors: Line | None = None
+    """Requests that failed, a second, as a line of the dashboard."""
+    refused: Line | None = None
+    """Requests that a full or unready server turned away (429, 503), a second; None = among the errors."""
     needs_gpu: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
     """What its container must have set."""

@@ -123,6 +123,12 @@ class Serving(Frozen):
     tool_call_parser: str | None = None
     """How tool calls are read from answers, by the model's family (`qwen3`, `qwen3_coder`, `gpt-oss`) or the engine's
     own name for it; None = they are not."""
+    log_format: Literal["text", "json"] = "text"
+    """json = one object a line, with time, level, logger and message; SGLang then leaves out one line a request. Not
+    TensorRT-LLM."""
+    otlp_traces_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+:\d+(/\S*)?$")] | None = None
+    """Collector that is sent a trace of every request, by OTLP (`http://collector:4317`); None = nobody. Not the
+    embedded engine."""
 
 
 class Hardware(Frozen):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from dflash_serve.checkpoint.config import DrafterConfig
@@ -118,6 +119,15 @@ def read_keys(file: str) -> list[str]:
     if not keys:
         raise UserError("has no key", where=file, do="write one key a line, or leave the file out")
     return keys
+
+
+def tracing_problems(deployment: Deployment) -> Iterator[Problem]:
+    """Traces are asked for, and this environment, an engine's, has nothing that sends them."""
+    if deployment.serving.otlp_traces_endpoint is None:
+        return
+    if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter") is None:
+        do = "pip install opentelemetry-sdk opentelemetry-exporter-otlp"
+        yield Problem("OpenTelemetry is not installed beside the engine", "serving.otlp_traces_endpoint", do)
 
 
 def changed_files(deployment: Deployment) -> list[Problem]:

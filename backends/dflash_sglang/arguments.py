@@ -16,8 +16,8 @@ from .launch_plan import LaunchPlan
 from .planner_table import FILE as PLANNER
 from .planner_table import planner_costs
 
-DRAFT, SECRETS = "draft", "secrets.yaml"
-"""Where `prepare` puts the drafter, and the server's API key, below its folder."""
+DRAFT, SECRETS, LOGGING = "draft", "secrets.yaml", "logging.json"
+"""Where `prepare` puts the drafter, the server's API key, and how it logs, below its folder."""
 KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4", "mxfp4": "mxfp4"}
 LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
@@ -135,6 +135,11 @@ def _serving(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
         yield f"--{key.replace('_', '-')}", name
     if serving.api_key_file is not None:
         yield "--config", str(folder / SECRETS)
+    if serving.otlp_traces_endpoint is not None:
+        yield ("--enable-trace",)
+        yield "--otlp-traces-endpoint", serving.otlp_traces_endpoint
+    if serving.log_format == "json" and "log-level-http" not in _given(plan):
+        yield "--log-level-http", "warning"  # uvicorn's own lines are text
 
 
 def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:

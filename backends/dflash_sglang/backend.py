@@ -15,12 +15,13 @@ from dflash_serve.checkpoint.reader import Checkpoint, load_tensors
 from dflash_serve.checkpoint.source import record_survival, recorded_survival
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import write_whole
+from dflash_serve.common.json_log import logging_config
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import changed_files, read_keys
 from dflash_serve.errors import Problem, raise_problems
 from dflash_serve.preview import Preview
 
-from .arguments import DRAFT, SECRETS, arguments, node_arguments
+from .arguments import DRAFT, LOGGING, SECRETS, arguments, node_arguments
 from .checks import problems
 from .contract import printed
 from .facts import FACTS, TESTED
@@ -29,6 +30,8 @@ from .launch_plan import WIDTH_VARIABLE, LaunchPlan, read_launch_plan
 from .planner_table import FILE as PLANNER
 from .planner_table import planner_costs, planner_table
 from .preview import SPECULATING_REQUESTS, preview
+
+LOGGING_VARIABLE = "SGLANG_LOGGING_CONFIG_PATH"
 
 
 class SGLangBackend:
@@ -78,6 +81,8 @@ class SGLangBackend:
         if deployment.serving.api_key_file is not None:
             key = read_keys(deployment.serving.api_key_file)[0]
             write_whole(folder / SECRETS, yaml.safe_dump({"api-key": key}), private=True)
+        if deployment.serving.log_format == "json":
+            write_whole(folder / LOGGING, logging_config("sglang"))
         self._prepared = plan
 
     def preview(self, deployment: Deployment, folder: Path) -> Preview:
@@ -102,6 +107,8 @@ class SGLangBackend:
         argv += node_arguments(deployment.parallel.nodes, os.environ)
         width = plan.block_size if plan.width is None else plan.width
         env = {} if plan.algorithm is None else {WIDTH_VARIABLE: str(width)}
+        if deployment.serving.log_format == "json":
+            env[LOGGING_VARIABLE] = str(folder.resolve() / LOGGING)
         return Command((*argv, "--host", host, "--port", str(port)), env)
 
 

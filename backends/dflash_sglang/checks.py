@@ -15,6 +15,7 @@ from dflash_serve.deployment_checks import (
     head_problems,
     key_problems,
     length_problems,
+    tracing_problems,
 )
 from dflash_serve.engine_args import parser_problems
 from dflash_serve.errors import Problem
@@ -202,6 +203,8 @@ def _arguments(plan: LaunchPlan) -> Iterator[Problem]:
         yield from parser_problems(table, serving, PARSERS, flags)
     if serving.api_key_file is not None:
         yield from key_problems(serving.api_key_file, most=1)
+    if installed_version() is not None:
+        yield from tracing_problems(plan.deployment)
 
 
 def _gib(size: int) -> str:

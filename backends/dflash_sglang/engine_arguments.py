@@ -38,6 +38,8 @@ KEYS = {
     "api_key": "serving.api_key_file",
     "reasoning_parser": "serving.reasoning_parser",
     "tool_call_parser": "serving.tool_call_parser",
+    "enable_trace": "serving.otlp_traces_endpoint",
+    "otlp_traces_endpoint": "serving.otlp_traces_endpoint",
     "disaggregation_mode": "role",
     "host": LISTENING,
     "port": LISTENING,

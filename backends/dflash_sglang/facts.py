@@ -32,6 +32,11 @@ SPECULATING = ', width!="1"'
 """Selects the steps that verified at least one drafted token."""
 
 
+RESPONSES = "sglang:http_responses_total"
+FULL, FAILED = ', status_code=~"429|503"', ', status_code=~"[45]..", status_code!~"429|503"'
+"""Selects answers of a server that is full or not ready (SGLang says 503 where its queue is full), and other errors."""
+
+
 def installed_version() -> str | None:
     """SGLang's version in this environment; None where there is none (the deployment is for another machine)."""
     try:
@@ -118,6 +123,8 @@ FACTS = EngineFacts(
         ),
         widths=("width {{width}}", rate(f"{STEPS}_total", by="width")),
     ),
+    errors=("{{status_code}}", rate(RESPONSES, by="status_code", extra=FAILED)),
+    refused=("{{status_code}}", rate(RESPONSES, by="status_code", extra=FULL)),
     read_acceptance=read_acceptance,
     server_flags=("api-key-file",),
     data_parallel=True,

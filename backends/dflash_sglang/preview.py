@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterator
 
 from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.common.json_log import logging_config
 from dflash_serve.preview import Choice, PreparedFile, Preview, survival_files
 
-from .arguments import DRAFT, SECRETS, kernels_of
+from .arguments import DRAFT, LOGGING, SECRETS, kernels_of
 from .heads import DSPARK, dialect_of
 from .launch_plan import LaunchPlan
 
@@ -35,6 +36,8 @@ def _files(plan: LaunchPlan) -> Iterator[PreparedFile]:
         yield from survival_files(plan.checkpoint.folder, DRAFT)
     if plan.deployment.serving.api_key_file is not None:
         yield PreparedFile(SECRETS, "the API key, readable by its owner alone")
+    if plan.deployment.serving.log_format == "json":
+        yield PreparedFile(LOGGING, "logs as JSON", logging_config("sglang"))
 
 
 def _choices(plan: LaunchPlan) -> Iterator[Choice]:

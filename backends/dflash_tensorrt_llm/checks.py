@@ -76,6 +76,9 @@ def _serving(plan: LaunchPlan) -> Iterator[Problem]:
     if serving.api_key_file is not None:
         what = "trtllm-serve asks nobody for a key"
         yield Problem(what, "serving.api_key_file", "leave it out, and let a gateway ask")
+    if serving.log_format == "json":
+        do = "leave it out, and let the collector of your logs parse text"
+        yield Problem("trtllm-serve logs text alone", "serving.log_format", do)
     yield from parser_problems(argument_table(plan), named_parsers(plan), PARSERS, PARSER_FLAGS)
 
 

@@ -40,6 +40,7 @@ KEYS = {
     "reasoning_parser": "serving.reasoning_parser",
     "tool_parser": "serving.tool_call_parser",
     "served_model_name": "serving.served_model_name",
+    "otlp_traces_endpoint": "serving.otlp_traces_endpoint",
     "server_role": "role",
 }
 CONFIG_KEYS = {
@@ -113,6 +114,8 @@ def serving_options(plan: LaunchPlan) -> list[str]:
     """What clients see, and the user's own options, as words of the command line."""
     name = plan.deployment.serving.served_model_name
     words = [] if name is None else ["--served_model_name", name]
+    traces = plan.deployment.serving.otlp_traces_endpoint
+    words += [] if traces is None else ["--otlp_traces_endpoint", traces]
     words += [word for key, _, parser in PARSERS.of(named_parsers(plan)) for word in (f"--{PARSER_FLAGS[key]}", parser)]
     return [*words, *argument_table(plan).words(options(plan.engine_args))]
 

@@ -90,5 +90,6 @@ FACTS = EngineFacts(
             f"{rate(ACCEPTED, by='token_position')} / {rate(DRAFTED, by='token_position')}",
         ),
     ),
+    errors=("{{pod}}", rate("trtllm_request_error_total", by="pod")),
     read_acceptance=read_acceptance,
 )

@@ -42,7 +42,7 @@ HONOURED = {
     *("target.model", "target.revision", "drafter.model", "drafter.revision"),
     *("speculation.block_size", "speculation.width", "hardware.gpu", "hardware.dtype"),
     *("limits.max_batch_size", "limits.max_model_len", "limits.max_queued_requests"),
-    *("serving.served_model_name", "serving.api_key_file"),
+    *("serving.served_model_name", "serving.api_key_file", "serving.log_format"),
 }
 """Fields of a Deployment that this backend acts on; any other must be left at its default."""
 

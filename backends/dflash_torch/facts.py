@@ -68,6 +68,8 @@ FACTS = EngineFacts(
         survival=("slot {{slot}}", gauge(SURVIVAL, by="slot", fold="avg")),
         widths=("width {{width}}", rate(f"{WIDTHS}_total", by="width")),
     ),
+    errors=("{{pod}}", rate(f"{REQUESTS_ENDED}_total", by="pod", extra=', finished_reason="error"')),
+    refused=("{{status}}", rate(f"{REQUESTS_REFUSED}_total", by="status")),
     read_acceptance=read_acceptance,
     needs_gpu=False,
     server_flags=SERVER_FLAGS,

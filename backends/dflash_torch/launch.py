@@ -28,6 +28,7 @@ KEYS = {
     "port": "--host and --port of `dflash-serve serve`",
     "served_model_name": "serving.served_model_name",
     "api_key_file": "serving.api_key_file",
+    "log_format": "serving.log_format",
 }
 
 
@@ -61,7 +62,11 @@ def _parser() -> EngineParser:
 def server_environment(deployment: Deployment) -> dict[str, str]:
     """The embedded server's settings as the variables that it reads."""
     serving = deployment.serving
-    named = {"served_model_name": serving.served_model_name, "api_key_file": serving.api_key_file}
+    named = {
+        "served_model_name": serving.served_model_name,
+        "api_key_file": serving.api_key_file,
+        "log_format": None if serving.log_format == "text" else serving.log_format,
+    }
     given = {name.replace("-", "_"): value for name, value in own_arguments(deployment).items()}
     return {
         SETTINGS_PREFIX + name.upper(): str(value).lower() if isinstance(value, bool) else str(value)

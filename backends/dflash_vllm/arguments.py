@@ -11,8 +11,10 @@ from .heads import method_of
 from .launch_plan import LaunchPlan
 from .schedule import every_width
 
-DRAFT, SECRETS = "draft", "secrets.yaml"
-"""Where `prepare` puts the drafter, and the server's API keys, below its folder."""
+DRAFT, SECRETS, LOGGING = "draft", "secrets.yaml", "logging.json"
+"""Where `prepare` puts the drafter, the server's API keys, and how it logs, below its folder."""
+LOGGERS = ("vllm", "uvicorn", "uvicorn.access", "uvicorn.error")
+"""Loggers with handlers of their own."""
 SCHEDULER = "--scheduler-cls"
 SCHEDULERS = "dflash_vllm.plugin.scheduler"
 """The module of our schedulers, whose widths follow the load."""
@@ -52,6 +54,10 @@ def _serving(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
         yield f"--{PARSER_FLAGS[key]}", name
     if serving.api_key_file is not None:
         yield "--config", str(folder / SECRETS)
+    if serving.otlp_traces_endpoint is not None:
+        yield "--otlp-traces-endpoint", serving.otlp_traces_endpoint
+    if serving.log_format == "json":
+        yield "--log-config-file", str(folder / LOGGING)  # uvicorn's; vLLM's own is a variable
 
 
 def _precision(plan: LaunchPlan) -> Iterator[Flag]:

@@ -13,12 +13,13 @@ from dflash_serve.checkpoint.reader import Checkpoint, load_tensors
 from dflash_serve.checkpoint.source import record_survival, recorded_survival
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import write_whole
+from dflash_serve.common.json_log import logging_config
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import changed_files, read_keys
 from dflash_serve.errors import Problem, raise_problems
 from dflash_serve.preview import Preview
 
-from .arguments import DRAFT, SECRETS, arguments
+from .arguments import DRAFT, LOGGERS, LOGGING, SECRETS, arguments
 from .checks import problems
 from .facts import FACTS, TESTED
 from .heads import UNTRIED, dialect_of, head_problems
@@ -28,6 +29,8 @@ from .schedule import GUESSED_COSTS
 
 LAUNCHER = "vllm.entrypoints.cli.main"
 """What the command `vllm` runs; by this Python, so that it is the vLLM that was checked."""
+
+LOGGING_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
 
 
 class VLLMBackend:
@@ -67,6 +70,8 @@ class VLLMBackend:
         if deployment.serving.api_key_file is not None:
             keys = read_keys(deployment.serving.api_key_file)
             write_whole(folder / SECRETS, yaml.safe_dump({"api-key": keys}), private=True)
+        if deployment.serving.log_format == "json":
+            write_whole(folder / LOGGING, logging_config(*LOGGERS))
         self._prepared = plan
 
     def preview(self, deployment: Deployment, folder: Path) -> Preview:
@@ -86,6 +91,8 @@ class VLLMBackend:
         plan = prepared if prepared and prepared.deployment == deployment else read_launch_plan(deployment)
         argv = [sys.executable, "-m", LAUNCHER, "serve", *arguments(plan, folder.resolve())]
         env = {GUESSED_COSTS: plan.guessed_costs} if plan.has_our_scheduler else {}
+        if deployment.serving.log_format == "json":
+            env[LOGGING_VARIABLE] = str(folder.resolve() / LOGGING)
         return Command((*argv, "--host", host, "--port", str(port)), env)
 
 

@@ -15,6 +15,7 @@ from dflash_serve.deployment_checks import (
     key_problems,
     length_problems,
     read_keys,
+    tracing_problems,
 )
 from dflash_serve.engine_args import parser_problems
 from dflash_serve.errors import Problem, UserError
@@ -81,6 +82,8 @@ def _arguments(plan: LaunchPlan) -> Iterator[Problem]:
     if serving.api_key_file is not None:
         yield from key_problems(serving.api_key_file)
         yield from _unusable_keys(serving.api_key_file)
+    if installed_version() is not None:
+        yield from tracing_problems(plan.deployment)
 
 
 def _unusable_keys(file: str) -> Iterator[Problem]:

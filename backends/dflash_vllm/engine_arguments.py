@@ -50,6 +50,8 @@ KEYS = {
     "reasoning_parser": "serving.reasoning_parser",
     "tool_call_parser": "serving.tool_call_parser",
     "enable_auto_tool_choice": "serving.tool_call_parser",
+    "log_config_file": "serving.log_format",
+    "otlp_traces_endpoint": "serving.otlp_traces_endpoint",
     "host": LISTENING,
     "port": LISTENING,
     "uds": LISTENING,

@@ -116,6 +116,8 @@ FACTS = EngineFacts(
         ),
         widths=("width {{width}}", rate(f"{STEPS}_total", by="width")),
     ),
+    # By hundreds (`4xx`), so those that were refused are not apart.
+    errors=("{{status}}", rate("http_requests_total", by="status", extra=', status=~"[45].."')),
     read_acceptance=read_acceptance,
     server_flags=("api-key-file",),
     # Otherwise vLLM tells its authors what it serves, and on what.

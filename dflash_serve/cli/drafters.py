@@ -90,8 +90,9 @@ def name_drafter(deployment: Deployment, backend: object, *, quiet: bool = False
         UserError: there is none.
     """
     from dflash_serve.catalogue import choose_drafter
+    from dflash_serve.common.json_log import remark
 
     found, told = choose_drafter(deployment, backend)
     if told is not None and not quiet:
-        typer.echo(f"dflash-serve: {told}", err=True)
+        typer.echo(remark(told, deployment.serving.log_format), err=True)
     return found

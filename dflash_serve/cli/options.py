@@ -112,6 +112,7 @@ def deployment_flags(given: Mapping[str, Any]) -> dict[str, Any]:
         "serving": {
             "served_model_name": given.get("served_model_name"),
             "api_key_file": str(keys.resolve()) if keys else None,
+            "log_format": given.get("log_format"),
         },
         "target": {"model": given.get("target")},
         "drafter": {"model": given.get("drafter")},

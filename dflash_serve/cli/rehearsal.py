@@ -12,6 +12,7 @@ from pathlib import Path
 import typer
 
 from dflash_serve.backend import Command, ContractedBackend, ServerBackend
+from dflash_serve.common.json_log import remark
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.preview import Preview, PreviewingBackend
@@ -126,8 +127,7 @@ def tell_choices(backend: ServerBackend, deployment: Deployment, *, quiet: bool)
     if quiet or not isinstance(backend, PreviewingBackend):
         return
     told = backend.preview(deployment, Path())
-    for choice in told.choices:
-        print(f"dflash-serve: {choice.key} = {choice.value}: {choice.why}", file=sys.stderr)
-    for note in told.notes:
-        print(f"dflash-serve: note: {note}", file=sys.stderr)
+    said = [f"{choice.key} = {choice.value}: {choice.why}" for choice in told.choices]
+    for text in (*said, *(f"note: {note}" for note in told.notes)):
+        print(remark(text, deployment.serving.log_format), file=sys.stderr)
     sys.stderr.flush()

@@ -22,7 +22,10 @@ Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
 MaxQueued = Annotated[int | None, typer.Option(help="Requests that may wait; further ones are answered with 429.")]
+OWN = ("drain_seconds", "acceptance_metrics")
+"""Options of the embedded engine's server."""
 DrainSeconds = Annotated[float | None, typer.Option(help="How long requests may go on after SIGTERM, in seconds.")]
+LogFormat = Annotated[str | None, typer.Option(help="Log lines: text, or json, one object each. [default: text]")]
 AcceptanceMetrics = Annotated[str | None, typer.Option(help="Acceptance in responses: none, summary or detailed.")]
 Folder = Annotated[Path | None, typer.Option(help="Folder for what the engine reads. [default: a new temporary one]")]
 DryRun = Annotated[
@@ -54,6 +57,7 @@ def serve(
     max_queued_requests: MaxQueued = None,
     served_model_name: options.ServedName = None,
     api_key_file: options.KeyFile = None,
+    log_format: LogFormat = None,
     drain_seconds: DrainSeconds = None,
     acceptance_metrics: AcceptanceMetrics = None,
     folder: Folder = None,
@@ -68,8 +72,7 @@ def serve(
     """
     options.require_target("serve", deployment, target)
     backend = server_backend(backend_name)
-    own = options.engine_arguments(context, backend_name, "drain_seconds", "acceptance_metrics")
-    flags = {**options.deployment_flags(context.params), **own}
+    flags = {**options.deployment_flags(context.params), **options.engine_arguments(context, backend_name, *OWN)}
     described = name_drafter(load_deployment(deployment, flags), backend, quiet=quiet)
     if dry_run:
         report = rehearse(backend, described, folder or DRY_FOLDER, host=host, port=port)

@@ -234,6 +234,8 @@ class Verify(ValuesSection):
     """Base URL of a server of the same target, without a drafter."""
     deadline_seconds: int = 3600
     """After so long it has failed; helm test needs a longer --timeout."""
+    schedule: str = ""
+    """A CronJob does it too, such as "0 3 * * *"; empty = none."""
 
 
 class AcceptanceGate(ValuesSection):

@@ -36,6 +36,7 @@ def dashboard() -> Document:
         "Speculation": _speculation(engines),
         "What a user feels": _experience(engines),
         "Load": _load(engines),
+        "What goes wrong": _failures(engines),
     }
     return {
         "uid": "dflash-serve",
@@ -122,6 +123,34 @@ def _load(engines: Sequence[EngineFacts]) -> list[Panel]:
             "From arrival to the last token.",
             "s",
             _quantiles(each.request_latency for each in metrics),
+        ),
+    ]
+
+
+RESTARTS = 'kube_pod_container_status_restarts_total{container="server", namespace=~"$namespace", pod=~"$release-.+"}'
+"""kube-state-metrics', which knows pods and no releases."""
+
+
+def _failures(engines: Sequence[EngineFacts]) -> list[Panel]:
+    return [
+        Panel(
+            "Errors",
+            "Requests a second that failed, by status where the engine tells it.",
+            "reqps",
+            [engine.errors for engine in engines if engine.errors is not None],
+        ),
+        Panel(
+            "Refused",
+            "Turned away a second, 429 and 503: the queue is full, or the server not ready. vLLM and "
+            "TensorRT-LLM count them as errors.",
+            "reqps",
+            [engine.refused for engine in engines if engine.refused is not None],
+        ),
+        Panel(
+            "Restarts",
+            "Of engines within an hour, by kube-state-metrics.",
+            "short",
+            [("{{pod}}", f"sum by (pod) (increase({RESTARTS}[1h]))")],
         ),
     ]
 

@@ -41,6 +41,9 @@ def dynamo(workload: Workload) -> Iterator[Document]:
             raise UserError(
                 what, where=f"serving.{key}", do=f"leave it out, and give the worker --dyn-{key.replace('_', '-')}"
             )
+    if serving.log_format == "json":
+        do = "leave it out, and set DYN_LOGGING_JSONL=1 on the components"
+        raise UserError("Dynamo writes the logs", where="serving.log_format", do=do)
     yield config_map(workload)
     yield {
         "apiVersion": "nvidia.com/v1beta1",

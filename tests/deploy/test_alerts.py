@@ -12,7 +12,7 @@ import yaml
 
 from dflash_serve.backend import backend
 from tests.support.chart import BACKENDS, ROOT, Manifest, only, recipe_deployment, render, values
-from tests.support.promtool import promtool
+from tests.support.debian import promtool
 
 RUNBOOK = (ROOT / "docs" / "alerts.md").read_text()
 LABELS = 'namespace="serving", app_kubernetes_io_instance="trial"'
@@ -20,6 +20,7 @@ LABELS = 'namespace="serving", app_kubernetes_io_instance="trial"'
 
 def rules(name: str) -> Manifest:
     given = values(name, recipe_deployment("qwen3-8b-b200"), alerts={"enabled": True}, podMonitor={"enabled": True})
+    given["tests"] = {"acceptance": {"atLeast": 2, "schedule": "0 * * * *"}}
     found: Manifest = only(render({**given, "networkPolicy": {"namespaces": ["monitoring"]}}), "PrometheusRule")["spec"]
     return found
 

@@ -143,6 +143,11 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("sglang", {"labels": {"app.kubernetes.io/name": "x"}}, "labels: app.kubernetes.io/name is set by this chart"),
     ("sglang", {"inferencePool.enabled": True}, "inferencePool.endpointPicker: none"),
     ("sglang", {"route.enabled": True}, 'route.gateway: "" with route.enabled true'),
+    (
+        "sglang",
+        {"deployment.serving": {"otlp_traces_endpoint": "http://collector:4317"}},
+        "deployment.serving.otlp_traces_endpoint: networkPolicy.egressPorts forbids port 4317",
+    ),
     ("sglang", {"route.canary.service": "x"}, "route.canary.service: would be ignored"),
     ("sglang", {"route.canary.weight": 5}, "route.canary.weight: 5 percent of the requests for nobody"),
     ("sglang", {"tests.acceptance.schedule": "0 * * * *"}, "tests.acceptance.schedule: would be ignored"),
@@ -175,6 +180,7 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("sglang", {"fullnameOverride": "Qwen"}, 'fullnameOverride: "Qwen" is no name'),
     ("sglang", {"tests.verify": {"enabled": True}}, "tests.verify.without: .* is no address"),
     ("sglang", {"tests.verify": {"without": "http://plain"}}, "tests.verify.without: would be ignored"),
+    ("sglang", {"tests.verify": {"schedule": "0 3 * * *"}}, "tests.verify.schedule: would be ignored"),
     (DGX, {"deployment.drafter": None}, "tests.verify.enabled: there is no speculation to verify"),
 ]
 

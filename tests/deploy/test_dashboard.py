@@ -31,6 +31,7 @@ GAUGES_AND_COUNTERS = {
     "num_requests_running",
     "num_requests_waiting",
     "prompt_tokens_total",
+    "request_error_total",
     "request_success_total",
     "spec_decode_acceptance_length",
     "spec_decode_draft_overhead",
@@ -69,6 +70,7 @@ VLLM = {
         )
     },
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": {"model_name", "engine", "position"},
+    "http_requests_total": {"handler", "method", "status"},
     "dflash_vllm:steps_total": {"model_name", "engine", "width"},
     "dflash_vllm:slots_offered_total": {"model_name", "engine", "slot"},
     "dflash_vllm:slots_accepted_total": {"model_name", "engine", "slot"},
@@ -81,9 +83,8 @@ def test_every_expression_is_promql_over_the_chosen_namespace_and_release() -> N
     assert len(expressions()) > 30
     for expression in expressions():
         assert asked(expression)
-        assert expression.count('namespace=~"$namespace", app_kubernetes_io_instance=~"$release"') == expression.count(
-            "{"
-        )
+        release = 'pod=~"$release-.+"' if "kube_" in expression else 'app_kubernetes_io_instance=~"$release"'
+        assert expression.count(f'namespace=~"$namespace", {release}') == expression.count("{")
 
 
 def test_every_engine_has_acceptance_survival_interactivity_queue_and_first_token() -> None:
@@ -95,6 +96,8 @@ def test_every_engine_has_acceptance_survival_interactivity_queue_and_first_toke
     }
     everyone = set(PREFIXES.values())
     assert everyone == set(installed())
+    assert engines.pop("Restarts") == {None}  # of containers, by kube-state-metrics
+    assert engines.pop("Refused") == {"torch", "sglang"}  # the others' are among the errors
     assert engines.pop("Width") == everyone - {"tensorrt-llm"}  # it reports none
     assert engines.pop("Survival by slot") == everyone
     assert engines == dict.fromkeys(engines, everyone)

@@ -1,14 +1,21 @@
-"""What a tag would publish: the workflow is well formed, pins what it runs, and forgets no image."""
+"""What a tag would publish: the workflow is well formed, pins what it runs, and forgets no image; the chart can be
+pushed to a registry and installed from there."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 import yaml
 
-from tests.support.chart import ROOT
+from tests.support.chart import CHART, HELMS, KUBERNETES, ROOT, recipe_deployment, values
+from tests.support.helm import Layer, helm
+from tests.support.registry import registry
 
 FILE = ROOT / ".github" / "workflows" / "release.yaml"
 WORKFLOW = yaml.safe_load(FILE.read_text())
@@ -16,6 +23,12 @@ WORKFLOW = yaml.safe_load(FILE.read_text())
 
 def test_it_is_a_workflow() -> None:
     argv = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(FILE)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_zizmor_finds_no_hole_in_it() -> None:
+    argv = [str(Path(sys.executable).with_name("zizmor")), "--offline", "--no-progress", "--quiet", str(FILE)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -40,3 +53,32 @@ def test_it_builds_signs_and_describes_every_image_for_both_architectures() -> N
     assert (build["sbom"], build["provenance"]) == (True, "mode=max")
     for name in ("images", "chart"):
         assert any("cosign sign" in step.get("run", "") for step in WORKFLOW["jobs"][name]["steps"])
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with registry(tmp_path_factory.mktemp("registry")) as found:
+        yield found
+
+
+@pytest.mark.parametrize("layer", HELMS, ids=lambda layer: layer.helm)
+def test_the_chart_is_packaged_pushed_and_rendered_from_a_registry(layer: Layer, address: str, tmp_path: Path) -> None:
+    version, program = "9.8.7", str(helm(layer))
+    given = tmp_path / "values.yaml"
+    given.write_text(json.dumps(values("sglang", recipe_deployment("qwen3-8b-b200"))))
+
+    def run(*words: str) -> str:
+        done = subprocess.run([program, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    charts = f"oci://{address}/{layer.helm}"
+    run("package", str(CHART), "--version", version, "--app-version", version)
+    run("push", f"dflash-serve-{version}.tgz", charts, "--plain-http")
+    asked = ("--values", str(given), "--kube-version", KUBERNETES)
+    pulled = run("template", "x", f"{charts}/dflash-serve", "--version", version, "--plain-http", *asked)
+    pulled = pulled[pulled.index("---\n") :]  # helm 4 tells the digest before
+    assert pulled == run("template", "x", f"dflash-serve-{version}.tgz", *asked)
+    was = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
+    stamped = re.compile(rf'(helm.sh/chart: dflash-serve-|app.kubernetes.io/version: "?){re.escape(was)}')
+    assert pulled == stamped.sub(rf"\g<1>{version}", run("template", "x", str(CHART), *asked))

@@ -19,6 +19,7 @@ PREFIXES = {
     "dflash:": "torch",
     "dflash_serve:": "sglang",
     "dflash_vllm:": "vllm",
+    "http_requests_total": "vllm",
     "sglang:": "sglang",
     "trtllm_": "tensorrt-llm",
     "vllm:": "vllm",
@@ -44,8 +45,10 @@ def variables() -> Iterator[tuple[set[str], str]]:
             yield set(matcher.value.split("|")), asked[2]
 
 
-def engine_of(metric: str) -> str:
-    """By its prefix."""
+def engine_of(metric: str) -> str | None:
+    """By its prefix; None = Kubernetes', by kube-state-metrics."""
+    if metric.startswith("kube_"):
+        return None
     return next(engine for prefix, engine in PREFIXES.items() if metric.startswith(prefix))
 
 

@@ -11,11 +11,12 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import ValidationError
 
 from dflash_serve.common.extras import need
+from dflash_serve.common.json_log import JsonFormatter
 from dflash_serve.common.settings import refuse_near_misses
 from dflash_serve.common.yaml_file import describe
 from dflash_serve.deployment import Deployment
@@ -87,7 +88,7 @@ def serve(deployment: Deployment, settings: ServerSettings, keys: Sequence[str],
     from .metrics import ServerMetrics
     from .worker import EngineWorker
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _log(settings.log_format)
     model = settings.served_model_name or deployment.target.model
     metrics = ServerMetrics(model)
     worker = EngineWorker(lambda: _start(deployment), metrics, max_queued=deployment.limits.max_queued_requests)
@@ -96,6 +97,14 @@ def serve(deployment: Deployment, settings: ServerSettings, keys: Sequence[str],
     log.info("loading %s; requests are answered with 503 until a line says that it is ready", model)
     server.run(sockets=[listener])
     return _exit_code(server, worker)
+
+
+def _log(form: Literal["text", "json"]) -> None:
+    """To stderr, from now on."""
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def _settings() -> ServerSettings:

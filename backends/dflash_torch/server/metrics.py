@@ -48,8 +48,12 @@ class ServerMetrics:
         self._generated = self._counter(NAMES.generated, "Tokens generated.")
         labels = [*LABELS, "finished_reason"]
         self._ended = Counter(facts.REQUESTS_ENDED, "Requests that ended.", labels, registry=self.registry)
+        for reason in ("stop", "length", "abort", "error"):  # from the start: a rate needs a first value
+            self._ended.labels(model_name, reason)
         labels = [*LABELS, "status"]
         self._refused = Counter(facts.REQUESTS_REFUSED, "Requests not admitted.", labels, registry=self.registry)
+        for status in ("429", "503"):
+            self._refused.labels(model_name, status)
 
     def watch(self, snapshot: Callable[[], EngineSnapshot]) -> None:
         """Asks for a snapshot at every scrape."""

@@ -25,6 +25,8 @@ class ServerSettings(BaseSettings):
     """None = as the deployment names the target."""
     api_key_file: Path | None = None
     """One key a line; None = open to all."""
+    log_format: Literal["text", "json"] = "text"
+    """json = one object a line."""
     acceptance_metrics: AcceptanceMetrics = "none"
     """`metrics.speculative_decoding` in responses whose request does not say."""
     operators: Literal["auto", "plain"] = "auto"

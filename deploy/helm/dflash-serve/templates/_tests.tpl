@@ -16,6 +16,35 @@ spec:
   {{- include "dflash-serve.testSpec" . | nindent 2 }}
 {{- end -}}
 
+{{- /* A test of helm's and, where it has a schedule, a CronJob that asks the same. As for testPod, and "schedule" text */ -}}
+{{- define "dflash-serve.gate" -}}
+{{- include "dflash-serve.testPod" . }}
+{{- if .schedule }}
+---
+apiVersion: batch/v1
+kind: CronJob
+metadata:
+  {{- include "dflash-serve.metadata" (dict "root" .root "suffix" (printf "-%s" .name)) | nindent 2 }}
+spec:
+  schedule: {{ .schedule | quote }}
+  concurrencyPolicy: Forbid
+  startingDeadlineSeconds: 300
+  successfulJobsHistoryLimit: 1
+  failedJobsHistoryLimit: 3
+  jobTemplate:
+    spec:
+      backoffLimit: 0
+      ttlSecondsAfterFinished: 86400 # and with it the alert
+      template:
+        metadata:
+          labels:
+            {{- include "dflash-serve.selector" .root | nindent 12 }}
+            app.kubernetes.io/component: test
+        spec:
+          {{- include "dflash-serve.testSpec" . | nindent 10 }}
+{{- end }}
+{{- end -}}
+
 {{- define "dflash-serve.testSpec" -}}
 {{- $root := .root -}}
 {{- include "dflash-serve.podBasics" $root }}
@@ -67,5 +96,19 @@ http://{{ include "dflash-serve.fullname" . }}.{{ .Release.Namespace }}:{{ .Valu
 {{- define "dflash-serve.askCommand" -}}
 {{- $command := list "python3" "/etc/dflash-serve/ask.py" (printf "--url=%s" (include "dflash-serve.url" .)) (printf "--model=%s" (include "dflash-serve.servedModel" .)) -}}
 {{- if .Values.secrets.apiKeys.name }}{{ $command = append $command "--keys=/etc/dflash-serve-keys/keys" }}{{ end -}}
+{{- $command | toJson -}}
+{{- end -}}
+
+{{- define "dflash-serve.acceptanceCommand" -}}
+{{- $command := list "python3" "/etc/dflash-serve/acceptance.py" (printf "--url=%s" (include "dflash-serve.url" .)) (printf "--model=%s" (include "dflash-serve.servedModel" .)) (printf "--at-least=%v" .Values.tests.acceptance.atLeast) -}}
+{{- if .Values.secrets.apiKeys.name }}{{ $command = append $command "--keys=/etc/dflash-serve-keys/keys" }}{{ end -}}
+{{- $command | toJson -}}
+{{- end -}}
+
+{{- define "dflash-serve.verifyCommand" -}}
+{{- $command := list "dflash-serve" "verify" (printf "--with=%s" (include "dflash-serve.url" .)) (printf "--without=%s" .Values.tests.verify.without) "--output=/tmp/report.json" -}}
+{{- /* With DFlash SGLang cannot count penalties: our plug-in refuses such requests. */ -}}
+{{- if eq .Values.backend "sglang" }}{{ $command = append $command "--no-penalties" }}{{ end -}}
+{{- if .Values.secrets.apiKeys.name }}{{ $command = append $command "--api-key-file=/etc/dflash-serve-keys/keys" }}{{ end -}}
 {{- $command | toJson -}}
 {{- end -}}

@@ -64,8 +64,10 @@ tests.verify.enabled: there is no speculation to verify; name a drafter
 {{- if and .enabled (not (regexMatch "^https?://" .without)) }}
 tests.verify.without: {{ .without | quote }} is no address; give the server that speculates not, such as http://plain.serving
 {{- end }}
-{{- if and .without (not .enabled) }}
-tests.verify.without: would be ignored; set tests.verify.enabled
+{{- range $key := list "without" "schedule" }}
+{{- if and (get $.Values.tests.verify $key) (not $.Values.tests.verify.enabled) }}
+tests.verify.{{ $key }}: would be ignored; set tests.verify.enabled
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -141,6 +141,11 @@ service.type: {{ .Values.service.type }} opens a server without keys to the worl
 secrets.{{ $name }}.key: none; name the key of the Secret
 {{- end }}
 {{- end }}
+{{- $traces := dig "serving" "otlp_traces_endpoint" "" .Values.deployment }}
+{{- $port := regexFind "[0-9]+" (regexFind ":[0-9]+(/|$)" ($traces | default "")) }}
+{{- if and $traces .Values.networkPolicy.enabled (not (has $port (toStrings .Values.networkPolicy.egressPorts))) }}
+deployment.serving.otlp_traces_endpoint: networkPolicy.egressPorts forbids port {{ $port }}; add it there
+{{- end }}
 {{- range .Values.networkPolicy.egressPorts }}
 {{- if or (lt (int .) 1) (gt (int .) 65535) }}
 networkPolicy.egressPorts: {{ . }} is no port; use 1 to 65535

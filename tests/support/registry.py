@@ -1,0 +1,49 @@
+"""An OCI registry on this machine: Debian's docker-registry, without TLS, in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dflash_serve.common.processes import free_port
+
+from .debian import program
+
+
+@contextmanager
+def registry(folder: Path) -> Iterator[str]:
+    """Its address, `127.0.0.1:PORT`, until the block ends."""
+    address = f"127.0.0.1:{free_port()}"
+    settings = {
+        "version": "0.1",
+        "log": {"level": "warn", "accesslog": {"disabled": True}},
+        "storage": {"filesystem": {"rootdirectory": str(folder / "registry")}},
+        "http": {"addr": address},
+    }
+    (folder / "registry.yml").write_text(json.dumps(settings))  # JSON is YAML
+    argv: list[str | Path] = [program("docker-registry", "docker-registry"), "serve", folder / "registry.yml"]
+    with (folder / "registry.log").open("wb") as log:
+        running = subprocess.Popen(argv, stdout=log, stderr=log)
+    try:
+        _wait(address, running, folder / "registry.log")
+        yield address
+    finally:
+        running.terminate()
+        running.wait()
+
+
+def _wait(address: str, running: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://{address}/v2/", timeout=5):
+                return
+        except OSError:
+            assert running.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.1)
