@@ -127,7 +127,8 @@ class Bench:
 
     def ours(self, engine: EmbeddedEngine, prompts: list[Ids]) -> Timed:
         params = SamplingParams(temperature=0, max_tokens=self.tokens, ignore_eos=True)
-        start, first = perf_counter(), {}
+        start = perf_counter()
+        first: dict[int, float] = {}
         stream = engine.stream(prompts, [params] * len(prompts))
         for chunk in stream:
             if chunk.token_ids:

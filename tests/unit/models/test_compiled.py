@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_attention_is_pytorchs_and_writes_the_same_keys_and_values(
         attend(qkv, SPANS, cache, kind, norms),
         plainly(qkv, SPANS, expected_cache, kind, norms),
     )
-    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    near: Any = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(found, expected, **near)
     torch.testing.assert_close(cache.keys, expected_cache.keys, **near)
     assert torch.equal(cache.values, expected_cache.values)
@@ -98,7 +99,7 @@ def test_norm_and_swiglu_are_pytorchs_and_a_rows_own(rows: int, dtype: torch.dty
     norm.weight.normal_()
     h, delta = torch.randn(rows, 570).to(dtype), torch.randn(rows, 570).to(dtype)
     ours, plain = operators(dtype), PlainOperators()
-    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    near: Any = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for added in (None, delta):
         found, expected = ours.add_norm(h.clone(), added, norm), plain.add_norm(h, added, norm)
         assert torch.equal(found[0], expected[0])
