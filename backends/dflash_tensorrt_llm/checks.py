@@ -8,10 +8,9 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.deployment import GIB, PER_NODE
 from dflash_serve.deployment_checks import block_problems, check_pairing, device_problems, length_problems
-from dflash_serve.engine_args import parser_problems
 from dflash_serve.errors import Problem, UserError
 
-from .engine_arguments import PARSER_FLAGS, PARSERS, argument_problems, argument_table, named_parsers
+from .engine_arguments import argument_problems, serving_problems
 from .launch_plan import ACTIVATIONS, OVERHEAD, PAGE, LaunchPlan
 from .releases import DFLASH, DRAFT_LEN_SCHEDULE, DRAFTER_FROM_OUTSIDE, NEWEST, RECOMPUTE_TAIL
 from .upstream import WITHOUT_DRAFTER
@@ -23,7 +22,7 @@ LEAST_POOL = 0.15
 
 def problems(plan: LaunchPlan) -> list[Problem]:
     """Every problem, in the order in which a user would fix them."""
-    checks: list[Check] = [_release, _devices, _queue, _serving, argument_problems]
+    checks: list[Check] = [_release, _devices, _queue, serving_problems, argument_problems]
     checks += [_target_layout, _target_precision, _role]
     if plan.drafter is not None:
         checks += [_width, _drafter_fits, _implementation, _drafter_layout, _block_reuse]
@@ -69,17 +68,6 @@ def _queue(plan: LaunchPlan) -> Iterator[Problem]:
     if "max_queued_requests" in limits.model_fields_set:
         what = f"TensorRT-LLM queues without bound, it cannot stop at {limits.max_queued_requests} requests"
         yield Problem(what, "limits.max_queued_requests", "leave it out, and bound the queue at your gateway")
-
-
-def _serving(plan: LaunchPlan) -> Iterator[Problem]:
-    serving = plan.deployment.serving
-    if serving.api_key_file is not None:
-        what = "trtllm-serve asks nobody for a key"
-        yield Problem(what, "serving.api_key_file", "leave it out, and let a gateway ask")
-    if serving.log_format == "json":
-        do = "leave it out, and let the collector of your logs parse text"
-        yield Problem("trtllm-serve logs text alone", "serving.log_format", do)
-    yield from parser_problems(argument_table(plan), named_parsers(plan), PARSERS, PARSER_FLAGS)
 
 
 def _width(plan: LaunchPlan) -> Iterator[Problem]:

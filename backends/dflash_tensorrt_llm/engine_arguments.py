@@ -12,7 +12,14 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from dflash_serve.deployment import Serving
-from dflash_serve.engine_args import ArgumentTable, EngineArgs, EngineParser, ParserNames, pinned_parser
+from dflash_serve.engine_args import (
+    ArgumentTable,
+    EngineArgs,
+    EngineParser,
+    ParserNames,
+    parser_problems,
+    pinned_parser,
+)
 from dflash_serve.errors import Problem, did_you_mean
 
 from .launch_plan import LaunchPlan
@@ -118,6 +125,18 @@ def serving_options(plan: LaunchPlan) -> list[str]:
     words += [] if traces is None else ["--otlp_traces_endpoint", traces]
     words += [word for key, _, parser in PARSERS.of(named_parsers(plan)) for word in (f"--{PARSER_FLAGS[key]}", parser)]
     return [*words, *argument_table(plan).words(options(plan.engine_args))]
+
+
+def serving_problems(plan: LaunchPlan) -> Iterator[Problem]:
+    """What clients are to see, and trtllm-serve does not show them."""
+    serving = plan.deployment.serving
+    if serving.api_key_file is not None:
+        what = "trtllm-serve asks nobody for a key"
+        yield Problem(what, "serving.api_key_file", "leave it out, and let a gateway ask")
+    if serving.log_format == "json":
+        do = "leave it out, and let the collector of your logs parse text"
+        yield Problem("trtllm-serve logs text alone", "serving.log_format", do)
+    yield from parser_problems(argument_table(plan), named_parsers(plan), PARSERS, PARSER_FLAGS)
 
 
 def options(given: EngineArgs) -> dict[str, JsonValue]:
