@@ -9,12 +9,17 @@ import urllib.error
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from dflash_serve import LLM, SamplingParams
-from dflash_serve.checkpoint.source import BUNDLED_DRAFTER
+from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
+from dflash_serve.checkpoint.source import BUNDLED_DRAFTER, target_folder
+from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.common.journal import Journal
@@ -48,6 +53,22 @@ def static_flags() -> tuple[str, str]:
     return "--speculative-config", json.dumps({**speculative, "num_speculative_tokens_per_batch_size": rows})
 
 
+def write_reduced_drafter(folder: Path) -> Path:
+    """The drafter we ship, with a head of its own for most of the target's tokens: its rows, and where they belong."""
+    drafter, target = open_checkpoint(BUNDLED_DRAFTER), target_folder("smollm2")
+    assert drafter.config is not None
+    ids = torch.tensor([token for token in range(drafter.config.vocab_size) if token < 12_288 or token % 3])
+    embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    tensors = {
+        **load_tensors(drafter),
+        "d2t": ids - torch.arange(len(ids)),
+        "lm_head.weight": embedding[ids].contiguous(),
+    }
+    config = drafter.config.model_copy(update={"draft_vocabulary": len(ids)})
+    write_drafter(folder, config, tensors, dialect="speculators")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Without speculation (`plain`), and at every kind of width."""
@@ -61,6 +82,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         "auto": (smollm2("auto"), OnCpu(env=costs)),
         "3": (smollm2(3), OnCpu()),
         "static": (smollm2(8), OnCpu(*static_flags(), env={"VLLM_PLUGINS": "cpu_repair"})),
+        "reduced": (smollm2(8, drafter={"model": str(write_reduced_drafter(folder / "reduced drafter"))}), OnCpu()),
     }
     with fleet(folder, wanted) as running:
         yield running
@@ -142,19 +164,30 @@ def assert_nothing_changed(server: Server, prompts: Tokens, truth: Mapping[str, 
     assert (server.samples.total("vllm:prefix_cache_hits_total") or 0) > 0
 
 
+def assert_it_accepts_as_ours(server: Server, drafter: str, prompts: Tokens, truth: Mapping[str, Any]) -> None:
+    """Whole blocks at ten streams: the same tokens, and the embedded engine's acceptance length within 3 %."""
+    before = read_acceptance(server.url)
+    assert server.tokens(prompts[:PROMPTS], TOKENS, STREAMS) == truth["ten streams"]
+    found = read_acceptance(server.url).since(before)
+    assert found.widths == {8: found.verifications}
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    llm = LLM("smollm2", drafter, width=8, max_model_len=1024, max_batch_size=STREAMS)
+    reference = total(output.statistics for output in llm.generate(prompts[:PROMPTS], params)).acceptance_length
+    assert found.acceptance_length == pytest.approx(reference, rel=0.03)
+
+
 def test_whole_blocks_change_no_token_and_accept_what_the_embedded_engine_does(
     servers: Fleet, prompts: Tokens, truth: dict[str, Any]
 ) -> None:
     server = servers["full"].ready.result()
-    before = read_acceptance(server.url)
-    assert server.tokens(prompts[:PROMPTS], TOKENS, STREAMS) == truth["ten streams"]
-    found = read_acceptance(server.url).since(before)
+    assert_it_accepts_as_ours(server, str(server.folder / "draft"), prompts, truth)
     assert_nothing_changed(server, prompts, truth)
-    assert found.widths == {8: found.verifications}
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    llm = LLM("smollm2", str(server.folder / "draft"), width=8, max_model_len=1024, max_batch_size=STREAMS)
-    reference = total(output.statistics for output in llm.generate(prompts[:PROMPTS], params)).acceptance_length
-    assert found.acceptance_length == pytest.approx(reference, rel=0.03)
+
+
+def test_a_head_for_a_part_of_the_tokens_drafts_as_ours(servers: Fleet, prompts: Tokens, truth: dict[str, Any]) -> None:
+    server = servers["reduced"].ready.result()
+    assert_it_accepts_as_ours(server, str(server.folder / "draft"), prompts, truth)
+    servers["reduced"].left.set()
 
 
 def test_what_vllm_counts_is_what_we_count(servers: Fleet, prompts: Tokens) -> None:

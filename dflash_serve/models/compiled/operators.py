@@ -43,6 +43,10 @@ class CompiledOperators(PlainOperators):
             for name, signature in (("add_norm", "ppppllfi"), ("silu_product", "pplli"), ("attend", "pppppppplppi"))
         )
 
+    def __deepcopy__(self, memo: object) -> CompiledOperators:
+        """Itself: a copy of a model runs the same library."""
+        return self
+
     def add_norm(self, h: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """As the plain one; `h` itself is changed."""
         rows, size = h.shape

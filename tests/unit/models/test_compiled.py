@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -140,3 +141,8 @@ def test_without_a_working_compiler_one_line_says_so(
         assert load_kernels.__wrapped__() is None
     assert len(caplog.records) == 1
     assert "PyTorch's own" in caplog.text
+
+
+def test_a_copy_of_a_model_runs_the_same_library() -> None:
+    ours = operators(torch.float32)
+    assert copy.deepcopy(ours) is ours
