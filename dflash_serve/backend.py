@@ -249,8 +249,8 @@ class EngineFacts:
     prefill_annotations: Mapping[str, str] = field(default_factory=dict)
     """Of the pods of a prefill server (`role: prefill`): what a router reads there."""
     server_flags: Sequence[str] = ()
-    """Options of `serve` that this engine's own server honours, and not every one: `api-key-file`, `drain-seconds` (then
-    it ends its answers itself after SIGTERM)."""
+    """Options of `serve` that this engine's own server honours, not every one: `api-key-file`, `drain-seconds` (then it
+    ends its answers itself after SIGTERM)."""
     data_parallel: bool = False
     """Whether one server runs several copies of the model (`parallel.data`); otherwise replicas are deployed."""
 
