@@ -144,6 +144,13 @@ bench-vllm: .venv-vllm/ready .venv/test
 test-deploy: .venv/deploy .venv-deploy/ready
 	DFLASH_SERVE_TEST_DEPLOY=1 CHECKOV=.venv-deploy/bin/checkov $(BIN)/python -m pytest tests/deploy
 
+# The five images, really built (Debian's buildah, crun and mmdebstrap, as root; no container registry is asked), the
+# embedded engine's run as a pod: many minutes and 10 GB.
+.PHONY: test-images
+test-images: .venv/deploy
+	DFLASH_SERVE_TEST_DEPLOY=1 DFLASH_SERVE_TEST_IMAGES=1 $(BIN)/python -m pytest -o timeout=3600 \
+	  tests/deploy/test_images.py tests/deploy/test_container.py
+
 .venv/deploy: .venv/test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  "jsonschema>=4.23,<5" kubernetes-validate==1.37.0 yamllint==1.38.0 check-jsonschema==0.39.0 \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
@@ -65,6 +66,23 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def test_logs_are_one_object_a_line_where_that_is_asked_for(tiny_folders: Folders, tmp_path: Path) -> None:
+    port = str(free_port())
+    with (tmp_path / "log").open("wb") as log:
+        argv = command(tiny_folders, "--port", port, "--log-format", "json")
+        child = subprocess.Popen(argv, env=environment(tmp_path), stderr=log)
+    try:
+        until(lambda: child.poll() is not None or _ready(f"http://127.0.0.1:{port}"), seconds=90)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 0
+    finally:
+        child.kill()
+        child.wait()
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert all(line.keys() >= {"time", "level", "logger", "message"} for line in lines)
+    assert any("loading" in line["message"] for line in lines)
 
 
 def test_sigterm_lets_answers_end_and_takes_no_new_ones(tiny_folders: Folders, tmp_path: Path) -> None:

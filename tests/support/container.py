@@ -1,7 +1,7 @@
 """A pod's container on this machine, without a container engine: the same user, capabilities, mounts and environment.
 
-Root, `unshare` and `mount` make it: a root file system of its own, read-only, with this Python and this project in it;
-namespaces of its own for mounts, processes and the network. What is not tested is the image.
+Root, `unshare` and `mount` make it: namespaces of its own for mounts, processes and the network, and a read-only root
+file system, which is an image that was built, or this machine's programs with this Python and this project.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.container_init import ENTERED, IMAGE, ROOT
+from tests.support.container_init import ENTERED, ROOT, STAND_IN
+from tests.support.images import Image
 
 INIT = Path(__file__).with_name("container_init.py")
 UNPRIVILEGED = ("--clear-groups", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all")
@@ -49,9 +50,16 @@ class Spec:
     """Mount path of a ConfigMap -> its files."""
     given: dict[str, str] = field(default_factory=dict)
     """Path in the container -> path here: checkpoints that a claim would hold."""
+    image: Image | None = None
+    """None = this machine's programs stand in for one."""
 
 
-def spec_of(pod: Mapping[str, Any], config_maps: Mapping[str, Mapping[str, str]], given: Mapping[str, Path]) -> Spec:
+def spec_of(
+    pod: Mapping[str, Any],
+    config_maps: Mapping[str, Mapping[str, str]],
+    given: Mapping[str, Path],
+    image: Image | None = None,
+) -> Spec:
     """Of a pod's first container; Secrets that are optional are not there."""
     container = pod["containers"][0]
     assert container["securityContext"]["readOnlyRootFilesystem"]
@@ -65,6 +73,7 @@ def spec_of(pod: Mapping[str, Any], config_maps: Mapping[str, Mapping[str, str]]
         writable=[path for path, volume in mounts.items() if "emptyDir" in volume],
         files={path: dict(config_maps[name]) for path, name in named.items()},
         given={inside: str(outside) for inside, outside in given.items()},
+        image=image,
     )
 
 
@@ -105,8 +114,8 @@ class Container:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The pod's, and what an image would set."""
-        return {**IMAGE, **self.spec.environment}
+        """The image's, and the pod's."""
+        return environment(self.spec)
 
     def terminate(self) -> None:
         """What the kubelet does after preStop."""
@@ -129,16 +138,27 @@ class Container:
             time.sleep(1.0)
 
 
+def environment(spec: Spec) -> dict[str, str]:
+    """Of its command."""
+    return {**(STAND_IN if spec.image is None else spec.image.environment), **spec.environment}
+
+
 @contextmanager
 def container(spec: Spec, folder: Path, *more: Path) -> Iterator[Container]:
     """Runs it until the block ends.
 
     Args:
-        more: folders of this machine that are visible in it, beside this Python and this project.
+        more: folders of this machine that are visible in it.
     """
     log = folder / "container.log"
-    visible = [str(path) for path in (Path(sys.prefix), Path(sys.base_prefix), ROOT, *more)]
-    told = {"root": str(folder / "root"), "visible": visible, **vars(spec)}
+    ours = () if spec.image else (Path(sys.prefix), Path(sys.base_prefix), ROOT)
+    told = {
+        **vars(spec),
+        "root": str(folder / "root"),
+        "visible": [str(path) for path in (*ours, *more)],
+        "environment": environment(spec),
+        "image": spec.image and str(spec.image.root),
+    }
     (folder / "root").mkdir()
     (folder / "spec.json").write_text(json.dumps(told))
     argv = ["unshare", "--mount", "--pid", "--net", "--fork", "--kill-child", sys.executable, str(INIT)]

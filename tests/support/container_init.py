@@ -1,4 +1,4 @@
-"""Process 1 of a container, before it becomes the container's command: builds its root, enters it, gives up its rights.
+"""Process 1 of a container, before it becomes the container's command: makes its root, enters it, gives up its rights.
 
 unshare --mount --pid --net --fork python container_init.py SPEC.json
 """
@@ -20,13 +20,13 @@ SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x1 | 0x40
 ENTERED = "the container begins"
 """In its log: from here on it is what it will be."""
 ROOT = Path(__file__).parents[2]
-IMAGE = {
+STAND_IN = {
     "PATH": f"{sys.prefix}/bin:/usr/bin:/bin",
     "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "backends", ROOT / "engines"))),
     "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-"""The environment that an image would set; this checkout, wherever that environment has installed the project from."""
+"""The environment in place of an image's; this checkout, wherever that environment has installed the project from."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
@@ -42,7 +42,9 @@ def bind(source: Path, root: Path, at: Path | None = None) -> None:
     mount("-o", "remount,bind,ro", str(target))
 
 
-def system(root: Path) -> None:
+def stand_in(root: Path) -> None:
+    """A root file system of this machine's own programs."""
+    mount("-t", "tmpfs", "-o", "mode=0755", "root", str(root))
     for name in ("bin", "sbin", "lib", "lib64"):
         path = Path("/", name)
         if path.is_symlink():
@@ -50,11 +52,15 @@ def system(root: Path) -> None:
         elif path.is_dir():
             bind(path, root)
     bind(Path("/usr"), root)
-    bind(Path("/sys"), root)
     shutil.copytree("/etc", root / "etc", symlinks=True, ignore_dangling_symlinks=True)
-    (root / "proc").mkdir()
+
+
+def system(root: Path) -> None:
+    """What a container runtime adds to an image."""
+    bind(Path("/sys"), root)
+    (root / "proc").mkdir(exist_ok=True)
     mount("-t", "proc", "proc", str(root / "proc"))
-    (root / "dev").mkdir()
+    (root / "dev").mkdir(exist_ok=True)
     for name in DEVICES:
         (root / "dev" / name).touch()
         mount("--bind", f"/dev/{name}", str(root / "dev" / name))
@@ -83,12 +89,15 @@ def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     root = Path(spec["root"])
     mount("--make-rprivate", "/")
-    mount("-t", "tmpfs", "-o", "mode=0755", "root", str(root))
+    if spec["image"] is None:
+        stand_in(root)
+    else:
+        mount("--bind", spec["image"], str(root))
     system(root)
     volumes(root, spec)
     for path in spec["visible"]:  # after the volumes: a checkout below /tmp would lie under the pod's own /tmp
         bind(Path(path), root)
-    mount("-o", "remount,ro", str(root))
+    mount("-o", "remount,ro" if spec["image"] is None else "remount,bind,ro", str(root))
     loopback_up()
     os.chroot(root)
     os.chdir("/")
@@ -96,7 +105,7 @@ def main() -> None:
     user = (f"--reuid={spec['user']}", f"--regid={spec['user']}")
     command = ["setpriv", *user, *rights, "--", *spec["command"]]
     print(ENTERED, flush=True)
-    os.execve("/usr/bin/setpriv", command, {**IMAGE, **spec["environment"]})
+    os.execve("/usr/bin/setpriv", command, spec["environment"])
 
 
 if __name__ == "__main__":
