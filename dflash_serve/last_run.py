@@ -29,32 +29,6 @@ EVERY: Final = 60.0
 """Seconds between two records of a run: servers are killed without a word."""
 
 
-def auto_width(
-    cost: CostModel,
-    block_size: int,
-    drafter: Path,
-    target: str,
-    allowed_widths: Sequence[int] | None = None,
-    *,
-    believed: bool = False,
-) -> AutoWidth:
-    """The policy of a server of this drafter, beginning with what is told or known of it.
-
-    That is DFLASH_SERVE_SURVIVAL, else what its last run here with this target learnt, else what its training measured.
-
-    Args:
-        drafter: its folder.
-        target: the target's name or folder.
-        allowed_widths, believed: as for `AutoWidth`.
-
-    Raises:
-        UserError: DFLASH_SERVE_SURVIVAL is no survival.
-    """
-    run = LastRun(drafter, target)
-    known = given_survival() or run.survival() or recorded_survival(drafter)
-    return KeptWidth(run, cost, block_size, allowed_widths, known, believed=believed)
-
-
 class LastRun:
     """The record of a drafter and target in our cache folder. A drafter that was trained anew is another one."""
 
@@ -82,20 +56,32 @@ class LastRun:
 
 
 class KeptWidth(AutoWidth):
-    """An AutoWidth that leaves what it learns of the drafter to the next run."""
+    """The policy of a server of this drafter: begins with what is known of it, and leaves what it learns to the next.
+
+    Known is DFLASH_SERVE_SURVIVAL, else what the last run here with this target learnt, else what training measured.
+
+    Args:
+        drafter: its folder.
+        target: the target's name or folder.
+        allowed_widths, believed: as for `AutoWidth`.
+
+    Raises:
+        UserError: DFLASH_SERVE_SURVIVAL is no survival.
+    """
 
     def __init__(
         self,
-        run: LastRun,
         cost: CostModel,
         block_size: int,
+        drafter: Path,
+        target: str,
         allowed_widths: Sequence[int] | None = None,
-        known_survival: Sequence[float] | None = None,
         *,
         believed: bool = False,
     ) -> None:
-        super().__init__(cost, block_size, allowed_widths, known_survival, believed=believed)
-        self._run, self._blocks, self._kept = run, 0, time.monotonic()
+        self._run, self._blocks, self._kept = LastRun(drafter, target), 0, time.monotonic()
+        known = given_survival() or self._run.survival() or recorded_survival(drafter)
+        super().__init__(cost, block_size, allowed_widths, known, believed=believed)
 
     def observe(self, step: Step) -> None:
         super().observe(step)

@@ -8,7 +8,7 @@ import pytest
 
 from dflash_serve.checkpoint.source import record_survival
 from dflash_serve.cost_table import SURVIVAL
-from dflash_serve.last_run import EVERY, LEAST, LastRun, auto_width
+from dflash_serve.last_run import EVERY, LEAST, KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import AutoWidth, Step
 
@@ -27,7 +27,7 @@ def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def begin(drafter: Path, target: str = "target") -> AutoWidth:
-    return auto_width(STEEP, 8, drafter, target, [1, 2, 8])
+    return KeptWidth(STEEP, 8, drafter, target, [1, 2, 8])
 
 
 def learn(policy: AutoWidth, accepted: int, clock: list[float]) -> None:

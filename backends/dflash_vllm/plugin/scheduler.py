@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from dflash_serve.last_run import auto_width
+from dflash_serve.last_run import KeptWidth
 
 from . import proof
 from .steps import StepClock, decoding_steps
@@ -52,7 +52,7 @@ class _FollowsLoad:
         wide = sorted({drafted + 1 for drafted in host.dynamic_sd_lookup[1:] if drafted})
         target, drafter = host.vllm_config.model_config.model, Path(host.vllm_config.speculative_config.model)
         policy = partial(
-            auto_width, block_size=host.num_spec_tokens + 1, drafter=drafter, target=target, allowed_widths=wide
+            KeptWidth, block_size=host.num_spec_tokens + 1, drafter=drafter, target=target, allowed_widths=wide
         )
         self.widths = make_widths(policy)
         self._clock = StepClock()
