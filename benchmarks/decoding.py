@@ -66,8 +66,7 @@ def main(
         "prompts": rows,
     }
     show(report)
-    if output is not None:
-        output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, output)
 
 
 class Bench:
@@ -164,6 +163,13 @@ def measured_on() -> dict[str, str | int]:
         "python": platform.python_version(),
         "commit": commit() or "unknown",
     }
+
+
+def write_report(report: dict[str, Any], output: Path | None) -> None:
+    """The JSON, in a folder that is made; None = nowhere."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def show(report: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.decoding import measured_on
+from benchmarks.decoding import measured_on, write_report
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.backend import Prompt
 from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
@@ -62,8 +62,7 @@ def main(
         "results": results,
     }
     show(results)
-    if output is not None:
-        output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, output)
 
 
 def prompts() -> dict[str, Prompt]:

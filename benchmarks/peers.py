@@ -15,7 +15,6 @@ interleaved and each begins with another way; figures are medians over rounds, t
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -29,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.decoding import measured_on
+from benchmarks.decoding import measured_on, write_report
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import drafter_source, target_folder
 from dflash_serve.common.provenance import versions
@@ -79,9 +78,7 @@ def main(
         "results": results,
     }
     show(report)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, output)
 
 
 class Bench:

@@ -11,7 +11,6 @@ part).
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.decoding import measured_on
+from benchmarks.decoding import measured_on, write_report
 from dflash_serve.common.provenance import versions
 from dflash_serve.deployment import Deployment
 from dflash_serve.models.loader import load_tokenizer
@@ -66,9 +65,7 @@ def main(
         "results": results,
     }
     show(report)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, output)
 
 
 def started(stack: ExitStack, name: str, deployment: Deployment, backend: OnCpu) -> Server:

@@ -12,7 +12,6 @@ thread (`OMP_NUM_THREADS=1`): then its own CPU time counts, which others' work c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.decoding import measured_on
+from benchmarks.decoding import measured_on, write_report
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.common.provenance import versions
 from dflash_serve.models.attention.ragged import RaggedAttention
@@ -67,9 +66,7 @@ def main(
         "steps": results,
     }
     show(report)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, output)
 
 
 def interleaved(jobs: dict[str, Work], repetitions: int) -> dict[str, list[float]]:

@@ -15,7 +15,6 @@ spell of the machine slows all alike; figures are medians over rounds.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -27,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.decoding import measured_on
+from benchmarks.decoding import measured_on, write_report
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.common.provenance import versions
@@ -68,9 +67,7 @@ def main(
         "results": results,
     }
     show(report)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, output)
 
 
 class Bench:
