@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from dflash_serve.catalogue import AUTO, Catalogue
 from dflash_serve.cli import doctor, evaluate
-from dflash_serve.cli.main import run
 from dflash_serve.errors import UserError
+from tests.support.command_line import call
 from tests.support.tiny_target import write_tiny_pair
 
 
@@ -32,13 +31,6 @@ def _published(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None
     unknown = {"revision": None, "licence": None, "acceptance_length": (), "source": "a test"}
     made = Catalogue.model_validate({"gathered": "2026-11-22", "drafters": [{**unknown, **row} for row in rows]})
     monkeypatch.setattr("dflash_serve.catalogue.catalogue", lambda: made)
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["dflash-serve", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stopped:
-        run()
-    return int(stopped.value.code or 0)
 
 
 def test_generate_answers_with_it_and_says_which(

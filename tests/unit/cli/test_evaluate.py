@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 import torch
 
 from dflash_serve.backend import Engine
-from dflash_serve.cli.main import run
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.engine import CONTROLS, EmbeddedEngine
+from tests.support.command_line import call
 from tests.support.embedded import answers, tiny_engine
 from tests.support.tiny_target import write_tiny_pair
 
@@ -28,13 +27,6 @@ def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the fox", "a dog", "over")))
     return path
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["dflash-serve", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stopped:
-        run()
-    return int(stopped.value.code or 0)
 
 
 def test_each_task_is_shown_with_all_controls(
