@@ -19,6 +19,7 @@ from dflash_serve.common.files import write_whole
 from dflash_serve.errors import UserError
 from dflash_serve.models.target import TargetModel
 from dflash_serve.prompts import hub_prompts, jsonl_prompts
+from dflash_serve.training.contamination import Excluded, read_excluded
 from dflash_serve.training.dataset import (
     DataManifest,
     Example,
@@ -52,30 +53,39 @@ Report = Callable[[str, int], None]
 def make_data(
     recipe: Recipe, target: TargetModel, tokenizer: PreTrainedTokenizerBase, folder: Path, report: Report
 ) -> DataManifest:
-    """Fills `folder` with prompts and answers, or finds it filled.
+    """Fills `folder` with prompts and answers, or finds it filled; with more minutes than before it is filled further.
 
     Raises:
         UserError: the folder holds data of another recipe.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = section_hash(recipe.target, recipe.data, recipe.seed)
+    minutes = recipe.data.answers.max_minutes
+    answers = recipe.data.answers.model_copy(update={"max_minutes": None})
+    wanted = section_hash(recipe.target, recipe.data.model_copy(update={"answers": answers}), recipe.seed)
     manifest = read_manifest(folder)
     if manifest and manifest.recipe_sha256 != wanted:
         what = "its data was made with other target, data or seed settings"
         raise UserError(what, where=str(folder), do="give another --output, or remove the folder")
-    if manifest and manifest.finished:
+    if manifest and (manifest.finished or (minutes is not None and manifest.seconds >= minutes * 60)):
         return manifest
-    prompts = gather_prompts(recipe, target, tokenizer, folder, report)
-    manifest = manifest or DataManifest(recipe_sha256=wanted, target=recipe.target.model, prompts=len(prompts))
+    excluded = read_excluded(recipe.data.exclude)
+    prompts = gather_prompts(recipe, target, tokenizer, folder, excluded, report)
+    if manifest is None:
+        counts = {"prompts": len(prompts), "excluded": excluded.found}
+        manifest = DataManifest(recipe_sha256=wanted, target=recipe.target.model, **counts)
     return _answer(recipe, target, prompts, _Writer(folder, manifest, recipe.data.answers.shard_size), report)
 
 
 def gather_prompts(
-    recipe: Recipe, target: TargetModel, tokenizer: PreTrainedTokenizerBase, folder: Path, report: Report
+    recipe: Recipe,
+    target: TargetModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    excluded: Excluded,
+    report: Report,
 ) -> list[tuple[int, ...]]:
     """Token ids of all distinct prompts, shuffled by the seed; each source is kept in a file once it is whole."""
     answers = recipe.data.answers
-    excluded = {text for path in recipe.data.exclude for text in jsonl_prompts(path)}
     texts: dict[str, None] = {}
     for number, source in enumerate(recipe.data.prompts):
         path = folder / f"prompts-{number:02d}-{source.name}.jsonl"
@@ -88,8 +98,8 @@ def gather_prompts(
             write_whole(path, "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in found))
         if path.stat().st_size:  # a target may make up nothing of use
             texts.update(dict.fromkeys(jsonl_prompts(path)))
-    kept = [text for text in texts if not any(known in text for known in excluded)]
-    prompts = [_chat_prompt(tokenizer, text) for text in kept]
+    kept = [text for text in texts if text not in excluded]
+    prompts = [chat_prompt(tokenizer, text) for text in kept]
     prompts = [prompt for prompt in prompts if len(prompt) <= answers.max_prompt_tokens]
     random.Random(recipe.seed).shuffle(prompts)  # noqa: S311 - no secret
     return prompts
@@ -152,7 +162,7 @@ def _user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
     return before, tokenizer.encode(after, add_special_tokens=False)[:1]
 
 
-def _chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Token ids of one user turn up to where the assistant begins."""
     turns = [{"role": "user", "content": text}]
     rendered = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
@@ -175,7 +185,8 @@ def _answer(
     for completion in decoder.decode(_requests(prompts, writer.done, settings, recipe.seed, deadline)):
         if writer.add(completion):
             report("answers", writer.save(finished=False))
-    writer.save(finished=True)
+    # An answer that was too short or said before is dropped, and asked for again where a run goes on.
+    writer.save(finished=time.monotonic() <= deadline)
     return writer.manifest
 
 

@@ -28,7 +28,8 @@ class Blocks(BlockLayout):
 
     Attributes:
         anchor_ids: the anchors' tokens int64 [blocks].
-        targets: token ids int64 [blocks, B-1] of slots 1..B-1; valid: bool, False behind the sequence's end.
+        targets: token ids int64 [blocks, B-1] of slots 1..B-1; valid: bool, False behind the sequence's end, and behind
+            the first token of a text that the target would not have said.
     """
 
     anchor_ids: Tensor
@@ -70,18 +71,32 @@ def _generator(seed: int, epoch: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(mixed)
 
 
-def lay_out(sequences: Sequence[Tensor], anchors: Sequence[Tensor], block_size: int, rows: int | None = None) -> Blocks:
+def lay_out(
+    sequences: Sequence[Tensor],
+    anchors: Sequence[Tensor],
+    block_size: int,
+    rows: int | None = None,
+    *,
+    says: Sequence[Tensor | None] | None = None,
+) -> Blocks:
     """Blocks of sequences' token ids (int64 [length] each) at the given anchors (int64 [count] each).
 
     Args:
         rows: of a block, the drafter's input: B, and B - 1 where slots are anchor-first; None = B.
+        says: as in `Example`; None = all sequences are the target's own answers.
     """
     ids, targets, valid = [], [], []
     ahead = torch.arange(1, block_size, device=sequences[0].device)
-    for tokens, starts in zip(sequences, anchors, strict=True):
+    for tokens, starts, said in zip(sequences, anchors, says or [None] * len(sequences), strict=True):
         places = starts[:, None] + ahead
-        valid.append(places < len(tokens))
-        targets.append(tokens[places.clamp(max=len(tokens) - 1)])
+        inside = places < len(tokens)
+        there = tokens[places.clamp(max=len(tokens) - 1)]
+        if said is not None:
+            wanted = said[places.clamp(max=len(tokens) - 1) - 1].to(there)
+            inside[:, 1:] &= (there == wanted)[:, :-1].cumprod(1).bool()
+            there = wanted
+        valid.append(inside)
+        targets.append(there)
         ids.append(tokens[starts])
     starts = torch.cat(list(anchors))
     own = torch.arange(rows or block_size, device=starts.device)

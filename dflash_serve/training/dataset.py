@@ -32,6 +32,8 @@ class Example:
     prompt_index: int
     tokens: Tensor
     prompt_length: int
+    says: Tensor | None = None
+    """Of a text that others wrote: what the target would say after each of its tokens, int32 [length]."""
 
 
 class ShardEntry(Frozen):
@@ -50,7 +52,12 @@ class DataManifest(Frozen):
     recipe_sha256: str
     target: str
     prompts: int
+    excluded: int = 0
+    """Prompts left out because they are too like an evaluation's."""
     shards: tuple[ShardEntry, ...] = ()
+    texts: tuple[ShardEntry, ...] = ()
+    texts_excluded: int = 0
+    texts_finished: bool = False
     ended: int = 0
     """Answers that ended by themselves; the others were cut by the limit or in a loop."""
     looped: int = 0
@@ -58,11 +65,12 @@ class DataManifest(Frozen):
     """Answers too short or not distinct."""
     seconds: float = 0.0
     finished: bool = False
+    """All prompts are answered; not where the time given for it ran out."""
 
 
-def write_shard(folder: Path, number: int, answers: Sequence[Example]) -> ShardEntry:
+def write_shard(folder: Path, number: int, answers: Sequence[Example], *, kind: str = "answers") -> ShardEntry:
     """Writes a shard, whole or not at all."""
-    path = folder / f"answers-{number:05d}.safetensors"
+    path = folder / f"{kind}-{number:05d}.safetensors"
     lengths = torch.tensor([len(a.tokens) for a in answers])
     tensors = {
         "tokens": torch.cat([a.tokens for a in answers]).int(),
@@ -70,6 +78,9 @@ def write_shard(folder: Path, number: int, answers: Sequence[Example]) -> ShardE
         "prompt_lengths": torch.tensor([a.prompt_length for a in answers], dtype=torch.int32),
         "prompt_indexes": torch.tensor([a.prompt_index for a in answers], dtype=torch.int32),
     }
+    said = [a.says for a in answers if a.says is not None]
+    if said:
+        tensors["says"] = torch.cat(said).int()
     write_whole(path, save(tensors))
     total = int(lengths.sum())
     return ShardEntry(
@@ -91,9 +102,11 @@ def read_shard(folder: Path, entry: ShardEntry) -> list[Example]:
     if not path.exists() or sha256(path) != entry.sha256:
         raise UserError("missing or changed since it was written", where=str(path), do="make the data again")
     tensors = load_file(path)
-    tokens = tensors["tokens"].tensor_split(tensors["offsets"][1:-1])
-    prompts = zip(tensors["prompt_indexes"].tolist(), tensors["prompt_lengths"].tolist(), strict=True)
-    return [Example(index, row, length) for row, (index, length) in zip(tokens, prompts, strict=True)]
+    ends = tensors["offsets"][1:-1]
+    tokens = tensors["tokens"].tensor_split(ends)
+    says = tensors["says"].tensor_split(ends) if "says" in tensors else [None] * len(tokens)
+    indexes, lengths = tensors["prompt_indexes"].tolist(), tensors["prompt_lengths"].tolist()
+    return [Example(*fields) for fields in zip(indexes, tokens, lengths, says, strict=True)]
 
 
 def read_manifest(folder: Path) -> DataManifest | None:
@@ -120,7 +133,8 @@ def totals(entries: tuple[ShardEntry, ...]) -> tuple[int, int, int]:
 def load_answers(
     folder: Path, manifest: DataManifest, *, validation_share: float, seed: int
 ) -> tuple[list[Example], list[Example]]:
-    """All answers, split into (training, validation) by the prompt, so that both stay what they are when data is added.
+    """All answers, split into (training, validation) by the prompt, so that both stay what they are when data is added;
+    texts are trained on, all of them.
 
     Raises:
         UserError: nothing to train on, or a shard is broken.
@@ -132,14 +146,16 @@ def load_answers(
     for answer in answers:
         chance = random.Random(seed * 2_000_003 + answer.prompt_index).random()  # noqa: S311 - no secret
         (validation if chance < validation_share else training).append(answer)
+    training += [text for entry in manifest.texts for text in read_shard(folder, entry)]
     if not training:
         raise UserError("no answers to train on", where=str(folder), do="give more prompts")
     return training, validation
 
 
 def seen_vocabulary(answers: Sequence[Example]) -> Tensor:
-    """Token ids that occur in the answers, sorted, int64."""
-    found: Tensor = torch.unique(torch.cat([a.tokens[a.prompt_length :] for a in answers]))
+    """Token ids that are to be predicted in the answers and texts, sorted, int64."""
+    wanted = [a.tokens[a.prompt_length :] if a.says is None else a.says[a.prompt_length :] for a in answers]
+    found: Tensor = torch.unique(torch.cat(wanted))
     return found.to(torch.int64)
 
 

@@ -7,7 +7,7 @@ never exist at once, and nothing is computed twice.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,13 @@ from torch.autograd.function import once_differentiable
 from dflash_serve.training.slots import Labels, Predictions
 
 BLOCKS_AT_ONCE = 32
+LK_DECAY = 3.0
+"""How fast `lk` goes from KL to TV as acceptance rises, exp(-3 acceptance) (arXiv 2602.23881: its best setting)."""
+SoftLoss = Literal["kl", "tv", "lk"]
+"""How far the drafter's distribution q is from the target's p: `kl`, the cross-entropy of q under p (KL and p's own
+entropy); `tv`, sum |q - p| (twice the total variation, as DSpark has it); `lk`, L KL + (1-L) TV, L = exp(-3 acceptance)
+of each slot, no gradient through L (LK loss, arXiv 2602.23881).
+"""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,8 @@ class SlotScores(NamedTuple):
     hit: Tensor
     distance: Tensor | None = None
     """Sum of |q - p| over the vocabulary, 0..2; None where the target's distribution is not asked for."""
+    soft: Tensor | None = None
+    """The soft loss (`SoftLoss`); None where the target's distribution is not asked for."""
 
     @property
     def acceptance(self) -> Tensor:
@@ -64,13 +73,21 @@ def confidence_loss(confidence: Tensor, scores: SlotScores) -> Tensor:
 
 
 class _Parts(NamedTuple):
-    """A chunk of blocks: `hidden`, `latent` and `teacher` as flat rows, `targets` and `valid` [blocks, B-1]."""
+    """A chunk of blocks: of the slots that count `hidden`, `latent`, `teacher` and `targets` as flat rows, and `at`,
+    where they stand among the flat slots; `valid` [blocks, B-1].
+    """
 
     hidden: Tensor
     latent: Tensor | None
     teacher: Tensor | None
     targets: Tensor
+    at: Tensor
     valid: Tensor
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """[rows] or [rows, 1] of the slots that count as [blocks, B-1], zero elsewhere."""
+        whole = rows.new_zeros(self.valid.numel())
+        return whole.index_copy_(0, self.at, rows.flatten()).view_as(self.valid)
 
 
 class SlotLoss:
@@ -78,9 +95,9 @@ class SlotLoss:
 
     Args:
         head: [vocabulary, H]; bf16 makes the products fast.
-        soft: share of sum |q - p| in the loss, the rest is cross-entropy; its labels must have a teacher.
+        soft: share of the soft loss in the loss, the rest is cross-entropy; its labels must have a teacher.
         kept: token ids int64 that the softmax runs over; None = all.
-        blocks_at_once: blocks whose logits exist together.
+        blocks_at_once: so many whole blocks' logits exist together, or of blocks that end early more of them.
     """
 
     def __init__(
@@ -89,10 +106,12 @@ class SlotLoss:
         weighting: Weighting,
         *,
         soft: float = 0.0,
+        soft_loss: SoftLoss = "tv",
         kept: Tensor | None = None,
         blocks_at_once: int = BLOCKS_AT_ONCE,
     ) -> None:
-        self.weighting, self.soft, self.kept, self.blocks_at_once = weighting, soft, kept, blocks_at_once
+        self.weighting, self.soft, self.soft_loss = weighting, soft, soft_loss
+        self.kept, self.blocks_at_once = kept, blocks_at_once
         self.head = head if kept is None else head[kept].contiguous()
         self.places: Tensor | None = None
         """Each token's row of the head, where some are left out."""
@@ -125,72 +144,114 @@ class SlotLoss:
         Args:
             bias: of the rows of the head that are kept.
         """
-        found, rows, latents = [], [], []
-        gradient = None if bias is None else torch.zeros_like(bias)
+        found, gradients = [], [torch.zeros_like(hidden), None if latent is None else torch.zeros_like(latent)]
+        of_bias = None if bias is None else torch.zeros_like(bias)
+        first = 0
         for part in self._chunks(hidden, latent, labels):
             scores, slope = self._measure(part, bias, sloped=True)
             found.append(scores)
             slope = slope.to(self.head.dtype)
-            rows.append((slope @ self.head).to(hidden.dtype))
-            if part.latent is not None and bias is not None and gradient is not None:
-                latents.append((slope @ bias.to(slope.dtype)).to(part.latent.dtype))
-                gradient += slope.t() @ part.latent.to(slope.dtype)
-        of_latent = None if latent is None else torch.cat(latents).view_as(latent)
-        return _joined(found), [torch.cat(rows).view_as(hidden), of_latent, gradient]
+            own, first = slice(first, first + len(part.valid)), first + len(part.valid)
+            _put(gradients[0], own, part.at, slope @ self.head)
+            if part.latent is not None and bias is not None and of_bias is not None:
+                _put(gradients[1], own, part.at, slope @ bias.to(slope.dtype))
+                of_bias += slope.t() @ part.latent.to(slope.dtype)
+        return _joined(found), [*gradients, of_bias]
 
     def _rows(self, bias: Tensor | None) -> Tensor | None:
         return bias if bias is None or self.kept is None else bias[self.kept]
 
     def _chunks(self, hidden: Tensor, latent: Tensor | None, labels: Labels) -> list[_Parts]:
         targets = labels.targets if self.places is None else self.places[labels.targets]
+        most = self.blocks_at_once * labels.valid.shape[1]
+        numbers = (labels.valid.sum(1).cumsum(0) - 1).clamp(min=0).div(most, rounding_mode="floor")
+        sizes = [size for size in numbers.bincount().tolist() if size]
+        columns = (hidden, latent, labels.teacher, targets, labels.valid)
+        pieces = [[None] * len(sizes) if rows is None else rows.split(sizes) for rows in columns]
         chunks = []
-        for first in range(0, len(hidden), self.blocks_at_once):
-            own = slice(first, first + self.blocks_at_once)
-            flat = [None if rows is None else rows[own].flatten(0, 1) for rows in (latent, labels.teacher)]
-            chunks.append(_Parts(hidden[own].flatten(0, 1), flat[0], flat[1], targets[own], labels.valid[own]))
+        for *rows, valid in zip(*pieces, strict=True):
+            at = valid.flatten().nonzero()[:, 0]
+            chunks.append(_Parts(*(None if one is None else one.flatten(0, 1)[at] for one in rows), at, valid))
         return chunks
 
     def _measure(self, part: _Parts, bias: Tensor | None, *, sloped: bool = False) -> tuple[SlotScores, Tensor]:
         """Scores, and [rows, vocabulary] in memory of ours: where `sloped`, the weighted loss's slope in the logits."""
-        flat, like = part.targets.view(-1, 1), part.targets
+        targets = part.targets[:, None]
         logits = self._logits("drafter", part.hidden)
         if part.latent is not None and bias is not None:
             logits += part.latent.to(self.head.dtype) @ bias.t().to(self.head.dtype)
-        best, chosen = logits.argmax(-1, keepdim=True), logits.gather(1, flat)
+        best, chosen = logits.argmax(-1, keepdim=True), logits.gather(1, targets)
+        wanted = None if not self.soft else self._target_distribution(part)
+        expected = None if wanted is None or self.soft_loss == "tv" else _row_dot(wanted, logits)
         total = _softmax_(logits)
-        cross_entropy = (total - chosen).view_as(like)
+        cross_entropy = part.spread(total - chosen)
         weights = self.weighting(torch.exp(-cross_entropy), part.valid)
-        scores = SlotScores(cross_entropy, weights, (best == flat).view_as(like) & part.valid)
-        if not self.soft:
+        scores = SlotScores(cross_entropy, weights, part.spread(best == targets))
+        scale = weights.flatten()[part.at, None]
+        if wanted is None:
             # d(w ce)/d(logits) = w (q - onehot)
-            scale = weights.view(-1, 1)
-            return scores, logits.mul_(scale).scatter_add_(1, flat, -scale) if sloped else logits
-        return self._softened(part, scores, logits, sloped)
-
-    def _softened(self, part: _Parts, scores: SlotScores, q: Tensor, sloped: bool) -> tuple[SlotScores, Tensor]:
-        """The same with the distance from the target's distribution: d(sum |q - p|)/d(logits) = q (s - sum q s), s the
-        sign of q - p.
-        """
-        assert part.teacher is not None
-        p = self._logits("target", part.teacher)
-        _softmax_(p)
-        apart = torch.sub(q, p, out=p)
-        scores = scores._replace(distance=apart.abs().sum(-1).view_as(part.targets))
+            return scores, logits.mul_(scale).scatter_add_(1, targets, -scale) if sloped else logits
+        apart = torch.sub(logits, wanted, out=wanted)
+        distance = torch.linalg.vector_norm(apart, ord=1, dim=-1, keepdim=True)
+        of_kl, of_tv = self._shares(distance)
+        soft = of_tv * distance if expected is None else of_kl * (total - expected) + of_tv * distance
+        scores = scores._replace(distance=part.spread(distance), soft=part.spread(soft))
         if sloped:
-            sign, scale = apart.sign_(), scores.weights.view(-1, 1)
-            mean = (q * sign).sum(-1, keepdim=True)
-            q.mul_(sign.sub_(mean).mul_(self.soft).add_(1 - self.soft).mul_(scale))
-            q.scatter_add_(1, part.targets.view(-1, 1), -scale * (1 - self.soft))
-        return scores, q
+            hard = scale * (1 - self.soft)
+            self._soften_slope_(logits, apart, of_kl * scale * self.soft, of_tv * scale * self.soft, hard)
+            logits.scatter_add_(1, targets, -hard)
+        return scores, logits
+
+    def _shares(self, distance: Tensor) -> tuple[Tensor, Tensor]:
+        """What KL and sum |q - p| count in the soft loss of each row."""
+        one, none = torch.ones_like(distance), torch.zeros_like(distance)
+        if self.soft_loss != "lk":
+            return (one, none) if self.soft_loss == "kl" else (none, one)
+        of_kl = torch.exp(-LK_DECAY * (1 - distance / 2))
+        return of_kl, (1 - of_kl) / 2
+
+    def _soften_slope_(self, q: Tensor, apart: Tensor, of_kl: Tensor, of_tv: Tensor, hard: Tensor) -> None:
+        """Replaces q by the slope but for the answer's tokens: kl (q - p) + tv q (s - sum q s) + hard q, s the sign of
+        `apart`, q - p, whose memory it takes.
+        """
+        if self.soft_loss == "kl":
+            q.mul_(hard).add_(apart.mul_(of_kl))
+            return
+        sign = torch.sign(apart, out=self._room("sign", apart)) if self.soft_loss == "lk" else apart.sign_()
+        mean = _row_dot(q, sign)
+        q.mul_(sign.sub_(mean).mul_(of_tv).add_(hard))
+        if self.soft_loss == "lk":
+            q.add_(apart.mul_(of_kl))
+
+    def _target_distribution(self, part: _Parts) -> Tensor:
+        assert part.teacher is not None
+        logits = self._logits("target", part.teacher)
+        _softmax_(logits)
+        return logits
 
     def _logits(self, whose: str, rows: Tensor) -> Tensor:
-        """In memory kept between steps: to take 20 MB anew from the system costs a CPU more than to fill them."""
-        room = self.rooms.get(whose)
-        if room is None or len(room) < len(rows):
+        logits = rows.to(self.head.dtype) @ self.head.t()
+        return self._room(whose, logits).copy_(logits)
+
+    def _room(self, name: str, like: Tensor) -> Tensor:
+        """Memory kept between steps: to take 20 MB anew from the system costs a CPU more than to fill them."""
+        room = self.rooms.get(name)
+        if room is None or len(room) < len(like):
             dtype = torch.promote_types(self.head.dtype, torch.float32)
-            room = torch.empty(len(rows), len(self.head), dtype=dtype, device=self.head.device)
-            self.rooms[whose] = room
-        return room[: len(rows)].copy_(rows.to(self.head.dtype) @ self.head.t())
+            room = torch.empty(like.shape, dtype=dtype, device=like.device)
+            self.rooms[name] = room
+        return room[: len(like)]
+
+
+def _put(whole: Tensor | None, blocks: slice, at: Tensor, rows: Tensor) -> None:
+    """Writes rows of the slots `at` of these blocks into [all blocks, B-1, columns]."""
+    if whole is not None:
+        whole[blocks].flatten(0, 1).index_copy_(0, at, rows.to(whole.dtype))
+
+
+def _row_dot(first: Tensor, second: Tensor) -> Tensor:
+    """[rows, 1] of two [rows, columns], without a third of their size."""
+    return torch.bmm(first[:, None], second[:, :, None])[:, 0]
 
 
 def _softmax_(logits: Tensor) -> Tensor:
@@ -203,13 +264,8 @@ def _softmax_(logits: Tensor) -> Tensor:
 
 def _joined(chunks: list[SlotScores]) -> SlotScores:
     """Those of all blocks."""
-    distances = [chunk.distance for chunk in chunks if chunk.distance is not None]
-    return SlotScores(
-        cross_entropy=torch.cat([chunk.cross_entropy for chunk in chunks]),
-        weights=torch.cat([chunk.weights for chunk in chunks]),
-        hit=torch.cat([chunk.hit for chunk in chunks]),
-        distance=torch.cat(distances) if distances else None,
-    )
+    columns = zip(*chunks, strict=True)
+    return SlotScores(*(None if column[0] is None else torch.cat(column) for column in columns))
 
 
 class _SlotLoss(torch.autograd.Function):
@@ -222,8 +278,8 @@ class _SlotLoss(torch.autograd.Function):
         ctx.save_for_backward(total, *gradients)
         ctx.mark_non_differentiable(*(part for part in scores if part is not None))
         each = scores.cross_entropy
-        if scores.distance is not None:
-            each = (1 - loss.soft) * each + loss.soft * scores.distance
+        if scores.soft is not None:
+            each = (1 - loss.soft) * each + loss.soft * scores.soft
         return (each * scores.weights).sum() / total, *scores
 
     @staticmethod

@@ -12,6 +12,7 @@ from dflash_serve.checkpoint.heads import ConfidenceConfig, ConvolutionConfig, M
 from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.common.yaml_file import describe, read_recipe_file
 from dflash_serve.errors import UserError
+from dflash_serve.training.loss import SoftLoss
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -63,6 +64,20 @@ class SynthesisedPrompts(Frozen):
 Prompts = Annotated[FilePrompts | DatasetPrompts | SynthesisedPrompts, Field(discriminator="kind")]
 
 
+class Texts(Frozen):
+    """Texts that others wrote; `training.texts` says what is learnt from them."""
+
+    name: str
+    path: str
+    """A pattern of files, ** for folders within folders; of .jsonl files each line's {"text": text} is one, every other
+    file is one as a whole. ${NAME} is taken from the environment."""
+    count: PositiveInt | None = None
+    """Pieces, drawn at random; None = all."""
+    piece_tokens: Annotated[int, Field(ge=32)] = 256
+    prompt: str | None = None
+    """The user turn that a piece is read as the answer to; None = it stands alone."""
+
+
 class AnswersSection(Frozen):
     """How the target answers the prompts."""
 
@@ -88,8 +103,10 @@ class DataSection(Frozen):
     """Prompts, and the target's answers to them."""
 
     prompts: Annotated[tuple[Prompts, ...], Field(min_length=1)]
-    exclude: tuple[Path, ...] = ()
-    """JSONL files of prompts that must never be trained on, e.g. those of an evaluation."""
+    texts: tuple[Texts, ...] = ()
+    exclude: tuple[str, ...] = ()
+    """Prompts that must never be trained on, e.g. those of an evaluation: JSONL files, or `humaneval`. Whatever shares
+    13 words in a row with one of them is left out, and counted."""
     answers: AnswersSection = AnswersSection()
     validation_share: Share = 0.015
 
@@ -138,10 +155,12 @@ class TrainingSection(Frozen):
     dpace_alpha: Share = 0.5
     decay_gamma: Positive = 4.0
     soft_labels: Share = 0.0
-    """Share of the loss that is the distance of the drafter's distribution from the target's, sum |q - p|; the rest is
+    """Share of the loss that is the distance of the drafter's distribution from the target's (`soft_loss`); the rest is
     the cross-entropy of the answer's tokens (DSpark: 0.9). Costs the target's last layers and another product with its
     head. A confidence head then learns how likely a sampled draft is accepted, 1 - sum |q - p| / 2, as DSpark's;
     without, whether the likeliest token is the answer's."""
+    soft_loss: SoftLoss = "tv"
+    """That distance: `kl`, `tv` (DSpark's), or `lk`, from KL to TV as each slot is accepted more often."""
     confidence_weight: Positive = 1.0
     """Of the confidence head's loss beside that of the slots."""
     reduced_vocabulary: bool = False

@@ -29,6 +29,7 @@ from dflash_serve.training.answers import make_data
 from dflash_serve.training.dataset import MANIFEST, DataManifest, load_answers, totals
 from dflash_serve.training.initialise import FRESH, check_drafter, drafter_config, new_drafter
 from dflash_serve.training.recipe import Recipe, section_hash
+from dflash_serve.training.texts import make_texts
 from dflash_serve.training.trainer import CURRENT, Tick, Trainer
 
 if TYPE_CHECKING:
@@ -74,9 +75,13 @@ def run(
     if not resume and not data_only:
         refuse_another_run(output)
     check_drafter(recipe.drafter, target.config)  # before hours are spent on answers
-    manifest = make_data(recipe, target, tokenizer, output / "data", lambda what, n: console.print(f"{what}: {n}"))
+    data, report = output / "data", lambda what, n: console.print(f"{what}: {n}")
+    manifest = make_data(recipe, target, tokenizer, data, report)
+    manifest = make_texts(recipe, target, tokenizer, data, manifest, report)
     answers, tokens, answer_tokens = totals(manifest.shards)
     console.print(f"data: {answers} answers, {tokens} tokens, {answer_tokens} of them answered")
+    if manifest.texts:
+        console.print(f"texts: {totals(manifest.texts)[0]} pieces, {totals(manifest.texts)[1]} tokens")
     if data_only:
         return True
     trainer = new_trainer(recipe, target, manifest, output)
@@ -153,6 +158,8 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
         "data_seconds": round(manifest.seconds, 1),
         "answers": answers,
         "answer_tokens": answer_tokens,
+        "text_tokens": totals(manifest.texts)[1],
+        "left_out": {"prompts": manifest.excluded, "texts": manifest.texts_excluded},  # too like an evaluation's
         "best_step": None if best is None else best.step,
         "validation": None if best is None else best.scores,
     }

@@ -102,10 +102,13 @@ class Trainer:
         dtype = torch.bfloat16 if self.settings.bf16 else torch.float32
         self.forward = SlotForward(drafter, target.embedding, dtype=dtype)
         alpha = self.settings.dpace_alpha if self.settings.weighting == "dpace" else None
-        weighting, soft = Weighting(alpha, self.settings.decay_gamma), self.settings.soft_labels
+        weighting = Weighting(alpha, self.settings.decay_gamma)
         kept = seen_vocabulary(training).to(self.head.device) if self.settings.reduced_vocabulary else None
-        self.whole_loss = SlotLoss(self.head, weighting, soft=soft)
-        self.loss = self.whole_loss if kept is None else SlotLoss(self.head, weighting, soft=soft, kept=kept)
+        soft, kind = self.settings.soft_labels, self.settings.soft_loss
+        self.whole_loss = SlotLoss(self.head, weighting, soft=soft, soft_loss=kind)
+        self.loss = self.whole_loss
+        if kept is not None:
+            self.loss = SlotLoss(self.head, weighting, soft=soft, soft_loss=kind, kept=kept)
         self.optimizer = Optimizer(drafter, self.settings)
         self.average = Average(drafter, self.settings.ema)
         self.best: dict[str, Tensor] = {}
@@ -168,8 +171,9 @@ class Trainer:
             indexes.append(index)
             anchors.append(drawn.to(self.head.device))
         sequences = [self.features.token_ids(index) for index in indexes]
-        config = self.drafter.config
-        return lay_out(sequences, anchors, config.block_size, config.rows()), self.features.of(indexes)
+        config, says = self.drafter.config, [answers[index].says for index in indexes]
+        blocks = lay_out(sequences, anchors, config.block_size, config.rows(), says=says)
+        return blocks, self.features.of(indexes)
 
     def _tick(
         self, blocks: Blocks, scores: SlotScores, lr: float, losses: tuple[float, float | None], norm: float

@@ -181,3 +181,17 @@ def test_what_is_refused_is_not_called_lossless(verified: tuple[Journal, Finding
     assert any("`--no-penalties` verifies the rest" in reason for reason in found.reasons)
     assert all("would answer greedily without saying so" in str(one.refused) for one in found.sampled[:-1])
     assert sum("`--samples 0` verifies greedy decoding alone" in reason for reason in found.reasons) == len(SAMPLED)
+
+
+def test_an_update_of_the_targets_weights_leaves_the_drafter_as_it_was(
+    prompts: Tokens, plain: Answers, servers: Mapping[str, Berth]
+) -> None:
+    """As trainers of the target do it; SGLang's own would put the target's layers over the drafter's."""
+    server = servers["narrow"].ready.result()
+    target = json.loads(server.get("/get_model_info"))["model_path"]
+    assert server.post("/update_weights_from_disk", {"model_path": target})["success"]
+    before = read_acceptance(server.url)
+    assert server.tokens(prompts[:6], TOKENS, 6) == plain.tokens[:6]
+    found = read_acceptance(server.url).since(before).acceptance_length
+    assert found is not None
+    assert found > 1.5

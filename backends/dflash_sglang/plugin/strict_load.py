@@ -29,11 +29,15 @@ DERIVED = ("_scale", "_scale_inv", "_zero_point", "_scale_2", "k_scale", "v_scal
 class StrictLoad:
     """Accounts for every tensor and parameter of a draft until its worker is built.
 
-    Later loads come in parts (`update_weights_from_tensor`, by bucket), of which none is complete.
+    Later loads are updates of weights, in parts or whole (`update_weights_from_disk`, ..._from_tensor). SGLang hands
+    the target's to its draft, too, whose layers bear the same names but for a prefix: only tensors that were in the
+    draft's own checkpoint are let through.
     """
 
     def __init__(self) -> None:
         self.active = False
+        self._own: frozenset[str] | None = None
+        """Names of the tensors that the draft was loaded from; None = none was."""
 
     def __call__(self, load: Callable[..., Any], model: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """Loads as SGLang does, then accounts.
@@ -42,7 +46,8 @@ class StrictLoad:
             ValueError: a tensor is unknown or missing; all of them are named.
         """
         if not self.active:
-            return load(model, weights)
+            own = self._own
+            return load(model, (one for one in weights if own is None or one[0] in own))
         names: list[str] = []
 
         def noted() -> Iterator[tuple[str, Tensor]]:
@@ -57,6 +62,7 @@ class StrictLoad:
             parts += [f"missing: {', '.join(missing)}"] if missing else []
             do = "`dflash-serve inspect` on the draft's folder says more"
             raise ValueError(f"dflash-serve: the draft does not fit its config.json: {'; '.join(parts)}; {do}")
+        self._own = frozenset(names)
         return result
 
 

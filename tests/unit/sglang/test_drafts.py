@@ -63,6 +63,18 @@ def test_loading_a_broken_draft_raises_until_the_worker_is_built() -> None:
     assert strict(lambda _, given: list(given), model, weights) == weights
 
 
+def test_an_update_of_the_targets_weights_does_not_touch_the_draft() -> None:
+    model = SimpleNamespace(named_parameters=lambda: [(name, None) for name in PARAMETERS])
+    weights: list[tuple[str, Any]] = [(name, None) for name in TENSORS]
+    strict = StrictLoad()
+    strict.active = True
+    strict(lambda _, given: list(given), model, weights)
+    strict.active = False
+    of_target = [(f"model.{name}", None) for name, _ in weights if name.startswith("layers.")]
+    assert of_target
+    assert strict(lambda _, given: list(given), model, [*of_target, *weights[:3]]) == weights[:3]
+
+
 def server_args(folder: Path, block_size: int | None = None) -> Any:
     return SimpleNamespace(
         speculative_draft_model_path=str(folder),

@@ -13,6 +13,7 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_target, load_tokenizer
 from dflash_serve.prompts import jsonl_prompts
 from dflash_serve.training.answers import gather_prompts, make_data
+from dflash_serve.training.contamination import Excluded
 from dflash_serve.training.dataset import DataManifest, Example, read_manifest, read_shard
 from dflash_serve.training.decoding import BatchDecoder, Completion
 from dflash_serve.training.recipe import Recipe
@@ -38,7 +39,7 @@ def recipe(prompts: Path, target: Path, **answering: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "target": {"model": str(target)},
-            "data": {"prompts": sources, "exclude": [prompts.parent / "exam.jsonl"], "answers": settings},
+            "data": {"prompts": sources, "exclude": [str(prompts.parent / "exam.jsonl")], "answers": settings},
             "drafter": {"mask_token_id": 3},
             "training": {"steps": 1},
         }
@@ -60,6 +61,7 @@ def test_every_prompt_is_answered_once_and_no_excluded_one(
 ) -> None:
     manifest = make(recipe(prompts, tiny_target_folder), tmp_path / "data")
     assert manifest.finished
+    assert manifest.excluded == 1
     tokenizer = load_tokenizer(str(tiny_target_folder))
     said = [tokenizer.decode(tokens) for tokens in contents(manifest, tmp_path / "data").values()]
     assert not any(SECRET in text for text in said)
@@ -85,7 +87,8 @@ def test_a_killed_run_goes_on_where_it_stopped(
     with monkeypatch.context() as patch:
         name = settings.target.model
         settings_folder.mkdir()
-        gather_prompts(settings, load_target(name), load_tokenizer(name), settings_folder, lambda *_: None)
+        nothing = Excluded([])
+        gather_prompts(settings, load_target(name), load_tokenizer(name), settings_folder, nothing, lambda *_: None)
         patch.setattr(BatchDecoder, "decode", killed)
         with pytest.raises(KeyboardInterrupt):
             make(settings, settings_folder)
@@ -101,6 +104,17 @@ def test_finished_data_is_found_and_other_data_refused(prompts: Path, tiny_targe
     assert make(recipe(prompts, tiny_target_folder), tmp_path / "data") == first
     with pytest.raises(UserError, match="other target, data or seed"):
         make(recipe(prompts, tiny_target_folder, max_new_tokens=11), tmp_path / "data")
+
+
+def test_more_minutes_go_on_where_fewer_ended(prompts: Path, tiny_target_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    short = recipe(prompts, tiny_target_folder, sampled_share=0.0, max_minutes=1e-9)
+    first = make(short, folder)
+    assert not first.finished
+    assert make(short, folder) == first  # its minutes are spent
+    assert make(recipe(prompts, tiny_target_folder, sampled_share=0.0, max_minutes=60), folder).finished
+    whole = make(recipe(prompts, tiny_target_folder, sampled_share=0.0), tmp_path / "whole")
+    assert contents(make(short, folder), folder) == contents(whole, tmp_path / "whole")
 
 
 def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
