@@ -126,7 +126,7 @@ bench-vllm: .venv-vllm/ready .venv/test
 	  print("target: {model: %s}\ndrafter: {model: smollm2}\nhardware: {gpu: none}" % f("smollm2")); \
 	  print("limits: {max_batch_size: 16, max_model_len: 1024, max_num_tokens: 2048}")' > build/vllm.yaml
 	PATH="$$PATH:$(CURDIR)/$(BIN)" VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 \
-	  $(VLLM_BIN)/dflash-serve bench build/vllm.yaml --backend vllm --variants off,fixed,auto \
+	  $(VLLM_BIN)/dflash-serve bench build/vllm.yaml --backend vllm --variants off,fixed,auto --no-in-turn \
 	  --concurrency 1,2,4,8,16 --rounds 2 --requests-per-user 2 --min-requests 6 --max-tokens 48 \
 	  --output benchmarks/results/serving-vllm-2core
 

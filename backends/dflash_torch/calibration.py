@@ -24,7 +24,7 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.target import TargetModel
-from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.costs import CostModel, is_confirmed
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 
 CONTEXT, LONG_CONTEXT = 128, 1024
 """Tokens of context while measuring; the difference gives the price of a token of context."""
-REPETITIONS = 5
+REPETITIONS, MOST_REPETITIONS = 5, 15
+"""Of every pass, and of those whose least time was not met twice."""
 LEAST = 0.1
 """Of a pass: what is left of it, whatever the K/V of its contexts was found to cost."""
 DOUBTFUL = 0.2
@@ -94,9 +95,10 @@ def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int
         jobs["target_context", 1] = alone.target_pass(1, 1, long)
         jobs["draft_context", 1] = alone.draft_pass(1, long)
     times = {job: [_seconds(work, target.device) for _ in range(2)][1:] for job, work in jobs.items()}
-    for _ in range(REPETITIONS - 1):
+    for turn in range(1, MOST_REPETITIONS):
         for job, work in jobs.items():
-            times[job].append(_seconds(work, target.device))
+            if turn < REPETITIONS or not is_confirmed(times[job]):
+                times[job].append(_seconds(work, target.device))
     least = {job: min(seconds) for job, seconds in times.items()}
     return Calibration(
         cost=tabulate(least, entries, long),

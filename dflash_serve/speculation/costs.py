@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import log
@@ -30,6 +30,14 @@ COST_MEMORY: Final = 200
 NOISE: Final = 0.05
 """The spread of one step's time, before any was seen (of the logarithm); then it is estimated, never below LEAST."""
 LEAST_NOISE: Final = 0.01
+CONFIRMED: Final = 0.05
+"""How much longer than the least the second least of repeated measurements may be, as a share of it."""
+
+
+def is_confirmed(seconds: Sequence[float]) -> bool:
+    """Whether the least of repeated measurements was met twice; else all may have been taken beside other work."""
+    least, *more = sorted(seconds)
+    return bool(more) and more[0] <= (1 + CONFIRMED) * least
 
 
 class CostModel(BaseModel):
@@ -137,9 +145,14 @@ class StepCosts:
     def doubt(self, off_rows: int, on_rows: Integers) -> Vector:
         """Spread of the ratio of steps with a draft [M] and one without, of the logarithm."""
         covariance, off = self._correction.covariance, _weights(OFF, off_rows)
-        shared, on = covariance @ off, np.diagonal(covariance)[NODES:]
-        variance = float(off @ shared) + on - 2 * shared[NODES:]
-        return np.sqrt(np.interp(_place(on_rows), np.arange(NODES), np.maximum(variance, 0)))
+        shared, place = covariance @ off, np.minimum(_place(on_rows), NODES - 1)
+        left = np.minimum(place.astype(np.int64), NODES - 2)
+        high, below, above = place - left, NODES + left, NODES + left + 1
+        low = 1 - high
+        own = low**2 * covariance[below, below] + high**2 * covariance[above, above]
+        variance = own + 2 * low * high * covariance[below, above] + float(off @ shared)
+        variance -= 2 * (low * shared[below] + high * shared[above])
+        return np.asarray(np.sqrt(np.maximum(variance, 0)))
 
     def _at(self, kind: int, rows: Integers) -> Vector:
         nodes = self._correction.mean[kind * NODES : (kind + 1) * NODES]

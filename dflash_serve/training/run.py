@@ -75,13 +75,7 @@ def run(
     if not resume and not data_only:
         refuse_another_run(output)
     check_drafter(recipe.drafter, target.config)  # before hours are spent on answers
-    data, report = output / "data", lambda what, n: console.print(f"{what}: {n}")
-    manifest = make_data(recipe, target, tokenizer, data, report)
-    manifest = make_texts(recipe, target, tokenizer, data, manifest, report)
-    answers, tokens, answer_tokens = totals(manifest.shards)
-    console.print(f"data: {answers} answers, {tokens} tokens, {answer_tokens} of them answered")
-    if manifest.texts:
-        console.print(f"texts: {totals(manifest.texts)[0]} pieces, {totals(manifest.texts)[1]} tokens")
+    manifest = all_data(recipe, target, tokenizer, output / "data", console)
     if data_only:
         return True
     trainer = new_trainer(recipe, target, manifest, output)
@@ -97,6 +91,23 @@ def run(
     of = "" if best is None else f" (step {best.step}, the best on held-out answers)"
     console.print(f"drafter: {output / DRAFTER}{of}")
     return True
+
+
+def all_data(
+    recipe: Recipe, target: TargetModel, tokenizer: PreTrainedTokenizerBase, folder: Path, console: Console
+) -> DataManifest:
+    """Answers and texts, made or found."""
+
+    def report(what: str, count: int) -> None:
+        console.print(f"{what}: {count}")
+
+    manifest = make_data(recipe, target, tokenizer, folder, report)
+    manifest = make_texts(recipe, target, tokenizer, folder, manifest, report)
+    answers, tokens, answer_tokens = totals(manifest.shards)
+    console.print(f"data: {answers} answers, {tokens} tokens, {answer_tokens} of them answered")
+    if manifest.texts:
+        console.print(f"texts: {totals(manifest.texts)[0]} pieces, {totals(manifest.texts)[1]} tokens")
+    return manifest
 
 
 def refuse_another_run(output: Path) -> None:

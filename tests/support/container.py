@@ -103,8 +103,9 @@ class Container:
     def run(self, *argv: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """What `kubectl exec` would do: inside, as its user."""
         user = (f"--reuid={self.spec.user}", f"--regid={self.spec.user}", *UNPRIVILEGED)
-        enter = ["nsenter", f"--target={self.pid}", "--mount", "--pid", "--net", "--root", "--wd=/"]
-        whole = [*enter, "/usr/bin/setpriv", *user, "--", *argv]
+        enter = ["nsenter", f"--target={self.pid}", "--mount", "--pid", "--net", "--root"]
+        # nsenter's own --wd is outside the new root, where oneMKL, which asks for it, ends the process.
+        whole = [*enter, "/usr/bin/env", "--chdir=/", "/usr/bin/setpriv", *user, "--", *argv]
         return subprocess.run(whole, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False)
 
     def outside(self, *argv: str) -> subprocess.Popen[str]:

@@ -27,7 +27,7 @@ from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from dflash_serve.common.files import cache_home, write_whole
 from dflash_serve.common.provenance import processor, versions
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.costs import CostModel, is_confirmed
 
 from .host import HostWorker
 from .ranks import Ranks
@@ -35,7 +35,8 @@ from .ranks import Ranks
 logger = logging.getLogger(__name__)
 CONTEXT, LONG_CONTEXT = 128, 2048
 """Tokens of context of each request; the difference gives the price of a token of context."""
-REPETITIONS = 3
+REPETITIONS, MOST_REPETITIONS = 3, 9
+"""Of every step, and of those whose least time was not met twice."""
 DOUBTFUL = 0.2
 """Figures whose repetitions lie so far apart (median over least) were taken beside other work, and are not kept."""
 LEAST = 1e-6
@@ -102,8 +103,9 @@ def measure(worker: HostWorker, widths: list[int], run: RunStep, ranks: Ranks) -
     jobs: list[Job] = [(requests, width, short) for requests in _doubling(most) for width in widths]
     jobs += [(1, width, long) for width in (1, max(widths)) if long > short]
     times: dict[Job, list[float]] = {job: [] for job in jobs}
-    for turn in range(1 + REPETITIONS):  # interleaved: a busy spell hits all alike; the first one warms up
-        for job in jobs:
+    for turn in range(1 + MOST_REPETITIONS):  # interleaved: a busy spell hits all alike; the first one warms up
+        again = [job for job in jobs if turn <= REPETITIONS or not is_confirmed(times[job])]
+        for job in ranks.from_first(again):
             with made_up_batch(worker, job[0], job[2]) as batch:
                 seconds = _timed(lambda job=job, batch=batch: run(batch, job[1]), worker.device)  # type: ignore[misc]
             if turn:
