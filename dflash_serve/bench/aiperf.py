@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,12 +46,13 @@ class Dataset:
             return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
         return None if self.source is None else sha256(self.source)
 
-    def arguments(self, folder: Path) -> list[str]:
-        """aiperf's flags for it; prompts of ours are written into `folder` first."""
+    def arguments(self, folder: Path, first: int = 0) -> list[str]:
+        """aiperf's flags for it; prompts of ours are written into `folder`, from the `first` on and round again."""
         if self.prompts is None:
             return list(self.flags)
-        path = folder / "prompts.jsonl"
-        lines = (json.dumps({"text": prompt}, ensure_ascii=False) for prompt in self.prompts)
+        path, start = folder / "prompts.jsonl", first % len(self.prompts)
+        prompts = (*self.prompts[start:], *self.prompts[:start])
+        lines = (json.dumps({"text": prompt}, ensure_ascii=False) for prompt in prompts)
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return ["--input-file", str(path), "--custom-dataset-type", "single_turn"]
 
@@ -142,6 +143,9 @@ class Job:
     requests: int
     folder: Path
     """Where aiperf leaves its files."""
+    first: int = 0
+    """The number of its first prompt: a server that was asked the same before would answer from its cache of prefixes,
+    as far as it has one."""
 
 
 def find_aiperf() -> list[str]:
@@ -163,8 +167,7 @@ def find_aiperf() -> list[str]:
 class Aiperf:
     """aiperf with what is the same in all runs."""
 
-    dataset: Sequence[str]
-    """Its flags for the prompts."""
+    dataset: Dataset
     request: RequestSettings
     tokenizer: str | None
     """A folder or a hub id; None = that of the model's name."""
@@ -190,7 +193,13 @@ class Aiperf:
         return [
             *(*find_aiperf(), "profile", "--model", job.model, "--url", job.url),
             *("--endpoint-type", "chat", "--streaming", "--use-server-token-count", "--use-legacy-max-tokens"),
-            *(*self.dataset, "--dataset-sampling-strategy", "sequential", "--random-seed", "0"),
+            *(
+                *self.dataset.arguments(job.folder, job.first),
+                "--dataset-sampling-strategy",
+                "sequential",
+                "--random-seed",
+                "0",
+            ),
             *("--osl", str(self.request.output_tokens), "--extra-inputs", json.dumps(more)),
             *("--concurrency", str(job.concurrency), "--request-count", str(job.requests)),
             *(["--tokenizer", self.tokenizer] if self.tokenizer else []),

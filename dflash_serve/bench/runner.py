@@ -89,7 +89,7 @@ class Bench:
             UserError: a server or aiperf failed.
         """
         self.work.mkdir(parents=True, exist_ok=True)
-        aiperf = Aiperf(self.dataset.arguments(self.work), self.request, self.tokenizer, self.api_key)
+        aiperf = Aiperf(self.dataset, self.request, self.tokenizer, self.api_key)
         running: dict[str, Endpoint] = {}
         with ExitStack() as servers:
             for cell in self.missing():
@@ -123,12 +123,14 @@ class Bench:
         endpoint = Endpoint(url, api_key=self.api_key)
         if self.settings.warm_up:
             users = max(self.settings.concurrency)
-            aiperf.run(Job(url, endpoint.served_model, users, users, self.work / f"{slug(name)}-warm-up"))
+            folder = self.work / f"{slug(name)}-warm-up"
+            aiperf.run(Job(url, endpoint.served_model, users, users, folder, first=-users))
         return endpoint
 
     def _measure(self, cell: Cell, server: Endpoint, aiperf: Aiperf) -> Run:
         requests = self.settings.requests(cell.concurrency)
-        job = Job(server.base, server.served_model, cell.concurrency, requests, self.work / cell.slug)
+        first = self.settings.prompts_before(cell)
+        job = Job(server.base, server.served_model, cell.concurrency, requests, self.work / cell.slug, first)
         started, before = now(), read_acceptance(server.base, api_key=self.api_key)
         figures = aiperf.run(job)
         acceptance = read_acceptance(server.base, api_key=self.api_key).since(before)

@@ -75,6 +75,11 @@ class Settings(Frozen):
         """Requests of one run."""
         return max(self.min_requests, self.requests_per_user * concurrency)
 
+    def prompts_before(self, cell: Cell) -> int:
+        """Prompts that the runs of its variant before it take: each run has its own, the same for all variants."""
+        each = [self.requests(users) for users in self.concurrency]
+        return cell.round * sum(each) + sum(each[: self.concurrency.index(cell.concurrency)])
+
     @property
     def one_at_a_time(self) -> bool:
         """Whether servers run one after the other."""

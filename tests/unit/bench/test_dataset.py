@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.bench.aiperf import load_dataset
+from dflash_serve.bench.aiperf import Dataset, load_dataset
 from dflash_serve.errors import UserError
 
 
@@ -26,6 +26,13 @@ def test_aiperf_gets_them_as_its_single_turns(tmp_path: Path) -> None:
     arguments = load_dataset(str(tmp_path / "prompts.jsonl")).arguments(tmp_path)
     assert arguments == ["--input-file", str(tmp_path / "prompts.jsonl"), "--custom-dataset-type", "single_turn"]
     assert json.loads((tmp_path / "prompts.jsonl").read_text()) == {"text": "wie geht's, Jürgen?"}
+
+
+@pytest.mark.parametrize(("first", "order"), [(0, "abc"), (2, "cab"), (4, "bca"), (-1, "cab")])
+def test_a_run_begins_where_it_is_told_and_goes_round(tmp_path: Path, first: int, order: str) -> None:
+    Dataset("letters", tuple("abc")).arguments(tmp_path, first)
+    written = [json.loads(line)["text"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert written == list(order)
 
 
 @pytest.mark.parametrize("name", ["synthetic", "random", "Synthetic"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.bench.aiperf import Aiperf, Job, RequestSettings, find_aiperf, read_figures
+from dflash_serve.bench.aiperf import Aiperf, Dataset, Job, RequestSettings, find_aiperf, read_figures
 from dflash_serve.bench.settings import Cell, deployed_variants, endpoint_variants, schedule
 from dflash_serve.deployment import Deployment, Model, Speculation
 from dflash_serve.errors import UserError
@@ -79,9 +79,17 @@ def test_requests_grow_with_users() -> None:
     assert [SETTINGS.requests(users) for users in SETTINGS.concurrency] == [5, 8, 32]
 
 
+def test_no_run_of_a_server_takes_a_prompt_that_another_took() -> None:
+    taken: dict[str, list[int]] = {"off": [], "auto": []}
+    for cell in schedule(list(taken), SETTINGS):
+        first = SETTINGS.prompts_before(cell)
+        taken[cell.variant] += range(first, first + SETTINGS.requests(cell.concurrency))
+    assert sorted(taken["off"]) == sorted(taken["auto"]) == list(range(3 * (5 + 8 + 32)))
+
+
 def argv(**more: Any) -> list[str]:
-    request = REQUEST.model_copy(update=more)
-    return Aiperf(["--input-file", "p"], request, "/tok").argv(Job("http://a", "m", 4, 8, Path("out")))
+    request, dataset = REQUEST.model_copy(update=more), Dataset("p", flags=("--input-file", "p"))
+    return Aiperf(dataset, request, "/tok").argv(Job("http://a", "m", 4, 8, Path("out")))
 
 
 def test_aiperf_is_told_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +109,10 @@ def test_a_key_is_never_on_the_command_line_nor_somebody_elses(monkeypatch: pyte
     monkeypatch.setattr("dflash_serve.bench.aiperf.find_aiperf", lambda: ["aiperf"])
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-openai")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    ours = Aiperf([], REQUEST, str(tmp_path), api_key="sk-ours")
+    ours = Aiperf(Dataset("p"), REQUEST, str(tmp_path), api_key="sk-ours")
     assert "sk-ours" not in " ".join(ours.argv(Job("http://a", "m", 1, 1, tmp_path)))
     assert ours.environment()["OPENAI_API_KEY"] == "sk-ours"
-    open_door = Aiperf([], REQUEST, "org/model").environment()
+    open_door = Aiperf(Dataset("p"), REQUEST, "org/model").environment()
     assert "OPENAI_API_KEY" not in open_door
     assert open_door["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in ours.environment()  # a folder needs no hub, and aiperf would take it for an id
@@ -169,4 +177,4 @@ def test_an_aiperf_that_fails_is_quoted(
 ) -> None:
     monkeypatch.setattr("dflash_serve.bench.aiperf.find_aiperf", lambda: [sys.executable, "-c", program])
     with pytest.raises(UserError, match=why):
-        Aiperf([], REQUEST, None).run(Job("http://a", "m", 1, 1, tmp_path / "run"))
+        Aiperf(Dataset("p"), REQUEST, None).run(Job("http://a", "m", 1, 1, tmp_path / "run"))
