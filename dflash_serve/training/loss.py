@@ -166,12 +166,15 @@ class SlotLoss:
         most = self.blocks_at_once * labels.valid.shape[1]
         numbers = (labels.valid.sum(1).cumsum(0) - 1).clamp(min=0).div(most, rounding_mode="floor")
         sizes = [size for size in numbers.bincount().tolist() if size]
-        columns = (hidden, latent, labels.teacher, targets, labels.valid)
-        pieces = [[None] * len(sizes) if rows is None else rows.split(sizes) for rows in columns]
-        chunks = []
-        for *rows, valid in zip(*pieces, strict=True):
-            at = valid.flatten().nonzero()[:, 0]
-            chunks.append(_Parts(*(None if one is None else one.flatten(0, 1)[at] for one in rows), at, valid))
+        chunks, first = [], 0
+        for size in sizes:
+            own, first = slice(first, first + size), first + size
+            at = labels.valid[own].flatten().nonzero()[:, 0]
+            latents, teachers = (
+                each if each is None else each[own].flatten(0, 1)[at] for each in (latent, labels.teacher)
+            )
+            rows = hidden[own].flatten(0, 1)[at]
+            chunks.append(_Parts(rows, latents, teachers, targets[own].flatten()[at], at, labels.valid[own]))
         return chunks
 
     def _measure(self, part: _Parts, bias: Tensor | None, *, sloped: bool = False) -> tuple[SlotScores, Tensor]:
@@ -181,7 +184,10 @@ class SlotLoss:
         if part.latent is not None and bias is not None:
             logits += part.latent.to(self.head.dtype) @ bias.t().to(self.head.dtype)
         best, chosen = logits.argmax(-1, keepdim=True), logits.gather(1, targets)
-        wanted = None if not self.soft else self._target_distribution(part)
+        wanted = None
+        if self.soft:
+            assert part.teacher is not None
+            _softmax_(wanted := self._logits("target", part.teacher))
         expected = None if wanted is None or self.soft_loss == "tv" else _row_dot(wanted, logits)
         total = _softmax_(logits)
         cross_entropy = part.spread(total - chosen)
@@ -223,12 +229,6 @@ class SlotLoss:
         if self.soft_loss == "lk":
             q.add_(apart.mul_(of_kl))
 
-    def _target_distribution(self, part: _Parts) -> Tensor:
-        assert part.teacher is not None
-        logits = self._logits("target", part.teacher)
-        _softmax_(logits)
-        return logits
-
     def _logits(self, whose: str, rows: Tensor) -> Tensor:
         logits = rows.to(self.head.dtype) @ self.head.t()
         return self._room(whose, logits).copy_(logits)
@@ -264,8 +264,18 @@ def _softmax_(logits: Tensor) -> Tensor:
 
 def _joined(chunks: list[SlotScores]) -> SlotScores:
     """Those of all blocks."""
-    columns = zip(*chunks, strict=True)
-    return SlotScores(*(None if column[0] is None else torch.cat(column) for column in columns))
+
+    def joined(parts: list[Tensor | None]) -> Tensor | None:
+        known = [part for part in parts if part is not None]
+        return torch.cat(known) if known else None
+
+    return SlotScores(
+        cross_entropy=torch.cat([chunk.cross_entropy for chunk in chunks]),
+        weights=torch.cat([chunk.weights for chunk in chunks]),
+        hit=torch.cat([chunk.hit for chunk in chunks]),
+        distance=joined([chunk.distance for chunk in chunks]),
+        soft=joined([chunk.soft for chunk in chunks]),
+    )
 
 
 class _SlotLoss(torch.autograd.Function):

@@ -70,7 +70,7 @@ def test_an_update_of_the_targets_weights_does_not_touch_the_draft() -> None:
     strict.active = True
     strict(lambda _, given: list(given), model, weights)
     strict.active = False
-    of_target = [(f"model.{name}", None) for name, _ in weights if name.startswith("layers.")]
+    of_target: list[tuple[str, Any]] = [(f"model.{name}", None) for name, _ in weights if name.startswith("layers.")]
     assert of_target
     assert strict(lambda _, given: list(given), model, [*of_target, *weights[:3]]) == weights[:3]
 
