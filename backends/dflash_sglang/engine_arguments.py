@@ -49,6 +49,9 @@ KEYS = {
     "config": "engine_args take the place of a file",
     "enable_metrics": "metrics are always on",
     "sampling_defaults": "it follows from the target's generation_config.json",
+}
+"""Kernels and the drafter's K/V format are not among them: we choose where none is given."""
+OF_OUR_DRAFTER = {
     "speculative_algorithm": SPECULATION,
     "speculative_draft_model_path": "drafter.model",
     "speculative_draft_model_revision": "drafter.revision",
@@ -60,7 +63,7 @@ KEYS = {
     "speculative_draft_window_size": "speculation.draft_window",
     "speculative_draft_model_quantization": "the drafter is served in bfloat16",
 }
-"""Kernels and the drafter's K/V format are not among them: we choose where none is given."""
+"""Without one of ours, they are the user's."""
 PARSERS = ParserNames(
     reasoning={"qwen3_5": "qwen3", "deepseek_r1": "deepseek-r1"},
     tool_call={"qwen3": "qwen", "hermes": "hermes", "deepseek_v3": "deepseekv3", "deepseek_v31": "deepseekv31",
@@ -71,9 +74,9 @@ PARSERS = ParserNames(
 
 def argument_table(deployment: Deployment) -> ArgumentTable:
     """The table for a deployment: what is not set by a key may be given as an argument."""
-    keys = dict(KEYS)
+    keys = KEYS if deployment.drafter is None else KEYS | OF_OUR_DRAFTER
     if deployment.kv_cache.memory_fraction is not None:
-        keys["mem_fraction_static"] = "kv_cache.memory_fraction"
+        keys = {**keys, "mem_fraction_static": "kv_cache.memory_fraction"}
     version = installed_version()
     known = version if version and is_supported(version) else ".".join(map(str, RELEASE))
     return ArgumentTable("sglang", f"SGLang {known}", _parser, keys)

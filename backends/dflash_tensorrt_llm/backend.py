@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from dflash_serve.backend import Command
 from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.yaml_file import describe
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import changed_files
+from dflash_serve.draft_method import Eagle3Head
 from dflash_serve.errors import Problem, UserError, raise_problems
 from dflash_serve.preview import Preview
 
@@ -22,6 +25,7 @@ from .draft_folder import write_draft_folder
 from .engine_arguments import config_fields, merged, serving_options
 from .facts import FACTS
 from .launch_plan import LaunchPlan, make_launch_plan
+from .methods import DRAFTING, method_arguments, method_problems
 from .preview import preview
 from .releases import DFLASH, NEWEST, TRTLLM_ATTENTION, Release, installed_release
 from .upstream import LlmArgs, llm_args
@@ -47,6 +51,7 @@ class TensorRTLLMBackend:
     facts = FACTS
     releases = f"{DFLASH.since} to {NEWEST}"
     untried = ()
+    drafting_arguments = DRAFTING
 
     def __init__(self, release: Release | None = None) -> None:
         self._release = release
@@ -59,6 +64,14 @@ class TensorRTLLMBackend:
     def head_problems(self, heads: Heads) -> list[Problem]:
         """What TensorRT-LLM does not serve of a drafter with such heads."""
         return list(head_problems(heads))
+
+    def method_problems(self, target: TargetLayout, head: Eagle3Head | None) -> Iterable[Problem]:
+        """Why TensorRT-LLM does not draft by EAGLE-3 (a head) or MTP (None)."""
+        return method_problems(target, head, self.release)
+
+    def method_arguments(self, head: Eagle3Head | None, draft_tokens: int) -> dict[str, JsonValue]:
+        """TensorRT-LLM's own arguments for it."""
+        return method_arguments(head, draft_tokens)
 
     def check(self, deployment: Deployment) -> list[Problem]:
         """Everything that would not work; reads config.json files only.
@@ -160,7 +173,8 @@ def _configuration(plan: LaunchPlan, drafter: Path) -> dict[str, object]:
         **({} if plan.drafter is None else {"speculative_config": _speculative(plan, drafter)}),
     }
     fields = merged(fields, config_fields(plan.engine_args))
-    ours = {name: value for name, value in fields.items() if name in LlmArgs.model_fields}
+    mirrored = LlmArgs.model_fields.keys() - (DRAFTING if plan.drafts_itself else ())  # DFlash alone is
+    ours = {name: value for name, value in fields.items() if name in mirrored}
     try:
         known = llm_args(ours, plan.release).yaml_fields()
     except ValidationError as error:
@@ -185,14 +199,14 @@ def _parallel(plan: LaunchPlan) -> dict[str, object]:
 def _kv_cache(plan: LaunchPlan) -> dict[str, object]:
     """The target's K/V pool; blocks are reused only where no drafter needs the features of every prompt token."""
     kv_cache = plan.deployment.kv_cache
-    speculates = plan.drafter is not None
+    speculates = plan.drafter is not None or plan.drafts_itself
     fields: dict[str, object] = {
         "enable_block_reuse": not speculates if kv_cache.block_reuse is None else kv_cache.block_reuse
     }
     if kv_cache.dtype in ("fp8", "nvfp4"):  # any other is the target's own type, `auto` to upstream
         fields["dtype"] = kv_cache.dtype
     fraction = kv_cache.memory_fraction
-    if fraction is None and speculates and plan.gpu is not None:
+    if fraction is None and plan.drafter is not None and plan.gpu is not None:
         fraction = plan.pool_fraction(plan.gpu)
     return fields if fraction is None else {**fields, "free_gpu_memory_fraction": fraction}
 

@@ -92,6 +92,11 @@ class LaunchPlan:
         return self.deployment.engine_args.get("tensorrt-llm", {})
 
     @property
+    def drafts_itself(self) -> bool:
+        """Whether TensorRT-LLM drafts by another method, as the user's own arguments say."""
+        return self.drafter is None and "speculative_config" in self.engine_args
+
+    @property
     def users_schedule(self) -> dict[int, int] | None:
         """The user's own `draft_len_schedule`; None = the user gave none."""
         speculative = self.engine_args.get("speculative_config")
@@ -179,7 +184,7 @@ class LaunchPlan:
         """
         asked = self.deployment.limits.max_batch_size
         if asked is not None or self.drafter is None:
-            return asked
+            return MOST_REQUESTS if asked is None and self.drafts_itself else asked
         if self.gpu is None:
             return UNKNOWN_GPU_REQUESTS
         if self.context_in_pool:

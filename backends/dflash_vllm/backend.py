@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
+from pydantic import JsonValue
 
 from dflash_serve.backend import Command
 from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors
 from dflash_serve.checkpoint.source import record_survival, recorded_survival
+from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.json_log import logging_config
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import changed_files, read_keys
+from dflash_serve.draft_method import Eagle3Head
 from dflash_serve.errors import Problem, raise_problems
 from dflash_serve.preview import Preview
 
@@ -24,6 +28,7 @@ from .checks import problems
 from .facts import FACTS, TESTED
 from .heads import UNTRIED, dialect_of, head_problems
 from .launch_plan import LaunchPlan, read_launch_plan
+from .methods import DRAFTING, method_arguments, method_problems
 from .preview import preview
 from .schedule import GUESSED_COSTS
 
@@ -40,6 +45,7 @@ class VLLMBackend:
     facts = FACTS
     releases = TESTED
     untried = UNTRIED
+    drafting_arguments = DRAFTING
 
     def __init__(self) -> None:
         self._prepared: LaunchPlan | None = None
@@ -55,6 +61,14 @@ class VLLMBackend:
     def head_problems(self, heads: Heads) -> list[Problem]:
         """What this backend does not serve of a drafter with such heads."""
         return list(head_problems(heads))
+
+    def method_problems(self, target: TargetLayout, head: Eagle3Head | None) -> Iterable[Problem]:
+        """Why vLLM does not draft by EAGLE-3 (a head) or MTP (None)."""
+        return method_problems(target, head)
+
+    def method_arguments(self, head: Eagle3Head | None, draft_tokens: int) -> dict[str, JsonValue]:
+        """vLLM's own arguments for it."""
+        return method_arguments(head, draft_tokens)
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         """Writes draft/ and the API keys. A built target or drafter is held against its manifest first, byte for byte.

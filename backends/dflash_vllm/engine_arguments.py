@@ -58,12 +58,15 @@ KEYS = {
     "config": "engine_args take the place of a file",
     "generation_config": "requests alone say how they are sampled",
     "disable_log_stats": "metrics are always on",
+}
+"""Kernels are not among them: where none is given, vLLM chooses the target's."""
+OF_OUR_DRAFTER = {
     "speculative_config": SPECULATION,
     "spec_method": SPECULATION,
     "spec_model": "drafter.model",
     "spec_tokens": "speculation.block_size",
 }
-"""Kernels are not among them: where none is given, vLLM chooses the target's."""
+"""Without one of ours, they are the user's."""
 OUR_SCHEDULER = dict.fromkeys(("scheduler_cls", "async_scheduling"), "speculation.width `auto` needs ours")
 PARSERS = ParserNames(
     reasoning={"gpt-oss": "openai_gptoss", "deepseek-r1": "deepseek_r1", "qwen3_5": "qwen3", "kimi_k25": "kimi_k2"},
@@ -78,7 +81,7 @@ PARSER_FLAGS = {"reasoning_parser": "reasoning-parser", "tool_call_parser": "too
 
 def argument_table(plan: LaunchPlan) -> ArgumentTable:
     """The table for a deployment: what is not set by a key may be given as an argument."""
-    keys = dict(KEYS)
+    keys = dict(KEYS) if plan.deployment.drafter is None else KEYS | OF_OUR_DRAFTER
     if plan.deployment.kv_cache.memory_fraction is not None:
         keys["gpu_memory_utilization"] = "kv_cache.memory_fraction"
     if plan.has_our_scheduler:

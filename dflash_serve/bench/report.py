@@ -16,10 +16,11 @@ from typing import Any
 from dflash_serve.bench.aiperf import RequestSettings
 from dflash_serve.bench.pareto import FrontierComparison, Spot, at_every_spot, colours, cut, draw_pareto
 from dflash_serve.bench.results import LoadRatio, Point, Run, load_ratios, points_of
-from dflash_serve.bench.settings import OFF, Settings, Variant
+from dflash_serve.bench.settings import AUTO, OFF, Settings, Variant
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import Environment
 from dflash_serve.deployment import Deployment
+from dflash_serve.draft_method import METHODS
 
 JSON, CSV, HTML, PARETO = "bench.json", "bench.csv", "report.html", "pareto.png"
 TEMPLATE, STYLE = "report.html.jinja", "report.css"
@@ -74,10 +75,13 @@ class ReportData:
 
     @property
     def sentence(self) -> str:
-        """The headline: the ratio at each load and its spread, of `auto` where there is one, else of all others."""
+        """The headline: the ratio at each load and its spread, of `auto` and other drafting methods than DFlash; of all
+        where there is no `auto`."""
         if not self.loads:
             return "One variant was measured, so there is nothing to compare it with."
-        named = ["auto"] if "auto" in self.loads else list(self.loads)
+        named = list(self.loads)
+        if AUTO in named:
+            named = [AUTO, *(name for name in named if name.partition(":")[0] in METHODS)]
         told = [f"“{name}” against “{self.baseline}”, tokens/s: {_at_each(self.loads[name])}." for name in named]
         return " ".join([*told, *([] if self.comparison is None else [self.comparison.sentence()])])
 
@@ -121,7 +125,8 @@ class ReportData:
         """What was served, as (term, words)."""
         engines = {run.variant: run.acceptance.engine or "unknown" for run in reversed(self.runs)}
         told: list[tuple[str, str]] = []
-        for name, deployment in list(self.deployed.items())[:1]:  # they differ in their widths only
+        # They differ in their widths only, and those without a drafter in how their engine drafts.
+        for name, deployment in sorted(self.deployed.items(), key=lambda one: one[1].drafter is None)[:1]:
             most = deployment.limits.max_batch_size or "the engine's own number of"
             told += [
                 ("Target", deployment.target.model),

@@ -8,10 +8,11 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, JsonValue
 
-from dflash_serve.backend import EMBEDDED, ServerBackend, server_backend
+from dflash_serve.backend import EMBEDDED, Backend, ServerBackend, server_backend
 from dflash_serve.catalogue import choose_drafter
 from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.draft_method import drafting_by, drafting_problems, parse_method
 from dflash_serve.errors import UserError, raise_problems
 
 OFF, FIXED, AUTO = "off", "fixed", "auto"
@@ -41,7 +42,7 @@ class Settings(Frozen):
     drafter: str | None
     backend: str
     variants: Annotated[tuple[str, ...], BeforeValidator(_words)]
-    """Widths of the deployment: `off`, `fixed`, `auto` or numbers of slots."""
+    """Widths of the deployment: `off`, `fixed`, `auto` or numbers of slots; or `eagle3:CHECKPOINT[:K]`, `mtp[:K]`."""
     endpoint: Annotated[tuple[str, ...], BeforeValidator(_several)]
     """`NAME=http://host:port` of servers that run already."""
     dataset: str
@@ -131,7 +132,8 @@ def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[di
     chosen: ServerBackend | None = None
     deployed: dict[str, Deployment] = {}
     if deployment is not None:
-        chosen, deployed = server_backend(settings.backend), deployed_variants(deployment, settings.variants)
+        chosen = server_backend(settings.backend)
+        deployed = deployed_variants(deployment, settings.variants, chosen)
         for each in deployed.values():
             raise_problems(chosen.check(each))
     running = endpoint_variants(settings.endpoint)
@@ -147,18 +149,25 @@ def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[di
     return found, chosen
 
 
-def deployed_variants(deployment: Deployment, asked: Sequence[str]) -> dict[str, Deployment]:
-    """The deployment at each width that was asked for, by the variant's name.
+def deployed_variants(deployment: Deployment, asked: Sequence[str], backend: Backend) -> dict[str, Deployment]:
+    """The deployment at each width, and by each other drafting method, that was asked for, by the variant's name.
 
     Args:
-        deployment: with a drafter, if any variant is to speculate.
-        asked: `off`, `fixed` (the whole block), `auto`, or numbers of slots, the anchor counted.
+        deployment: with a drafter, if any variant is to speculate with DFlash.
+        asked: `off`, `fixed` (the whole block), `auto`, or numbers of slots, the anchor counted; or a word that
+            `draft_method.parse_method` knows.
+        backend: whose engine drafts by that method.
 
     Raises:
-        UserError: an unknown word, or speculation without a drafter.
+        UserError: an unknown word, speculation without a drafter, or a method that engine or target do not have.
     """
+    raise_problems(list(drafting_problems(deployment, backend)))
     found = {}
     for word in asked:
+        method = parse_method(word)
+        if method is not None:
+            found[word] = drafting_by(method, deployment, backend)
+            continue
         if word != OFF and deployment.drafter is None:
             raise UserError("there is no drafter", where=f"--variants {word}", do="give one, or --variants off")
         width = _width(deployment, word)
@@ -212,7 +221,7 @@ def _width(deployment: Deployment, word: str) -> int | str:
         return _block_size(deployment)
     if word.isdecimal() and int(word) >= 1:
         return int(word)
-    do = "use off, fixed, auto or a number of slots"
+    do = "use off, fixed, auto, a number of slots, eagle3:CHECKPOINT or mtp"
     raise UserError(f"{word!r} is no variant of serving", where="--variants", do=do)
 
 

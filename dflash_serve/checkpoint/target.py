@@ -61,7 +61,7 @@ def read_target_shape(folder_or_id: str | Path, revision: str | None = None) -> 
 
 
 def _shape(raw: Mapping[str, object], folder: Path, name: str) -> TargetShape:
-    inner = _language_model(raw)
+    inner = language_model(raw)
     longest = inner.get("max_position_embeddings")
     return TargetShape(
         name=name,
@@ -81,7 +81,7 @@ def _rope_theta(fields: Mapping[str, object]) -> float | None:
     return float(found) if isinstance(found, int | float) else None
 
 
-def _language_model(raw: Mapping[str, object]) -> Mapping[str, object]:
+def language_model(raw: Mapping[str, object]) -> Mapping[str, object]:
     """The part of a config.json that has the language model's sizes."""
     return next((inner for inner in map(raw.get, TEXT_CONFIGS) if isinstance(inner, dict)), raw)
 
@@ -158,7 +158,7 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         UserError: no config.json, or one without a language model's sizes.
     """
     raw = load_object(folder / "config.json", kind="target")
-    shape, inner = _shape(raw, folder, model.model), _language_model(raw)
+    shape, inner = _shape(raw, folder, model.model), language_model(raw)
     recipe = _recipe(raw, inner, folder)
     heads = _size(inner, "num_attention_heads", 1)
     native = _native(recipe)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from dflash_serve.bench.results import Run
     from dflash_serve.bench.runner import Bench
 
-Variants = Annotated[str, Option(help="Widths to serve with: off, fixed (the whole block), auto, numbers.")]
+VARIANTS = "off, fixed (the whole block), auto, numbers; eagle3:CHECKPOINT, mtp, with :K for K drafted tokens"
+Variants = Annotated[str, Option(help=f"Widths to serve with: {VARIANTS}.")]
 Endpoint = Annotated[list[str] | None, Option(help="Running server, NAME=http://host:port; once for each.")]
 DATASETS = "FILE.jsonl of {'prompt': ...}, humaneval, hf:ORG/NAME, speed_bench_coding=FILE, spec_al_..."
 DatasetName = Annotated[str, Option(help=f"Prompts: {DATASETS}")]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.backend import backend
 from dflash_serve.bench.aiperf import Aiperf, Dataset, Job, RequestSettings, find_aiperf, read_figures
 from dflash_serve.bench.settings import Cell, deployed_variants, endpoint_variants, schedule
 from dflash_serve.deployment import Deployment, Model, Speculation
@@ -24,7 +25,7 @@ REQUEST = RequestSettings(dataset="p", prompts_sha256=None, output_tokens=64, ig
 
 
 def test_variants_are_the_deployment_at_each_width() -> None:
-    variants = deployed_variants(DEPLOYMENT, ["off", "fixed", "auto", "3", "8"])
+    variants = deployed_variants(DEPLOYMENT, ["off", "fixed", "auto", "3", "8"], backend("torch"))
     assert list(variants) == ["off", "fixed 8", "auto", "fixed 3"]  # 8 is the whole block
     assert [deployment.speculation.width for deployment in variants.values()] == ["off", 8, "auto", 3]
     assert all(deployment.target == DEPLOYMENT.target for deployment in variants.values())
@@ -32,9 +33,9 @@ def test_variants_are_the_deployment_at_each_width() -> None:
 
 def test_a_word_that_is_no_variant_and_speculation_without_a_drafter_are_refused() -> None:
     with pytest.raises(UserError, match="'fast' is no variant of serving"):
-        deployed_variants(DEPLOYMENT, ["fast"])
+        deployed_variants(DEPLOYMENT, ["fast"], backend("torch"))
     with pytest.raises(UserError, match="there is no drafter"):
-        deployed_variants(Deployment(target=Model(model="t")), ["off", "auto"])
+        deployed_variants(Deployment(target=Model(model="t")), ["off", "auto"], backend("torch"))
 
 
 def test_endpoints() -> None:
