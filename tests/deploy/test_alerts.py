@@ -20,6 +20,7 @@ LABELS = 'namespace="serving", app_kubernetes_io_instance="trial"'
 
 def rules(name: str) -> Manifest:
     given = values(name, recipe_deployment("qwen3-8b-b200"), alerts={"enabled": True}, podMonitor={"enabled": True})
+    given["models"] = {"kind": "claim", "claim": "weights", "download": {"enabled": True}}
     given["tests"] = {"acceptance": {"atLeast": 2, "schedule": "0 * * * *"}}
     found: Manifest = only(render({**given, "networkPolicy": {"namespaces": ["monitoring"]}}), "PrometheusRule")["spec"]
     return found
@@ -58,6 +59,7 @@ def series(metric: str, values_: str, labels: str = "") -> dict[str, str]:
 STEPS, ACCEPTED, OFFERED = (f"dflash_serve:{name}_total" for name in ("steps", "slots_accepted", "slots_offered"))
 GENERATED = "sglang:generation_tokens_total"
 READY = 'kube_pod_status_ready{condition="true", namespace="serving", pod="trial-dflash-serve-%s"}'
+JOB = 'kube_job_status_failed{namespace="serving", job_name="trial-dflash-serve-%s"}'
 GOOD = [
     series(STEPS, "0+100x240", ', width="8"'),
     series(ACCEPTED, "0+80x240", ', slot="1"'),
@@ -75,6 +77,15 @@ BAD = [
     series(GENERATED, "0+110x240"),
     {"series": READY % "7d9c-x1", "values": "0x240"},
 ]
+QUEUE = "sglang:queue_time_seconds_bucket"
+CROWDED = [
+    *(series(QUEUE, "0+10x240", f', le="{bound}"') for bound in ("1", "10")),  # nine of ten wait longer
+    *(series(QUEUE, "0+100x240", f', le="{bound}"') for bound in ("60", "+Inf")),
+]
+RESTARTS = "kube_pod_container_status_restarts_total"
+CONTAINER = 'container="server", namespace="serving", pod="trial-dflash-serve-7d9c-x1"'
+RESTARTED = [{"series": f"{RESTARTS}{{{CONTAINER}}}", "values": "0x100 1 2 2x138"}]
+BUILD_FAILED = [{"series": JOB % "build", "values": "1x240"}]
 IDLE_DRAFTER = [series(STEPS, "0+100x240", ', width="1"'), series(GENERATED, "0+100x240")]
 
 
@@ -84,8 +95,11 @@ IDLE_DRAFTER = [series(STEPS, "0+100x240", ', width="1"'), series(GENERATED, "0+
         (GOOD, set()),
         (BAD, {"DFlashAcceptanceLow", "DFlashDrafterDoesNotFit", "DFlashNotReady"}),
         (IDLE_DRAFTER, {"DFlashDraftsNothing"}),
+        (CROWDED, {"DFlashQueueOld"}),
+        (RESTARTED, {"DFlashRestarts"}),
+        (BUILD_FAILED, {"DFlashJobFailed"}),
     ],
-    ids=["good", "bad", "idle"],
+    ids=["good", "bad", "idle", "crowded", "restarted", "build failed"],
 )
 def test_what_fires_in_two_hours(
     played: list[dict[str, str]], firing: set[str], every: dict[str, Manifest], tmp_path: Path

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -156,3 +158,22 @@ def test_the_download_finds_both_models_and_says_in_a_line_what_is_not_to_be_had
     gone = fetched(target="nobody/nothing")
     assert (gone.returncode, gone.stderr.count("\n")) == (1, 1)
     assert gone.stderr.startswith("nobody/nothing: ")
+
+
+def test_the_encoding_of_gpt_oss_is_taken_as_it_was_published_or_not_at_all(tmp_path: Path) -> None:
+    """Another file in its place is fetched again; what comes and is another file is refused, and nothing is left."""
+    namespace = runpy.run_path(str(CHART / "files" / "fetch.py"))
+    encoding, published = namespace["encoding"], b"IQ== 0\n"
+    source, folder = tmp_path / "source", tmp_path / "encodings"
+    source.write_bytes(published)
+    told = encoding.__globals__
+    told |= {"ENCODING": source.as_uri(), "SHA256": hashlib.sha256(published).hexdigest()}
+    folder.mkdir()
+    (folder / "o200k_base.tiktoken").write_bytes(b"cut off")
+    assert encoding(folder).read_bytes() == published
+    source.unlink()
+    assert encoding(folder) == folder / "o200k_base.tiktoken"  # it is there: nobody is asked
+    source.write_bytes(b"another")
+    with pytest.raises(ValueError, match="not the file that was published"):
+        encoding(tmp_path / "elsewhere")
+    assert not (tmp_path / "elsewhere").exists()

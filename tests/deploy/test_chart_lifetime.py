@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_serve.deploying.workload import DRAIN_SECONDS, GRACE_SECONDS, MARGIN_SECONDS, PRE_STOP_SECONDS
 from tests.deploy.test_chart_golden import CASES, case
-from tests.support.chart import Manifest, config, pods, render, server, server_pod, values
+from tests.support.chart import CHART, Manifest, config, pods, render, server, server_pod, values
 
 QWEN = {"target": {"model": "Qwen/Qwen3-8B"}, "hardware": {"gpu": "b200"}}
 
@@ -74,3 +77,19 @@ def test_a_changed_deployment_is_a_new_pod_and_a_changed_chart_is_none() -> None
     mounted = render(values("sglang", given, tests={"acceptance": {"atLeast": 2}}))
     assert "acceptance.py" in config(mounted)
     assert server_pod(mounted) == template()  # what only tests read restarts nobody
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bump_of_the_chart_restarts_no_engine(name: str, tmp_path: Path) -> None:
+    """Another version of chart and program, and other scripts of `helm test`: the same pods."""
+    bumped = tmp_path / CHART.name
+    shutil.copytree(CHART, bumped)
+    described = (bumped / "Chart.yaml").read_text()
+    (bumped / "Chart.yaml").write_text(re.sub(r"(?m)^(version|appVersion): .*", r"\1: 9.8.7", described))
+    for script in ("ask.py", "acceptance.py", "fetch.py"):
+        (bumped / "files" / script).write_text("# another\n")
+    before, after = render(case(name)), render(case(name), chart=bumped)
+    assert "dflash-serve-9.8.7" in {manifest["metadata"]["labels"]["helm.sh/chart"] for manifest in after}
+    engines = ("Deployment", "LeaderWorkerSet")
+    found = [[m["spec"] for m in manifests if m["kind"] in engines] for manifests in (before, after)]
+    assert found[0] == found[1] != []

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.deploy.test_chart_golden import case
 from tests.support.chart import CHART, ROOT, Manifest, of_kind, only, pods, render, server, server_pod, values
@@ -66,7 +67,7 @@ def checks_of(name: str) -> list[str]:
 def test_each_installation_is_checked_for_what_it_needs() -> None:
     encodings = "--file=/models/encodings/o200k_base.tiktoken"
     assert checks_of("sglang") == []
-    assert checks_of("sglang-on-two-nodes") == ["--memlock", "--writable=/models", encodings]
+    assert checks_of("sglang-on-two-nodes") == ["--memlock", "--writable=/models", "--writable=/cache", encodings]
     assert checks_of("sglang-in-one-nvlink-domain") == ["--memlock", "--writable=/cache", encodings]
     assert checks_of("tensorrt-llm-with-a-built-drafter") == ["--writable=/models"]
 
@@ -148,13 +149,24 @@ def test_an_eviction_of_any_node_counts_and_caches_outlive_a_pod() -> None:
     assert only(manifests, "LeaderWorkerSet")["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "serving"
 
 
-def test_the_examples_are_the_smallest_values_and_render() -> None:
-    import yaml
+@pytest.mark.parametrize("name", ["qwen3-8b-one-b200", "gpt-oss-120b-one-b300"])
+def test_the_examples_are_the_smallest_values_and_render(name: str) -> None:
+    text = (ROOT / "examples" / "helm" / f"{name}.yaml").read_text()
+    assert server(render(yaml.safe_load(text)))["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert len(text.splitlines()) < 20
 
-    for file in sorted((ROOT / "examples/helm").glob("*-one-*.yaml")):
-        given = yaml.safe_load(file.read_text())
-        assert of_kind(render(given), "Deployment")
-        assert len(file.read_text().splitlines()) < 20
+
+def test_argo_cd_and_flux_install_what_the_smallest_example_does() -> None:
+    """And Flux waits longer than the Jobs that come first."""
+    folder = ROOT / "examples" / "helm"
+    wanted = yaml.safe_load((folder / "qwen3-8b-one-b200.yaml").read_text())
+    argo = yaml.safe_load((folder / "argo-cd.yaml").read_text())["spec"]["source"]
+    repository, flux = yaml.safe_load_all((folder / "flux.yaml").read_text())
+    assert argo["helm"]["valuesObject"] == flux["spec"]["values"] == wanted
+    assert f"oci://{argo['repoURL']}/{argo['chart']}" == repository["spec"]["url"]
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    seconds = defaults["models"]["download"]["deadlineSeconds"] + defaults["build"]["deadlineSeconds"]
+    assert int(flux["spec"]["timeout"].removesuffix("h")) * 3600 > seconds
 
 
 def test_weights_that_do_not_fit_the_default_volume_are_given_a_larger_one() -> None:

@@ -6,6 +6,7 @@ SGLang's own server is asked in tests/sglang/test_dashboard_metrics.py, in the e
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from dflash_serve.backend import MetricNames, backend, installed
+from tests.support.debian import promtool
 from tests.support.embedded import PROMPTS, tiny_engine
 from tests.support.promql import DASHBOARD, PREFIXES, asked, engine_of, exported, expressions, missing, variables
 from tests.support.serving import MODEL, Running, running
@@ -85,6 +87,19 @@ def test_every_expression_is_promql_over_the_chosen_namespace_and_release() -> N
         assert asked(expression)
         release = 'pod=~"$release-.+"' if "kube_" in expression else 'app_kubernetes_io_instance=~"$release"'
         assert expression.count(f'namespace=~"$namespace", {release}') == expression.count("{")
+
+
+def test_promtool_takes_every_expression(tmp_path: Path) -> None:
+    """Prometheus' own program, of each as the rule that would record it."""
+    rules = [
+        {"record": f"panel:{number}", "expr": expression.replace("$__rate_interval", "5m")}
+        for number, expression in enumerate(expressions())
+    ]
+    file = tmp_path / "rules.yaml"
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))  # JSON is YAML
+    done = subprocess.run([promtool(), "check", "rules", file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules)} rules found" in done.stdout
 
 
 def test_every_engine_has_acceptance_survival_interactivity_queue_and_first_token() -> None:

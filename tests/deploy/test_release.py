@@ -3,8 +3,11 @@ pushed to a registry and installed from there."""
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +17,8 @@ import pytest
 import yaml
 
 from tests.support.chart import CHART, HELMS, KUBERNETES, ROOT, recipe_deployment, values
-from tests.support.helm import Layer, helm
-from tests.support.registry import registry
+from tests.support.helm import HELM_4, Layer, helm
+from tests.support.registry import PASSWORD, USER, registry
 
 FILE = ROOT / ".github" / "workflows" / "release.yaml"
 WORKFLOW = yaml.safe_load(FILE.read_text())
@@ -53,6 +56,61 @@ def test_it_builds_signs_and_describes_every_image_for_both_architectures() -> N
     assert (build["sbom"], build["provenance"]) == (True, "mode=max")
     for name in ("images", "chart"):
         assert any("cosign sign" in step.get("run", "") for step in WORKFLOW["jobs"][name]["steps"])
+
+
+@pytest.mark.parametrize("layer", HELMS, ids=lambda layer: layer.helm)
+def test_the_charts_job_pushes_to_a_closed_registry_and_signs_what_it_pushed(layer: Layer, tmp_path: Path) -> None:
+    """Its own lines, with the docker login that it has; cosign, which reads no login of helm's, notes its words."""
+    job = WORKFLOW["jobs"]["chart"]
+    assert any(step.get("uses", "").startswith("docker/login-action@") for step in job["steps"])
+    (step,) = [step for step in job["steps"] if "helm push" in step.get("run", "")]
+    programs = {
+        "helm": f'[ "$1" = push ] && set -- "$@" --plain-http\nexec {shlex.quote(str(helm(layer)))} "$@"',
+        "cosign": f'echo "$@" > {shlex.quote(str(tmp_path / "signed"))}',
+    }
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    with registry(tmp_path, closed=True) as address:
+        login = {"auths": {address: {"auth": base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()}}}
+        (tmp_path / "config.json").write_text(json.dumps(login))
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        given = {"PATH": path, "HOME": str(tmp_path), "REGISTRY": f"{address}/us/it", "TAG": "v1.2.3"}
+
+        def run(**more: str) -> subprocess.CompletedProcess[str]:
+            argv, variables = ["bash", "-eo", "pipefail", "-c", step["run"]], {**given, **more}
+            return subprocess.run(argv, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+
+        stranger, done = run(), run(DOCKER_CONFIG=str(tmp_path))
+    assert stranger.returncode != 0
+    assert done.returncode == 0, done.stdout + done.stderr
+    digest = rf"{re.escape(address)}/us/it-charts/dflash-serve@sha256:[0-9a-f]{{64}}"
+    assert re.fullmatch(f"sign --yes {digest}\n", (tmp_path / "signed").read_text())
+
+
+def test_a_tag_of_another_version_publishes_no_wheel(tmp_path: Path) -> None:
+    (build,) = [step for step in WORKFLOW["jobs"]["wheel"]["steps"] if "-m build" in step.get("run", "")]
+    check = build["run"].strip().splitlines()[-1]
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / "dflash_serve-1.2.3-py3-none-any.whl").touch()
+    for tag, fits in (("v1.2.3", True), ("v1.2.4", False)):
+        argv, environment = ["sh", "-ec", check], {"TAG": tag, "PATH": os.environ["PATH"]}
+        done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, check=False)
+        assert (done.returncode == 0) == fits
+
+
+def test_the_chart_says_who_keeps_it_what_it_is_and_what_its_values_mean() -> None:
+    said = yaml.safe_load(shown("chart"))
+    assert all(said[name] for name in ("description", "maintainers", "sources", "icon", "keywords"))
+    assert shown("readme").startswith("# dflash-serve\n")
+    assert "| models.size | string |" in shown("readme")
+
+
+def shown(what: str) -> str:
+    """`helm show`."""
+    argv: list[str | Path] = [helm(HELM_4), "show", what, CHART]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture(scope="module")

@@ -53,9 +53,11 @@ def values(backend: str, deployment: Mapping[str, Any], **more: object) -> Manif
     return {"backend": backend, "image": image, "deployment": dict(deployment), **more}
 
 
-def render(given: Mapping[str, Any], layer: Layer = HELM_4, *, kubernetes: str = KUBERNETES) -> list[Manifest]:
+def render(
+    given: Mapping[str, Any], layer: Layer = HELM_4, *, kubernetes: str = KUBERNETES, chart: Path = CHART
+) -> list[Manifest]:
     """`helm template`, parsed."""
-    done = _helm("template", json.dumps(given), layer, kubernetes)
+    done = _helm("template", json.dumps(given), layer, kubernetes, chart)
     assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
@@ -80,15 +82,17 @@ def notes(given: Mapping[str, Any]) -> str:
 
 
 @cache
-def _helm(verb: str, given: str, layer: Layer, kubernetes: str) -> subprocess.CompletedProcess[str]:
-    chart: list[str | Path] = ["--strict", CHART] if verb == "lint" else ["trial", CHART]
+def _helm(
+    verb: str, given: str, layer: Layer, kubernetes: str, chart: Path = CHART
+) -> subprocess.CompletedProcess[str]:
+    what: list[str | Path] = ["--strict", chart] if verb == "lint" else ["trial", chart]
     dry = ["--dry-run=client"] if verb == "install" else []
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(given)  # JSON is YAML
         file.flush()
         options = ["--namespace", "serving", "--values", file.name]
         options += [] if verb == "install" else ["--kube-version", kubernetes]
-        argv: list[str | Path] = [helm(layer), verb, *chart, *options, *dry]
+        argv: list[str | Path] = [helm(layer), verb, *what, *options, *dry]
         return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 

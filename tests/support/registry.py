@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +15,14 @@ from dflash_serve.common.processes import free_port
 
 from .debian import program
 
+USER, PASSWORD = "publisher", "secret"
+HTPASSWD = f"{USER}:$2y$05$abcdefghijklmnopqrstuuOQiyCxlgf/oeuTqixKmWdcYUh4Hjl0a\n"
+"""bcrypt, which is all that it reads."""
+
 
 @contextmanager
-def registry(folder: Path) -> Iterator[str]:
-    """Its address, `127.0.0.1:PORT`, until the block ends."""
+def registry(folder: Path, *, closed: bool = False) -> Iterator[str]:
+    """Its address, `127.0.0.1:PORT`, until the block ends; a closed one asks for USER and PASSWORD."""
     address = f"127.0.0.1:{free_port()}"
     settings = {
         "version": "0.1",
@@ -25,6 +30,9 @@ def registry(folder: Path) -> Iterator[str]:
         "storage": {"filesystem": {"rootdirectory": str(folder / "registry")}},
         "http": {"addr": address},
     }
+    if closed:
+        (folder / "htpasswd").write_text(HTPASSWD)
+        settings["auth"] = {"htpasswd": {"realm": "ours", "path": str(folder / "htpasswd")}}
     (folder / "registry.yml").write_text(json.dumps(settings))  # JSON is YAML
     argv: list[str | Path] = [program("docker-registry", "docker-registry"), "serve", folder / "registry.yml"]
     with (folder / "registry.log").open("wb") as log:
@@ -43,6 +51,10 @@ def _wait(address: str, running: subprocess.Popen[bytes], log: Path) -> None:
         try:
             with urllib.request.urlopen(f"http://{address}/v2/", timeout=5):
                 return
+        except urllib.error.HTTPError as error:
+            if error.code != 401:
+                raise AssertionError(log.read_text()) from None
+            return
         except OSError:
             assert running.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()

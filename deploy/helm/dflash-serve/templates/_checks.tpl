@@ -3,7 +3,7 @@
 {{- $found := list -}}
 {{- if and .Values.security.checkMemlock (gt ((include "dflash-serve.facts" . | fromYaml).nodes | int) 1) }}{{ $found = append $found "--memlock" }}{{ end -}}
 {{- if and (has .Values.models.kind (list "volume" "claim" "node")) (not .Values.models.download.enabled) }}{{ $found = append $found "--writable=/models" }}{{ end -}}
-{{- if eq .Values.cache.kind "node" }}{{ $found = append $found "--writable=/cache" }}{{ end -}}
+{{- if ne .Values.cache.kind "emptyDir" }}{{ $found = append $found "--writable=/cache" }}{{ end -}}
 {{- with .Values.models.encodings }}{{ $found = append $found (printf "--file=%s/o200k_base.tiktoken" .) }}{{ end -}}
 {{- $found | toJson -}}
 {{- end -}}
