@@ -84,7 +84,7 @@ SGLANG_CPU := tests/support/sglang_cpu
 
 .PHONY: test-sglang
 test-sglang: .venv-sglang/ready
-	$(SGLANG_BIN)/python -m pytest tests/sglang tests/contract/test_sglang_arguments.py
+	$(SGLANG_BIN)/python -m pytest tests/sglang tests/contract/test_sglang_arguments.py tests/contract/test_draft_methods.py
 
 .venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt)
 	$(PYTHON) -m venv .venv-sglang
@@ -110,7 +110,7 @@ VLLM_CPU := tests/support/vllm_cpu
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/ready
-	$(VLLM_BIN)/python -m pytest tests/vllm tests/contract/test_vllm_arguments.py
+	$(VLLM_BIN)/python -m pytest tests/vllm tests/contract/test_vllm_arguments.py tests/contract/test_draft_methods.py
 
 # The doctor at that server, against drafters with a fault: six minutes on two cores.
 .PHONY: test-vllm-doctor
