@@ -116,6 +116,13 @@ class ParserNames:
                 yield key, family, names.get(family, family)
 
 
+def by_spelling(parser: EngineParser, keys: Mapping[str, str]) -> dict[str, str]:
+    """`keys` of an `ArgumentTable` under every long name of their flags, with underscores."""
+    known = {name.replace("-", "_"): parser.action(name) for name in parser.names}
+    found = {name: keys[action.dest] for name, action in known.items() if action is not None and action.dest in keys}
+    return dict(sorted({**keys, **found}.items()))
+
+
 def parser_problems(
     table: ArgumentTable, serving: Serving, names: ParserNames, flags: Mapping[str, str]
 ) -> list[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import yaml
@@ -27,6 +27,7 @@ from dflash_serve.preview import Preview
 from .arguments import DRAFT, LOGGING, SECRETS, arguments, node_arguments
 from .checks import problems
 from .contract import printed
+from .engine_arguments import own_arguments
 from .facts import FACTS, TESTED
 from .heads import dialect_of, head_problems
 from .launch_plan import WIDTH_VARIABLE, LaunchPlan, read_launch_plan
@@ -69,6 +70,10 @@ class SGLangBackend:
     def method_arguments(self, head: Eagle3Head | None, draft_tokens: int) -> dict[str, JsonValue]:
         """SGLang's own arguments for it."""
         return method_arguments(head, draft_tokens)
+
+    def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
+        """Arguments of the server that keys of the deployment stand for, with those keys."""
+        return own_arguments(drafter=drafter)
 
     def contract(self) -> Iterable[str]:
         """Every name of SGLang that the plug-in relies on, and whether it holds in the installed release."""

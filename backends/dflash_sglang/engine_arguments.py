@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from dflash_serve.deployment import Deployment
-from dflash_serve.engine_args import ArgumentTable, EngineParser, ParserNames, pinned_parser
+from dflash_serve.engine_args import ArgumentTable, EngineParser, ParserNames, by_spelling, pinned_parser
 
 from .facts import RELEASE, installed_version, is_supported
 
@@ -70,6 +70,11 @@ PARSERS = ParserNames(
                "llama3_json": "llama3", "deepseek_v32": "deepseekv32", "minimax_m2": "minimax-m2"},
 )  # fmt: skip
 """Families that SGLang calls otherwise."""
+
+
+def own_arguments(*, drafter: bool) -> dict[str, str]:
+    """What is not the user's to give in a deployment without a drafter, or besides in one with a drafter."""
+    return by_spelling(pinned_parser(PINNED), OF_OUR_DRAFTER if drafter else KEYS)
 
 
 def argument_table(deployment: Deployment) -> ArgumentTable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import yaml
@@ -22,7 +22,7 @@ from dflash_serve.preview import Preview
 
 from .checks import head_problems, problems
 from .draft_folder import write_draft_folder
-from .engine_arguments import config_fields, merged, serving_options
+from .engine_arguments import config_fields, merged, own_arguments, serving_options
 from .facts import FACTS
 from .launch_plan import LaunchPlan, make_launch_plan
 from .methods import DRAFTING, method_arguments, method_problems
@@ -72,6 +72,10 @@ class TensorRTLLMBackend:
     def method_arguments(self, head: Eagle3Head | None, draft_tokens: int) -> dict[str, JsonValue]:
         """TensorRT-LLM's own arguments for it."""
         return method_arguments(head, draft_tokens)
+
+    def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
+        """Arguments of the server that keys of the deployment stand for, with those keys."""
+        return own_arguments(drafter=drafter)
 
     def check(self, deployment: Deployment) -> list[Problem]:
         """Everything that would not work; reads config.json files only.

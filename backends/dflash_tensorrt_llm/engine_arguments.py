@@ -17,6 +17,7 @@ from dflash_serve.engine_args import (
     EngineArgs,
     EngineParser,
     ParserNames,
+    by_spelling,
     parser_problems,
     pinned_parser,
 )
@@ -92,6 +93,12 @@ PARSERS = ParserNames(
 """Families that TensorRT-LLM calls otherwise."""
 HARMONY = "gpt-oss"
 """Its answers are parsed by trtllm-serve itself, whatever parser is named."""
+
+
+def own_arguments(*, drafter: bool) -> dict[str, str]:
+    """What is not the user's to give in a deployment without a drafter, or besides in one with a drafter."""
+    whole = {name: key for name, key in CONFIG_KEYS.items() if "." not in name}
+    return {} if drafter else {**whole, **by_spelling(_parser(), KEYS)}
 
 
 def argument_table(plan: LaunchPlan) -> ArgumentTable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import yaml
@@ -25,6 +25,7 @@ from dflash_serve.preview import Preview
 
 from .arguments import DRAFT, LOGGERS, LOGGING, SECRETS, arguments
 from .checks import problems
+from .engine_arguments import own_arguments
 from .facts import FACTS, TESTED
 from .heads import UNTRIED, dialect_of, head_problems
 from .launch_plan import LaunchPlan, read_launch_plan
@@ -69,6 +70,10 @@ class VLLMBackend:
     def method_arguments(self, head: Eagle3Head | None, draft_tokens: int) -> dict[str, JsonValue]:
         """vLLM's own arguments for it."""
         return method_arguments(head, draft_tokens)
+
+    def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
+        """Arguments of the server that keys of the deployment stand for, with those keys."""
+        return own_arguments(drafter=drafter)
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         """Writes draft/ and the API keys. A built target or drafter is held against its manifest first, byte for byte.

@@ -8,7 +8,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from dflash_serve.engine_args import ArgumentTable, EngineParser, ParserNames, pinned_parser
+from dflash_serve.engine_args import ArgumentTable, EngineParser, ParserNames, by_spelling, pinned_parser
 
 from .facts import installed_version, is_supported
 from .launch_plan import LaunchPlan
@@ -77,6 +77,11 @@ PARSERS = ParserNames(
 """Families that vLLM calls otherwise."""
 PARSER_FLAGS = {"reasoning_parser": "reasoning-parser", "tool_call_parser": "tool-call-parser"}
 """Key of `serving` -> flag."""
+
+
+def own_arguments(*, drafter: bool) -> dict[str, str]:
+    """What is not the user's to give in a deployment without a drafter, or besides in one with a drafter."""
+    return by_spelling(pinned_parser(PINNED), OF_OUR_DRAFTER if drafter else KEYS)
 
 
 def argument_table(plan: LaunchPlan) -> ArgumentTable:

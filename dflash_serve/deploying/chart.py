@@ -11,10 +11,10 @@ import math
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import yaml
 
@@ -32,12 +32,26 @@ CHART = "deploy/helm/dflash-serve"
 KNOWN = ("torch", "sglang", "tensorrt-llm", "vllm")
 """Backends that the chart has images, checks and acceptance probes for; others bring their `engine` in the values."""
 README = "README.md"
+ARGUMENTS = "files/arguments.yaml"
 SCHEMA, ENGINES, DASHBOARD = "values.schema.json", "files/engines.yaml", "dashboards/dflash-serve.json"
 GIGABYTES_OF_MODELS = 500
 """What models.size holds unless it is said otherwise."""
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """Helm 3's validator knows no later one."""
 GLOBAL = {"type": "object", "description": "Helm gives every subchart these; none is read."}
+
+
+@runtime_checkable
+class ArgumentBackend(Protocol):
+    """A backend whose server takes arguments of the user's, but for those that keys of the deployment stand for."""
+
+    def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
+        """These by every name, with underscores, and the key or the reason of each.
+
+        Args:
+            drafter: those that only a drafter of ours takes away; else all others.
+        """
+        ...
 
 
 def values(workload: Workload) -> Iterator[Document]:
@@ -163,11 +177,19 @@ def _untitled(node: Any) -> Any:
 
 def generated_files() -> dict[str, str]:
     """Path in the chart -> text, of every file that is made from types and from engines' facts."""
-    engines = {name: _engine(backend(name).facts) for name in KNOWN}
+    known = {name: backend(name) for name in KNOWN}
+    engines = {name: _engine(each.facts) for name, each in known.items()}
+    arguments = {
+        name: {"always": dict(each.own_arguments(drafter=False)), "drafter": dict(each.own_arguments(drafter=True))}
+        for name, each in known.items()
+        if isinstance(each, ArgumentBackend)
+    }
+    made = f"# Made by `python -m {__spec__.name}` from the backends' "
     return {
         README: readme(values_schema()),
         SCHEMA: json.dumps(values_schema(), indent=2) + "\n",
-        ENGINES: f"# Made by `python -m {__spec__.name}` from the backends' facts.\n" + yaml_text(engines),
+        ENGINES: f"{made}facts.\n" + yaml_text(engines),
+        ARGUMENTS: f"{made}tables.\n" + yaml_text(arguments),
         DASHBOARD: json.dumps(dashboard(), indent=1) + "\n",
     }
 

@@ -49,6 +49,21 @@ REFUSED: list[tuple[str, Changes, str]] = [
     (IMAGE, {"deployment.drafter.model": "z-lab/x"}, "deployment.drafter.model: .* would be fetched"),
     (DGX, {"models.accessMode": "ReadWriteOnce"}, "models.accessMode: ReadWriteOnce serves one node, .* 8 pods"),
     (TWO, {"models.accessMode": "ReadWriteOnce", "replicas": 1}, "models.accessMode: ReadWriteOnce .* 2 pods"),
+    (
+        "sglang",
+        {"deployment.engine_args": {"sglang": {"tensor-parallel-size": 8}}},
+        "deployment.engine_args.sglang.tensor-parallel-size: .* sets it itself; set deployment.parallel.tensor",
+    ),
+    (
+        "sglang",
+        {"deployment.engine_args": {"sglang": {"speculative_algorithm": "EAGLE3"}}},
+        "deployment.engine_args.sglang.speculative_algorithm: .* sets it itself; ",
+    ),
+    (
+        DGX,
+        {"deployment.engine_args": {"tensorrt-llm": {"return_perf_metrics": True}}},
+        "deployment.engine_args.tensorrt-llm.return_perf_metrics: .* leave it out: metrics are always on",
+    ),
     ("sglang", {"deployment.hardware.gpu": "none"}, "deployment.hardware.gpu: sglang needs a GPU"),
     (DGX, {"deployment.hardware.gpu": "none"}, "deployment.hardware.gpu: tensorrt-llm needs a GPU"),
     (CPU, {"deployment.hardware.count": 2}, "deployment.hardware.count: the embedded engine runs on one device"),

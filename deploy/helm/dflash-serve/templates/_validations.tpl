@@ -1,7 +1,7 @@
 {{- /* What a schema cannot say. Every problem is a line: where: what; do. All are shown at once. */ -}}
 {{- define "dflash-serve.validate" -}}
 {{- $found := list -}}
-{{- range $part := list "engine" "image" "models" "devices" "nodes" "speculation" "limits" "placement" "replicas" "lifetime" "build" "doors" "routes" "environment" "tests" -}}
+{{- range $part := list "engine" "arguments" "image" "models" "devices" "nodes" "speculation" "limits" "placement" "replicas" "lifetime" "build" "doors" "routes" "environment" "tests" -}}
   {{- range include (printf "dflash-serve.problems.%s" $part) $ | trim | splitList "\n" -}}
     {{- if trim . -}}{{- $found = append $found (trim .) -}}{{- end -}}
   {{- end -}}

@@ -7,6 +7,19 @@ backend: {{ .Values.backend | quote }} is none that this chart knows ({{ $known 
 {{- end }}
 {{- end -}}
 
+{{- define "dflash-serve.problems.arguments" -}}
+{{- $own := get (.Files.Get "files/arguments.yaml" | fromYaml) .Values.backend | default dict }}
+{{- $taken := get $own "always" | default dict }}
+{{- if get .Values.deployment "drafter" }}
+{{- $taken = merge (get $own "drafter" | default dict) $taken }}
+{{- end }}
+{{- range $name, $value := dig "engine_args" .Values.backend dict .Values.deployment }}
+{{- with get $taken ($name | replace "-" "_") }}
+deployment.engine_args.{{ $.Values.backend }}.{{ $name }}: dflash-serve sets it itself; {{ or (contains "." .) (eq . "role") | ternary (printf "set deployment.%s" .) (printf "leave it out: %s" .) }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "dflash-serve.problems.devices" -}}
 {{- $engine := include "dflash-serve.engine" . | fromYaml }}
 {{- $facts := include "dflash-serve.facts" . | fromYaml }}
