@@ -249,10 +249,13 @@ def assert_nothing_leaks(server: Server) -> None:
 
 
 def test_aborted_in_mid_stream_nothing_leaks(server: Server, truth: dict[str, Any]) -> None:
-    answer = server.stream(LONG, 300, rid="doomed")
-    next(answer)
-    server.post("/abort_request", {"rid": "doomed"})
-    last = list(answer)[-1]["meta_info"]
+    for attempt in range(4):  # on a busy machine an answer may end before we come to abort it
+        answer = server.stream(LONG, 300, rid=f"doomed-{attempt}")
+        next(answer)
+        server.post("/abort_request", {"rid": f"doomed-{attempt}"})
+        last = list(answer)[-1]["meta_info"]
+        if last["finish_reason"]["type"] == "abort":
+            break
     assert last["finish_reason"]["type"] == "abort"
     assert 0 < last["completion_tokens"] < 300
     assert server.tokens(PROMPTS[:3]) == truth["tokens"][:3]
