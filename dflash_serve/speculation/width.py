@@ -79,9 +79,9 @@ class FixedWidth:
 
 START: Final = 1.5
 """What may be lost on finding out to begin with, in steps without speculation."""
-CREDIT: Final = 12.0
+CREDIT: Final = 20.0
 """The most that the account holds, in the same: what was gained may be lost again."""
-DEBT: Final = 4.0
+DEBT: Final = 6.0
 """How far bad luck may take the account below nothing, in the same."""
 REFILL: Final = 0.002
 """What every step adds: the share of all time that may go into finding out for ever."""
