@@ -13,7 +13,7 @@ from dflash_serve.errors import Problem, UserError
 from .engine_arguments import argument_problems, serving_problems
 from .launch_plan import ACTIVATIONS, OVERHEAD, PAGE, LaunchPlan
 from .releases import DFLASH, DRAFT_LEN_SCHEDULE, DRAFTER_FROM_OUTSIDE, NEWEST, RECOMPUTE_TAIL
-from .upstream import WITHOUT_DRAFTER
+from .upstream import why_no_drafter
 
 Check = Callable[[LaunchPlan], Iterator[Problem]]
 LEAST_POOL = 0.15
@@ -155,10 +155,9 @@ def head_problems(heads: Heads) -> Iterator[Problem]:
 def _drafter_fits(plan: LaunchPlan) -> Iterator[Problem]:
     assert plan.drafter is not None
     yield from head_problems(plan.drafter)
-    family = plan.target.shape.model_type
-    if family.startswith(WITHOUT_DRAFTER):
-        what = f"TensorRT-LLM's model for {family!r} makes no drafter, whatever speculative_config says"
-        yield Problem(what, "target.model", "serve without a drafter, or use another backend")
+    why_none = why_no_drafter(plan.target.shape.model_type)
+    if why_none is not None:
+        yield Problem(why_none, "target.model", "serve without a drafter, or use another backend")
     yield from check_pairing(plan.drafter, plan.target.shape)
     if len(set(plan.drafter.target_layer_ids)) < len(plan.drafter.target_layer_ids):
         what = (

@@ -12,7 +12,7 @@ from dflash_serve.draft_method import Eagle3Head
 from dflash_serve.errors import Problem
 
 from .releases import MTP_DRAFT_LEN, Release
-from .upstream import WITHOUT_DRAFTER
+from .upstream import why_no_drafter
 
 DRAFTING = ("speculative_config",)
 """The key of config.yaml that makes TensorRT-LLM draft."""
@@ -20,10 +20,9 @@ DRAFTING = ("speculative_config",)
 
 def method_problems(target: TargetLayout, head: Eagle3Head | None, release: Release) -> Iterator[Problem]:
     """A target that makes no drafter, a head in another form, a release that reads the configuration otherwise."""
-    family = target.shape.model_type
-    if family.startswith(WITHOUT_DRAFTER):
-        what = f"TensorRT-LLM's model for {family!r} makes no drafter, whatever speculative_config says"
-        yield Problem(what, "target.model", "use another backend")
+    why_none = why_no_drafter(target.shape.model_type)
+    if why_none is not None:
+        yield Problem(why_none, "target.model", "use another backend")
     if head is not None and "Speculator" in head.architecture:
         what = f"TensorRT-LLM does not read speculators' form of EAGLE-3 ({head.architecture})"
         yield Problem(what, head.checkpoint, "use a head in another form, or --backend vllm")

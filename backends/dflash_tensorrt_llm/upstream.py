@@ -15,6 +15,13 @@ from dflash_serve.common.frozen import Frozen
 from .releases import BUDGET_CHECK, DFLASH, RECOMPUTE_TAIL, TRTLLM_ATTENTION, Release
 
 
+def why_no_drafter(family: str) -> str | None:
+    """Why upstream drafts nothing for targets of this model_type; None = it does, as far as was read."""
+    if not family.startswith(WITHOUT_DRAFTER):
+        return None
+    return f"TensorRT-LLM's model for {family!r} makes no drafter, whatever speculative_config says"
+
+
 def release_of(info: ValidationInfo) -> Release | None:
     """The release a model is validated for; None = whichever."""
     return info.context["release"] if info.context else None

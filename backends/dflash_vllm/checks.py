@@ -39,6 +39,11 @@ PARSER_PLUGINS = {"reasoning-parser-plugin", "tool-parser-plugin"}
 """Arguments that bring parsers of answers which vLLM does not know before it starts."""
 
 
+def why_not_captured(family: str) -> str | None:
+    """Why no drafter gets features of targets of this model_type; None = it does."""
+    return None if family.startswith(CAPTURING) else f"vLLM's model for {family!r} does not hand out hidden states"
+
+
 def problems(plan: LaunchPlan) -> list[Problem]:
     """All of them: the drafter's own first, because the others may follow from them."""
     found = list(plan.checkpoint.problems) if plan.checkpoint else []
@@ -102,10 +107,9 @@ def _speculation(plan: LaunchPlan) -> Iterator[Problem]:
             yield Problem("there is no drafter", "speculation.draft_window", "name one, or remove the window")
         return
     yield from plug_in_problems()
-    family = plan.target.shape.model_type
-    if not family.startswith(CAPTURING):
-        what = f"vLLM's model for {family!r} does not hand out hidden states"
-        yield Problem(what, "target.model", "serve without a drafter, or use another backend")
+    why_not = why_not_captured(plan.target.shape.model_type)
+    if why_not is not None:
+        yield Problem(why_not, "target.model", "serve without a drafter, or use another backend")
     width, block = plan.deployment.speculation.width, plan.block_size
     if plan.verifies_whole_blocks and plan.drafter is not None and width not in ("auto", block):
         what = f"vLLM verifies whole blocks of {block} slots with a {plan.drafter.family} drafter, not {width}"

@@ -10,7 +10,7 @@ from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.draft_method import EAGLE3, MTP, Eagle3Head
 from dflash_serve.errors import Problem
 
-from .checks import CAPTURING
+from .checks import why_not_captured
 
 DRAFTING = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 """Arguments that make vLLM draft."""
@@ -26,9 +26,9 @@ WITH_MTP = (
 def method_problems(target: TargetLayout, head: Eagle3Head | None) -> Iterator[Problem]:
     """A target that vLLM has no such drafter for."""
     family = target.shape.model_type
-    if head is not None and not family.startswith(CAPTURING):
-        what = f"vLLM's model for {family!r} does not hand out hidden states"
-        yield Problem(what, f"--variants {EAGLE3}", "leave it out")
+    why_not = why_not_captured(family) if head is not None else None
+    if why_not is not None:
+        yield Problem(why_not, f"--variants {EAGLE3}", "leave it out")
     if head is None and not family.startswith(WITH_MTP):
         yield Problem(f"vLLM has no MTP drafter for {family!r}", f"--variants {MTP}", "leave it out")
 

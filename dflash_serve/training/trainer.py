@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -105,10 +106,9 @@ class Trainer:
         weighting = Weighting(alpha, self.settings.decay_gamma)
         kept = seen_vocabulary(training).to(self.head.device) if self.settings.reduced_vocabulary else None
         soft, kind = self.settings.soft_labels, self.settings.soft_loss
-        self.whole_loss = SlotLoss(self.head, weighting, soft=soft, soft_loss=kind)
-        self.loss = self.whole_loss
-        if kept is not None:
-            self.loss = SlotLoss(self.head, weighting, soft=soft, soft_loss=kind, kept=kept)
+        new_loss = partial(SlotLoss, self.head, weighting, soft=soft, soft_loss=kind)
+        self.whole_loss = new_loss()
+        self.loss = self.whole_loss if kept is None else new_loss(kept=kept)
         self.optimizer = Optimizer(drafter, self.settings)
         self.average = Average(drafter, self.settings.ema)
         self.best: dict[str, Tensor] = {}
