@@ -8,7 +8,7 @@ from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.errors import UserError
-from dflash_serve.last_run import KeptWidth
+from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.models.target import TargetModel
@@ -65,4 +65,4 @@ def _policy(deployment: Deployment, speculator: Speculator, entries: int) -> Wid
     assert deployment.drafter is not None
     cost = cost_of(speculator.target, speculator.drafter, speculator.block_size, entries)
     folder = drafter_folder(deployment.drafter.model, deployment.drafter.revision)
-    return KeptWidth(cost, speculator.block_size, folder, deployment.target.model)
+    return KeptWidth(cost, speculator.block_size, LastRun(folder, deployment.target.model))

@@ -25,7 +25,7 @@ class Belief:
     def __init__(self, mean: Vector, covariance: Matrix, memory: float) -> None:
         self._prior_mean = mean
         self._keep = float(np.exp(-1 / memory))
-        self._returning = (1 - self._keep**2) * covariance
+        self._prior_covariance = covariance
         self.mean, self.covariance = mean.copy(), covariance.copy()
 
     @property
@@ -33,10 +33,11 @@ class Belief:
         """Standard deviations [K]."""
         return np.sqrt(np.maximum(np.diagonal(self.covariance), 0))
 
-    def drift(self) -> None:
-        """A step goes by."""
-        self.mean = self._prior_mean + self._keep * (self.mean - self._prior_mean)
-        self.covariance = self._keep**2 * self.covariance + self._returning
+    def drift(self, steps: int = 1) -> None:
+        """Steps go by."""
+        keep = self._keep**steps
+        self.mean = self._prior_mean + keep * (self.mean - self._prior_mean)
+        self.covariance = self._prior_covariance + keep**2 * (self.covariance - self._prior_covariance)
 
     def learn(self, information: Matrix, gradient: Vector) -> None:
         """Takes in an observation by a Newton step on its log-likelihood (exact where that is quadratic).

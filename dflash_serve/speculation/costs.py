@@ -9,7 +9,7 @@ from math import log
 from typing import Annotated, Final
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeFloat, PositiveInt
 
 from dflash_serve.speculation.belief import Belief, Integers, Vector
 
@@ -30,6 +30,8 @@ COST_MEMORY: Final = 200
 NOISE: Final = 0.05
 """The spread of one step's time, before any was seen (of the logarithm); then it is estimated, never below LEAST."""
 LEAST_NOISE: Final = 0.01
+BETWEEN_RUNS: Final = 20
+"""Steps that a server's start counts for: what the last one learnt is known a little less."""
 CONFIRMED: Final = 0.05
 """How much longer than the least the second least of repeated measurements may be, as a share of it."""
 
@@ -107,6 +109,27 @@ class _Curve:
         return np.asarray(self.seconds[np.minimum(size, last)] * np.maximum(1.0, np.asarray(size) / last))
 
 
+Corrections = Annotated[list[FiniteFloat], Field(min_length=2 * NODES, max_length=2 * NODES)]
+
+
+class LearntCosts(BaseModel):
+    """What served steps taught of a `CostModel`, for the next server to begin with. To and from JSON.
+
+    mean: [2 * NODES], logarithms of ratios: steps without a draft, then with one, of 1, 2, 4, ... rows.
+    covariance: [2 * NODES, 2 * NODES], how well that is known; None = no better than before any step.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mean: Corrections
+    covariance: Annotated[list[Corrections], Field(min_length=2 * NODES, max_length=2 * NODES)] | None = None
+
+    @classmethod
+    def of_unit(cls, seconds: float) -> LearntCosts:
+        """Nothing but how long the unit of the costs is."""
+        return cls(mean=[log(seconds)] * 2 * NODES)
+
+
 class StepCosts:
     """A `CostModel` corrected by what served steps took.
 
@@ -114,17 +137,30 @@ class StepCosts:
     a part that all share (a busy machine), one for each of the two kinds, one that neighbouring sizes share. So a
     width that has not been served for long still follows the machine, and is known less. A step that took far longer
     than thought (another process, a collection of garbage) counts as if it had taken three spreads longer.
+
+    Args:
+        measured: what is corrected.
+        learnt: what an earlier run of the same server learnt of it.
     """
 
-    def __init__(self, measured: CostModel) -> None:
+    def __init__(self, measured: CostModel, learnt: LearntCosts | None = None) -> None:
         self.measured = measured
         kind, size = np.repeat([OFF, ON], NODES), np.tile(np.arange(NODES), 2)
         alike = kind[:, None] == kind[None, :]
         near = np.exp(-np.abs(size[:, None] - size[None, :]) / 1.5)
         covariance = COMMON_SPREAD**2 + alike * (KIND_SPREAD**2 + ROWS_SPREAD**2 * near)
-        self._correction = Belief(np.zeros(2 * NODES), covariance, COST_MEMORY)
+        self._correction = Belief(np.array(learnt.mean) if learnt else np.zeros(2 * NODES), covariance, COST_MEMORY)
+        if learnt and learnt.covariance:
+            self._correction.covariance = np.array(learnt.covariance)
+            self._correction.drift(BETWEEN_RUNS)
         self.noise = NOISE
         """Spread of one step's time, of the logarithm."""
+
+    @property
+    def learnt(self) -> LearntCosts:
+        """What is known now."""
+        mean, covariance = self._correction.mean.round(6), self._correction.covariance.round(8)
+        return LearntCosts(mean=mean.tolist(), covariance=covariance.tolist())
 
     def of_steps(self, rows: Integers, drafted: Integers, context_tokens: int = 0) -> Vector:
         """As `CostModel.of_steps`, as things are now."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_serve.speculation.allocation import choices_of
 from dflash_serve.speculation.belief import Vector
-from dflash_serve.speculation.costs import BelievedCosts, CostModel, StepCosts
+from dflash_serve.speculation.costs import BelievedCosts, CostModel, LearntCosts, StepCosts
 from dflash_serve.speculation.survival import SurvivalEstimate
 
 
@@ -124,6 +124,7 @@ class AutoWidth:
         allowed_widths: as for `choose_widths`.
         known_survival: of slots 1.., from training, an evaluation or the last run; None = nothing is known.
         believed: the costs are taken as they are, and no step corrects them.
+        learnt: what an earlier run learnt of the costs.
     """
 
     def __init__(
@@ -134,13 +135,14 @@ class AutoWidth:
         known_survival: Sequence[float] | None = None,
         *,
         believed: bool = False,
+        learnt: LearntCosts | None = None,
     ) -> None:
         if block_size < 2:
             raise ValueError("AutoWidth: need block_size >= 2")
         if allowed_widths is not None and not all(1 <= width <= block_size for width in allowed_widths):
             raise ValueError(f"allowed_widths {list(allowed_widths)}: use widths from 1 to {block_size}")
         self.block_size, self.allowed_widths = block_size, allowed_widths
-        self.costs = BelievedCosts(cost) if believed else StepCosts(cost)
+        self.costs = BelievedCosts(cost) if believed else StepCosts(cost, learnt)
         self.survival = SurvivalEstimate(block_size - 1, known_survival)
         self._account = START
         self._off_for = 0

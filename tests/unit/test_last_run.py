@@ -9,7 +9,7 @@ import pytest
 from dflash_serve.checkpoint.source import record_survival
 from dflash_serve.cost_table import SURVIVAL
 from dflash_serve.last_run import EVERY, LEAST, KeptWidth, LastRun
-from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.costs import CostModel, LearntCosts, StepCosts
 from dflash_serve.speculation.width import AutoWidth, Step
 
 STEEP = CostModel(target={1: 1.0, 8: 4.0}, draft={1: 1.0})
@@ -27,14 +27,14 @@ def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def begin(drafter: Path, target: str = "target") -> AutoWidth:
-    return KeptWidth(STEEP, 8, drafter, target, [1, 2, 8])
+    return KeptWidth(STEEP, 8, LastRun(drafter, target), [1, 2, 8])
 
 
-def learn(policy: AutoWidth, accepted: int, clock: list[float]) -> None:
+def learn(policy: AutoWidth, accepted: int, clock: list[float], seconds: float | None = None) -> None:
     for _ in range(LEAST):
-        policy.observe(Step(["a"], [8], [accepted]))
+        policy.observe(Step(["a"], [8], [accepted], seconds))
     clock[0] += EVERY
-    policy.observe(Step(["a"], [8], [accepted]))
+    policy.observe(Step(["a"], [8], [accepted], seconds))
 
 
 @pytest.fixture
@@ -85,3 +85,22 @@ def test_a_cache_that_cannot_be_written_or_read_stops_nobody(drafter: Path, cloc
     path.mkdir()  # nothing can take its place
     learn(policy, 7, clock)
     assert LastRun(drafter, "target").survival() is None
+
+
+def test_what_steps_took_is_kept_of_a_guess_under_its_conditions(drafter: Path, clock: list[float]) -> None:
+    run = LastRun(drafter, "target", "engine 1")
+    policy = KeptWidth(STEEP, 8, run, [1, 2, 8], learnt=LearntCosts.of_unit(0.1))
+    learn(policy, 7, clock, seconds=1.0)
+    assert isinstance(policy.costs, StepCosts)
+    assert LastRun(drafter, "target", "engine 1").costs() == policy.costs.learnt
+    assert LastRun(drafter, "target", "engine 2").costs() is None
+    run.costs_path.write_text('{"mean": []}')
+    assert run.costs() is None
+
+
+def test_costs_that_were_measured_or_given_are_not_kept(drafter: Path, clock: list[float]) -> None:
+    run = LastRun(drafter, "target")
+    learn(KeptWidth(STEEP, 8, run), 7, clock, seconds=1.0)
+    learn(KeptWidth(STEEP, 8, run, believed=True), 7, clock, seconds=1.0)
+    assert run.survival() is not None
+    assert run.costs() is None

@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from dflash_serve.cost_table import given_cost
-from dflash_serve.last_run import KeptWidth
+from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import FixedWidth, WidthPolicy
 from dflash_sglang.launch_plan import narrow_widths
@@ -90,8 +90,8 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         if cost is None:
             return FixedWidth(offered[0])
         args = self.server_args
-        drafter = Path(args.speculative_draft_model_path)
-        return KeptWidth(cost, self.block_size, drafter, args.model_path, offered)
+        run = LastRun(Path(args.speculative_draft_model_path), args.model_path)
+        return KeptWidth(cost, self.block_size, run, offered)
 
     def _costs(self) -> CostModel:
         """The first rank's table where it was given one, else what all measure together."""

@@ -6,14 +6,19 @@ verified by step t + 1; a width chosen now shows its result then.
 
 from __future__ import annotations
 
+import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from dflash_serve.last_run import KeptWidth
+import vllm
+from dflash_serve.last_run import KeptWidth, LastRun
+from dflash_vllm.schedule import GUESSED_COSTS
 
 from . import proof
 from .steps import StepClock, decoding_steps
@@ -50,11 +55,9 @@ class _FollowsLoad:
             other = "WidthScheduler" if self.is_async else "AsyncWidthScheduler"
             raise ValueError(f"dflash-serve: for this async_scheduling use --scheduler-cls {__name__}.{other}")
         wide = sorted({drafted + 1 for drafted in host.dynamic_sd_lookup[1:] if drafted})
-        target, drafter = host.vllm_config.model_config.model, Path(host.vllm_config.speculative_config.model)
-        policy = partial(
-            KeptWidth, block_size=host.num_spec_tokens + 1, drafter=drafter, target=target, allowed_widths=wide
-        )
-        self.widths = make_widths(policy)
+        run = _last_run(host.vllm_config)
+        policy = partial(KeptWidth, block_size=host.num_spec_tokens + 1, run=run, allowed_widths=wide)
+        self.widths = make_widths(policy, run.costs())
         self._clock = StepClock()
         self._accepted: dict[str, int] = {}
         host.dynamic_sd_lookup = _Lookup(self)
@@ -96,6 +99,14 @@ class AsyncWidthScheduler(_FollowsLoad, AsyncScheduler):  # type: ignore[misc]
     """For servers that schedule while the last step computes: GPUs."""
 
     is_async = True
+
+
+def _last_run(config: Any) -> LastRun:
+    """What the last run of such a server left."""
+    model, parallel = config.model_config, config.parallel_config
+    conditions = [vllm.__version__, current_platform.get_device_name(), str(model.dtype), model.quantization]
+    conditions += [parallel.world_size, os.environ.get(GUESSED_COSTS)]
+    return LastRun(Path(config.speculative_config.model), model.model, json.dumps(conditions))
 
 
 def _context_tokens(running: Any) -> int:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from dflash_serve.cost_table import given_cost
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.costs import CostModel, LearntCosts
 from dflash_serve.speculation.width import FixedWidth, Step, WidthPolicy
 from dflash_vllm.schedule import GUESSED_COSTS
 
@@ -20,13 +20,22 @@ CLEAN, ANY = 4, 32
 
 
 class MakePolicy(Protocol):
-    """Costs to the policy that goes by them."""
+    """Costs to the policy that goes by them: those that were given, or a guess and what was learnt of it."""
 
-    def __call__(self, cost: CostModel, *, believed: bool) -> WidthPolicy: ...
+    def __call__(
+        self, cost: CostModel, *, believed: bool = False, learnt: LearntCosts | None = None
+    ) -> WidthPolicy: ...
 
 
-def make_widths(make_policy: MakePolicy, environment: Mapping[str, str] = os.environ) -> LiveWidths:
+def make_widths(
+    make_policy: MakePolicy, learnt: LearntCosts | None = None, environment: Mapping[str, str] = os.environ
+) -> LiveWidths:
     """Those of a server, by the costs that it was given or by a guess.
+
+    Args:
+        make_policy: makes the policy.
+        learnt: what the last run learnt of the guess; None = not even its unit is known.
+        environment: where costs or guess stand.
 
     Raises:
         UserError: what was given are no costs.
@@ -39,7 +48,7 @@ def make_widths(make_policy: MakePolicy, environment: Mapping[str, str] = os.env
     except ValidationError as error:
         where, do = GUESSED_COSTS, "start it by `dflash-serve serve`, or give a cost table"
         raise UserError(f"no costs ({str(error).splitlines()[0]})", where=where, do=do) from None
-    return LiveWidths(_Unscaled(guess, make_policy))
+    return LiveWidths(make_policy(guess, learnt=learnt) if learnt else _Unscaled(guess, make_policy))
 
 
 class LiveWidths:
@@ -104,15 +113,6 @@ class _Unscaled:
         if step.seconds:
             ratios.append(step.seconds / self.guess.step_seconds(list(step.widths), step.context_tokens))
         if len(ratios) >= CLEAN or self._steps >= ANY:
-            cost = scaled(self.guess, median(ratios) if ratios else 1.0)
-            self.policy = self.make_policy(cost, believed=False)
+            unit = LearntCosts.of_unit(median(ratios) if ratios else 1.0)
+            self.policy = self.make_policy(self.guess, learnt=unit)
             self._ratios = None
-
-
-def scaled(cost: CostModel, factor: float) -> CostModel:
-    """The same costs in another unit."""
-    tables = {
-        name: {size: factor * value for size, value in getattr(cost, name).items()} for name in ("target", "draft")
-    }
-    slopes = {name: factor * getattr(cost, name) for name in ("target_context", "draft_context")}
-    return CostModel.model_validate({**tables, **slopes})

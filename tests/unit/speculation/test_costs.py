@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from dflash_serve.speculation.costs import CostModel, StepCosts
+from dflash_serve.speculation.costs import NODES, CostModel, LearntCosts, StepCosts
 
 MEASURED = CostModel(target={1: 1.0, 2: 1.3, 8: 1.6, 64: 4.0, 256: 16.0}, draft={1: 0.3, 32: 0.6})
 
@@ -78,3 +78,27 @@ def test_what_is_not_served_is_known_less_and_less() -> None:
     before = costs.doubt(8, np.array([64]))[0]
     serve(costs, 64, 8, 1.0, 300)
     assert costs.doubt(8, np.array([64]))[0] > before
+
+
+def test_what_was_learnt_is_where_the_next_run_begins_and_is_known_a_little_less() -> None:
+    costs = StepCosts(MEASURED)
+    for round_ in range(30):
+        serve(costs, 8, 0, 3.0, 5, seed=round_)
+        serve(costs, 64, 8, 4.2, 5, seed=round_)
+    again = StepCosts(MEASURED, LearntCosts.model_validate_json(costs.learnt.model_dump_json()))
+    for rows, drafted in ((8, 0), (64, 8), (256, 8), (1, 0)):
+        assert seconds(again, rows, drafted) == pytest.approx(seconds(costs, rows, drafted), rel=1e-4)
+    new, now, then = (float(known.doubt(8, np.array([64]))[0]) for known in (StepCosts(MEASURED), again, costs))
+    assert then < now < new / 2
+
+
+def test_a_unit_is_where_a_guess_begins_and_nothing_more_is_known() -> None:
+    costs = StepCosts(MEASURED, LearntCosts.of_unit(0.01))
+    assert seconds(costs, 24, 8) == pytest.approx(0.01 * _measured(24, 8))
+    assert costs.doubt(8, np.array([64]))[0] == StepCosts(MEASURED).doubt(8, np.array([64]))[0]
+
+
+@pytest.mark.parametrize("bad", [{"mean": [0.0]}, {"mean": [float("nan")] * 2 * NODES}, {"mean": [0.0], "x": 1}])
+def test_learnt_costs_that_are_none_are_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        LearntCosts.model_validate(bad)

@@ -10,8 +10,8 @@ import pytest
 
 from dflash_serve.cost_table import COST_TABLE, given_cost
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.width import AutoWidth, WidthPolicy
+from dflash_serve.speculation.costs import CostModel, LearntCosts, StepCosts
+from dflash_serve.speculation.width import AutoWidth, Step, WidthPolicy
 from dflash_vllm.plugin import steps
 from dflash_vllm.plugin.guards import account
 from dflash_vllm.plugin.steps import StepClock, decoding_steps, steps_by_width
@@ -114,12 +114,12 @@ def serve(widths: LiveWidths, requests: int, steps: int, *, accepts: int, clean:
     return chosen
 
 
-def policy(cost: CostModel, *, believed: bool) -> WidthPolicy:
-    return AutoWidth(cost, 8, [2, 4, 8], believed=believed)
+def policy(cost: CostModel, *, believed: bool = False, learnt: LearntCosts | None = None) -> WidthPolicy:
+    return AutoWidth(cost, 8, [2, 4, 8], believed=believed, learnt=learnt)
 
 
-def guessed() -> LiveWidths:
-    return make_widths(policy, {GUESSED_COSTS: GUESS.model_dump_json()})
+def guessed(learnt: LearntCosts | None = None) -> LiveWidths:
+    return make_widths(policy, learnt, {GUESSED_COSTS: GUESS.model_dump_json()})
 
 
 def test_the_first_steps_tell_the_unit_of_a_guess_and_then_widths_follow_the_load() -> None:
@@ -141,7 +141,7 @@ def test_a_cost_table_that_was_measured_is_believed(tmp_path: Path) -> None:
     """Off from the first step of a crowd on, whatever was earned before and whatever steps take."""
     path = tmp_path / "cost.json"
     path.write_text(GUESS.model_dump_json())
-    widths = make_widths(policy, {COST_TABLE: str(path)})
+    widths = make_widths(policy, environment={COST_TABLE: str(path)})
     assert set(serve(widths, 1, 60, accepts=7)[-40:]) == {8}
     ids = [f"{i}" for i in range(64)]
     for _ in range(20):
@@ -153,7 +153,30 @@ def test_a_cost_table_that_was_measured_is_believed(tmp_path: Path) -> None:
 
 def test_without_costs_and_without_a_guess_nothing_starts() -> None:
     with pytest.raises(UserError, match="start it by `dflash-serve serve`"):
-        make_widths(policy, {})
+        make_widths(policy, environment={})
+
+
+def test_what_the_last_run_learnt_of_a_guess_spares_the_next_one_finding_out() -> None:
+    """On a machine where steps with a draft take twice the guess, which makes them a loss."""
+    ids = [f"{i}" for i in range(4)]
+
+    def crowd(policy: WidthPolicy, steps: int) -> int:
+        drafted = 0
+        for step in range(steps):
+            widths = policy.widths(ids)
+            accepted = [min(width - 1, int((i + step) % 2)) for i, width in enumerate(widths)]
+            drafting = max(widths) > 1
+            seconds = STEP_SECONDS * GUESS.step_seconds(widths) * (2 if drafting else 1)
+            policy.observe(Step(ids, widths, accepted, seconds))
+            drafted += drafting
+        return drafted
+
+    first = AutoWidth(GUESS, 8, [2, 4, 8], learnt=LearntCosts.of_unit(STEP_SECONDS))
+    tried = crowd(first, 100)
+    assert isinstance(first.costs, StepCosts)
+    learnt = LearntCosts.model_validate_json(first.costs.learnt.model_dump_json())
+    second = guessed(learnt)
+    assert crowd(second.policy, 100) < tried / 2
 
 
 def test_a_crowd_in_the_first_steps_does_not_keep_one_stream_from_drafting() -> None:
