@@ -77,7 +77,7 @@ class FixedWidth:
         pass
 
 
-START: Final = 1.5
+START: Final = 1.25
 """What may be lost on finding out to begin with, in steps without speculation."""
 CREDIT: Final = 20.0
 """The most that the account holds, in the same: what was gained may be lost again."""
@@ -85,7 +85,9 @@ DEBT: Final = 6.0
 """How far bad luck may take the account below nothing, in the same."""
 REFILL: Final = 0.002
 """What every step adds: the share of all time that may go into finding out for ever."""
-SURE: Final = 0.2
+FORGIVEN: Final = 0.006
+"""The same while the account is below nothing: what bad luck took away is tried again in time."""
+SURE: Final = 0.6
 """What a draft must promise over off, as a share, when the account is DEBT below nothing; before, less."""
 RISK: Final = 1.0
 """What one step may lose at worst while there is less than that on the account, in the same."""
@@ -107,12 +109,12 @@ class AutoWidth:
     be faster still, by what is not known of their costs, it tries one of these first: that costs little.
 
     An account limits what that costs (a conservative bandit; Wu et al. 2016; the baseline is speculation off). It
-    begins with START and holds CREDIT at most. Every step pays in REFILL; every step with a draft pays in the tokens
-    it gained per request, less its time in steps without speculation. Trials are paid for from it. With nothing on it
-    only what promises to gain is drafted, and the more is owed the more it must promise; below -DEBT nothing is. So, by
-    the costs as they are known, after T steps, whatever the drafter did:
+    begins with START and holds CREDIT at most. Every step pays in REFILL, or FORGIVEN while something is owed; every
+    step with a draft pays in the tokens it gained per request, less its time in steps without speculation. Trials are
+    paid for from it. With nothing on it only what promises to gain is drafted, and the more is owed the more it must
+    promise; below -DEBT nothing is. So, by the costs as they are known, after T steps, whatever the drafter did:
 
-        time lost against off <= START + DEBT + (one step of which nothing is accepted) + REFILL x T,
+        time lost against off <= START + DEBT + (one step of which nothing is accepted) + FORGIVEN x T,
 
     in steps without speculation, and in any stretch of T steps the same with CREDIT in the place of START. That is the
     worst; with a drafter that is never right about 1 % of the first 500 steps is lost, as the means follow. How far it
@@ -154,7 +156,7 @@ class AutoWidth:
     def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
         if not request_ids:
             return []
-        self._account = min(CREDIT, self._account + REFILL)
+        self._account = min(CREDIT, self._account + (REFILL if self._account > 0 else FORGIVEN))
         known, feared, hoped = self.survival.bounds(request_ids)
         choices = choices_of(known, self.allowed_widths)
         seconds = self.costs.of_steps(choices.rows, choices.drafted, context_tokens)

@@ -11,7 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.width import CREDIT, DEBT, REFILL, REST, START, AutoWidth, FixedWidth, Step, WidthPolicy
+from dflash_serve.speculation.width import (
+    CREDIT,
+    DEBT,
+    FORGIVEN,
+    REFILL,
+    REST,
+    START,
+    AutoWidth,
+    FixedWidth,
+    Step,
+    WidthPolicy,
+)
 
 CHEAP = CostModel(target={1: 1.0, 16: 1.1, 512: 8.0}, draft={1: 0.1, 32: 0.2})
 DEAR = CostModel(target={1: 1.0, 16: 16.0}, draft={1: 0.5})  # a row costs what a token is worth: nothing can pay
@@ -69,10 +80,10 @@ def test_no_drafter_makes_any_stretch_slower_than_off_by_more_than_the_bound(
     dearest = max(cost.step_seconds([w] * n) / cost.step_seconds([1] * n) - 1 for w in range(2, 9))
     most, least = 0.0, 0.0
     for step, each in enumerate(lost):
-        least = min(least, each - REFILL * step)
-        most = max(most, each - REFILL * step - least)
-    assert most <= CREDIT + DEBT + dearest + REFILL
-    assert max(each - REFILL * step for step, each in enumerate(lost)) <= START + DEBT + dearest + REFILL
+        least = min(least, each - FORGIVEN * step)
+        most = max(most, each - FORGIVEN * step - least)
+    assert most <= CREDIT + DEBT + dearest + FORGIVEN
+    assert max(each - FORGIVEN * step for step, each in enumerate(lost)) <= START + DEBT + dearest + FORGIVEN
 
 
 @pytest.mark.parametrize("allowed", [None, [2, 4, 8]])

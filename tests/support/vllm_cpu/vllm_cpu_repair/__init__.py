@@ -1,13 +1,19 @@
-"""Sampling under speculation in the CPU build of vLLM: it reads its temperatures from memory that nobody wrote.
+"""What the CPU build of vLLM needs on a small machine.
 
+Sampling under speculation reads its temperatures from memory that nobody wrote:
 `vllm/utils/cpu_triton_utils.py:390` casts the output of `expand_batch_to_tokens` to int64, which makes a copy for every
 other type; the kernel fills the copy. Temperatures above 0 then give gibberish, and `top_k` ends the engine. vLLM calls
 `install` in each of its processes; the first use of the function decides whether it is repaired.
+
+And waiting: the process that schedules polls while the one that computes is at work (`sched_yield` in
+`vllm/distributed/device_communicators/shm_broadcast.py`), which on a machine of two cores takes one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from time import sleep
 
 import torch
 from torch import Tensor
@@ -18,6 +24,7 @@ def install() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
 
+    _sleep_while_waiting()
     if not current_platform.is_cpu() or rejection_sampler.expand_batch_to_tokens.__module__ == __name__:
         return
     upstream = rejection_sampler.expand_batch_to_tokens
@@ -28,6 +35,13 @@ def install() -> None:
         return expand(x, cu_num_tokens, num_tokens, *replace, **named)
 
     rejection_sampler.expand_batch_to_tokens = decide
+
+
+def _sleep_while_waiting() -> None:
+    """Looks for news every half a millisecond, where it would look all the time."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = partial(sleep, 0.0005)
 
 
 def is_right(expand: Callable[..., Tensor]) -> bool:

@@ -1,0 +1,142 @@
+"""Decoding behind long prompts: speculation off, fixed widths and `width: auto` in turns, at each length of context.
+
+    python -m benchmarks.long_context [--contexts 512,2048,4096,8000] [--rounds 3] [--output FILE]
+
+A prompt is as many of HumanEval's functions as fit, then the last one to complete. What is timed is decoding alone, from
+the first token of an answer to its last; every round begins with another prompt and another way. Figures are medians
+over rounds; `auto` is one policy that serves all of them, as a server's does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.decoding import measured_on, write_report
+from dflash_serve import LLM, SamplingParams
+from dflash_serve.common.provenance import versions
+from dflash_serve.speculation.statistics import total
+from dflash_serve.speculation.width import FixedWidth, WidthPolicy
+from dflash_torch.engine import EmbeddedEngine
+from tests.support.prompts import human_eval, user
+
+WIDTHS = (2, 3, 4, 6, 8)
+CAPACITY = 8192
+"""SmolLM2's longest context."""
+
+
+class Decoded(NamedTuple):
+    """An answer behind its first token."""
+
+    tokens_per_second: float
+    milliseconds_per_step: float
+    acceptance_length: float | None
+
+
+def main(
+    contexts: Annotated[str, typer.Option(help="Prompt tokens, comma-separated.")] = "512,2048,4096,8000",
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 3,
+    tokens: Annotated[int, typer.Option(help="Tokens of every answer.")] = 64,
+    output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
+) -> None:
+    """Measure all ways side by side."""
+    bench, results = Bench(tokens), []
+    for size in map(int, contexts.split(",")):
+        turns = track(range(rounds), f"{size} tokens", console=Console(stderr=True))
+        results.append({"context": size, **summary([bench.round(size, turn) for turn in turns])})
+    report = {
+        "environment": measured_on(),
+        "versions": versions("torch", "dflash-serve"),
+        "load": {"target": "smollm2", "drafter": "smollm2", "tokens": tokens, "rounds": rounds, "dtype": bench.dtype},
+        "results": results,
+    }
+    show(results)
+    write_report(report, output)
+
+
+class Bench:
+    """The pair, loaded once."""
+
+    def __init__(self, tokens: int) -> None:
+        engine = LLM("smollm2", "smollm2", max_batch_size=2, max_model_len=CAPACITY).engine
+        assert isinstance(engine, EmbeddedEngine)
+        self.engine, self.plain, self.dtype = engine, engine.plain(), engine.dtype
+        self.params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        self.stubs = [message[0]["content"] for message in human_eval(160)]
+        self.ways: dict[str, WidthPolicy] = {
+            "off": FixedWidth(1),
+            **{f"width {width}": FixedWidth(width) for width in WIDTHS},
+            "auto": engine.scheduler.policy,
+        }
+
+    def prompt(self, size: int, turn: int) -> list[int]:
+        """At most `size` tokens of functions, other ones every turn; cut at the front, so that the question is whole."""
+        stubs = self.stubs[turn * 40 :] + self.stubs[: turn * 40]
+        ids = self.engine.tokenize(user("\n\n".join(stubs)))
+        head, last = ids[: size // 8], ids[-(size - size // 8) :]
+        return head + last
+
+    def round(self, size: int, turn: int) -> dict[str, Decoded]:
+        """Each way on one prompt; all must give the same tokens. The prompt is computed by the first of each engine."""
+        prompt, names = self.prompt(size, turn), list(self.ways)
+        found, answers = {}, set()
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            found[name], token_ids = self._decode(name, prompt)
+            answers.add(token_ids)
+        assert len(answers) == 1, "widths changed the answer"
+        return found
+
+    def _decode(self, name: str, prompt: list[int]) -> tuple[Decoded, tuple[int, ...]]:
+        engine = self.plain if name == "off" else self.engine
+        engine.scheduler.policy = self.ways[name]
+        stream = engine.stream([prompt], [self.params])
+        first = next(stream)
+        start = perf_counter()
+        for _ in stream:
+            pass
+        seconds = perf_counter() - start
+        answer = stream.outputs()[0]
+        behind, statistics = len(answer.token_ids) - len(first.token_ids), total([answer.statistics])
+        steps = behind / (statistics.tokens_per_step or 1.0)
+        decoded = Decoded(behind / seconds, 1e3 * seconds / steps, statistics.acceptance_length)
+        return decoded, tuple(answer.token_ids)
+
+
+def summary(rounds: list[dict[str, Decoded]]) -> dict[str, Any]:
+    """Medians, and auto beside the best of the rest, round by round."""
+    ways = {way: [measured[way] for measured in rounds] for way in rounds[0]}
+    speed = {way: median(each.tokens_per_second for each in values) for way, values in ways.items()}
+    fixed = {way: figure for way, figure in speed.items() if way != "auto"}
+    best = max(fixed, key=lambda way: fixed[way])
+    return {
+        "tokens_per_second": speed,
+        "all_rounds": {way: [each.tokens_per_second for each in values] for way, values in ways.items()},
+        "milliseconds_per_step": {
+            way: median(each.milliseconds_per_step for each in values) for way, values in ways.items()
+        },
+        "acceptance_length": median(measured["width 8"].acceptance_length or 1.0 for measured in rounds),
+        "best": best,
+        "auto_over_best": median(m["auto"].tokens_per_second / m[best].tokens_per_second for m in rounds),
+    }
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    """A table: tokens per second, and milliseconds a step."""
+    ways = list(results[0]["tokens_per_second"])
+    table = Table("context", *ways, "τ", "auto / best", title="tokens/s (ms a step), behind the first token")
+    for row in results:
+        figures = (f"{row['tokens_per_second'][way]:.1f} ({row['milliseconds_per_step'][way]:.0f})" for way in ways)
+        best = f"{row['auto_over_best']:.3f} ({row['best']})"
+        table.add_row(str(row["context"]), *figures, f"{row['acceptance_length']:.2f}", best)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
