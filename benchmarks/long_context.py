@@ -2,9 +2,9 @@
 
     python -m benchmarks.long_context [--contexts 512,2048,4096,8000] [--rounds 3] [--output FILE]
 
-A prompt is as many of HumanEval's functions as fit, then the last one to complete. What is timed is decoding alone, from
-the first token of an answer to its last; every round begins with another prompt and another way. Figures are medians
-over rounds; `auto` is one policy that serves all of them, as a server's does.
+A prompt is as many of HumanEval's functions as fit, then the last one to complete. What is timed is decoding alone,
+from the first token of an answer to its last; every round begins with another prompt and another way. Figures are
+medians over rounds; `auto` is one policy that serves all of them, as a server's does.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Bench:
         }
 
     def prompt(self, size: int, turn: int) -> list[int]:
-        """At most `size` tokens of functions, other ones every turn; cut at the front, so that the question is whole."""
+        """`size` tokens of functions, other ones every turn; cut near the front, so that the question is whole."""
         stubs = self.stubs[turn * 40 :] + self.stubs[: turn * 40]
         ids = self.engine.tokenize(user("\n\n".join(stubs)))
         head, last = ids[: size // 8], ids[-(size - size // 8) :]

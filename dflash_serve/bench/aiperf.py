@@ -24,6 +24,9 @@ from dflash_serve.prompts import HUB, HUMAN_EVAL, hub_options, hub_prompts, huma
 RESULT = "profile_export_aiperf.json"
 KEY = "OPENAI_API_KEY"
 """The environment variable in which aiperf looks for a key."""
+LOOKS_PER_SECOND = 1000
+"""How often a user who has got his answer is looked for. Given no rate, aiperf (0.13, timing/strategies/request_rate.py)
+looks all the time, which takes a whole core from servers on the same machine."""
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 AIPERF_FILES, AIPERF_PUBLIC = "speed_bench_", ("spec_al_", "spec_bench")
 SYNTHETIC = {"synthetic", "random", "sonnet", "shakespeare"}
@@ -202,6 +205,7 @@ class Aiperf:
             ),
             *("--osl", str(self.request.output_tokens), "--extra-inputs", json.dumps(more)),
             *("--concurrency", str(job.concurrency), "--request-count", str(job.requests)),
+            *("--request-rate", str(LOOKS_PER_SECOND), "--arrival-pattern", "constant"),
             *(["--tokenizer", self.tokenizer] if self.tokenizer else []),
             *("--no-gpu-telemetry", "--no-server-metrics", "--export-level", "summary", "--ui", "none"),
             *("--artifact-dir", str(job.folder)),

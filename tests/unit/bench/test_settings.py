@@ -98,6 +98,7 @@ def test_aiperf_is_told_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> Non
     words = argv()
     told = dict(pairwise(words))
     assert (told["--concurrency"], told["--request-count"], told["--osl"]) == ("4", "8", "64")
+    assert told["--request-rate"] == "1000"  # without one it looks for free users all the time, on a core of its own
     assert (told["--model"], told["--url"], told["--tokenizer"]) == ("m", "http://a", "/tok")
     assert "--streaming" in words
     assert "--use-server-token-count" in words
