@@ -117,7 +117,7 @@ test-vllm: .venv-vllm/ready
 test-vllm-doctor: .venv-vllm/ready
 	DFLASH_SERVE_TEST_DOCTOR=1 $(VLLM_BIN)/python -m pytest -o timeout=1800 tests/vllm/test_doctor.py
 
-# What `auto` is worth on that server, at 1 to 16 users: 30 runs of half a minute, and nothing else may run meanwhile. aiperf
+# What `auto` is worth on that server, at 1 to 16 users: 60 runs of a quarter of a minute, and nothing else may run meanwhile. aiperf
 # comes from .venv.
 .PHONY: bench-vllm
 bench-vllm: .venv-vllm/ready .venv/test
@@ -127,7 +127,7 @@ bench-vllm: .venv-vllm/ready .venv/test
 	  print("limits: {max_batch_size: 16, max_model_len: 1024, max_num_tokens: 2048}")' > build/vllm.yaml
 	PATH="$$PATH:$(CURDIR)/$(BIN)" VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1 \
 	  $(VLLM_BIN)/dflash-serve bench build/vllm.yaml --backend vllm --variants off,fixed,auto --no-in-turn \
-	  --concurrency 1,2,4,8,16 --rounds 2 --requests-per-user 2 --min-requests 6 --max-tokens 48 \
+	  --concurrency 1,2,4,8,16 --rounds 4 --requests-per-user 2 --min-requests 6 --max-tokens 48 \
 	  --output benchmarks/results/serving-vllm-2core
 
 .venv-vllm/ready: pyproject.toml $(wildcard $(VLLM_CPU)/pyproject.toml $(VLLM_CPU)/*/pyproject.toml $(VLLM_CPU)/*.txt)

@@ -1,12 +1,15 @@
 """The width policy against what hindsight would have chosen, in a simulator: no model, no waiting.
 
-    python -m benchmarks.policy [--seeds 4] [--output benchmarks/results/policy.json]
+    python -m benchmarks.policy [--seeds 4] [--output benchmarks/results/policy.json] [--before FILE]
 
 Every cell is a cost surface (this project's bundled pair on two CPU cores, in the embedded engine and in SGLang's
 server, where all requests of a step have one width; Qwen3-8B on three GPUs), a number of requests, a context length and
 a kind of requests. In each run, on the same luck: every fixed width, the policy from a cold start with costs measured
 some 20 % wrongly, the policy as it was before, and an oracle that knows true survival and true costs. Figures are
 ratios of tokens per second, means over seeds: of the first 100 steps, and of 500.
+
+The policy as it was takes most of the time, and what it does in a cell changes no more: `--before` takes its figures
+from an earlier report with as many seeds, and plays it in the other cells only.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ NEVER = 1.0
 LEAST = {"auto / best fixed, 100 steps": 0.95, "auto / best fixed": 0.97, "auto / off": 0.99}
 """What every cell is to reach; and the mean over cells 0.97 of the oracle."""
 Make = Callable[[int], WidthPolicy | Oracle]
+Ratios = dict[str, float]
 
 
 def grid() -> list[Cell]:
@@ -64,12 +68,22 @@ class Result:
     cell: Cell
     best: int
     """The best fixed width in hindsight, over all steps."""
-    ratios: dict[str, float]
+    ratios: Ratios
 
 
-def play(job: tuple[Cell, int]) -> Result:
+@dataclass(frozen=True)
+class Job:
+    """A cell to play."""
+
+    cell: Cell
+    seeds: int
+    before: Ratios | None = None
+    """What the policy as it was came to, where that is known."""
+
+
+def play(job: Job) -> Result:
     """All policies on one cell."""
-    cell, seeds = job
+    cell, seeds = job.cell, job.seeds
     surface = cell.surface
 
     def mean(make: Make) -> Vector:
@@ -81,20 +95,23 @@ def play(job: tuple[Cell, int]) -> Result:
     widths = surface.widths or [width for width in (1, 2, 3, 4, 6, 8, 12, 16) if width <= surface.block_size]
     fixed = {width: mean(lambda _, width=width: FixedWidth(width)) for width in widths}  # type: ignore[misc]
     auto = mean(lambda seed: AutoWidth(cost(seed), surface.block_size, surface.widths))
-    before = mean(lambda seed: AutoWidthBefore(cost(seed), surface.block_size, surface.widths))
     best = np.max(list(fixed.values()), axis=0)
-    ratios = {
-        "auto / best fixed, 100 steps": auto[0] / best[0],
-        "auto / best fixed": auto[1] / best[1],
-        "auto / off": auto[1] / fixed[1][1],
-        "before / best fixed, 100 steps": before[0] / best[0],
-        "before / best fixed": before[1] / best[1],
-        "before / off": before[1] / fixed[1][1],
-    }
-    if isinstance(cell.load, Synthetic):
-        oracle = mean(lambda _: Oracle(cell))
-        ratios |= {"auto / oracle": auto[1] / oracle[1], "before / oracle": before[1] / oracle[1]}
-    return Result(cell, max(fixed, key=lambda width: fixed[width][1]), {k: float(v) for k, v in ratios.items()})
+    oracle = mean(lambda _: Oracle(cell)) if isinstance(cell.load, Synthetic) else None
+
+    def ratios(name: str, rates: Vector) -> Ratios:
+        found = {
+            f"{name} / best fixed, 100 steps": rates[0] / best[0],
+            f"{name} / best fixed": rates[1] / best[1],
+            f"{name} / off": rates[1] / fixed[1][1],
+        }
+        if oracle is not None:
+            found[f"{name} / oracle"] = rates[1] / oracle[1]
+        return {ratio: float(value) for ratio, value in found.items()}
+
+    before = job.before or ratios(
+        "before", mean(lambda seed: AutoWidthBefore(cost(seed), surface.block_size, surface.widths))
+    )
+    return Result(cell, max(fixed, key=lambda width: fixed[width][1]), ratios("auto", auto) | before)
 
 
 def main(
@@ -102,15 +119,28 @@ def main(
     only: Annotated[str, typer.Option(help="Cells whose description has this in it.")] = "",
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes, and the picture beside it.")] = None,
     workers: Annotated[int, typer.Option(help="Processes.")] = 2,
+    before: Annotated[Path | None, typer.Option(help="A report to take the policy as it was from.")] = None,
 ) -> None:
     """Play every cell."""
     cells = [cell for cell in grid() if only in described(cell)]
-    jobs = [(cell, seeds * (4 if cell.requests == 1 else 2 if cell.requests <= 4 else 1)) for cell in cells]
+    known = {} if before is None else earlier(before, seeds)
+    runs = [seeds * (4 if cell.requests == 1 else 2 if cell.requests <= 4 else 1) for cell in cells]
+    jobs = [Job(cell, count, known.get(described(cell))) for cell, count in zip(cells, runs, strict=True)]
     with ProcessPoolExecutor(workers) as pool:
         results = list(track(pool.map(play, jobs), "cells", total=len(jobs), console=Console(stderr=True)))
     show(results)
     if output is not None:
         write(results, seeds, output)
+
+
+def earlier(report: Path, seeds: int) -> dict[str, Ratios]:
+    """What a report says of the policy as it was, by cell."""
+    made = json.loads(report.read_text(encoding="utf-8"))
+    assert made["made"]["seeds"] == seeds, f"{report} was made with {made['made']['seeds']} seeds"
+    return {
+        cell["cell"]: {name: ratio for name, ratio in cell.items() if name.startswith("before / ")}
+        for cell in made["cells"]
+    }
 
 
 def described(cell: Cell) -> str:

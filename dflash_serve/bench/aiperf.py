@@ -25,8 +25,8 @@ RESULT = "profile_export_aiperf.json"
 KEY = "OPENAI_API_KEY"
 """The environment variable in which aiperf looks for a key."""
 LOOKS_PER_SECOND = 1000
-"""How often a user who has got his answer is looked for. Given no rate, aiperf (0.13, timing/strategies/request_rate.py)
-looks all the time, which takes a whole core from servers on the same machine."""
+"""How often a user who has got his answer is looked for. Given no rate, aiperf 0.13 looks all the time
+(timing/strategies/request_rate.py), which takes a whole core from servers on the same machine."""
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 AIPERF_FILES, AIPERF_PUBLIC = "speed_bench_", ("spec_al_", "spec_bench")
 SYNTHETIC = {"synthetic", "random", "sonnet", "shakespeare"}
