@@ -110,7 +110,8 @@ VLLM_CPU := tests/support/vllm_cpu
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/ready
-	$(VLLM_BIN)/python -m pytest tests/vllm tests/contract/test_vllm_arguments.py tests/contract/test_draft_methods.py
+	$(VLLM_BIN)/python -m pytest tests/vllm tests/contract/test_vllm_arguments.py tests/contract/test_vllm_resting.py \
+	  tests/contract/test_draft_methods.py
 
 # The doctor at that server, against drafters with a fault: six minutes on two cores.
 .PHONY: test-vllm-doctor

@@ -211,13 +211,14 @@ def strict_drafter(monkeypatch: pytest.MonkeyPatch, **upstream: Any) -> Any:
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 
     from dflash_vllm.plugin import model
+    from dflash_vllm.plugin.backlog import Backlog
 
     for name, method in upstream.items():
         monkeypatch.setattr(DFlashQwen3ForCausalLM, name, method)
     drafter: Any = object.__new__(model.StrictDFlash)
     torch.nn.Module.__init__(drafter)
     drafter.config, drafter.lm_head = SimpleNamespace(hidden_size=4), torch.nn.Linear(4, 8, dtype=torch.bfloat16)
-    drafter._backlog = drafter._features = None
+    drafter._backlog = Backlog()
     return drafter
 
 
@@ -246,7 +247,7 @@ def test_a_drafters_context_waits_while_nothing_is_drafted(monkeypatch: pytest.M
     """Each slot of the K/V ends with the row that vLLM would have written there last, and no dummy is stored."""
     import torch
 
-    from dflash_vllm.plugin.backlog import MOST_ROWS, Backlog
+    from dflash_vllm.plugin.backlog import MOST_ROWS
 
     stored: dict[int, tuple[int, float]] = {}
     calls = []
@@ -260,31 +261,22 @@ def test_a_drafters_context_waits_while_nothing_is_drafted(monkeypatch: pytest.M
         monkeypatch,
         combine_hidden_states=lambda _, features: features[:, :4] * 10,
         precompute_and_store_context_kv=store,
-        forward=lambda *_: "it ran",
     )
-    drafter._backlog = Backlog()
 
-    def step(features: list[float], positions: list[int], slots: list[int]) -> Any:
-        states = drafter.combine_hidden_states(torch.tensor(features)[:, None].expand(-1, 12))
-        assert states.shape == (len(features), 4)
+    def rest(features: list[float], positions: list[int], slots: list[int]) -> None:
         memory = torch.tensor([positions, slots])  # vLLM writes the next step's into it
-        drafter.precompute_and_store_context_kv(states, memory[0], memory[1])
+        drafter.rest(torch.tensor(features)[:, None].expand(-1, 12), memory[0], memory[1])
         memory.zero_()
-        return drafter.forward(torch.zeros(len(features)), torch.zeros(len(features)))
 
     drafter.precompute_and_store_context_kv(torch.zeros(9, 4), torch.arange(9))
-    in_context(monkeypatch, 1)
-    step([1.0, 2.0], [5, 7], [50, 70])
-    step([3.0, 4.0], [6, 0], [51, -1])
-    step([5.0], [3], [70])  # slot 70 has another request now
+    rest([1.0, 2.0], [5, 7], [50, 70])
+    rest([3.0, 4.0], [6, 0], [51, -1])
+    rest([5.0], [3], [70])  # slot 70 has another request now
     assert calls == [None]
-    in_context(monkeypatch, 8)
-    assert step([6.0], [7], [52]) == "it ran"
-    assert calls == [None, 5]  # of slot 70 one row
+    drafter.precompute_and_store_context_kv(torch.full((1, 4), 60.0), torch.tensor([7]), torch.tensor([52]))
+    assert calls == [None, 4, 1]  # what waited goes first, of slot 70 one row
     assert stored == {50: (5, 10.0), 70: (3, 50.0), 51: (6, 30.0), -1: (0, 40.0), 52: (7, 60.0)}
-    assert drafter._backlog.rows == 0
-    in_context(monkeypatch, 1)
-    step([1.0] * MOST_ROWS, [0] * MOST_ROWS, list(range(MOST_ROWS)))
+    rest([1.0] * MOST_ROWS, [0] * MOST_ROWS, list(range(MOST_ROWS)))
     assert calls[-1] == MOST_ROWS  # it never grows without end
 
 

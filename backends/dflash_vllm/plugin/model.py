@@ -14,6 +14,7 @@ from dflash_serve.errors import refuse
 
 from .backlog import MOST_ROWS, Backlog
 from .guards import draft_problems, reading_problems, tensor_problems
+from .resting import spare_the_worker
 
 
 class _Strict:
@@ -42,50 +43,38 @@ class StrictDFlash(_Strict, DFlashQwen3ForCausalLM):  # type: ignore[misc]
     """A plain DFlash drafter.
 
     At width 1 the V1 runner asks for blocks that are the anchor alone, too, so that the drafter's K/V stays in step,
-    and looks at no row of what they come to: nothing of the drafter runs then. Its context waits in a `Backlog` until
-    a block is drafted, where it may (`may_wait`); elsewhere it is stored at every step, as vLLM does.
+    and looks at no row of what they come to: nothing of the drafter runs then. Where it may (`may_wait`), the context
+    of steps that draft nothing waits in a `Backlog` until a block is drafted.
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self._backlog = Backlog() if may_wait(vllm_config) else None
-        self._features: Tensor | None = None
+        self._backlog = Backlog()
+        if may_wait(vllm_config):
+            spare_the_worker()
 
-    def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
-        """[rows, F*H] -> [rows, H]; numbers that nobody reads where the rows may wait."""
-        if self._backlog is None:
-            combined: Tensor = super().combine_hidden_states(hidden_states)
-            return combined
-        self._features = hidden_states
-        return hidden_states.new_empty((len(hidden_states), self.config.hidden_size))
-
-    def precompute_and_store_context_kv(self, states: Tensor, positions: Tensor, slots: Any = None) -> None:
-        """Stores the context's K/V, or lets it wait.
-
-        Args:
-            states: what `combine_hidden_states` returned, [rows, H], or a dummy.
-            slots: [rows], -1 for rows that are thrown away; None = nothing is stored.
-        """
-        features, self._features = self._features, None
-        if self._backlog is None or features is None or not isinstance(slots, Tensor):
-            super().precompute_and_store_context_kv(states, positions, slots)
-            return
+    def rest(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Takes a step's context without a block: [rows, F*H], [rows], [rows]; vLLM's own memory."""
         self._backlog.add(features, positions, slots)
         if self._backlog.rows >= MOST_ROWS:
-            self._store_backlog(self._backlog)
+            self._store_backlog()
+
+    def precompute_and_store_context_kv(self, states: Tensor, positions: Tensor, slots: Any = None) -> None:
+        """Stores the K/V of the context that waits, then of this: [rows, H], [rows], and [rows] or None (nowhere)."""
+        if self._backlog.rows:
+            self._store_backlog()
+        super().precompute_and_store_context_kv(states, positions, slots)
 
     def forward(self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """[rows, hidden_size]."""
         if _is_anchor_alone():
             return positions.new_zeros((len(positions), self.config.hidden_size), dtype=self.lm_head.weight.dtype)
-        if self._backlog is not None and self._backlog.rows:
-            self._store_backlog(self._backlog)
         hidden: Tensor = super().forward(input_ids, positions, inputs_embeds)
         return hidden
 
-    def _store_backlog(self, backlog: Backlog) -> None:
-        features, positions, slots = backlog.take()
-        super().precompute_and_store_context_kv(super().combine_hidden_states(features), positions, slots)
+    def _store_backlog(self) -> None:
+        features, positions, slots = self._backlog.take()
+        super().precompute_and_store_context_kv(self.combine_hidden_states(features), positions, slots)
 
 
 class StrictDFlash2(_Strict, DFlash2Qwen3ForCausalLM):  # type: ignore[misc]

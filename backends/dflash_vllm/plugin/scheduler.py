@@ -21,6 +21,7 @@ from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_vllm.schedule import GUESSED_COSTS
 
 from . import proof
+from .resting import spare_the_scheduler
 from .steps import StepClock, decoding_steps
 from .widths import make_widths
 
@@ -61,11 +62,17 @@ class _FollowsLoad:
         self._clock = StepClock()
         self._accepted: dict[str, int] = {}
         host.dynamic_sd_lookup = _Lookup(self)
+        self.drafts_nothing = False
+        """Whether the step that was scheduled last drafts nothing."""
+        if not self.is_async:
+            spare_the_scheduler()
 
     def drafted_tokens(self) -> int:
         """How many tokens this step drafts for each request."""
         running = self.running  # type: ignore[attr-defined]
-        return self.widths.choose([request.request_id for request in running], _context_tokens(running)) - 1
+        drafted = self.widths.choose([request.request_id for request in running], _context_tokens(running)) - 1
+        self.drafts_nothing = not drafted
+        return drafted
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._clock.scheduled()
