@@ -22,7 +22,7 @@ from dflash_vllm.schedule import GUESSED_COSTS
 
 from . import proof
 from .resting import spare_the_scheduler
-from .steps import StepClock, decoding_steps
+from .steps import StepClock, decoding_steps, is_even
 from .widths import make_widths
 
 
@@ -89,7 +89,7 @@ class _FollowsLoad:
         tokens = _context_tokens(self.running)  # type: ignore[attr-defined]
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         steps = decoding_steps(scheduler_output, self._accepted)
-        is_clean = len(steps) == len(scheduler_output.num_scheduled_tokens)
+        is_clean = is_even(scheduler_output, steps)
         self.widths.verified(steps, seconds=seconds if is_clean else None, context_tokens=tokens)
         self.widths.finished(list(scheduler_output.finished_req_ids))
         self._clock.settled(busy=bool(self.running))  # type: ignore[attr-defined]

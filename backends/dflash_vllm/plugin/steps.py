@@ -48,6 +48,15 @@ def decoding_steps(output: Any, accepted: Mapping[str, int]) -> dict[str, tuple[
     return steps
 
 
+def is_even(output: Any, steps: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether a step did nothing but decode, as wide as it drafted: what it took is the cost of that width.
+
+    A block is drafted in one step and verified in the next, so where the width changes a step's time is of two.
+    """
+    widths = {width for width, _ in steps.values()}
+    return len(steps) == len(output.num_scheduled_tokens) and widths <= {output.num_spec_tokens_to_schedule + 1}
+
+
 def steps_by_width(offered: Sequence[int]) -> dict[int, int]:
     """Steps of each width, from how often each slot was offered: slot k is in every step wider than k."""
     wider = [*offered[1:], 0]

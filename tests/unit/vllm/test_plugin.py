@@ -14,7 +14,7 @@ from dflash_serve.speculation.costs import CostModel, LearntCosts, StepCosts
 from dflash_serve.speculation.width import AutoWidth, Step, WidthPolicy
 from dflash_vllm.plugin import steps
 from dflash_vllm.plugin.guards import account
-from dflash_vllm.plugin.steps import StepClock, decoding_steps, steps_by_width
+from dflash_vllm.plugin.steps import StepClock, decoding_steps, is_even, steps_by_width
 from dflash_vllm.plugin.widths import ANY, CLEAN, LiveWidths, make_widths
 from dflash_vllm.schedule import GUESSED_COSTS
 
@@ -62,6 +62,24 @@ def test_a_step_tells_of_the_requests_that_decoded_and_had_not_ended() -> None:
     rows = {"drafting": 4, "plain": 1, "prompt": 40, "short prompt": 1, "chunk": 5, "ended": 4}
     step = output(rows, {"drafting": 3, "ended": 3}, new=("prompt", "short prompt"))
     assert decoding_steps(step, {"drafting": 2}) == {"drafting": (4, 2), "plain": (1, 0)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "drafts", "even"),
+    [
+        ({"a": 4, "b": 4}, 3, True),
+        ({"a": 1, "b": 1}, 0, True),
+        ({"a": 1, "b": 1}, 3, False),  # the first blocks are drafted: no price of a step without speculation
+        ({"a": 4, "b": 4}, 0, False),  # the last ones are verified: none of a step with it
+        ({"a": 4, "b": 4}, 1, False),
+        ({"a": 4, "b": 1}, 3, False),
+        ({"a": 4, "prompt": 9}, 3, False),
+    ],
+)
+def test_a_step_is_timed_where_it_verifies_as_much_as_it_drafts(rows: dict[str, int], drafts: int, even: bool) -> None:
+    step = output(rows, {name: count - 1 for name, count in rows.items() if name != "prompt"}, new=("prompt",))
+    step.num_spec_tokens_to_schedule = drafts
+    assert is_even(step, decoding_steps(step, {"a": 0, "b": 0})) == even
 
 
 def test_steps_by_width_come_from_how_often_each_slot_was_offered() -> None:
