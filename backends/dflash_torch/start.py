@@ -29,12 +29,13 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
     assert entries is not None
     dtype = DTYPES.get(deployment.hardware.dtype)
     target = load_target(model.model, dtype=dtype, device=_device(deployment), revision=model.revision)
-    target.pack(compiled=own_arguments(deployment).get("operators") != "plain")
+    compiled = own_arguments(deployment).get("operators") != "plain"
+    target.pack(compiled=compiled)
     capacity = deployment.limits.max_model_len or target.config.max_position_embeddings
     speculator: Speculator | None = None
     policy: WidthPolicy = FixedWidth(1)
     if uses_drafter(deployment):
-        drafter = _drafter(deployment, target)
+        drafter = _drafter(deployment, target, compiled=compiled)
         block_size = deployment.speculation.block_size or drafter.config.block_size
         speculator = Speculator(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
         policy = _policy(deployment, speculator, entries)
@@ -52,10 +53,11 @@ def _device(deployment: Deployment) -> str:
     return "cpu" if gpu == "none" or not torch.cuda.is_available() else "cuda"
 
 
-def _drafter(deployment: Deployment, target: TargetModel) -> FusedDrafter:
+def _drafter(deployment: Deployment, target: TargetModel, *, compiled: bool) -> FusedDrafter:
     assert deployment.drafter is not None
     model, revision = deployment.drafter.model, deployment.drafter.revision
-    return FusedDrafter(load_drafter(model, revision=revision, dtype=target.embedding.dtype, device=target.device))
+    drafter = load_drafter(model, revision=revision, dtype=target.embedding.dtype, device=target.device)
+    return FusedDrafter(drafter, compiled=compiled)
 
 
 def _policy(deployment: Deployment, speculator: Speculator, entries: int) -> WidthPolicy:

@@ -46,9 +46,13 @@ class FusedMLP(nn.Module):
 
 
 class FusedDrafter(Drafter):
-    """A drafter for inference, made of another's weights; that one is spent."""
+    """A drafter for inference, made of another's weights; that one is spent.
 
-    def __init__(self, drafter: Drafter) -> None:
+    Args:
+        compiled: take our compiled linear layers where they can be had.
+    """
+
+    def __init__(self, drafter: Drafter, *, compiled: bool = True) -> None:
         with torch.device("meta"):  # every parameter is replaced
             super().__init__(drafter.config)
         self.rotary, self.mask_embedding = drafter.rotary, drafter.mask_embedding
@@ -63,7 +67,7 @@ class FusedDrafter(Drafter):
         self.layers = drafter.layers
         for layer, attention in zip(self.layers, attentions, strict=True):
             layer.self_attn, layer.mlp = FusedAttention(attention, self.config), FusedMLP(layer.mlp)  # type: ignore[assignment]
-        pack_linears(self)
+        pack_linears(self, compiled=compiled)
 
     def context_kv(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config

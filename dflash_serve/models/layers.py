@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import RopeConfig
+from dflash_serve.models.compiled.linear import compiled_linear
 
 ROWS_HINT = 8
 """The row count oneDNN chooses a layout for: a block. It stays good from 1 row to a prefill."""
@@ -97,7 +98,7 @@ class PackedLinear(nn.Module):
     """x [rows, in] -> [rows, out] with weights in oneDNN's blocked layout: 8 rows cost about what one costs.
 
     PyTorch's plain CPU path picks a poor kernel for 4-16 rows, just the widths that speculation verifies
-    (`benchmarks/layouts.py` measures it). Inference only.
+    (`benchmarks/layouts.py` measures it). What `CompiledLinear` cannot do. Inference only.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -110,24 +111,29 @@ class PackedLinear(nn.Module):
         return out
 
 
-def pack_linear(linear: nn.Module) -> nn.Module:
-    """Gives the packed form of a CPU nn.Linear where this build of PyTorch has oneDNN; the layer itself elsewhere."""
-    if not isinstance(linear, nn.Linear) or linear.weight.device.type != "cpu" or not _has_onednn():
+def pack_linear(linear: nn.Module, *, compiled: bool = True) -> nn.Module:
+    """Gives a CPU's nn.Linear the best layout that can be had here: ours, oneDNN's, or the layer itself.
+
+    Args:
+        compiled: ours may be taken.
+    """
+    if not isinstance(linear, nn.Linear) or linear.weight.device.type != "cpu":
         return linear
-    return PackedLinear(linear)
+    found = compiled_linear(linear) if compiled else None
+    return found or (PackedLinear(linear) if _has_onednn() else linear)
 
 
 def _has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
-def pack_linears(module: nn.Module) -> None:
+def pack_linears(module: nn.Module, *, compiled: bool = True) -> None:
     """Packs every nn.Linear below `module`, in place."""
     for name, child in module.named_children():
         if isinstance(child, nn.Linear):
-            setattr(module, name, pack_linear(child))
+            setattr(module, name, pack_linear(child, compiled=compiled))
         else:
-            pack_linears(child)
+            pack_linears(child, compiled=compiled)
 
 
 def stack_linears(linears: list[nn.Linear]) -> nn.Linear:

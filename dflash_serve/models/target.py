@@ -163,7 +163,7 @@ class TargetModel(nn.Module):
         Args:
             compiled: take the compiled operators where they can be had.
         """
-        pack_linears(self)
+        pack_linears(self, compiled=compiled)
         found = compiled_operators(self.embedding.dtype, self.device) if compiled else None
         self.operators = found or PlainOperators()
 

@@ -1,4 +1,4 @@
-"""Compiles `kernels.cpp` for this machine, once: the library is kept in the cache, by all that goes into it."""
+"""Compiles our kernels for this machine, once: the library is kept in the cache, by all that goes into it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -19,12 +20,13 @@ from dflash_serve.common.provenance import processor
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-COMPILE = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fPIC", "-fopenmp", "-c")
+SOURCES = {"small.cpp": ("-ffast-math",), "linear.cpp": ("-ffp-contract=fast",)}
+"""With flags of their own."""
+COMPILE = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-c")
 """The library is linked without -fopenmp: it takes the OpenMP that PyTorch has loaded, and so its threads; a second
 one would have threads of its own. Nor with -ffast-math, which would change how the whole process rounds."""
 SECONDS = 120
-"""It takes two."""
+"""It takes five."""
 
 
 @cache
@@ -32,7 +34,7 @@ def load_kernels() -> ctypes.CDLL | None:
     """The compiled library; None where it cannot be had, with one line in the log that says why."""
     compiler = find_compiler()
     if compiler is None:
-        log.info("no C++ compiler: a step's small operators are PyTorch's own, which take more time")
+        log.info("no C++ compiler: a step's operators are PyTorch's own, which take more time")
         return None
     try:
         path = cache_home() / "kernels" / f"{_key(compiler)}.so"
@@ -41,8 +43,22 @@ def load_kernels() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        log.warning("a step's small operators are PyTorch's own: compiling ours failed (%s)", said.splitlines()[0])
+        log.warning("a step's operators are PyTorch's own: compiling ours failed (%s)", said.splitlines()[0])
         return None
+
+
+class Kernel(Protocol):
+    """A function of the library. It returns nothing, and trusts every pointer and size."""
+
+    def __call__(self, *arguments: float | None) -> None: ...
+
+
+def kernel(library: ctypes.CDLL, name: str, signature: str) -> Kernel:
+    """One by name: p = pointer, l = int64, f = float, i = int."""
+    kinds: dict[str, Any] = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
+    function = library[name]
+    function.argtypes, function.restype = [kinds[kind] for kind in signature], None
+    return function
 
 
 def find_compiler() -> str | None:
@@ -52,8 +68,8 @@ def find_compiler() -> str | None:
 
 
 def _key(compiler: str) -> str:
-    version = _output(compiler, "--version")
-    parts = [SOURCE.read_text(encoding="utf-8"), *COMPILE, version, processor(), torch.__version__]
+    sources = [part for name, flags in SOURCES.items() for part in (_source(name).read_text(encoding="utf-8"), *flags)]
+    parts = [*sources, *COMPILE, _output(compiler, "--version"), processor(), torch.__version__]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
@@ -61,10 +77,16 @@ def _build(compiler: str, path: Path) -> None:
     """Under a scratch name, then renamed: processes that start together do not meet half a library."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        compiled, library = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
-        for command in ((*COMPILE, str(SOURCE), "-o", str(compiled)), ("-shared", str(compiled), "-o", str(library))):
-            _output(compiler, *command)
+        compiled, library = [], Path(scratch) / "kernels.so"
+        for name, flags in SOURCES.items():
+            compiled.append(str(Path(scratch) / name) + ".o")
+            _output(compiler, *COMPILE, *flags, str(_source(name)), "-o", compiled[-1])
+        _output(compiler, "-shared", *compiled, "-o", str(library))
         library.replace(path)
+
+
+def _source(name: str) -> Path:
+    return Path(__file__).with_name(name)
 
 
 def _output(*argv: str) -> str:

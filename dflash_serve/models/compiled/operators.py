@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.models.compiled.build import load_kernels
+from dflash_serve.models.compiled.build import Kernel, kernel, load_kernels
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import PlainOperators, RMSNorm
 
@@ -39,7 +38,7 @@ class CompiledOperators(PlainOperators):
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         ending = str(dtype).removeprefix("torch.")
         self._add_norm, self._silu_product, self._attend = (
-            _function(library, f"{name}_{ending}", signature)
+            kernel(library, f"{name}_{ending}", signature)
             for name, signature in (("add_norm", "ppppllfi"), ("silu_product", "pplli"), ("attend", "pppppppplppi"))
         )
 
@@ -87,7 +86,7 @@ class CompiledAttention:
 
     def __init__(
         self,
-        kernel: _Kernel,
+        attend: Kernel,
         cache: KVCache,
         spans: Sequence[Span],
         kinds: Sequence[AttentionKind],
@@ -95,7 +94,7 @@ class CompiledAttention:
         eps: float,
     ) -> None:
         _, _, kv_heads, capacity, dim = cache.keys.shape
-        self.kernel, self.cache, self.heads = kernel, cache, heads
+        self.attend, self.cache, self.heads = attend, cache, heads
         shapes = {k: _Shape(heads, kv_heads, dim, capacity, k.window or 0, k.causal, eps) for k in set(kinds)}
         self.shapes = [shapes[kind] for kind in kinds]
         self.count, flat, row = len(spans), [], 0
@@ -113,7 +112,7 @@ class CompiledAttention:
         shape = self.shapes[layer]
         out = qkv.new_empty(len(qkv), self.heads * shape.dim)
         weights = (None, None) if qk_norm is None else (qk_norm[0].weight.data_ptr(), qk_norm[1].weight.data_ptr())
-        self.kernel(
+        self.attend(
             qkv.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
@@ -127,18 +126,6 @@ class CompiledAttention:
             self.threads,
         )
         return out
-
-
-class _Kernel(Protocol):
-    def __call__(self, *arguments: float | None) -> None: ...
-
-
-def _function(library: ctypes.CDLL, name: str, signature: str) -> _Kernel:
-    """A function of the library that returns nothing: p = pointer, l = int64, f = float, i = int."""
-    kinds: dict[str, Any] = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
-    function = library[name]
-    function.argtypes, function.restype = [kinds[kind] for kind in signature], None
-    return function
 
 
 def _threads(numbers: int) -> int:

@@ -1,0 +1,108 @@
+"""Our compiled linear layers: PyTorch's numbers, and a row's bits whatever stands beside it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dflash_serve.models.compiled.build import find_compiler
+from dflash_serve.models.compiled.linear import CompiledLinear, compiled_linear
+from dflash_serve.models.layers import PackedLinear, pack_linear
+
+DTYPES = (torch.float32, torch.bfloat16)
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def no_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+
+
+def layer(inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = True) -> tuple[nn.Linear, CompiledLinear]:
+    torch.manual_seed(0)
+    plain = nn.Linear(inputs, outputs, bias=bias, dtype=dtype).requires_grad_(False)
+    ours = compiled_linear(plain)
+    assert ours is not None
+    return plain, ours
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [(576, 960), (2, 1), (1536, 47), (50, 49), (514, 48), (8192, 100)],  # whole tiles and what is left of them
+)
+@torch.inference_mode()
+def test_it_is_pytorchs_product(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+    plain, ours = layer(inputs, outputs, dtype, bias=bias)
+    near: Any = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    for rows in (1, 3, 8, 21):
+        x = torch.randn(rows, inputs).to(dtype)
+        exact = x.double() @ plain.weight.double().T + (plain.bias.double() if bias else 0)
+        torch.testing.assert_close(ours(x).double(), exact, **near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+@torch.inference_mode()
+def test_a_row_comes_out_bit_for_bit_as_alone(dtype: torch.dtype, threads: int) -> None:
+    _, ours = layer(1536, 250, dtype)
+    before = torch.get_num_threads()
+    x = torch.randn(40, 1536).to(dtype)
+    alone = torch.cat([ours(row[None]) for row in x])
+    torch.set_num_threads(threads)
+    try:
+        for rows in (*range(1, 10), 40):
+            assert torch.equal(ours(x[:rows]), alone[:rows])
+            assert torch.equal(ours(x[-rows:]), alone[-rows:])
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+def test_rows_may_come_in_any_shape_and_order() -> None:
+    _, ours = layer(64, 40, torch.float32)
+    x = torch.randn(64, 6).T
+    expected: Tensor = ours(x.contiguous())
+    assert torch.equal(ours(x), expected)
+    assert torch.equal(ours(x.reshape(2, 3, 64)), expected.view(2, 3, 40))
+    assert ours(x[:0]).shape == (0, 40)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(1, 63), torch.zeros(1, 64, dtype=torch.bfloat16)], ids=["size", "dtype"])
+def test_rows_of_another_layer_are_refused(x: Tensor) -> None:
+    with pytest.raises(ValueError, match="for a layer of 64"):
+        layer(64, 40, torch.float32)[1](x)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "dtype", "amx", "ours"),
+    [
+        (64, torch.float32, False, True),
+        (63, torch.float32, False, True),
+        (64, torch.bfloat16, False, True),
+        (63, torch.bfloat16, False, False),
+        (64, torch.float64, False, False),
+        (64, torch.float32, True, True),
+        (64, torch.bfloat16, True, False),
+    ],
+)
+def test_what_is_not_ours_is_left_to_onednn(
+    monkeypatch: pytest.MonkeyPatch, inputs: int, dtype: torch.dtype, amx: bool, ours: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    linear = nn.Linear(inputs, 8, dtype=dtype)
+    assert (compiled_linear(linear) is not None) == ours
+
+
+def test_layers_are_packed_by_us_unless_told_not_to() -> None:
+    linear = nn.Linear(64, 8)
+    assert isinstance(pack_linear(linear), CompiledLinear)
+    assert isinstance(pack_linear(linear, compiled=False), PackedLinear)
+    ours = pack_linear(linear)
+    assert copy.deepcopy(ours) is ours
