@@ -4,8 +4,8 @@ PYTHON ?= python3
 # On a machine without a GPU any CPU build of the same version does; a GPU machine takes the default build.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-# Spinning OpenMP threads make a shared machine crawl; on a quiet one passive waiting costs a few per cent.
-export OMP_WAIT_POLICY ?= PASSIVE
+# Spinning OpenMP threads make a machine crawl that runs tests side by side.
+test% unit bench%: export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .PHONY: demo test lint types unit clean bench

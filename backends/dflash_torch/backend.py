@@ -32,6 +32,7 @@ from .launch import (
     server_environment,
     with_batch_size,
 )
+from .waiting import choose_waiting
 
 if TYPE_CHECKING:
     from .engine import EmbeddedEngine
@@ -83,6 +84,7 @@ class EmbeddedBackend(ServerBackend, DiagnosableBackend):
             UserError: the first problem of `check`, or a checkpoint that cannot be read.
         """
         raise_problems(self.check(deployment))
+        choose_waiting()
         from .start import start_engine
 
         return start_engine(with_batch_size(deployment))

@@ -31,6 +31,7 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics
 from .model_runner import TargetRunner
 from .request import Request
 from .speculator import Speculator
+from .waiting import CHOSEN_ALREADY
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +190,8 @@ def _machine(device: torch.device) -> str:
     """The device and how it is used."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{processor()}, {torch.get_num_threads()} threads {os.environ.get('OMP_WAIT_POLICY', '')}".rstrip()
+    waiting = " ".join(os.environ[name] for name in CHOSEN_ALREADY if name in os.environ)
+    return f"{processor()}, {torch.get_num_threads()} threads {waiting}".rstrip()
 
 
 def _key(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> str:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_serve.models.compiled.build import find_compiler
-from dflash_serve.models.compiled.linear import CompiledLinear, compiled_linear
-from dflash_serve.models.layers import PackedLinear, pack_linear
+from dflash_serve.models.layers import CompiledLinear, PackedLinear, compiled_linear, pack_linear
 
 DTYPES = (torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -40,6 +39,7 @@ def layer(inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = True) -
 @torch.inference_mode()
 def test_it_is_pytorchs_product(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
     plain, ours = layer(inputs, outputs, dtype, bias=bias)
+    assert torch.equal(ours.weight, plain.weight)
     near: Any = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     for rows in (1, 3, 8, 21):
         x = torch.randn(rows, inputs).to(dtype)
