@@ -1,18 +1,29 @@
 """A drafter laid out for decoding on CPU: fewer, larger products over packed weights. The maths is `drafter`'s.
 
 A block of 8 rows is so little work that starting a matrix product costs as much as doing it: q, k, v and gate, up
-become one product each, and so does the context K/V of all layers (as SGLang and TensorRT-LLM fuse it on GPUs).
+become one product each, and so does the context K/V of all layers (as SGLang and TensorRT-LLM fuse it on GPUs). What
+stands between the products of a layer is compiled, where it can be.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.models.drafter import MLP, Attention, Drafter
-from dflash_serve.models.layers import pack_linears, rotate, stack_linears
+from dflash_serve.models.attention import Attend
+from dflash_serve.models.compiled.operators import (
+    CompiledAttention,
+    CompiledOperators,
+    compiled_operators,
+    step_attention,
+)
+from dflash_serve.models.drafter import MLP, Attention, Drafter, Layer
+from dflash_serve.models.kv_cache import KVCache, Span
+from dflash_serve.models.layers import PlainOperators, pack_linears, rotate, stack_linears
 
 
 class FusedAttention(Attention):
@@ -45,11 +56,34 @@ class FusedMLP(nn.Module):
         return out
 
 
+class CompiledLayer(nn.Module):
+    """A fused `Layer` whose norms, SwiGLU and attention are compiled; also takes an attention that is not."""
+
+    def __init__(self, layer: Layer, operators: CompiledOperators) -> None:
+        super().__init__()
+        self.index, self.operators, self.self_attn, self.mlp = layer.index, operators, layer.self_attn, layer.mlp
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend | CompiledAttention, rows: int) -> Tensor:
+        """As `Layer`'s: [rows, H] -> the same."""
+        attention, mlp, operators = self.self_attn, self.mlp, self.operators
+        assert isinstance(attention, FusedAttention)
+        assert isinstance(mlp, FusedMLP)
+        h, x = operators.add_norm(h.clone(), None, self.input_layernorm)
+        if isinstance(attend, CompiledAttention):
+            y = attend.rotated(self.index, attention.qkv(x), cos, sin, (attention.q_norm, attention.k_norm))
+        else:
+            y = attend(self.index, *attention.project(x, cos, sin)).reshape(len(x), -1)
+        h, x = operators.add_norm(h, attention.o_proj(y), self.post_attention_layernorm)
+        out: Tensor = h + mlp.down_proj(operators.silu_product(mlp.gate_up(x)))
+        return out
+
+
 class FusedDrafter(Drafter):
     """A drafter for inference, made of another's weights; that one is spent.
 
     Args:
-        compiled: take our compiled linear layers where they can be had.
+        compiled: take our compiled layers and operators where they can be had.
     """
 
     def __init__(self, drafter: Drafter, *, compiled: bool = True) -> None:
@@ -68,6 +102,18 @@ class FusedDrafter(Drafter):
         for layer, attention in zip(self.layers, attentions, strict=True):
             layer.self_attn, layer.mlp = FusedAttention(attention, self.config), FusedMLP(layer.mlp)  # type: ignore[assignment]
         pack_linears(self, compiled=compiled)
+        self.operators = PlainOperators()
+        weight = self.norm.weight
+        found = compiled_operators(weight.dtype, weight.device) if compiled else None
+        if found is not None and self.config.convolution is None:
+            self.operators = found
+            self.layers = nn.ModuleList(CompiledLayer(layer, found) for layer in self.layers)  # type: ignore[assignment]
+
+    def attention(self, cache: KVCache, spans: Sequence[Span]) -> Attend | CompiledAttention:
+        """Attention of blocks over their contexts, for one step."""
+        config = self.config
+        kinds, heads = config.layers, config.num_attention_heads
+        return step_attention(self.operators, cache, spans, kinds, heads, config.rms_norm_eps)
 
     def context_kv(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.models.attention import Attend
-from dflash_serve.models.attention.ragged import ragged_attention
-from dflash_serve.models.compiled.operators import CompiledAttention, CompiledOperators, compiled_operators
+from dflash_serve.models.compiled.operators import CompiledAttention, compiled_operators, step_attention
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import (
     PlainOperators,
@@ -169,12 +168,9 @@ class TargetModel(nn.Module):
 
     def attention(self, cache: KVCache, spans: Sequence[Span]) -> TargetAttend:
         """Attention of a flat batch of spans over a cache, for one step."""
-        kinds, heads = self.config.layers, self.config.num_attention_heads
-        if isinstance(self.operators, CompiledOperators):
-            found = self.operators.attention(cache, spans, kinds, heads, self.config.rms_norm_eps)
-            if found is not None:
-                return found
-        return ragged_attention(cache, spans, kinds, heads)
+        config = self.config
+        kinds, heads = config.layers, config.num_attention_heads
+        return step_attention(self.operators, cache, spans, kinds, heads, config.rms_norm_eps)
 
     def layer_weights(self, index: int) -> dict[str, Tensor]:
         """Weights of a layer under z-lab's drafter names, to initialise a drafter layer from. Before `pack` only."""

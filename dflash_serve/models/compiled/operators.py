@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind
+from dflash_serve.models.attention import Attend
+from dflash_serve.models.attention.ragged import ragged_attention
 from dflash_serve.models.compiled.build import Kernel, kernel, load_kernels
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import PlainOperators, RMSNorm
@@ -69,6 +71,22 @@ class CompiledOperators(PlainOperators):
         if pairs > MOST_PAIRS or cache.keys.shape[-1] > MOST_DIM:
             return None
         return CompiledAttention(self._attend, cache, spans, kinds, heads, eps)
+
+
+def step_attention(
+    operators: PlainOperators,
+    cache: KVCache,
+    spans: Sequence[Span],
+    kinds: Sequence[AttentionKind],
+    heads: int,
+    eps: float,
+) -> Attend | CompiledAttention:
+    """Attention of a flat batch of spans over a cache, for one step: compiled where the operators are and it can be."""
+    if isinstance(operators, CompiledOperators):
+        found = operators.attention(cache, spans, kinds, heads, eps)
+        if found is not None:
+            return found
+    return ragged_attention(cache, spans, kinds, heads)
 
 
 class _Shape(ctypes.Structure):
