@@ -22,7 +22,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.decoding import measured_on, write_report
 from dflash_serve import LLM, SamplingParams
@@ -30,7 +30,7 @@ from dflash_serve.common.provenance import versions
 from dflash_serve.models.attention.ragged import RaggedAttention
 from dflash_serve.models.compiled.operators import CompiledAttention
 from dflash_serve.models.kv_cache import Span, span_positions
-from dflash_serve.models.layers import PlainOperators, rotate
+from dflash_serve.models.layers import CompiledLinear, PlainOperators, rotate
 from dflash_serve.models.target import TargetModel
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.model_runner import TargetRunner
@@ -195,17 +195,23 @@ class Profile:
 
     def floors(self, machine: dict[str, float]) -> dict[str, float]:
         """Milliseconds that reading alone, and multiplying alone, would take."""
-        config, size = self.target.config, self.target.embedding.element_size()
+        target, config = self.target, self.target.config
         attended = config.num_attention_heads * config.head_dim
-        kept = 2 * config.num_key_value_heads * config.head_dim
-        layer = config.hidden_size * (2 * attended + kept + 3 * config.intermediate_size)
-        weights = config.num_layers * layer + config.vocab_size * config.hidden_size
-        cached = self.size * self.context * config.num_layers
+        kept = 2 * config.num_key_value_heads * config.head_dim * target.embedding.element_size()
+        layers = [part for layer in target.layers for part in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        stored = [packed_weight(layer) for layer in (*layers, target.head)]
+        weights, cached = sum(weight.numel() for weight in stored), self.size * self.context * config.num_layers
         products = 2 * self.size * weights + 4 * cached * attended
+        read = sum(weight.nbytes for weight in stored) + cached * kept
         return {
-            "reading": 1e-6 * size * (weights + cached * kept) / machine["read_gb_per_second"],
+            "reading": 1e-6 * read / machine["read_gb_per_second"],
             "multiplying": 1e-6 * products / machine["gflop_per_second"],
         }
+
+
+def packed_weight(linear: nn.Module) -> Tensor:
+    """A layer's weights as they lie in memory."""
+    return linear.packed if isinstance(linear, CompiledLinear) else linear.weight  # type: ignore[return-value]
 
 
 def show(report: dict[str, Any]) -> None:

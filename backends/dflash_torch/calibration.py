@@ -39,6 +39,8 @@ CONTEXT, LONG_CONTEXT = 128, 1024
 """Tokens of context while measuring; the difference gives the price of a token of context."""
 REPETITIONS, MOST_REPETITIONS = 5, 15
 """Of every pass, and of those whose least time was not met twice."""
+ONE_BLOCK = 8
+"""Rows up to which they are all one request's."""
 LEAST = 0.1
 """Of a pass: what is left of it, whatever the K/V of its contexts was found to cost."""
 DOUBTFUL = 0.2
@@ -88,7 +90,7 @@ def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int
     bench = _Bench(target, drafter, block_size, entries, CONTEXT)
     jobs: dict[tuple[str, int], Callable[[], object]] = {}
     for rows in sorted({*range(1, block_size + 1), *(n * block_size for n in _doubling(entries))}):
-        jobs["target", rows] = bench.target_pass(rows, min(rows, entries), CONTEXT)
+        jobs["target", rows] = bench.target_pass(rows, entries, CONTEXT)
     for requests in _doubling(entries):
         jobs["draft", requests] = bench.draft_pass(requests, CONTEXT)
     if long > CONTEXT:
@@ -119,9 +121,15 @@ def tabulate(seconds: Mapping[tuple[str, int], float], entries: int, long: int) 
     tables: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
     for (kind, size), taken in seconds.items():
         if kind in tables:
-            bare = taken - slopes[kind] * min(size, entries) * CONTEXT
+            contexts = _contexts(size, entries) if kind == "target" else size
+            bare = taken - slopes[kind] * contexts * CONTEXT
             tables[kind][size] = max(bare, LEAST * taken)
     return CostModel(**tables, target_context=slopes["target"], draft_context=slopes["draft"])
+
+
+def _contexts(rows: int, entries: int) -> int:
+    """How many requests a target pass of so many rows is made of: one, as long as its block holds them."""
+    return 1 if rows <= ONE_BLOCK else min(rows, entries)
 
 
 def _doubling(limit: int) -> list[int]:
@@ -137,8 +145,8 @@ class _Bench:
         self.runner = TargetRunner(target, target.new_cache(entries, capacity + block_size), block_size)
 
     def target_pass(self, rows: int, entries: int, context: int) -> Callable[[], object]:
-        """Rows spread evenly over entries as a batch of blocks would be; up to 8 rows in one entry."""
-        used = 1 if rows <= 8 else entries
+        """Rows spread evenly over entries as a batch of blocks would be."""
+        used = _contexts(rows, entries)
         spans = [Span(entry, context, rows // used + (entry < rows % used)) for entry in range(used)]
         spans = [span for span in spans if span.length]
         token_ids = [[1] * span.length for span in spans]

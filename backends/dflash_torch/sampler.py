@@ -42,6 +42,8 @@ def sample(
         logits: [rows, V], `width` rows a request, after one another.
         eos_token_ids: which no answer may have before its `min_tokens`.
     """
+    if all(_takes_the_likeliest(request) for request in requests):
+        return _take_the_likeliest(requests, drafts, logits)
     device = logits.device
     widths = [1 + len(draft) for draft in drafts]
     batch = SamplingBatch.of([request.params for request in requests], logits.shape[-1], device)
@@ -64,6 +66,26 @@ def sample(
         StepResult(request, tokens, _logprobs(rows, tokens, request.params.logprobs))
         for request, tokens, rows in zip(requests, gained, raw, strict=True)
     ]
+
+
+def _takes_the_likeliest(request: Request) -> bool:
+    """Whether nothing but the target's own logits decides about its next tokens."""
+    params = request.params
+    if request.grammar is not None or params.penalised or params.logit_bias:
+        return False
+    return params.greedy and params.min_tokens <= len(request.output_ids)
+
+
+def _take_the_likeliest(requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor) -> list[StepResult]:
+    """`sample` where all do: one argmax, and no tensors for what nobody switched on."""
+    best, first, results = logits.argmax(-1).tolist(), 0, []
+    for request, draft in zip(requests, drafts, strict=True):
+        chosen, rows = best[first : first + 1 + len(draft)], logits[first : first + 1 + len(draft)]
+        accepted = next((slot for slot, token in enumerate(draft) if token != chosen[slot]), len(draft))
+        tokens = chosen[: accepted + 1]
+        results.append(StepResult(request, tokens, _logprobs(rows, tokens, request.params.logprobs)))
+        first += len(chosen)
+    return results
 
 
 def _logprobs(rows: Tensor, tokens: list[int], top: int | None) -> list[TokenLogprob] | None:

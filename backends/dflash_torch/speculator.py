@@ -62,7 +62,7 @@ class Speculator:
         counts = [width - 1 for width in widths]
         rows = [n * size + first + slot for n, count in enumerate(counts) for slot in range(count)]
         grammars = [request.grammar for request in requests]
-        return self.propose(self.drafter, self.target.logits, hidden[rows], anchors, counts, grammars)
+        return self.propose(self.drafter, self.target.draft_logits, hidden[rows], anchors, counts, grammars)
 
     def inject(self, requests: Sequence[Request]) -> None:
         """Writes the context K/V of tokens verified since the last time; nothing older is recomputed."""

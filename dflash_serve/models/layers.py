@@ -101,7 +101,8 @@ class PlainOperators:
 class CompiledLinear(nn.Module):
     """x [rows, in] -> [rows, out], as fast as memory gives the weights; a row of a block comes out as it does alone.
 
-    x has the weights' dtype. Inference only.
+    Weights in float32 that are bfloat16's numbers, as those of most checkpoints are, are kept in bfloat16: half the
+    bytes, the same products. x has the layer's dtype. Inference only.
 
     Args:
         linear: on a CPU; what `compiled_linear` takes.
@@ -111,12 +112,16 @@ class CompiledLinear(nn.Module):
         super().__init__()
         library = load_kernels()
         assert library is not None
-        weight, name = linear.weight.detach().contiguous(), str(linear.weight.dtype).removeprefix("torch.")
-        self.outputs, self.inputs = weight.shape
+        weight = linear.weight.detach().contiguous()
+        self.dtype, (self.outputs, self.inputs) = weight.dtype, weight.shape
         self.bias = None if linear.bias is None else linear.bias.detach().contiguous()
+        narrow = weight.bfloat16()
+        if self.inputs % PER_WORD[torch.bfloat16] == 0 and torch.equal(narrow.to(self.dtype), weight):
+            weight = narrow
         self.packed = weight.new_empty(-(-self.outputs // LANES) * LANES * self.inputs)
-        kernel(library, f"pack_{name}", "ppll")(weight.data_ptr(), self.packed.data_ptr(), self.inputs, self.outputs)
-        self._run = kernel(library, f"linear_{name}", "ppppllli")
+        pack = kernel(library, f"pack_{_name(weight.dtype)}", "ppll")
+        pack(weight.data_ptr(), self.packed.data_ptr(), self.inputs, self.outputs)
+        self._run = kernel(library, f"linear_{_name(self.dtype)}_by_{_name(weight.dtype)}", "ppppllli")
 
     def __deepcopy__(self, memo: object) -> CompiledLinear:
         """Itself: its weights are never written."""
@@ -127,17 +132,31 @@ class CompiledLinear(nn.Module):
         """A copy, [out, in] as it was."""
         words = self.packed.view(torch.int32).view(-1, self.inputs // PER_WORD[self.packed.dtype], LANES)
         rows = words.transpose(1, 2).reshape(-1)[: self.outputs * words.shape[1]]
-        return rows.view(self.packed.dtype).view(self.outputs, self.inputs).clone()
+        return rows.view(self.packed.dtype).view(self.outputs, self.inputs).to(self.dtype, copy=True)
+
+    def rounded(self) -> CompiledLinear:
+        """The same by weights rounded to bfloat16, half the bytes of float32; itself where they are or cannot be."""
+        if self.packed.dtype == torch.bfloat16 or self.inputs % PER_WORD[torch.bfloat16]:
+            return self
+        linear = nn.Linear(self.inputs, self.outputs, bias=self.bias is not None, device="meta")
+        linear.weight = nn.Parameter(self.weight.bfloat16().to(self.dtype), requires_grad=False)
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias, requires_grad=False)
+        return CompiledLinear(linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != self.packed.dtype or x.shape[-1] != self.inputs:
-            raise ValueError(f"rows of {x.shape[-1]} {x.dtype} for a layer of {self.inputs} {self.packed.dtype}")
+        if x.dtype != self.dtype or x.shape[-1] != self.inputs:
+            raise ValueError(f"rows of {x.shape[-1]} {x.dtype} for a layer of {self.inputs} {self.dtype}")
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.outputs)
         bias = None if self.bias is None else self.bias.data_ptr()
         rows, threads = x.numel() // self.inputs, torch.get_num_threads()
         self._run(x.data_ptr(), self.packed.data_ptr(), bias, out.data_ptr(), rows, self.inputs, self.outputs, threads)
         return out
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def compiled_linear(linear: nn.Linear) -> CompiledLinear | None:

@@ -8,6 +8,7 @@ layers only. Weights are fused as they are read: qkv and gate_up are one product
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from dflash_serve.models.attention import Attend
 from dflash_serve.models.compiled.operators import CompiledAttention, compiled_operators, step_attention
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import (
+    CompiledLinear,
     PlainOperators,
     RMSNorm,
     RotaryEmbedding,
@@ -143,6 +145,16 @@ class TargetModel(nn.Module):
         """hidden [rows, H] after the final norm -> [rows, vocabulary]."""
         out: Tensor = self.head(hidden)
         return out
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """The same for drafted tokens, which need not be exact: by rounded weights where these are read faster."""
+        out: Tensor = self._draft_head(hidden)
+        return out
+
+    @cached_property
+    def _draft_head(self) -> nn.Module:
+        """Made for the first draft: a target that serves alone need not hold it."""
+        return self.head.rounded() if isinstance(self.head, CompiledLinear) else self.head
 
     def new_cache(self, entries: int, capacity: int) -> KVCache:
         """An empty K/V cache for `entries` sequences of up to `capacity` tokens."""

@@ -1,4 +1,5 @@
 // Linear layers of a step on a CPU: every weight is read from memory once and meets all rows; products are summed in fp32.
+// Weights may be narrower than rows: most checkpoints are bfloat16, and computing in fp32 needs no wider copy of them.
 //
 // A row's result depends on that row alone, in an order that never changes: not on the rows beside it, nor on the number
 // of threads. So a row verified in a block comes out bit for bit as it does alone. Built by `build.py` without
@@ -42,8 +43,8 @@ inline void put(bfloat16 &place, float x) {  // to the nearest, ties to even
 }
 
 // Weights of LANES outputs, read word by word: a word holds one float, or two bfloat16 of inputs side by side.
-template <class T>
-constexpr int64_t PER_WORD = 4 / sizeof(T);
+template <class Weight>
+constexpr int64_t PER_WORD = 4 / sizeof(Weight);
 
 inline void unpack(const uint32_t *from, Floats (&to)[1]) { std::memcpy(&to[0], from, sizeof to[0]); }
 inline void unpack(const uint32_t *from, Floats (&to)[2]) {
@@ -53,7 +54,8 @@ inline void unpack(const uint32_t *from, Floats (&to)[2]) {
     to[1] = (Floats)(pairs & 0xffff0000u);
 }
 
-template <class T>
+// T is what rows are made of, P how many inputs are in a word.
+template <class T, int64_t P>
 struct Linear {
     const uint32_t *weights;  // [outputs / LANES, words, LANES]
     const T *bias;            // [outputs] or null
@@ -64,7 +66,6 @@ struct Linear {
     // N blocks of outputs from `block` on, of R rows from `row` on.
     template <int N, int R>
     void tile(int64_t block, int64_t row) const {
-        constexpr int64_t P = PER_WORD<T>;
         Floats totals[R][N] = {};
         for (int64_t from = 0; from < words; from += STRETCH) {
             Floats sums[R][N] = {};
@@ -109,16 +110,17 @@ struct Linear {
 };
 
 // [outputs, inputs] -> [outputs / LANES, words, LANES], missing outputs zero; inputs fill whole words.
-template <class T>
-void pack(const T *weights, uint32_t *packed, int64_t inputs, int64_t outputs) {
-    const int64_t words = inputs / PER_WORD<T>;
+template <class Weight>
+void pack(const Weight *weights, uint32_t *packed, int64_t inputs, int64_t outputs) {
+    constexpr int64_t P = PER_WORD<Weight>;
+    const int64_t words = inputs / P;
     for (int64_t block = 0; block * LANES < outputs; block++)
         for (int64_t word = 0; word < words; word++)
             for (int64_t i = 0; i < LANES; i++) {
                 uint32_t &place = packed[(block * words + word) * LANES + i];
                 const int64_t output = block * LANES + i;
                 place = 0;
-                if (output < outputs) std::memcpy(&place, weights + output * inputs + word * PER_WORD<T>, 4);
+                if (output < outputs) std::memcpy(&place, weights + output * inputs + word * P, 4);
             }
 }
 
@@ -131,10 +133,10 @@ inline const float *in_fp32(const bfloat16 *x, int64_t count) {
 }
 
 // x [rows, inputs] -> out [rows, outputs].
-template <class T>
+template <class T, int64_t P>
 void linear(const T *x, const uint32_t *weights, const T *bias, T *out, int64_t rows, int64_t inputs, int64_t outputs,
             int threads) {
-    const Linear<T> layer{weights, bias, in_fp32(x, rows * inputs), out, inputs / PER_WORD<T>, outputs};
+    const Linear<T, P> layer{weights, bias, in_fp32(x, rows * inputs), out, inputs / P, outputs};
     const int64_t blocks = (outputs + LANES - 1) / LANES, strips = (blocks + BLOCKS - 1) / BLOCKS;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t strip = 0; strip < strips; strip++) {
@@ -148,14 +150,18 @@ void linear(const T *x, const uint32_t *weights, const T *bias, T *out, int64_t 
 
 }  // namespace
 
-#define KERNELS(NAME, T)                                                                                              \
-    extern "C" void pack_##NAME(const T *weights, uint32_t *packed, int64_t inputs, int64_t outputs) {                 \
+#define PACK(NAME, Weight)                                                                                            \
+    extern "C" void pack_##NAME(const Weight *weights, uint32_t *packed, int64_t inputs, int64_t outputs) {            \
         pack(weights, packed, inputs, outputs);                                                                       \
-    }                                                                                                                 \
+    }
+#define LINEAR(NAME, T, Weight)                                                                                       \
     extern "C" void linear_##NAME(const T *x, const uint32_t *weights, const T *bias, T *out, int64_t rows,            \
                                   int64_t inputs, int64_t outputs, int threads) {                                     \
-        linear(x, weights, bias, out, rows, inputs, outputs, threads);                                                \
+        linear<T, PER_WORD<Weight>>(x, weights, bias, out, rows, inputs, outputs, threads);                           \
     }
 
-KERNELS(float32, float)
-KERNELS(bfloat16, bfloat16)
+PACK(float32, float)
+PACK(bfloat16, bfloat16)
+LINEAR(float32_by_float32, float, float)
+LINEAR(float32_by_bfloat16, float, bfloat16)
+LINEAR(bfloat16_by_bfloat16, bfloat16, bfloat16)

@@ -47,11 +47,46 @@ def test_it_is_pytorchs_product(inputs: int, outputs: int, bias: bool, dtype: to
         torch.testing.assert_close(ours(x).double(), exact, **near)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("inputs", "narrow"), [(576, True), (577, False)])
+@torch.inference_mode()
+def test_float32_weights_that_are_bfloat16s_numbers_take_half_the_bytes(inputs: int, narrow: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(inputs, 100).requires_grad_(False)
+    plain.weight.copy_(plain.weight.bfloat16())
+    ours, x = compiled_linear(plain), torch.randn(9, inputs)
+    assert ours is not None
+    assert ours.packed.dtype == (torch.bfloat16 if narrow else torch.float32)
+    assert ours.weight.dtype == torch.float32
+    assert torch.equal(ours.weight, plain.weight)
+    torch.testing.assert_close(ours(x).double(), plain.double()(x.double()), rtol=1e-5, atol=1e-5)
+    plain.float().weight[3, 5] += 2**-14  # one number that bfloat16 has not
+    again = compiled_linear(plain)
+    assert again is not None
+    assert again.packed.dtype == torch.float32
+
+
+@torch.inference_mode()
+def test_rounded_it_takes_half_the_bytes_and_is_nearly_the_same() -> None:
+    plain, ours = layer(64, 40, torch.float32)
+    rounded, x = ours.rounded(), torch.randn(5, 64)
+    assert rounded.packed.nbytes * 2 == pytest.approx(ours.packed.nbytes)
+    assert torch.equal(rounded.weight, plain.weight.bfloat16().float())
+    torch.testing.assert_close(rounded(x), plain(x), rtol=0.02, atol=0.02)
+    assert rounded.rounded() is rounded
+    odd = layer(63, 40, torch.float32)[1]
+    assert odd.rounded() is odd
+
+
+@pytest.mark.parametrize(
+    ("dtype", "narrow"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)], ids=str
+)
 @pytest.mark.parametrize("threads", [1, 2])
 @torch.inference_mode()
-def test_a_row_comes_out_bit_for_bit_as_alone(dtype: torch.dtype, threads: int) -> None:
-    _, ours = layer(1536, 250, dtype)
+def test_a_row_comes_out_bit_for_bit_as_alone(dtype: torch.dtype, narrow: bool, threads: int) -> None:
+    plain = nn.Linear(1536, 250, dtype=dtype).requires_grad_(False)
+    ours = compiled_linear(plain.bfloat16().to(dtype) if narrow else plain)
+    assert ours is not None
+    assert ours.packed.dtype == (torch.bfloat16 if narrow else dtype)
     before = torch.get_num_threads()
     x = torch.randn(40, 1536).to(dtype)
     alone = torch.cat([ours(row[None]) for row in x])

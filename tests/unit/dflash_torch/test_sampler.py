@@ -1,0 +1,60 @@
+"""What a step brings each request: the short way of greedy requests against the general one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+from dflash_torch import sampler
+from dflash_torch.request import Request
+from dflash_torch.sampler import sample
+
+VOCAB = 11
+WIDTHS = (4, 1, 3)
+
+
+def request(**params: Any) -> Request:
+    return Request(
+        id=0,
+        entry=0,
+        token_ids=[1, 2, 3],
+        prompt_length=2,
+        limit=100,
+        params=SamplingParams(temperature=0, **params),
+        seed=0,
+        statistics=AcceptanceStatistics(),
+    )
+
+
+@pytest.mark.parametrize("right", [(0, 0, 0), (2, 0, 1), (3, 0, 2)], ids=str)
+def test_the_short_way_gives_what_the_general_one_does(right: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(sum(right))
+    logits = torch.randn(sum(WIDTHS), VOCAB)
+    drafts, first = [], 0
+    for width, accepted in zip(WIDTHS, right, strict=True):
+        best = logits[first : first + width - 1].argmax(-1)
+        drafts.append([int(token) if slot < accepted else (int(token) + 1) % VOCAB for slot, token in enumerate(best)])
+        first += width
+    requests = [request(), request(logprobs=2), request(min_tokens=1)]
+    short = sample(requests, drafts, logits, [0])
+    monkeypatch.setattr(sampler, "_takes_the_likeliest", lambda request: False)
+    assert short == sample(requests, drafts, logits, [0])
+    assert [len(result.token_ids) - 1 for result in short] == list(right)
+    assert short[1].logprobs is not None
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"min_tokens": 2}, {"logit_bias": {3: 5.0}}, {"presence_penalty": 1.0}],
+    ids=lambda params: next(iter(params)),
+)
+def test_what_moves_the_choice_goes_the_general_way(params: dict[str, Any]) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 5] = 1.0, 1.5
+    logits[0, 0] = 2.0 if "min_tokens" in params else 0.0
+    expected = {"min_tokens": 5, "logit_bias": 3, "presence_penalty": 5}[next(iter(params))]
+    assert sample([request(**params)], [[]], logits, [0])[0].token_ids == [expected]
