@@ -93,6 +93,10 @@ RISK: Final = 1.0
 """What one step may lose at worst while there is less than that on the account, in the same."""
 MARGIN: Final = 0.02
 """What a wider block than the best may cost beside it, as a share of the step, to learn of its slots."""
+CURIOSITY: Final = 1.0
+"""What such blocks may cost together at once, in steps with a draft."""
+WONDER: Final = 0.002
+"""What every step adds to that: the share of all time that goes into them."""
 TRIFLE: Final = 0.001
 """A price that needs no account, likewise."""
 REST: Final = 64
@@ -147,6 +151,7 @@ class AutoWidth:
         self.costs = BelievedCosts(cost) if believed else StepCosts(cost, learnt)
         self.survival = SurvivalEstimate(block_size - 1, known_survival)
         self._account = START
+        self._curiosity = CURIOSITY
         self._off_for = 0
 
     @property
@@ -157,6 +162,7 @@ class AutoWidth:
         if not request_ids:
             return []
         self._account = min(CREDIT, self._account + (REFILL if self._account > 0 else FORGIVEN))
+        self._curiosity = min(CURIOSITY, self._curiosity + WONDER)
         known, feared, hoped = self.survival.bounds(request_ids)
         choices = choices_of(known, self.allowed_widths)
         seconds = self.costs.of_steps(choices.rows, choices.drafted, context_tokens)
@@ -206,9 +212,12 @@ class AutoWidth:
         elif np.log(hoped[wish] / rate[0]) < doubt[wish]:  # so may those of off
             return 0
         price = rate[best] / rate - 1
-        funds = max(TRIFLE, min(self._account, MARGIN if best else START))
+        funds = max(TRIFLE, min(self._account, self._curiosity, MARGIN) if best else min(self._account, START))
         wider = best + 1 + np.flatnonzero((payable & (price <= funds))[best + 1 : wish + 1])
-        if len(wider):
-            self._account -= max(0.0, float(price[wider[-1]])) if best else 0.0
-            return int(wider[-1])
-        return best
+        if not len(wider):
+            return best
+        if best:
+            paid = max(0.0, float(price[wider[-1]]))
+            self._account -= paid
+            self._curiosity -= paid
+        return int(wider[-1])
