@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import log
+from math import log, sqrt
 from typing import Annotated, Final
 
 import numpy as np
@@ -25,6 +25,8 @@ KIND_SPREAD: Final = 0.15
 """How far steps with and without a draft may be from one another, beyond that."""
 ROWS_SPREAD: Final = 0.15
 """How far steps of other sizes may be, beyond that."""
+GUESSED: Final = 3
+"""How many times further steps may be from a guess of their costs than from measurements."""
 COST_MEMORY: Final = 200
 """Steps that a served step is remembered for: a neighbour that comes or goes is followed within a hundred."""
 NOISE: Final = 0.05
@@ -116,7 +118,7 @@ class LearntCosts(BaseModel):
     """What served steps taught of a `CostModel`, for the next server to begin with. To and from JSON.
 
     mean: [2 * NODES], logarithms of ratios: steps without a draft, then with one, of 1, 2, 4, ... rows.
-    covariance: [2 * NODES, 2 * NODES], how well that is known; None = no better than before any step.
+    covariance: [2 * NODES, 2 * NODES], how well that is known; None = the costs are a guess, and nothing is.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -136,7 +138,8 @@ class StepCosts:
     The logarithm of the ratio, step by step, is a `Belief` over steps without and with a draft of 1, 2, 4, ... rows:
     a part that all share (a busy machine), one for each of the two kinds, one that neighbouring sizes share. So a
     width that has not been served for long still follows the machine, and is known less. A step that took far longer
-    than thought (another process, a collection of garbage) counts as if it had taken three spreads longer.
+    than thought (another process, a collection of garbage) moves the mean as if it had taken three spreads longer, and is
+    no better a measurement than that.
 
     Args:
         measured: what is corrected.
@@ -149,7 +152,9 @@ class StepCosts:
         alike = kind[:, None] == kind[None, :]
         near = np.exp(-np.abs(size[:, None] - size[None, :]) / 1.5)
         covariance = COMMON_SPREAD**2 + alike * (KIND_SPREAD**2 + ROWS_SPREAD**2 * near)
-        self._correction = Belief(np.array(learnt.mean) if learnt else np.zeros(2 * NODES), covariance, COST_MEMORY)
+        mean = np.array(learnt.mean) if learnt else np.zeros(2 * NODES)
+        wider = GUESSED if learnt and not learnt.covariance else 1  # and wanders as fast
+        self._correction = Belief(mean, wider**2 * covariance, wider**2 * COST_MEMORY)
         if learnt and learnt.covariance:
             self._correction.covariance = np.array(learnt.covariance)
             self._correction.drift(BETWEEN_RUNS)
@@ -175,20 +180,26 @@ class StepCosts:
         surprise = log(seconds / thought) - float(weights @ self._correction.mean)
         self.noise += 0.02 * (1.25 * min(abs(surprise), 0.5) - self.noise)  # 1.25 x mean deviation = spread (Gaussian)
         spread = max(self.noise, LEAST_NOISE)
-        surprise = max(-3 * spread, min(3 * spread, surprise))
+        if abs(surprise) > 3 * spread:
+            unknown = float(weights @ self._correction.covariance @ weights)
+            spread = sqrt((unknown + spread**2) * abs(surprise) / (3 * spread) - unknown)
         self._correction.learn_sum(weights, surprise, spread)
 
-    def doubt(self, off_rows: int, on_rows: Integers) -> Vector:
-        """Spread of the ratio of steps with a draft [M] and one without, of the logarithm."""
+    def doubt(self, off_rows: int, on_rows: Integers) -> tuple[Vector, Vector]:
+        """Spread of the ratio of steps with a draft [M] and one without, and what of it one step without would settle.
+
+        Both of the logarithm, [M] each.
+        """
         covariance, off = self._correction.covariance, _weights(OFF, off_rows)
         shared, place = covariance @ off, np.minimum(_place(on_rows), NODES - 1)
         left = np.minimum(place.astype(np.int64), NODES - 2)
         high, below, above = place - left, NODES + left, NODES + left + 1
         low = 1 - high
         own = low**2 * covariance[below, below] + high**2 * covariance[above, above]
-        variance = own + 2 * low * high * covariance[below, above] + float(off @ shared)
-        variance -= 2 * (low * shared[below] + high * shared[above])
-        return np.asarray(np.sqrt(np.maximum(variance, 0)))
+        with_off, of_off = low * shared[below] + high * shared[above], float(off @ shared)
+        variance = own + 2 * low * high * covariance[below, above] + of_off - 2 * with_off
+        settled = np.abs(with_off - of_off) / np.sqrt(of_off + max(self.noise, LEAST_NOISE) ** 2)
+        return np.sqrt(np.maximum(variance, 0)), settled
 
     def _at(self, kind: int, rows: Integers) -> Vector:
         nodes = self._correction.mean[kind * NODES : (kind + 1) * NODES]
@@ -207,8 +218,8 @@ class BelievedCosts:
     def observe(self, rows: int, drafted: int, context_tokens: int, seconds: float) -> None:
         pass
 
-    def doubt(self, off_rows: int, on_rows: Integers) -> Vector:
-        return np.zeros(len(on_rows))
+    def doubt(self, off_rows: int, on_rows: Integers) -> tuple[Vector, Vector]:
+        return np.zeros(len(on_rows)), np.zeros(len(on_rows))
 
 
 def _place(rows: Integers) -> Vector:

@@ -97,6 +97,8 @@ CURIOSITY: Final = 1.0
 """What such blocks may cost together at once, in steps with a draft."""
 WONDER: Final = 0.002
 """What every step adds to that: the share of all time that goes into them."""
+TELLING: Final = 1 / 3
+"""What a step without a draft must settle, of what is not known of costs, to be tried for that."""
 TRIFLE: Final = 0.001
 """A price that needs no account, likewise."""
 REST: Final = 64
@@ -166,7 +168,7 @@ class AutoWidth:
         known, feared, hoped = self.survival.bounds(request_ids)
         choices = choices_of(known, self.allowed_widths)
         seconds = self.costs.of_steps(choices.rows, choices.drafted, context_tokens)
-        doubt = self.costs.doubt(len(known), choices.rows) * (choices.drafted > 0)
+        doubt = np.where(choices.drafted > 0, self.costs.doubt(len(known), choices.rows), 0.0)
         loss = seconds / seconds[0] - choices.tokens(feared) / len(known)
         choice = self._choice(choices.tokens(known) / seconds, choices.tokens(hoped) / seconds, loss, doubt)
         self._off_for = 0 if choice else self._off_for + 1
@@ -198,7 +200,7 @@ class AutoWidth:
         Args:
             rate, hoped: tokens per second, as known and at best.
             loss: what the step would lose against off at worst, in steps without speculation.
-            doubt: of the cost beside that of off.
+            doubt: [2, M], of the cost beside that of off, and what of it a step without a draft would settle.
         """
         if self._account < -DEBT:
             return 0
@@ -208,9 +210,9 @@ class AutoWidth:
             payable = rate >= rate[0] * (1 - SURE * self._account / DEBT)
         best, wish = int(np.argmax(np.where(payable, rate, 0.0))), int(np.argmax(hoped))
         if not best:  # costs may stand better than known, too
-            wish = int(np.argmax(hoped * np.exp(doubt)))
-        elif np.log(hoped[wish] / rate[0]) < doubt[wish]:  # so may those of off
-            return 0
+            wish = int(np.argmax(hoped * np.exp(doubt[0])))
+        elif np.log(hoped[wish] / rate[0]) < doubt[0, wish] and doubt[1, wish] > TELLING * doubt[0, wish]:
+            return 0  # so may those of off
         price = rate[best] / rate - 1
         funds = max(TRIFLE, min(self._account, self._curiosity, MARGIN) if best else min(self._account, START))
         wider = best + 1 + np.flatnonzero((payable & (price <= funds))[best + 1 : wish + 1])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from dflash_serve.speculation.costs import NODES, CostModel, LearntCosts, StepCosts
+from dflash_serve.speculation.costs import GUESSED, NODES, CostModel, LearntCosts, StepCosts
 
 MEASURED = CostModel(target={1: 1.0, 2: 1.3, 8: 1.6, 64: 4.0, 256: 16.0}, draft={1: 0.3, 32: 0.6})
 
@@ -75,9 +75,9 @@ def test_what_is_not_served_is_known_less_and_less() -> None:
     costs = StepCosts(MEASURED)
     serve(costs, 8, 0, 1.0, 50)
     serve(costs, 64, 8, 1.0, 50)
-    before = costs.doubt(8, np.array([64]))[0]
+    before = costs.doubt(8, np.array([64]))[0][0]
     serve(costs, 64, 8, 1.0, 300)
-    assert costs.doubt(8, np.array([64]))[0] > before
+    assert costs.doubt(8, np.array([64]))[0][0] > before
 
 
 def test_what_was_learnt_is_where_the_next_run_begins_and_is_known_a_little_less() -> None:
@@ -88,14 +88,35 @@ def test_what_was_learnt_is_where_the_next_run_begins_and_is_known_a_little_less
     again = StepCosts(MEASURED, LearntCosts.model_validate_json(costs.learnt.model_dump_json()))
     for rows, drafted in ((8, 0), (64, 8), (256, 8), (1, 0)):
         assert seconds(again, rows, drafted) == pytest.approx(seconds(costs, rows, drafted), rel=1e-4)
-    new, now, then = (float(known.doubt(8, np.array([64]))[0]) for known in (StepCosts(MEASURED), again, costs))
+    new, now, then = (float(known.doubt(8, np.array([64]))[0][0]) for known in (StepCosts(MEASURED), again, costs))
     assert then < now < new / 2
 
 
 def test_a_unit_is_where_a_guess_begins_and_nothing_more_is_known() -> None:
-    costs = StepCosts(MEASURED, LearntCosts.of_unit(0.01))
+    costs, rows = StepCosts(MEASURED, LearntCosts.of_unit(0.01)), np.array([64])
     assert seconds(costs, 24, 8) == pytest.approx(0.01 * _measured(24, 8))
-    assert costs.doubt(8, np.array([64]))[0] == StepCosts(MEASURED).doubt(8, np.array([64]))[0]
+    assert costs.doubt(8, rows)[0] == pytest.approx(GUESSED * StepCosts(MEASURED).doubt(8, rows)[0])
+
+
+def test_a_guess_that_is_twice_wrong_about_drafts_says_little_of_steps_without() -> None:
+    costs = StepCosts(MEASURED, LearntCosts.of_unit(1.0))
+    serve(costs, 4, 0, 1.0, 30)
+    serve(costs, 32, 8, 2.0, 30)
+    assert seconds(costs, 32, 8) == pytest.approx(2 * _measured(32, 8), rel=0.1)
+    assert seconds(costs, 8, 0) == pytest.approx(_measured(8, 0), rel=0.1)
+
+
+def test_what_a_step_without_a_draft_would_settle_is_what_is_not_known_of_it() -> None:
+    costs, rows = StepCosts(MEASURED), np.array([64])
+    serve(costs, 64, 8, 1.0, 30)
+    doubt, settled = costs.doubt(8, rows)
+    assert 0.8 * doubt < settled <= doubt
+    serve(costs, 8, 0, 1.0, 30)
+    serve(costs, 64, 8, 1.0, 1)
+    assert costs.doubt(8, rows)[1] < 0.5 * settled
+    only_off = StepCosts(MEASURED)
+    serve(only_off, 8, 0, 1.0, 30)
+    assert only_off.doubt(8, rows)[1] < 0.2 * only_off.doubt(8, rows)[0]
 
 
 @pytest.mark.parametrize("bad", [{"mean": [0.0]}, {"mean": [float("nan")] * 2 * NODES}, {"mean": [0.0], "x": 1}])
