@@ -138,8 +138,8 @@ class StepCosts:
     The logarithm of the ratio, step by step, is a `Belief` over steps without and with a draft of 1, 2, 4, ... rows:
     a part that all share (a busy machine), one for each of the two kinds, one that neighbouring sizes share. So a
     width that has not been served for long still follows the machine, and is known less. A step that took far longer
-    than thought (another process, a collection of garbage) moves the mean as if it had taken three spreads longer, and is
-    no better a measurement than that.
+    than thought (another process, a collection of garbage) moves the mean as if it had taken three spreads longer, and
+    is no better a measurement than that.
 
     Args:
         measured: what is corrected.
