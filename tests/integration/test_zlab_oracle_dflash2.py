@@ -50,7 +50,7 @@ def test_drafts_equal_zlabs_over_a_growing_context(case: str, tmp_path: Path) ->
         path, _, _ = theirs.model.propose(reference[None, 1:], torch.tensor([anchor]), head, 0.0)
         for mine in (ours, fused):
             hidden = mine.draft(features, noise)
-            torch.testing.assert_close(hidden, reference, rtol=0, atol=1e-5)
+            torch.testing.assert_close(hidden, reference, rtol=1e-5, atol=2e-5)
             assert propose_by_walk(mine.drafter, head, hidden[1:], [anchor], [5], [None]) == path.tolist()
         moved += int((path[0] != theirs.model.compute_logits(reference[1:], head).argmax(-1)).sum())
     assert moved > 0  # the selector has a say here
