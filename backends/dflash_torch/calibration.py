@@ -148,7 +148,6 @@ class _Bench:
         """Rows spread evenly over entries as a batch of blocks would be."""
         used = _contexts(rows, entries)
         spans = [Span(entry, context, rows // used + (entry < rows % used)) for entry in range(used)]
-        spans = [span for span in spans if span.length]
         token_ids = [[1] * span.length for span in spans]
         layer_ids = self.speculator.target_layer_ids
         return lambda: self.runner.target.logits(self.runner(token_ids, spans, layer_ids).hidden).argmax(-1)

@@ -162,6 +162,11 @@ class StepCosts:
         """Spread of one step's time, of the logarithm."""
 
     @property
+    def _spread(self) -> float:
+        """What a step's time is taken to scatter by."""
+        return max(self.noise, LEAST_NOISE)
+
+    @property
     def learnt(self) -> LearntCosts:
         """What is known now."""
         mean, covariance = self._correction.mean.round(6), self._correction.covariance.round(8)
@@ -179,7 +184,7 @@ class StepCosts:
         thought = float(self.measured.of_steps(np.array([rows]), np.array([drafted]), context_tokens)[0])
         surprise = log(seconds / thought) - float(weights @ self._correction.mean)
         self.noise += 0.02 * (1.25 * min(abs(surprise), 0.5) - self.noise)  # 1.25 x mean deviation = spread (Gaussian)
-        spread = max(self.noise, LEAST_NOISE)
+        spread = self._spread
         if abs(surprise) > 3 * spread:
             unknown = float(weights @ self._correction.covariance @ weights)
             spread = sqrt((unknown + spread**2) * abs(surprise) / (3 * spread) - unknown)
@@ -198,7 +203,7 @@ class StepCosts:
         own = low**2 * covariance[below, below] + high**2 * covariance[above, above]
         with_off, of_off = low * shared[below] + high * shared[above], float(off @ shared)
         variance = own + 2 * low * high * covariance[below, above] + of_off - 2 * with_off
-        settled = np.abs(with_off - of_off) / np.sqrt(of_off + max(self.noise, LEAST_NOISE) ** 2)
+        settled = np.abs(with_off - of_off) / np.sqrt(of_off + self._spread**2)
         return np.sqrt(np.maximum(variance, 0)), settled
 
     def _at(self, kind: int, rows: Integers) -> Vector:
