@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.models.attention.padded import PaddedAttention
-from dflash_serve.models.attention.ragged import ragged_attention
 from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.target import TargetModel, TargetOutput
 
@@ -148,12 +146,7 @@ class DrafterRunner:
         return _rows(self.captured[key](table)[0], real_rows(spans, shape))
 
     def _run(self, drafter: Drafter, anchors: Tensor, spans: Sequence[Span]) -> Tensor:
-        config, heads = drafter.config, drafter.config.num_attention_heads
-        noise = drafter.noise(anchors, self.embedding, self.block_size)
-        if isinstance(drafter, FusedDrafter):
-            attend = drafter.attention(self.cache, spans)
-        else:
-            attend = ragged_attention(self.cache, spans, config.layers, heads)
+        noise, attend = drafter.noise(anchors, self.embedding, self.block_size), drafter.attention(self.cache, spans)
         hidden: Tensor = drafter(noise, span_positions(spans, noise.device), attend, block_size=self.block_size)
         return hidden
 

@@ -20,9 +20,12 @@ from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.models.attention import Attend
+from dflash_serve.models.attention.ragged import ragged_attention
+from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import RMSNorm, RotaryEmbedding, as_module_list, rotate
 
 if TYPE_CHECKING:
+    from dflash_serve.models.compiled.operators import CompiledAttention
     from dflash_serve.models.drafter_heads import CandidateSelector, ConfidenceHead, MarkovHead
 
 Head = Callable[[Tensor], Tensor]
@@ -226,6 +229,10 @@ class Drafter(nn.Module):
             h = layer(h, cos, sin, attend, rows)
         out: Tensor = self.norm(h)
         return out
+
+    def attention(self, cache: KVCache, spans: Sequence[Span]) -> Attend | CompiledAttention:
+        """Attention of blocks over their contexts, for one step."""
+        return ragged_attention(cache, spans, self.config.layers, self.config.num_attention_heads)
 
     def adjust_logits(self, logits: Tensor) -> Tensor:
         """The target head's logits of drafter rows -> the drafter's own: multiplier, then soft-cap."""

@@ -110,7 +110,6 @@ class FusedDrafter(Drafter):
             self.layers = nn.ModuleList(CompiledLayer(layer, found) for layer in self.layers)  # type: ignore[assignment]
 
     def attention(self, cache: KVCache, spans: Sequence[Span]) -> Attend | CompiledAttention:
-        """Attention of blocks over their contexts, for one step."""
         config = self.config
         kinds, heads = config.layers, config.num_attention_heads
         return step_attention(self.operators, cache, spans, kinds, heads, config.rms_norm_eps)

@@ -175,8 +175,15 @@ class TargetModel(nn.Module):
             compiled: take the compiled operators where they can be had.
         """
         pack_linears(self, compiled=compiled)
-        found = compiled_operators(self.embedding.dtype, self.device) if compiled else None
-        self.operators = found or PlainOperators()
+        self.operators = PlainOperators()
+        if compiled:
+            self.compile_operators()
+
+    def compile_operators(self) -> bool:
+        """Takes the compiled operators where they can be had, and says whether; linear layers stay as they are."""
+        found = compiled_operators(self.embedding.dtype, self.device)
+        self.operators = found or self.operators
+        return found is not None
 
     def attention(self, cache: KVCache, spans: Sequence[Span]) -> TargetAttend:
         """Attention of a flat batch of spans over a cache, for one step."""

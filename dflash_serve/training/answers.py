@@ -18,6 +18,7 @@ import torch
 from dflash_serve.common.files import write_whole
 from dflash_serve.errors import UserError
 from dflash_serve.models.target import TargetModel
+from dflash_serve.models.target_config import TargetConfig
 from dflash_serve.prompts import hub_prompts, jsonl_prompts
 from dflash_serve.training.contamination import Excluded, read_excluded
 from dflash_serve.training.dataset import (
@@ -30,6 +31,7 @@ from dflash_serve.training.dataset import (
     write_shard,
 )
 from dflash_serve.training.decoding import BatchDecoder, Completion, Request
+from dflash_serve.training.initialise import drafter_config
 from dflash_serve.training.recipe import (
     AnswersSection,
     DatasetPrompts,
@@ -72,8 +74,16 @@ def make_data(
     prompts = gather_prompts(recipe, target, tokenizer, folder, excluded, report)
     if manifest is None:
         counts = {"prompts": len(prompts), "excluded": excluded.found}
-        manifest = DataManifest(recipe_sha256=wanted, target=recipe.target.model, **counts)
+        layers = feature_layers(recipe, target.config)
+        manifest = DataManifest(recipe_sha256=wanted, target=recipe.target.model, feature_layers=layers, **counts)
     return _answer(recipe, target, prompts, _Writer(folder, manifest, recipe.data.answers.shard_size), report)
+
+
+def feature_layers(recipe: Recipe, target: TargetConfig) -> tuple[int, ...]:
+    """Layers whose outputs are written with the answers: the drafter's, and for soft labels the last."""
+    if not recipe.data.answers.keep_features:
+        return ()
+    return (*drafter_config(recipe.drafter, target).target_layer_ids, target.num_layers - 1)
 
 
 def gather_prompts(
@@ -180,6 +190,7 @@ def _answer(
         max_new_tokens=settings.max_new_tokens,
         stop_ids=target.config.eos_token_ids,
         seed=recipe.seed + len(writer.done),
+        layer_ids=writer.manifest.feature_layers,
     )
     deadline = inf if settings.max_minutes is None else writer.began + settings.max_minutes * 60
     for completion in decoder.decode(_requests(prompts, writer.done, settings, recipe.seed, deadline)):
@@ -225,7 +236,7 @@ class _Writer:
         self.counts["ended"] += completion.ended
         self.counts["looped"] += completion.looped
         tokens = torch.tensor([*request.prompt, *said], dtype=torch.int32)
-        self.pending.append(Example(request.index, tokens, len(request.prompt)))
+        self.pending.append(Example(request.index, tokens, len(request.prompt), features=completion.features))
         return len(self.pending) >= self.shard_size
 
     def save(self, *, finished: bool) -> int:

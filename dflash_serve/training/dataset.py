@@ -34,6 +34,8 @@ class Example:
     prompt_length: int
     says: Tensor | None = None
     """Of a text that others wrote: what the target would say after each of its tokens, int32 [length]."""
+    features: Tensor | None = None
+    """[length - 1, F*H] of `DataManifest.feature_layers`, where they were kept as the answer was written."""
 
 
 class ShardEntry(Frozen):
@@ -63,6 +65,8 @@ class DataManifest(Frozen):
     looped: int = 0
     dropped: int = 0
     """Answers too short or not distinct."""
+    feature_layers: tuple[int, ...] = ()
+    """Layers of the target whose outputs are kept with the answers."""
     seconds: float = 0.0
     finished: bool = False
     """All prompts are answered; not where the time given for it ran out."""
@@ -81,6 +85,9 @@ def write_shard(folder: Path, number: int, answers: Sequence[Example], *, kind: 
     said = [a.says for a in answers if a.says is not None]
     if said:
         tensors["says"] = torch.cat(said).int()
+    kept = [a.features for a in answers if a.features is not None]
+    if kept:
+        tensors["features"] = torch.cat(kept)
     write_whole(path, save(tensors))
     total = int(lengths.sum())
     return ShardEntry(
@@ -104,9 +111,12 @@ def read_shard(folder: Path, entry: ShardEntry) -> list[Example]:
     tensors = load_file(path)
     ends = tensors["offsets"][1:-1]
     tokens = tensors["tokens"].tensor_split(ends)
-    says = tensors["says"].tensor_split(ends) if "says" in tensors else [None] * len(tokens)
+    nothing = [None] * len(tokens)
+    says = tensors["says"].tensor_split(ends) if "says" in tensors else nothing
+    # Left where they are in the file: the system reads them as they are used, and keeps what it has room for.
+    features = tensors["features"].split([len(each) - 1 for each in tokens]) if "features" in tensors else nothing
     indexes, lengths = tensors["prompt_indexes"].tolist(), tensors["prompt_lengths"].tolist()
-    return [Example(*fields) for fields in zip(indexes, tokens, lengths, says, strict=True)]
+    return [Example(*fields) for fields in zip(indexes, tokens, lengths, says, features, strict=True)]
 
 
 def read_manifest(folder: Path) -> DataManifest | None:
@@ -160,14 +170,25 @@ def seen_vocabulary(answers: Sequence[Example]) -> Tensor:
 
 
 class Features:
-    """Context features of the training sequences by index; those computed first are kept, up to `cache_gib`."""
+    """Context features of the training sequences by index: those of the data, or computed and the first of them kept.
+
+    Args:
+        written: layers of the features that come with the answers; taken where they begin with `layer_ids`.
+        cache_gib: most memory for computed ones.
+    """
 
     def __init__(
-        self, target: TargetModel, answers: Sequence[Example], layer_ids: Sequence[int], cache_gib: float
+        self,
+        target: TargetModel,
+        answers: Sequence[Example],
+        layer_ids: Sequence[int],
+        cache_gib: float,
+        written: Sequence[int] = (),
     ) -> None:
-        self.target, self.answers, self.layer_ids = target, answers, layer_ids
+        self.target, self.answers, self.layer_ids = target, answers, tuple(layer_ids)
+        self.written = tuple(written[: len(layer_ids)]) == self.layer_ids
         row = len(layer_ids) * target.config.hidden_size
-        wanted = sum(len(answer.tokens) for answer in answers)
+        wanted = sum(len(answer.tokens) for answer in answers if not self._has(answer))
         rows = min(wanted, int(cache_gib * 2**30) // (row * target.embedding.element_size()))
         # One block of memory: thousands of pieces kept among what every step takes and frees would slow malloc down.
         self.room = torch.empty(rows, row, dtype=target.embedding.dtype, device=target.embedding.device)
@@ -179,10 +200,18 @@ class Features:
         return self.answers[index].tokens.to(self.target.embedding.device, torch.int64)
 
     def of(self, indexes: Sequence[int]) -> list[Tensor]:
-        """One [length, F*H] a sequence, in the target's dtype."""
-        missing = [index for index in dict.fromkeys(indexes) if index not in self.kept]
-        fresh = self._compute(missing)
-        return [fresh[index] if index in fresh else self.kept[index] for index in indexes]
+        """One [length, F*H] a sequence, or but for its last row, in the target's dtype."""
+        known = {index: self._written(self.answers[index]) for index in indexes if self._has(self.answers[index])}
+        missing = [index for index in dict.fromkeys(indexes) if index not in known and index not in self.kept]
+        known |= self._compute(missing)
+        return [known[index] if index in known else self.kept[index] for index in indexes]
+
+    def _has(self, answer: Example) -> bool:
+        return self.written and answer.features is not None
+
+    def _written(self, answer: Example) -> Tensor:
+        assert answer.features is not None
+        return answer.features[:, : self.room.shape[1]].to(self.target.embedding)
 
     def _compute(self, indexes: Sequence[int]) -> dict[int, Tensor]:
         if not indexes:

@@ -1,7 +1,7 @@
 """Continuous batch decoding: a place in the batch is refilled as its answer ends. It makes data, and serves nobody.
 
-Unlike serving, all requests attend in one padded call: several times faster with 64-256 of them on a CPU, at the price
-that a bf16 answer may depend, in ties, on its neighbours. For data that is of no consequence.
+Unlike serving, products are whatever is fastest for 64-256 rows at once, at the price that a bf16 answer may depend, in
+ties, on its neighbours. For data that is of no consequence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from dflash_serve.models.attention.packed import PrefillAttention
 from dflash_serve.models.attention.padded import PaddedAttention
 from dflash_serve.models.kv_cache import Span, span_positions
-from dflash_serve.models.target import TargetModel
+from dflash_serve.models.target import TargetAttend, TargetModel
 
 LONGEST_PERIOD, REPEATS, SHORTEST_TAIL = 24, 4, 24
 """What counts as a loop: see `repeated_tail`."""
@@ -35,12 +35,15 @@ class Request:
 
 @dataclass
 class Completion:
-    """A continued prompt. `ended`: by a stop token (kept, the last one), not by the limit; `looped`: cut in a loop."""
+    """A continued prompt. `ended`: by a stop token (kept, the last one), not by the limit; `looped`: cut in a loop.
+    `features` [length - 1, F*H], where they are kept: of prompt and answer but for the last token, which was not read.
+    """
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
     looped: bool = False
+    features: Tensor | None = None
 
 
 class BatchDecoder:
@@ -49,6 +52,7 @@ class BatchDecoder:
     Args:
         capacity: most tokens of prompt and answer together.
         stop_ids: tokens that end an answer.
+        layer_ids: 0-based layers whose outputs are kept as the completions' features.
     """
 
     def __init__(
@@ -60,8 +64,10 @@ class BatchDecoder:
         max_new_tokens: int,
         stop_ids: Sequence[int],
         seed: int,
+        layer_ids: Sequence[int] = (),
     ) -> None:
-        self.target, self.max_new_tokens = target, max_new_tokens
+        self.target, self.max_new_tokens, self.layer_ids = target, max_new_tokens, tuple(layer_ids)
+        self.compiled = target.compile_operators()
         self.stop_ids = frozenset(stop_ids)
         self.device = target.embedding.device
         self.cache = target.new_cache(max_batch_size, capacity)
@@ -71,6 +77,8 @@ class BatchDecoder:
         self.last = torch.zeros(max_batch_size, dtype=torch.int64, device=self.device)
         self.positions = torch.zeros(max_batch_size, dtype=torch.int64, device=self.device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
+        columns = len(self.layer_ids) * target.config.hidden_size
+        self.features = target.embedding.new_empty(max_batch_size, capacity, columns)
 
     @torch.inference_mode()
     def decode(self, requests: Iterator[Request]) -> Iterator[Completion]:
@@ -93,7 +101,10 @@ class BatchDecoder:
         spans = [Span(entry, 0, len(request.prompt)) for entry, request in new]
         token_ids = torch.tensor([token for _, request in new for token in request.prompt], device=self.device)
         attention = PrefillAttention(self.cache, spans, self.target.config.layers)
-        hidden = self.target(token_ids, span_positions(spans, self.device), attention).hidden
+        hidden, features = self.target(token_ids, span_positions(spans, self.device), attention, self.layer_ids)
+        if features is not None:
+            for span, rows in zip(spans, features.split([span.length for span in spans]), strict=True):
+                self.features[span.entry, : span.length] = rows
         ends = torch.tensor([span.length for span in spans], device=self.device).cumsum(0) - 1
         entries = torch.tensor([entry for entry, _ in new], device=self.device)
         temperatures = [request.temperature for _, request in new]
@@ -106,20 +117,31 @@ class BatchDecoder:
         """Hands out what has ended, then adds one token to every other answer."""
         for entry, completion in enumerate(self.active):
             if completion is not None and self._is_done(completion):
+                if self.layer_ids:
+                    length = len(completion.request.prompt) + len(completion.tokens)
+                    completion.features = self.features[entry, : length - 1].cpu().clone()
                 self.active[entry] = None
                 self.positions[entry] = 0
                 yield completion
         if not any(self.active):
             return
-        config, length = self.target.config, int(self.positions.max()) + 1
-        places, heads = self.positions[:, None], config.num_attention_heads
-        attention = PaddedAttention(self.cache, None, places, length, config.layers, heads)
-        hidden = self.target(self.last, self.positions, attention).hidden
+        hidden, features = self.target(self.last, self.positions, self._attention(), self.layer_ids)
+        if features is not None:
+            self.features[torch.arange(len(features), device=self.device), self.positions] = features
         self.last = self._choose(hidden, [c.request.temperature if c else 0.0 for c in self.active])
         self.positions += 1
         for completion, token in zip(self.active, self.last.tolist(), strict=True):
             if completion is not None:
                 completion.tokens.append(token)
+
+    def _attention(self) -> TargetAttend:
+        """Over every place's own keys where that is compiled, else over all places padded to the longest."""
+        places = self.positions.tolist()
+        if self.compiled:
+            return self.target.attention(self.cache, [Span(entry, place, 1) for entry, place in enumerate(places)])
+        config = self.target.config
+        heads, length = config.num_attention_heads, max(places) + 1
+        return PaddedAttention(self.cache, None, self.positions[:, None], length, config.layers, heads)
 
     def _choose(self, hidden: Tensor, temperatures: Sequence[float]) -> Tensor:
         """Next token ids int64 [rows] of hidden states [rows, H]."""

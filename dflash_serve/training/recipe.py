@@ -90,6 +90,9 @@ class AnswersSection(Frozen):
     temperature: Positive = 0.7
     max_minutes: Positive | None = None
     shard_size: PositiveInt = 256
+    keep_features: bool = False
+    """Writes what the drafter is to read beside the answers, as they are made: 2 bytes for every column of its layers'
+    outputs and of the last layer's (7 KB a token for SmolLM2-135M), and training need not run the target."""
 
     @model_validator(mode="before")
     @classmethod

@@ -132,7 +132,7 @@ def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, out
     # The budget may be changed on resumption, so it is no part of what a checkpoint must match.
     settings = recipe.training.model_copy(update={"steps": None, "minutes": None})
     wanted = section_hash(recipe.target, recipe.data, recipe.drafter, settings, recipe.seed)
-    return Trainer(recipe, target, drafter, training, validation, output, wanted)
+    return Trainer(recipe, target, drafter, training, validation, output, wanted, manifest.feature_layers)
 
 
 def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:

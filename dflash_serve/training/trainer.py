@@ -83,6 +83,7 @@ class Trainer:
 
     Args:
         recipe_hash: what a checkpoint must match to be resumed.
+        feature_layers: of the features that come with the answers.
     """
 
     def __init__(
@@ -94,12 +95,14 @@ class Trainer:
         validation: Sequence[Example],
         output: Path,
         recipe_hash: str,
+        feature_layers: Sequence[int] = (),
     ) -> None:
         self.recipe, self.settings = recipe, recipe.training
         self.target, self.drafter, self.validation, self.output = target, drafter, validation, output
         self.head = target.get_parameter("head.weight").detach()
         self.teacher = Teacher(target, drafter.config, soft=self.settings.soft_labels > 0)
-        self.features = Features(target, training, self.teacher.layer_ids, self.settings.feature_cache_gib)
+        room = self.settings.feature_cache_gib
+        self.features = Features(target, training, self.teacher.layer_ids, room, feature_layers)
         dtype = torch.bfloat16 if self.settings.bf16 else torch.float32
         self.forward = SlotForward(drafter, target.embedding, dtype=dtype)
         alpha = self.settings.dpace_alpha if self.settings.weighting == "dpace" else None

@@ -104,6 +104,23 @@ def test_a_resumed_run_ends_bit_equal_to_an_uninterrupted_one(
     assert all(torch.equal(second.average.tensors[name], tensor) for name, tensor in whole.average.tensors.items())
 
 
+@pytest.mark.parametrize("soft", [0.0, 0.5])
+def test_features_written_with_the_answers_are_those_that_training_would_compute(
+    target: str, prompts: Path, tmp_path: Path, soft: float
+) -> None:
+    settings = recipe(target, prompts, soft_labels=soft)
+    computed = trainer(settings, tmp_path / "computed").features
+    answers = settings.data.answers.model_copy(update={"keep_features": True})
+    data = settings.data.model_copy(update={"answers": answers})
+    written = trainer(settings.model_copy(update={"data": data}), tmp_path / "written").features
+    assert written.layer_ids == computed.layer_ids == ((0, 2) if soft == 0 else (0, 2, 3))
+    assert all(answer.features is not None for answer in written.answers)
+    indexes = range(len(computed.answers))
+    for found, expected in zip(written.of(indexes), computed.of(indexes), strict=True):
+        assert torch.dist(found.float(), expected[:-1].float()) < 0.02 * expected.float().norm()  # bf16, other batches
+    assert not written.kept, "no pass of the target was needed"
+
+
 def test_a_run_leaves_a_drafter_a_log_and_its_provenance(target: str, prompts: Path, tmp_path: Path) -> None:
     settings = recipe(target, prompts, steps=60, lr=3e-3)
     run(settings, load_target(target, dtype=torch.bfloat16), load_tokenizer(target), tmp_path / "out")

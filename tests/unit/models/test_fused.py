@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.models.attention.ragged import ragged_attention
 from dflash_serve.models.compiled.build import find_compiler
 from dflash_serve.models.compiled.operators import CompiledAttention
 from dflash_serve.models.drafter import Drafter
@@ -47,11 +46,7 @@ def run(drafter: Drafter, spans: Sequence[Span], noise: Tensor) -> tuple[Tensor,
     generator = torch.Generator().manual_seed(3)
     cache.keys.normal_(generator=generator)
     cache.values.normal_(generator=generator)
-    if isinstance(drafter, FusedDrafter):
-        attend = drafter.attention(cache, spans)
-    else:
-        attend = ragged_attention(cache, spans, config.layers, config.num_attention_heads)
-    return drafter(noise, span_positions(spans), attend, block_size=4), cache
+    return drafter(noise, span_positions(spans), drafter.attention(cache, spans), block_size=4), cache
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,16 +35,18 @@ def alone(target: TargetModel, prompt: list[int], limit: int) -> list[int]:
 
 
 def decode(
-    target: TargetModel, *, size: int, temperature: float = 0.0, seed: int = 0, limit: int = 12
+    target: TargetModel, *, size: int, temperature: float = 0.0, seed: int = 0, limit: int = 12, padded: bool = False
 ) -> list[Completion]:
     decoder = BatchDecoder(target, max_batch_size=size, capacity=40, max_new_tokens=limit, stop_ids=[EOS], seed=seed)
+    decoder.compiled = decoder.compiled and not padded
     requests = (Request(i, tuple(p), temperature) for i, p in enumerate(PROMPTS))
     return sorted(decoder.decode(requests), key=lambda c: c.request.index)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("size", [1, 3, 16])
-def test_greedy_answers_are_those_of_the_target_alone(target: TargetModel, size: int) -> None:
-    answers = [completion.tokens for completion in decode(target, size=size)]
+def test_greedy_answers_are_those_of_the_target_alone(target: TargetModel, size: int, padded: bool) -> None:
+    answers = [completion.tokens for completion in decode(target, size=size, padded=padded)]
     assert answers == [alone(target, prompt, 12) for prompt in PROMPTS]
 
 
@@ -75,3 +77,15 @@ def test_features_of_packed_sequences_are_those_of_each_alone(target: TargetMode
             expected = forward([tokens.tolist()], [Span(0, 0, len(tokens))], (0, 2)).features
         assert expected is not None
         torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_features_kept_while_decoding_are_those_of_the_whole_answer(target: TargetModel) -> None:
+    decoder = BatchDecoder(
+        target, max_batch_size=3, capacity=40, max_new_tokens=12, stop_ids=[EOS], seed=0, layer_ids=(0, 2)
+    )
+    for completion in decoder.decode(Request(i, tuple(p)) for i, p in enumerate(PROMPTS)):
+        read = torch.tensor([*completion.request.prompt, *completion.tokens[:-1]])
+        assert completion.features is not None
+        torch.testing.assert_close(
+            completion.features, target_features(target, [read], (0, 2))[0], atol=1e-5, rtol=1e-4
+        )

@@ -49,6 +49,10 @@ def test_training_goes_on_from_another_drafter(target: TargetModel, tmp_path: Pa
     drafter = new_drafter(config, target, init=str(tmp_path / "before"), seed=0)
     assert all(torch.equal(weight, before.state_dict()[name]) for name, weight in drafter.state_dict().items())
     assert all(p.requires_grad for p in drafter.parameters())
+    shorter = drafter_config(DrafterSection(num_layers=1, mask_token_id=3, num_features=1, block_size=5), target.config)
+    drafter = new_drafter(shorter, target, init=str(tmp_path / "before"), seed=0)
+    assert drafter.config.block_size == 5
+    assert torch.equal(drafter.fc.weight, before.fc.weight)
     other = drafter_config(DrafterSection(num_layers=1, mask_token_id=4, num_features=1), target.config)
     with pytest.raises(UserError, match="its mask_token_id differ"):
         new_drafter(other, target, init=str(tmp_path / "before"), seed=0)
