@@ -30,3 +30,14 @@ def test_a_machine_that_is_slow_with_wide_blocks_alone_is_known_as_such() -> Non
     cost = tabulate(jobs)
     assert cost.step_seconds([1] * 4) == pytest.approx(1.0)
     assert cost.step_seconds([4] * 2) == pytest.approx(3.0)
+
+
+def test_drafts_for_more_requests_are_never_cheaper() -> None:
+    """Steps without a draft that were timed beside other work would otherwise make the drafts beside them free."""
+    from dflash_sglang.plugin.calibration import tabulate
+
+    jobs = {(n, w, 128): 10.0 + n * w + 5 * (w > 1) for n in (1, 2, 4, 8) for w in (1, 2, 4, 8)}
+    jobs[4, 1, 128] = 30.0
+    draft = tabulate(jobs).draft
+    assert draft[1] == pytest.approx(5)
+    assert draft[1] <= draft[2] <= draft[4] <= draft[8]

@@ -118,7 +118,7 @@ def measure(worker: HostWorker, widths: list[int], run: RunStep, ranks: Ranks) -
 def tabulate(seconds: Mapping[Job, float]) -> CostModel:
     """Steps without a draft give the target's costs by rows; what a step with one takes beyond that is the draft's.
 
-    What the K/V of their contexts costs is told apart from both.
+    What the K/V of their contexts costs is told apart from both. A draft for more requests costs no less.
     """
     short = min(context for *_, context in seconds)
     widest = max(width for _, width, _ in seconds)
@@ -131,11 +131,12 @@ def tabulate(seconds: Mapping[Job, float]) -> CostModel:
     }
     target = {requests: taken for (requests, width), taken in bare.items() if width == 1}
     draft: dict[int, float] = {}
+    least = LEAST
     for requests in sorted(target):  # from few on: what they say of wide rows serves to tell the drafts of many
         known, most = CostModel(target=target, draft={1: LEAST}), max(target)
         drafted = {w: taken for (n, w), taken in bare.items() if n == requests and w > 1}
         extra = [taken - known.target_seconds(requests * w) for w, taken in drafted.items() if requests * w <= most]
-        draft[requests] = max(LEAST, median(extra) if extra else draft.get(requests // 2, LEAST))
+        draft[requests] = least = max([least, *([median(extra)] if extra else [])])
         for width, taken in drafted.items():
             target.setdefault(requests * width, max(LEAST, taken - draft[requests]))
     return CostModel(target=target, draft=draft, target_context=alone, draft_context=beside - alone)
