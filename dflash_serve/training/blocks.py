@@ -149,8 +149,9 @@ class _Pass(nn.Module):
     def forward(self, blocks: Blocks, features: Tensor) -> Tensor:
         """features [sum of contexts, F*H] -> [blocks * B, H]."""
         context = self.drafter.context_kv(self.drafter.project_context(features), blocks.context_positions())
-        noise = self.drafter.noise(blocks.anchor_ids, self.embedding[0])
-        hidden: Tensor = self.drafter(noise, blocks.positions, self._attention(blocks, context))
+        size = blocks.targets.shape[1] + 1
+        noise = self.drafter.noise(blocks.anchor_ids, self.embedding[0], size)
+        hidden: Tensor = self.drafter(noise, blocks.positions, self._attention(blocks, context), size)
         return hidden
 
     def _attention(self, blocks: Blocks, context: ContextKV) -> Attend:

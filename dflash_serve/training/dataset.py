@@ -162,11 +162,12 @@ def load_answers(
     return training, validation
 
 
-def seen_vocabulary(answers: Sequence[Example]) -> Tensor:
-    """Token ids that are to be predicted in the answers and texts, sorted, int64."""
+def seen_vocabulary(answers: Sequence[Example], least: int = 1) -> Tensor:
+    """Token ids that are to be predicted in the answers and texts `least` times or more, sorted, int64."""
     wanted = [a.tokens[a.prompt_length :] if a.says is None else a.says[a.prompt_length :] for a in answers]
-    found: Tensor = torch.unique(torch.cat(wanted))
-    return found.to(torch.int64)
+    found, counts = torch.unique(torch.cat(wanted), return_counts=True)
+    kept: Tensor = found[counts >= least]
+    return kept.to(torch.int64)
 
 
 class Features:

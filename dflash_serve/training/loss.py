@@ -114,9 +114,9 @@ class SlotLoss:
         self.kept, self.blocks_at_once = kept, blocks_at_once
         self.head = head if kept is None else head[kept].contiguous()
         self.places: Tensor | None = None
-        """Each token's row of the head, where some are left out."""
+        """Each token's row of the head, where some are left out; -1 = this one."""
         if kept is not None:
-            self.places = torch.zeros(len(head), dtype=torch.int64, device=head.device)
+            self.places = torch.full((len(head),), -1, dtype=torch.int64, device=head.device)
             self.places[kept] = torch.arange(len(kept), device=head.device)
         self.rooms: dict[str, Tensor] = {}
 
@@ -128,6 +128,10 @@ class SlotLoss:
         bias = self._rows(predictions.bias)
         loss, *scores = _SlotLoss.apply(predictions.hidden, predictions.latent, bias, labels, self)  # type: ignore[no-untyped-call]
         return loss, SlotScores(*scores)
+
+    def knows(self, targets: Tensor) -> Tensor:
+        """Which of these tokens the softmax runs over; the slots of others must not be valid."""
+        return torch.ones_like(targets, dtype=torch.bool) if self.places is None else self.places[targets] >= 0
 
     @torch.no_grad()
     def scores(self, predictions: Predictions, labels: Labels) -> SlotScores:
@@ -264,18 +268,8 @@ def _softmax_(logits: Tensor) -> Tensor:
 
 def _joined(chunks: list[SlotScores]) -> SlotScores:
     """Those of all blocks."""
-
-    def joined(parts: list[Tensor | None]) -> Tensor | None:
-        known = [part for part in parts if part is not None]
-        return torch.cat(known) if known else None
-
-    return SlotScores(
-        cross_entropy=torch.cat([chunk.cross_entropy for chunk in chunks]),
-        weights=torch.cat([chunk.weights for chunk in chunks]),
-        hit=torch.cat([chunk.hit for chunk in chunks]),
-        distance=joined([chunk.distance for chunk in chunks]),
-        soft=joined([chunk.soft for chunk in chunks]),
-    )
+    columns = zip(*chunks, strict=True)
+    return SlotScores(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
 
 class _SlotLoss(torch.autograd.Function):

@@ -137,6 +137,16 @@ class DrafterSection(Frozen):
     without convolutions or heads, such as a plain backbone, is given those of the recipe, fresh."""
 
 
+class ShortBlocks(Frozen):
+    """Blocks of fewer slots for the first part of the budget, at the price of as many rows: what the last slots have to
+    learn is little, and counts little, while the first are still wrong.
+    """
+
+    block_size: Annotated[int, Field(ge=2)]
+    until: Share
+    """Share of the budget."""
+
+
 class TrainingSection(Frozen):
     """The optimisation. One of `steps` and `minutes` is the budget; the learning rate follows it."""
 
@@ -146,6 +156,7 @@ class TrainingSection(Frozen):
     """Sequences a step."""
     anchors: PositiveInt = 64
     """Anchors a sequence, drawn anew every epoch."""
+    short_blocks: ShortBlocks | None = None
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: Positive = 1e-3
     final_lr: Share = 0.01
@@ -168,6 +179,9 @@ class TrainingSection(Frozen):
     """Of the confidence head's loss beside that of the slots."""
     reduced_vocabulary: bool = False
     """Softmax over the tokens seen in the data only: far cheaper, and never part of the drafter itself."""
+    seen_at_least: PositiveInt = 1
+    """A reduced vocabulary leaves out tokens that the data has fewer times: no slot is to predict them, none learns to
+    avoid them."""
     ema: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Decay of an average of the weights, which is then what is validated and saved; None = no average."""
     bf16: bool = True
@@ -193,6 +207,15 @@ class Recipe(Frozen):
     drafter: DrafterSection
     training: TrainingSection
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _short_blocks_are_short(self) -> Recipe:
+        short, whole = self.training.short_blocks, self.drafter.block_size
+        if short is not None and short.block_size >= whole:
+            raise ValueError(
+                f"training.short_blocks: {short.block_size} slots are not fewer than the drafter's {whole}"
+            )
+        return self
 
 
 def load_recipe(path: Path) -> Recipe:

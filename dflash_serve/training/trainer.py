@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -107,7 +108,9 @@ class Trainer:
         self.forward = SlotForward(drafter, target.embedding, dtype=dtype)
         alpha = self.settings.dpace_alpha if self.settings.weighting == "dpace" else None
         weighting = Weighting(alpha, self.settings.decay_gamma)
-        kept = seen_vocabulary(training).to(self.head.device) if self.settings.reduced_vocabulary else None
+        kept, least = None, self.settings.seen_at_least
+        if self.settings.reduced_vocabulary:
+            kept = seen_vocabulary(training, least).to(self.head.device)
         soft, kind = self.settings.soft_labels, self.settings.soft_loss
         new_loss = partial(SlotLoss, self.head, weighting, soft=soft, soft_loss=kind)
         self.whole_loss = new_loss()
@@ -165,7 +168,7 @@ class Trainer:
         return self._tick(blocks, scores, lr, losses, float(norm))
 
     def _blocks(self, step: int) -> tuple[Blocks, list[Tensor]]:
-        """What a step trains on: a function of seed and step alone."""
+        """What a step trains on: a function of seed, step and budget alone."""
         seed, answers = self.recipe.seed, self.features.answers
         indexes, anchors = [], []
         for epoch, index in step_sequences(seed, step, len(answers), self.settings.sequences):
@@ -175,13 +178,15 @@ class Trainer:
             anchors.append(drawn.to(self.head.device))
         sequences = [self.features.token_ids(index) for index in indexes]
         config, says = self.drafter.config, [answers[index].says for index in indexes]
-        blocks = lay_out(sequences, anchors, config.block_size, config.rows(), says=says)
-        return blocks, self.features.of(indexes)
+        short = self.settings.short_blocks
+        size = config.block_size if short is None or self.fraction >= short.until else short.block_size
+        blocks = lay_out(sequences, anchors, size, config.rows(size), says=says)
+        return replace(blocks, valid=blocks.valid & self.loss.knows(blocks.targets)), self.features.of(indexes)
 
     def _tick(
         self, blocks: Blocks, scores: SlotScores, lr: float, losses: tuple[float, float | None], norm: float
     ) -> Tick:
-        whole = blocks.valid.all(1)
+        whole, missing = blocks.valid.all(1), self.drafter.config.block_size - 1 - blocks.valid.shape[1]
         accepted = scores.hit[whole].long().cumprod(1).sum(1).float() + 1
         return Tick(
             step=self.progress.step + 1,
@@ -189,8 +194,8 @@ class Trainer:
             loss=losses[0],
             confidence_loss=losses[1],
             gradient_norm=norm,
-            slot_hits=scores.hit.sum(0).cpu(),
-            slots=blocks.valid.sum(0).cpu(),
+            slot_hits=F.pad(scores.hit.sum(0), (0, missing)).cpu(),
+            slots=F.pad(blocks.valid.sum(0), (0, missing)).cpu(),
             simulated_tau=float(accepted.mean()) if len(accepted) else 1.0,
             context_tokens=sum(blocks.contexts),
             anchors=len(blocks.anchors),

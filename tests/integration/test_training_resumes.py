@@ -70,8 +70,14 @@ def weights(run_of: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in run_of.drafter.state_dict().items()}
 
 
-EVERYTHING: Mapping[str, object] = {"optimizer": "muon", "reduced_vocabulary": True, "ema": 0.9,
-                                    "feature_cache_gib": 0.01}  # fmt: skip
+EVERYTHING: Mapping[str, object] = {
+    "optimizer": "muon",
+    "reduced_vocabulary": True,
+    "seen_at_least": 2,
+    "ema": 0.9,
+    "feature_cache_gib": 0.01,
+    "short_blocks": {"block_size": 3, "until": 0.4},
+}
 
 
 @pytest.mark.parametrize(
@@ -228,3 +234,9 @@ def test_a_checkpoint_of_another_recipe_is_refused(target: str, prompts: Path, t
     other = trainer(recipe(target, prompts, lr=2e-3), tmp_path / "out")
     with pytest.raises(UserError, match="another recipe"):
         other.resume()
+
+
+def test_blocks_are_short_for_the_first_part_of_the_budget(target: str, prompts: Path, tmp_path: Path) -> None:
+    run_of, slots = trainer(recipe(target, prompts, short_blocks={"block_size": 3, "until": 0.5}), tmp_path), []
+    run_of.run(lambda tick: slots.append((tick.slots > 0).tolist()))
+    assert slots == [[True, True, False]] * (STEPS // 2) + [[True, True, True]] * (STEPS // 2)

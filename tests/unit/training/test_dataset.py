@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from dflash_serve.errors import UserError
-from dflash_serve.training.dataset import DataManifest, Example, read_manifest, read_shard, write_manifest, write_shard
+from dflash_serve.training.dataset import (
+    DataManifest,
+    Example,
+    read_manifest,
+    read_shard,
+    seen_vocabulary,
+    write_manifest,
+    write_shard,
+)
+from dflash_serve.training.loss import SlotLoss, Weighting
 
 ANSWERS = [Example(4, torch.arange(7, dtype=torch.int32), 3), Example(9, torch.arange(2, dtype=torch.int32), 1)]
 
@@ -34,3 +43,12 @@ def test_the_manifest_survives_the_disk(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) is None
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest
+
+
+def test_tokens_that_are_rare_in_the_data_are_neither_predicted_nor_ruled_out() -> None:
+    answers = [Example(0, torch.tensor([1, 2, 3, 3], dtype=torch.int32), 1), Example(1, torch.tensor([9, 5, 3, 2]), 1)]
+    assert seen_vocabulary(answers).tolist() == [2, 3, 5]
+    kept = seen_vocabulary(answers, least=2)
+    assert kept.tolist() == [2, 3]
+    loss = SlotLoss(torch.randn(10, 4), Weighting(), kept=kept)
+    assert loss.knows(torch.tensor([[1, 2], [3, 5]])).tolist() == [[False, True], [True, False]]

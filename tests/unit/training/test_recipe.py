@@ -43,6 +43,10 @@ def test_variables_come_from_the_environment(tmp_path: Path) -> None:
         (("steps: 10", "steps: 10, minutes: 3"), "exactly one budget"),
         (("steps: 10", "lr: 1.0e-3"), "exactly one budget"),
         (("PROMPTS_FOLDER", "NOT_SET_ANYWHERE"), r"\$\{NOT_SET_ANYWHERE\} is not set"),
+        (
+            ("steps: 10", "steps: 10, short_blocks: {block_size: 8, until: 0.5}"),
+            "8 slots are not fewer than the drafter's 8",
+        ),
         (("drafter:", "  answers: {slots: 4}\ndrafter:"), "`slots` is called `max_batch_size` now"),
         (("kind: file", "kind: magic"), "magic"),
         (("mask_token_id: 16", "mask_token_id: -1"), "drafter.mask_token_id"),
