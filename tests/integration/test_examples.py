@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from dflash_serve.deployment import load_deployment
+from dflash_serve.prompts import jsonl_prompts
 from dflash_serve.training.recipe import load_recipe
 from tests.house import ROOT
 from tests.support.embedded import tiny_engine
@@ -35,6 +36,14 @@ def test_a_deployment_is_one(file: Path) -> None:
     assert load_deployment(file).drafter is not None
     assert f"{file.name}" in file.read_text().splitlines()[0]
     assert yaml.safe_load(file.read_text())["target"]
+
+
+def test_functions_of_a_package_become_prompts(tmp_path: Path) -> None:
+    script = [sys.executable, str(EXAMPLES / "function_stubs.py")]
+    subprocess.run([*script, str(tmp_path / "stubs.jsonl"), "asyncio", "json", "no_such_package"], check=True)
+    prompts = jsonl_prompts(tmp_path / "stubs.jsonl")
+    assert len(prompts) > 50
+    assert all('    """' in prompt and "def " in prompt and "(self" not in prompt for prompt in prompts)
 
 
 def test_the_training_recipe_is_one() -> None:
