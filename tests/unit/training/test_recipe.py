@@ -71,5 +71,6 @@ def test_the_hash_follows_the_settings(tmp_path: Path) -> None:
 
 
 def test_the_shipped_recipe_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PROMPTS", "/somewhere")
+    for name in ("PROMPTS", "EVALUATION"):
+        monkeypatch.setenv(name, "/somewhere")
     assert load_recipe(SHIPPED).drafter.block_size == 8
