@@ -172,8 +172,9 @@ def assert_it_accepts_as_ours(server: Server, drafter: str, prompts: Tokens, tru
     assert found.widths == {8: found.verifications}
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     llm = LLM("smollm2", drafter, width=8, max_model_len=1024, max_batch_size=STREAMS)
-    reference = total(output.statistics for output in llm.generate(prompts[:PROMPTS], params)).acceptance_length
-    assert found.acceptance_length == pytest.approx(reference, rel=0.03)
+    ours = total(output.statistics for output in llm.generate(prompts[:PROMPTS], params))
+    # By slots that were offered: ours offers fewer in an answer's last step, which vLLM does not count.
+    assert found.acceptance_length == pytest.approx(1 + sum(share or 0 for share in ours.survival(8)), rel=0.03)
 
 
 def test_whole_blocks_change_no_token_and_accept_what_the_embedded_engine_does(
