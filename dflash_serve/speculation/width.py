@@ -103,6 +103,22 @@ TRIFLE: Final = 0.001
 """A price that needs no account, likewise."""
 REST: Final = 64
 """Steps without a draft after which speculation is resting."""
+SETTLED: Final = 16
+"""Steps that are decided and learnt from one by one; later ones in turns of HELD."""
+HELD: Final = 4
+
+
+@dataclass
+class _Decision:
+    """Widths that stand for some steps of the same requests."""
+
+    request_ids: list[Hashable]
+    widths: list[int]
+    drafts: bool
+    cost: float
+    """What such a step takes, in steps without speculation."""
+    left: int
+    """Steps that it stands for yet."""
 
 
 class AutoWidth:
@@ -155,6 +171,9 @@ class AutoWidth:
         self._account = START
         self._curiosity = CURIOSITY
         self._off_for = 0
+        self._seen = 0
+        self._unlearnt: list[Step] = []
+        self._decision: _Decision | None = None
 
     @property
     def resting(self) -> bool:
@@ -165,37 +184,68 @@ class AutoWidth:
             return []
         self._account = min(CREDIT, self._account + (REFILL if self._account > 0 else FORGIVEN))
         self._curiosity = min(CURIOSITY, self._curiosity + WONDER)
+        ids, decision = list(request_ids), self._decision
+        if decision is None or not decision.left or decision.request_ids != ids:
+            decision = self._decision = self._decide(ids, context_tokens)
+        decision.left -= 1
+        self._off_for = 0 if decision.drafts else self._off_for + 1
+        return decision.widths.copy()
+
+    def observe(self, step: Step) -> None:
+        if not step.widths:
+            return
+        widths, accepted = list(step.widths), list(step.accepted)
+        if not all(0 <= count < width <= self.block_size for width, count in zip(widths, accepted, strict=True)):
+            raise ValueError(f"accepted {accepted} of widths {widths}: need 0 <= accepted < width <= {self.block_size}")
+        if max(widths) > 1:
+            gained = 1 + sum(accepted) / len(widths)
+            self._account = min(CREDIT, self._account + gained - self._cost(widths, step.context_tokens))
+            if self._account <= 0:
+                self._decision = None
+        self._unlearnt.append(step)
+        self._seen += 1
+        if self._seen <= SETTLED or len(self._unlearnt) >= HELD:
+            self._learn()
+
+    def forget(self, request_id: Hashable) -> None:
+        self._learn()
+        self.survival.forget(request_id)
+
+    def _decide(self, request_ids: list[Hashable], context_tokens: int) -> _Decision:
+        self._learn()
         known, feared, hoped = self.survival.bounds(request_ids)
         choices = choices_of(known, self.allowed_widths)
         seconds = self.costs.of_steps(choices.rows, choices.drafted, context_tokens)
         doubt = np.where(choices.drafted > 0, self.costs.doubt(len(known), choices.rows), 0.0)
         loss = seconds / seconds[0] - choices.tokens(feared) / len(known)
-        choice = self._choice(choices.tokens(known) / seconds, choices.tokens(hoped) / seconds, loss, doubt)
-        self._off_for = 0 if choice else self._off_for + 1
-        return choices.widths(choice).tolist()  # type: ignore[no-any-return]
+        choice, trial = self._choice(choices.tokens(known) / seconds, choices.tokens(hoped) / seconds, loss, doubt)
+        left = 1 if trial or self._seen < SETTLED else HELD
+        cost = float(seconds[choice] / seconds[0])
+        return _Decision(request_ids, choices.widths(choice).tolist(), choice > 0, cost, left)
 
-    def observe(self, step: Step) -> None:
-        widths, accepted = np.asarray(step.widths), np.asarray(step.accepted)
-        if not len(widths):
-            return
-        if not ((accepted >= 0) & (accepted < widths) & (widths <= self.block_size)).all():
-            raise ValueError(f"accepted {accepted} of widths {widths}: need 0 <= accepted < width <= {self.block_size}")
-        requests, rows = len(widths), int(widths.sum())
-        drafted = int((widths > 1).sum())
-        if drafted and self.allowed_widths is not None:
-            drafted = requests
-        if drafted:
-            off, on = self.costs.of_steps(np.array([requests, rows]), np.array([0, drafted]), step.context_tokens)
-            self._account = min(CREDIT, self._account + 1 + accepted.sum() / requests - on / off)
-        self.survival.observe(step.request_ids, widths, accepted)
-        if step.seconds is not None and step.seconds > 0:
-            self.costs.observe(rows, drafted, step.context_tokens, step.seconds)
+    def _cost(self, widths: list[int], context_tokens: int) -> float:
+        """What a step takes, in steps without speculation."""
+        if self._decision and widths == self._decision.widths:
+            return self._decision.cost
+        rows, drafted = np.array([len(widths), sum(widths)]), np.array([0, self._drafted(widths)])
+        off, on = self.costs.of_steps(rows, drafted, context_tokens)
+        return float(on / off)
 
-    def forget(self, request_id: Hashable) -> None:
-        self.survival.forget(request_id)
+    def _drafted(self, widths: Sequence[int]) -> int:
+        """Requests that a step drafted for."""
+        drafted = sum(width > 1 for width in widths)
+        return len(widths) if drafted and self.allowed_widths is not None else drafted
 
-    def _choice(self, rate: Vector, hoped: Vector, loss: Vector, doubt: Vector) -> int:
-        """Which choice to take, all [M].
+    def _learn(self) -> None:
+        for step in self._unlearnt:
+            self.survival.observe(step.request_ids, np.asarray(step.widths), np.asarray(step.accepted))
+            if step.seconds is not None and step.seconds > 0:
+                rows, drafted = sum(step.widths), self._drafted(step.widths)
+                self.costs.observe(rows, drafted, step.context_tokens, step.seconds)
+        self._unlearnt.clear()
+
+    def _choice(self, rate: Vector, hoped: Vector, loss: Vector, doubt: Vector) -> tuple[int, bool]:
+        """Which choice to take, all [M], and whether it is a trial: not the fastest by what is known.
 
         Args:
             rate, hoped: tokens per second, as known and at best.
@@ -203,7 +253,7 @@ class AutoWidth:
             doubt: [2, M], of the cost beside that of off, and what of it a step without a draft would settle.
         """
         if self._account < -DEBT:
-            return 0
+            return 0, False
         if self._account > 0:
             payable = loss <= max(RISK, self._account)
         else:
@@ -212,14 +262,14 @@ class AutoWidth:
         if not best:  # costs may stand better than known, too
             wish = int(np.argmax(hoped * np.exp(doubt[0])))
         elif np.log(hoped[wish] / rate[0]) < doubt[0, wish] and doubt[1, wish] > TELLING * doubt[0, wish]:
-            return 0  # so may those of off
+            return 0, True  # so may those of off
         price = rate[best] / rate - 1
         funds = max(TRIFLE, min(self._account, self._curiosity, MARGIN) if best else min(self._account, START))
         wider = best + 1 + np.flatnonzero((payable & (price <= funds))[best + 1 : wish + 1])
         if not len(wider):
-            return best
+            return best, False
         if best:
             paid = max(0.0, float(price[wider[-1]]))
             self._account -= paid
             self._curiosity -= paid
-        return int(wider[-1])
+        return int(wider[-1]), True

@@ -131,8 +131,8 @@ def _from_drafter(drafter: Drafter, name: str) -> None:
 
 
 def _refuse_other(config: DrafterConfig, given: DrafterConfig, name: str) -> None:
-    config = config.model_copy(update={head: None for head in ADDED if getattr(given, head) is None})
-    config = config.model_copy(update={"block_size": given.block_size})  # no weight depends on it
+    without = {head: None for head in ADDED if getattr(given, head) is None}
+    config = config.model_copy(update={**without, "block_size": given.block_size})  # no weight depends on the latter
     wanted, found = config.model_dump(), given.model_dump()
     different = ", ".join(key for key in wanted if wanted[key] != found[key])
     if different:

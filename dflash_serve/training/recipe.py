@@ -198,6 +198,12 @@ class TrainingSection(Frozen):
             raise ValueError("give exactly one budget, steps or minutes")
         return self
 
+    @model_validator(mode="after")
+    def _leaves_out_of_a_reduced_vocabulary_only(self) -> TrainingSection:
+        if self.seen_at_least > 1 and not self.reduced_vocabulary:
+            raise ValueError(f"seen_at_least: {self.seen_at_least} needs reduced_vocabulary: true")
+        return self
+
 
 class Recipe(Frozen):
     """A training run: target, data, drafter, training, seed."""

@@ -108,9 +108,8 @@ class Trainer:
         self.forward = SlotForward(drafter, target.embedding, dtype=dtype)
         alpha = self.settings.dpace_alpha if self.settings.weighting == "dpace" else None
         weighting = Weighting(alpha, self.settings.decay_gamma)
-        kept, least = None, self.settings.seen_at_least
-        if self.settings.reduced_vocabulary:
-            kept = seen_vocabulary(training, least).to(self.head.device)
+        least = self.settings.seen_at_least
+        kept = seen_vocabulary(training, least).to(self.head.device) if self.settings.reduced_vocabulary else None
         soft, kind = self.settings.soft_labels, self.settings.soft_loss
         new_loss = partial(SlotLoss, self.head, weighting, soft=soft, soft_loss=kind)
         self.whole_loss = new_loss()

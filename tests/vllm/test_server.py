@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import json
 import urllib.error
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.common.journal import Journal
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.statistics import AcceptanceStatistics, total
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_serve.verify.subjects import two_servers
 from dflash_serve.verify.verification import Verification
@@ -165,16 +167,23 @@ def assert_nothing_changed(server: Server, prompts: Tokens, truth: Mapping[str, 
 
 
 def assert_it_accepts_as_ours(server: Server, drafter: str, prompts: Tokens, truth: Mapping[str, Any]) -> None:
-    """Whole blocks at ten streams: the same tokens, and the embedded engine's acceptance length within 5 %."""
+    """Whole blocks at ten streams: the same tokens, and the embedded engine's acceptance length within 3 %.
+
+    vLLM does not count the step that an answer ends with.
+    """
     before = read_acceptance(server.url)
     assert server.tokens(prompts[:PROMPTS], TOKENS, STREAMS) == truth["ten streams"]
     found = read_acceptance(server.url).since(before)
     assert found.widths == {8: found.verifications}
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     llm = LLM("smollm2", drafter, width=8, max_model_len=1024, max_batch_size=STREAMS)
-    ours = total(output.statistics for output in llm.generate(prompts[:PROMPTS], params))
-    # By slots that were offered: ours offers fewer in an answer's last step, which vLLM does not count.
-    assert found.acceptance_length == pytest.approx(1 + sum(share or 0 for share in ours.survival(8)), rel=0.05)
+    gained: dict[int, list[int]] = defaultdict(list)
+    for chunk in llm.stream(prompts[:PROMPTS], params):
+        gained[chunk.index].append(len(chunk.token_ids))
+    ours = [tokens for answer in gained.values() for tokens in answer[1:-1]]  # the first one is the prompt's
+    print(found, len(ours), fmean(ours))
+    assert found.verifications == pytest.approx(len(ours), rel=0.03)
+    assert found.acceptance_length == pytest.approx(fmean(ours), rel=0.03)
 
 
 def test_whole_blocks_change_no_token_and_accept_what_the_embedded_engine_does(

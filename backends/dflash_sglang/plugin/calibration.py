@@ -136,7 +136,7 @@ def tabulate(seconds: Mapping[Job, float]) -> CostModel:
         known, most = CostModel(target=target, draft={1: LEAST}), max(target)
         drafted = {w: taken for (n, w), taken in bare.items() if n == requests and w > 1}
         extra = [taken - known.target_seconds(requests * w) for w, taken in drafted.items() if requests * w <= most]
-        draft[requests] = least = max([least, *([median(extra)] if extra else [])])
+        draft[requests] = least = max(least, median(extra or [least]))
         for width, taken in drafted.items():
             target.setdefault(requests * width, max(LEAST, taken - draft[requests]))
     return CostModel(target=target, draft=draft, target_context=alone, draft_context=beside - alone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +16,10 @@ from dflash_serve.speculation.width import (
     CREDIT,
     DEBT,
     FORGIVEN,
+    HELD,
     REFILL,
     REST,
+    SETTLED,
     START,
     AutoWidth,
     FixedWidth,
@@ -156,6 +159,29 @@ def test_speculation_rests_after_long_without_a_draft_and_wakes_with_one() -> No
     awake = AutoWidth(CHEAP, 8)
     serve(awake, lambda *_: 7, 1, 3 * REST, CHEAP)
     assert not awake.resting
+
+
+def test_once_settled_a_decision_stands_for_some_steps_of_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, decided = AutoWidth(CHEAP, 8, known_survival=[0.9] * 7), Mock()
+    decided.side_effect = policy.survival.bounds
+    monkeypatch.setattr(policy.survival, "bounds", decided)
+    serve(policy, lambda *_: 7, 2, SETTLED, CHEAP)
+    assert decided.call_count == SETTLED
+    serve(policy, lambda *_: 7, 2, 100 * HELD, CHEAP)
+    assert 100 <= decided.call_count - SETTLED < 110  # and a trial now and then
+    decided.reset_mock()
+    for request in range(10):
+        policy.widths([request])
+    assert decided.call_count == 10
+
+
+def test_what_is_not_learnt_yet_of_a_request_that_ends_brings_it_back_no_more() -> None:
+    policy = AutoWidth(CHEAP, 8)
+    serve(policy, lambda *_: 3, 1, SETTLED + 1, CHEAP)
+    policy.forget("request 0")
+    for _ in range(HELD):
+        policy.observe(Step(["another"], policy.widths(["another"]), [0], 1.0))
+    assert len(policy.survival) == 1
 
 
 def test_fixed_widths_stay_and_nonsense_is_refused() -> None:

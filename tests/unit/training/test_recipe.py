@@ -42,6 +42,7 @@ def test_variables_come_from_the_environment(tmp_path: Path) -> None:
         (("steps: 10", "steps: 10, setps: 3"), r"unknown key training.setps; did you mean training.steps\?"),
         (("steps: 10", "steps: 10, minutes: 3"), "exactly one budget"),
         (("steps: 10", "lr: 1.0e-3"), "exactly one budget"),
+        (("steps: 10", "steps: 10, seen_at_least: 4"), "seen_at_least: 4 needs reduced_vocabulary: true"),
         (("PROMPTS_FOLDER", "NOT_SET_ANYWHERE"), r"\$\{NOT_SET_ANYWHERE\} is not set"),
         (
             ("steps: 10", "steps: 10, short_blocks: {block_size: 8, until: 0.5}"),
