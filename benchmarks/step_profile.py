@@ -34,7 +34,7 @@ from dflash_serve.models.layers import CompiledLinear, PlainOperators, rotate
 from dflash_serve.models.target import TargetModel
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.model_runner import TargetRunner
-from dflash_torch.sampler import sample
+from dflash_torch.sampler import Sampler
 
 BIG = 64 * 2**20
 """Numbers of the tensor that bandwidth is measured with: 256 MiB in float32."""
@@ -152,7 +152,7 @@ class Profile:
             "attention": self.attention(target.layers[0].qkv(x)),
             "norms and SwiGLU": self.small(x, target.layers[0].gate_up(x)),
             "head": lambda: target.logits(x),
-            "sampling": lambda: sample(requests, [[]] * rows, logits, config.eos_token_ids),
+            "sampling": lambda: Sampler()(requests, [[]] * rows, logits, config.eos_token_ids),
         }
 
     def plain_pass(self) -> None:

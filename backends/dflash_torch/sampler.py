@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from dflash_serve.outputs import TokenLogprob
 from dflash_serve.speculation.acceptance import Acceptance, accept_matching, accept_sampled
 from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.noise import BlockNoise
+from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.penalties import TokenCounts
 from dflash_serve.speculation.sampling import greedy_tokens, probabilities
 
@@ -32,21 +34,45 @@ class StepResult:
         return StepResult(self.request, self.token_ids[:count], self.logprobs and self.logprobs[:count])
 
 
-def sample(
-    requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor, eos_token_ids: Sequence[int]
-) -> list[StepResult]:
-    """What each request gains: its accepted drafted tokens and the bonus token.
+class Sampler:
+    """Remembers the collated parameters of the last batch: mostly they are the next step's, too."""
 
-    Args:
-        drafts: the drafted tokens of each, `width - 1` of them.
-        logits: [rows, V], `width` rows a request, after one another.
-        eos_token_ids: which no answer may have before its `min_tokens`.
-    """
-    if all(_takes_the_likeliest(request) for request in requests):
-        return _take_the_likeliest(requests, drafts, logits)
+    def __init__(self) -> None:
+        self._params: list[SamplingParams] = []
+        self._batch: SamplingBatch | None = None
+
+    def __call__(
+        self, requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor, eos_token_ids: Sequence[int]
+    ) -> list[StepResult]:
+        """What each request gains: its accepted drafted tokens and the bonus token.
+
+        Args:
+            drafts: the drafted tokens of each, `width - 1` of them.
+            logits: [rows, V], `width` rows a request, after one another.
+            eos_token_ids: which no answer may have before its `min_tokens`.
+        """
+        if all(_takes_the_likeliest(request) for request in requests):
+            return _take_the_likeliest(requests, drafts, logits)
+        batch = self._collated([request.params for request in requests], logits)
+        return _sample(batch, requests, drafts, logits, eos_token_ids)
+
+    def _collated(self, params: list[SamplingParams], logits: Tensor) -> SamplingBatch:
+        same = len(params) == len(self._params) and all(map(is_, params, self._params))
+        if self._batch is None or not same:
+            self._params, self._batch = params, SamplingBatch.of(params, logits.shape[-1], logits.device)
+        return self._batch
+
+
+def _sample(
+    batch: SamplingBatch,
+    requests: Sequence[Request],
+    drafts: Sequence[list[int]],
+    logits: Tensor,
+    eos_token_ids: Sequence[int],
+) -> list[StepResult]:
+    """`Sampler` where something is drawn, penalised or forbidden."""
     device = logits.device
     widths = [1 + len(draft) for draft in drafts]
-    batch = SamplingBatch.of([request.params for request in requests], logits.shape[-1], device)
     padded_draft = _pad([torch.tensor(draft, dtype=torch.int64) for draft in drafts], value=-1).to(device)
     raw = logits[None] if len(widths) == 1 else _pad(list(logits.split(widths)))
     padded = _allowed(requests, drafts, raw, eos_token_ids)
@@ -77,7 +103,7 @@ def _takes_the_likeliest(request: Request) -> bool:
 
 
 def _take_the_likeliest(requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor) -> list[StepResult]:
-    """`sample` where all do: one argmax, and no tensors for what nobody switched on."""
+    """`Sampler` where all do: one argmax, and no tensors for what nobody switched on."""
     best, first, results = logits.argmax(-1).tolist(), 0, []
     for request, draft in zip(requests, drafts, strict=True):
         chosen, rows = best[first : first + 1 + len(draft)], logits[first : first + 1 + len(draft)]

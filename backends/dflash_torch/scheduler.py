@@ -23,7 +23,7 @@ from dflash_serve.speculation.width import Step, WidthPolicy
 from .grammar import Grammar
 from .model_runner import TargetRunner
 from .request import Allocation, KVCacheManager, Request
-from .sampler import StepResult, last_rows, sample
+from .sampler import Sampler, StepResult, last_rows
 from .speculator import Speculator
 
 CROWD = 8
@@ -62,6 +62,7 @@ class Scheduler:
         self.target_runner = TargetRunner(target, self.cache, widest)
         self.cache_manager = KVCacheManager(max_batch_size, reuse=reuse_prefixes)
         self.running: list[Request] = []
+        self.sample = Sampler()
         self.joined = 0
         self.statistics = AcceptanceStatistics()
         """Acceptance of all requests that ever ran."""
@@ -205,7 +206,7 @@ class Scheduler:
             return {}
         rows = last_rows(pending, drafts, heads)
         logits = self.target.logits(hidden if rows is None else hidden[rows])
-        results = sample(
+        results = self.sample(
             [requests[i] for i in heads], [drafts[i] for i in heads], logits, self.target.config.eos_token_ids
         )
         return dict(zip(heads, results, strict=True))

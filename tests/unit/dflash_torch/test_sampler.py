@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_torch import sampler
 from dflash_torch.request import Request
-from dflash_torch.sampler import sample
+from dflash_torch.sampler import Sampler
 
 VOCAB = 11
 WIDTHS = (4, 1, 3)
@@ -40,6 +42,7 @@ def test_the_short_way_gives_what_the_general_one_does(right: tuple[int, ...], m
         drafts.append([int(token) if slot < accepted else (int(token) + 1) % VOCAB for slot, token in enumerate(best)])
         first += width
     requests = [request(), request(logprobs=2), request(min_tokens=1)]
+    sample = Sampler()
     short = sample(requests, drafts, logits, [0])
     monkeypatch.setattr(sampler, "_takes_the_likeliest", lambda request: False)
     assert short == sample(requests, drafts, logits, [0])
@@ -57,4 +60,19 @@ def test_what_moves_the_choice_goes_the_general_way(params: dict[str, Any]) -> N
     logits[0, 3], logits[0, 5] = 1.0, 1.5
     logits[0, 0] = 2.0 if "min_tokens" in params else 0.0
     expected = {"min_tokens": 5, "logit_bias": 3, "presence_penalty": 5}[next(iter(params))]
-    assert sample([request(**params)], [[]], logits, [0])[0].token_ids == [expected]
+    assert Sampler()([request(**params)], [[]], logits, [0])[0].token_ids == [expected]
+
+
+def test_parameters_are_collated_anew_only_when_the_batch_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    collate = Mock(side_effect=SamplingBatch.of)
+    monkeypatch.setattr(SamplingBatch, "of", collate)
+    sample, logits = Sampler(), torch.zeros(2, VOCAB)
+    biased, other = request(logit_bias={3: 5.0}), request(logit_bias={4: 5.0})
+
+    def tokens(*requests: Request) -> list[int]:
+        return [result.token_ids[0] for result in sample(requests, [[]] * len(requests), logits[: len(requests)], [0])]
+
+    assert tokens(biased, other) == tokens(biased, other) == [3, 4]
+    assert collate.call_count == 1
+    assert [tokens(other, biased), tokens(biased), tokens(other)] == [[4, 3], [3], [4]]
+    assert collate.call_count == 4
