@@ -119,4 +119,4 @@ def _choices(deployment: Deployment, filled: Deployment) -> Iterator[Choice]:
     if deployment.hardware.gpu is None:
         yield Choice("hardware.gpu", "what is there", "the first GPU that PyTorch sees, else the CPU")
     if deployment.hardware.dtype == "auto":
-        yield Choice("hardware.dtype", "auto", "float32 on a CPU, bfloat16 on a GPU")
+        yield Choice("hardware.dtype", "auto", "bfloat16 on a GPU; on a CPU by measurement, if the weights are")

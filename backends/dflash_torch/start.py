@@ -17,18 +17,18 @@ from dflash_serve.speculation.width import FixedWidth, WidthPolicy
 from .calibration import cost_of
 from .engine import EmbeddedEngine
 from .launch import own_arguments
+from .precision import choose_dtype
 from .scheduler import Scheduler
 from .speculator import Speculator
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def start_engine(deployment: Deployment) -> EmbeddedEngine:
     """Loads and starts what `EmbeddedBackend.check` has passed; its `limits.max_batch_size` is filled in."""
     model, entries = deployment.target, deployment.limits.max_batch_size
     assert entries is not None
-    dtype = DTYPES.get(deployment.hardware.dtype)
-    target = load_target(model.model, dtype=dtype, device=_device(deployment), revision=model.revision)
+    device = _device(deployment)
+    dtype = choose_dtype(deployment, device)
+    target = load_target(model.model, dtype=dtype, device=device, revision=model.revision)
     compiled = own_arguments(deployment).get("operators") != "plain"
     target.pack(compiled=compiled)
     capacity = deployment.limits.max_model_len or target.config.max_position_embeddings

@@ -144,6 +144,15 @@ def sources(name: str, config: TargetConfig) -> list[str]:
     return [f"model.layers.{index}.{part}.{kind}" for part in FUSED.get(module) or (RENAMED[module],)]
 
 
+def is_stored_in_bfloat16(folder: Path) -> bool:
+    """Whether bfloat16 holds every weight of a target's folder as it is.
+
+    Raises:
+        UserError: there are no usable safetensors.
+    """
+    return _Tensors(folder).dtypes() == {"BF16"}
+
+
 class _Tensors:
     """Tensors of a folder by name, read lazily from one file or from shards."""
 
@@ -168,6 +177,14 @@ class _Tensors:
             return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot be read ({error})", where=str(path), do="download the file again") from None
+
+    def dtypes(self) -> set[str]:
+        """As safetensors names them."""
+        found: set[str] = set()
+        for path in set(self.files.values()):
+            with self._open(path) as file:
+                found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - not a dict
+        return found
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.files:

@@ -1,0 +1,66 @@
+"""What a target is computed in where the deployment leaves it open (`hardware.dtype: auto`)."""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.deployment import Deployment
+from dflash_serve.models.layers import pack_linear
+from dflash_serve.models.loader import is_stored_in_bfloat16
+from dflash_serve.models.target_config import read_target_config
+
+from .launch import own_arguments
+
+logger = logging.getLogger(__name__)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROWS = (1, 8, 32)
+"""Rows of a plain step, of a block, of a crowd."""
+REPETITIONS = 6
+WORTH = 1.1
+"""How much faster bfloat16 must be: greedy answers are float32's no more where two tokens are nearly alike."""
+
+
+def choose_dtype(deployment: Deployment, device: str) -> torch.dtype:
+    """What was asked for; else bfloat16 on a GPU, and on a CPU where it rounds no weight and was measured to be faster.
+
+    Raises:
+        UserError: the target's folder has no usable weights.
+    """
+    asked = DTYPES.get(deployment.hardware.dtype)
+    if asked is not None or device != "cpu":
+        return asked or torch.bfloat16
+    folder = target_folder(deployment.target.model, deployment.target.revision)
+    if not is_stored_in_bfloat16(folder):
+        return torch.float32
+    config = read_target_config(folder)
+    compiled = own_arguments(deployment).get("operators") != "plain"
+    faster = how_much_faster(config.hidden_size, config.intermediate_size, compiled=compiled)
+    chosen = torch.bfloat16 if faster >= WORTH else torch.float32
+    logger.info("%s: a layer of this target takes %.2f times as long in float32 as in bfloat16", chosen, faster)
+    return chosen
+
+
+def how_much_faster(inputs: int, outputs: int, *, compiled: bool) -> float:
+    """Seconds of a linear layer of bfloat16's weights in float32 over those in bfloat16; the least of repetitions."""
+    weight = torch.randn(outputs, inputs).bfloat16()
+    layers: dict[torch.dtype, nn.Module] = {}
+    for dtype in DTYPES.values():
+        linear = nn.Linear(inputs, outputs, bias=False, device="meta")
+        linear.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+        layers[dtype] = pack_linear(linear, compiled=compiled)
+    seconds = dict.fromkeys(layers, 0.0)
+    for rows in ROWS:
+        least = dict.fromkeys(layers, float("inf"))
+        for _ in range(REPETITIONS):
+            for dtype, layer in layers.items():
+                x = torch.ones(rows, inputs, dtype=dtype)
+                start = perf_counter()
+                layer(x)
+                least[dtype] = min(least[dtype], perf_counter() - start)
+        seconds = {dtype: seconds[dtype] + least[dtype] for dtype in layers}
+    return seconds[torch.float32] / seconds[torch.bfloat16]
