@@ -206,7 +206,7 @@ def _key(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -
     parts = [
         target.config.model_dump_json(),
         drafter.config.model_dump_json(),
-        f"{block_size} {entries} {target.embedding.dtype}",
+        f"{block_size} {entries} {target.embedding.dtype} {len(drafter.hot_tokens or [])}",
         f"{_machine(target.device)} {torch.__version__} {target.operators.name}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]

@@ -10,6 +10,7 @@ import torch
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.models.drafter import Drafter, Proposal, propose_greedily
+from dflash_serve.models.hot_tokens import HotHead, takes_hot_tokens
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.target import TargetModel
 
@@ -36,6 +37,7 @@ class Speculator:
         )
         self.drafter_runner = DrafterRunner(target.embedding, self.cache, block_size)
         self.propose = proposal_of(config)
+        self.hot_head = HotHead(target.head, drafter.hot_tokens) if drafter.hot_tokens else None
 
     def twin(self) -> Self:
         """The same drafter with a K/V cache of its own, so that both can run in turns."""
@@ -62,7 +64,11 @@ class Speculator:
         counts = [width - 1 for width in widths]
         rows = [n * size + first + slot for n, count in enumerate(counts) for slot in range(count)]
         grammars = [request.grammar for request in requests]
-        return self.propose(self.drafter, self.target.draft_logits, hidden[rows], anchors, counts, grammars)
+        if self.hot_head is None or any(grammar is not None for grammar in grammars):
+            return self.propose(self.drafter, self.target.draft_logits, hidden[rows], anchors, counts, grammars)
+        return self.hot_head.target_ids(
+            self.propose(self.drafter, self.hot_head, hidden[rows], anchors, counts, grammars)
+        )
 
     def inject(self, requests: Sequence[Request]) -> None:
         """Writes the context K/V of tokens verified since the last time; nothing older is recomputed."""
@@ -80,7 +86,7 @@ class Speculator:
 
 def proposal_of(config: DrafterConfig) -> Proposal:
     """How hidden states become tokens; a drafter with heads brings modules of its own."""
-    if config.markov is None and config.selector is None and config.draft_vocabulary is None:
+    if takes_hot_tokens(config):
         return propose_greedily
     from dflash_serve.models.drafter_walks import propose_by_walk
 

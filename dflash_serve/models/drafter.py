@@ -148,6 +148,8 @@ class Drafter(nn.Module):
         self.register_buffer("d2t", None if reduced is None else torch.empty(reduced, dtype=torch.int64))
         self.token_ids: Tensor | None = None
         """Target ids int64 [Vd] of the draft ids, where it drafts from a part of the vocabulary; by `map_tokens`."""
+        self.hot_tokens: list[int] | None = None
+        """Target ids that it drafts at all, by the target's head (`hot_tokens`); None = all."""
         self.markov_head = self.confidence_head = self.candidate_selector = None
         if config.markov is None and config.confidence is None and config.selector is None:
             return

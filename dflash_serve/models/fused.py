@@ -91,6 +91,7 @@ class FusedDrafter(Drafter):
             super().__init__(drafter.config)
         self.rotary, self.mask_embedding = drafter.rotary, drafter.mask_embedding
         self.lm_head, self.d2t, self.token_ids = drafter.lm_head, drafter.d2t, drafter.token_ids
+        self.hot_tokens = drafter.hot_tokens
         self.markov_head, self.candidate_selector = drafter.markov_head, drafter.candidate_selector
         self.confidence_head = None  # decoding does not ask it
         self.fc, self.hidden_norm, self.norm = drafter.fc, drafter.hidden_norm, drafter.norm

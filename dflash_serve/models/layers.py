@@ -206,6 +206,13 @@ def _has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
+def dense_weight(linear: nn.Module) -> Tensor:
+    """A layer's weight [out, in] as it was before any packing."""
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    return weight.to_dense() if weight.is_mkldnn else weight.detach()
+
+
 def pack_linears(module: nn.Module, *, compiled: bool = True) -> None:
     """Packs every nn.Linear below `module`, in place."""
     for name, child in module.named_children():

@@ -15,6 +15,7 @@ from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.hot_tokens import read_hot_tokens, takes_hot_tokens
 from dflash_serve.models.target import TargetModel
 from dflash_serve.models.target_config import TargetConfig, read_target_config
 
@@ -55,6 +56,8 @@ def load_drafter(
     state = {name: _in_dtype(tensor.to(device), dtype) for name, tensor in tensors.items()}
     drafter.load_state_dict(state, assign=True)
     drafter.map_tokens()
+    if takes_hot_tokens(checkpoint.config):
+        drafter.hot_tokens = read_hot_tokens(checkpoint.folder, checkpoint.config.vocab_size)
     drafter.rotary.to(device)
     return drafter.eval().requires_grad_(False)
 

@@ -24,6 +24,7 @@ from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import sha256, write_whole
 from dflash_serve.common.provenance import argv, commit, now, processor, versions
 from dflash_serve.errors import UserError
+from dflash_serve.models.hot_tokens import takes_hot_tokens, write_hot_tokens
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.answers import make_data
 from dflash_serve.training.dataset import MANIFEST, DataManifest, load_answers, totals
@@ -149,6 +150,8 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
     }
     config = trainer.drafter.config
     write_drafter(output / DRAFTER, config, tensors, dialect=dialect_of(config), overwrite=True)
+    if trainer.loss.kept is not None and takes_hot_tokens(config):
+        write_hot_tokens(output / DRAFTER, trainer.loss.kept.tolist())
     answers, _, answer_tokens = totals(manifest.shards)
     given = {} if recipe.drafter.init in FRESH else file_entries(drafter_folder(recipe.drafter.init))
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} x {processor()}"

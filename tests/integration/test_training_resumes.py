@@ -144,6 +144,17 @@ def test_a_run_leaves_a_drafter_a_log_and_its_provenance(target: str, prompts: P
     assert str(tmp_path) not in json.dumps(provenance)
 
 
+@pytest.mark.parametrize("heads", [PLAIN, DSPARK], ids=["plain", "DSpark"])
+def test_what_a_reduced_vocabulary_learnt_to_predict_is_all_that_is_drafted(
+    target: str, prompts: Path, tmp_path: Path, heads: Mapping[str, object]
+) -> None:
+    settings = recipe(target, prompts, heads, reduced_vocabulary=True, seen_at_least=2)
+    run(settings, load_target(target, dtype=torch.bfloat16), load_tokenizer(target), tmp_path / "out")
+    kept = trainer(settings, tmp_path / "out").loss.kept
+    assert kept is not None
+    assert load_drafter(tmp_path / "out/drafter").hot_tokens == (kept.tolist() if heads is PLAIN else None)
+
+
 def test_the_best_held_out_step_is_written_and_not_the_last(
     target: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

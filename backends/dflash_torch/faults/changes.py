@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.hot_tokens import HotHead
+from dflash_serve.models.layers import dense_weight
 
 from ..request import Request
 from ..speculator import Speculator
@@ -139,10 +141,12 @@ def in_fp8(drafter: Drafter) -> None:
 def fp8_head(speculator: Speculator) -> Speculator:
     """The head it drafts with rounded to FP8; the target verifies with its own."""
     made, target = copy.copy(speculator), twin(speculator.target)
-    weight = _plain(target.head)
+    weight = dense_weight(target.head)
     head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(rounded_to_fp8(weight), requires_grad=False)
     target.head, made.target = head, target
+    if made.hot_head is not None:
+        made.hot_head = HotHead(head, made.hot_head.token_ids)
     return made
 
 
@@ -151,7 +155,7 @@ def target_head(speculator: Speculator) -> Speculator:
     made = copy.copy(speculator)
     made.drafter = drafter = twin(speculator.drafter)
     assert drafter.d2t is not None
-    weight = _plain(speculator.target.head)[: len(drafter.d2t)]
+    weight = dense_weight(speculator.target.head)[: len(drafter.d2t)]
     drafter.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     drafter.lm_head.weight = nn.Parameter(weight, requires_grad=False)
     return made
@@ -191,13 +195,6 @@ def empty_codebooks(drafter: Drafter) -> None:
 def without_markov_head(drafter: Drafter) -> None:
     """Each slot by itself."""
     drafter.markov_head = None
-
-
-def _plain(head: nn.Module) -> Tensor:
-    """The head's weight [vocabulary, H] as it was before any packing."""
-    weight = head.weight
-    assert isinstance(weight, Tensor)
-    return weight.to_dense() if weight.is_mkldnn else weight.detach()
 
 
 def rounded_to_fp8(weight: Tensor) -> Tensor:

@@ -1,0 +1,79 @@
+"""Drafting from the tokens that training saw alone: that many rows of the target's head to read, not its vocabulary.
+
+What is drafted is a guess that the target verifies by its whole head, so no answer changes, and a token that the
+drafter never learnt to predict is little loss (FR-Spec, arXiv 2502.14856; SGLang's `--speculative-token-map` does it
+for EAGLE). A drafter brings the list in `hot_tokens.json`; only the embedded engine reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.common.files import write_whole
+from dflash_serve.errors import UserError
+from dflash_serve.models.layers import CompiledLinear, dense_weight, pack_linear
+
+HOT_TOKENS = "hot_tokens.json"
+
+
+def takes_hot_tokens(config: DrafterConfig) -> bool:
+    """Whether each slot is one product with the target's head, whatever stands in the others."""
+    return config.markov is None and config.selector is None and config.draft_vocabulary is None
+
+
+def read_hot_tokens(folder: Path, vocab_size: int) -> list[int] | None:
+    """Target ids of a drafter's folder, rising; None where it has no list.
+
+    Raises:
+        UserError: the file holds no rising list of ids of the vocabulary.
+    """
+    path = folder / HOT_TOKENS
+    if not path.exists():
+        return None
+    try:
+        ids = TypeAdapter(list[int]).validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValidationError):
+        ids = []
+    if not ids or ids[0] < 0 or ids[-1] >= vocab_size or any(a >= b for a, b in pairwise(ids)):
+        why = f"it holds no rising list of token ids below {vocab_size}"
+        raise UserError(why, where=str(path), do="remove it: the drafter then drafts from the whole vocabulary")
+    return ids
+
+
+def write_hot_tokens(folder: Path, token_ids: Sequence[int]) -> None:
+    """Whole or not at all."""
+    write_whole(folder / HOT_TOKENS, json.dumps(list(token_ids)) + "\n")
+
+
+class HotHead:
+    """The rows of a target's head that belong to some tokens.
+
+    Args:
+        head: the target's, packed or not.
+        token_ids: target ids.
+    """
+
+    def __init__(self, head: nn.Module, token_ids: Sequence[int]) -> None:
+        self.token_ids = list(token_ids)
+        rows = dense_weight(head)[torch.tensor(self.token_ids)]
+        linear = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(rows, requires_grad=False)
+        packed = pack_linear(linear, compiled=isinstance(head, CompiledLinear))
+        self.linear = packed.rounded() if isinstance(packed, CompiledLinear) else packed
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, H] after the drafter's final norm -> logits [rows, tokens]."""
+        out: Tensor = self.linear(hidden)
+        return out
+
+    def target_ids(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Places among the tokens -> target ids."""
+        return [[self.token_ids[place] for place in draft] for draft in drafts]

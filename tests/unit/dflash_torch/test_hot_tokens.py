@@ -1,0 +1,111 @@
+"""A drafter that drafts a part of the vocabulary by the target's own head: other drafts, never another answer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dflash_serve import SamplingParams
+from dflash_serve.errors import UserError
+from dflash_serve.models.hot_tokens import HOT_TOKENS, HotHead, read_hot_tokens, write_hot_tokens
+from dflash_serve.models.layers import pack_linear
+from dflash_serve.models.loader import load_drafter
+from dflash_torch.engine import EmbeddedEngine
+from dflash_torch.faults.catalogue import catalogue
+from dflash_torch.faults.tensors import first_difference
+from dflash_torch.grammar import Grammars
+from dflash_torch.request import Request
+from tests.support.embedded import PROMPTS, answers, tiny_engine
+from tests.support.tiny_target import EOS
+
+Folders = tuple[Path, Path]
+PART = list(range(1, 60, 2))
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+
+def with_hot_tokens(folders: Folders, folder: Path, token_ids: list[int]) -> Folders:
+    shutil.copytree(folders[1], folder)
+    write_hot_tokens(folder, token_ids)
+    return folders[0], folder
+
+
+def drafts(engine: EmbeddedEngine, grammar: str | None = None) -> list[list[int]]:
+    """What is drafted of one answer, step by step."""
+    found: list[list[int]] = []
+    speculator = engine.scheduler.speculator
+    assert speculator is not None
+    draft = speculator.draft
+
+    def watched(requests: list[Request], widths: list[int]) -> list[list[int]]:
+        (tokens,) = draft(requests, widths)
+        found.append(tokens)
+        return [tokens]
+
+    speculator.draft = watched  # type: ignore[method-assign,assignment]
+    vocab = engine.scheduler.target.config.vocab_size
+    rule = Grammars(engine.tokenizer, vocab, [EOS]).regex(grammar) if grammar else None
+    engine.scheduler.join(engine.tokenize(PROMPTS[0]), GREEDY.model_copy(update={"ignore_eos": False}), grammar=rule)
+    while engine.scheduler.running:
+        engine.scheduler.step()
+    return found
+
+
+def test_what_is_drafted_is_hot_and_no_answer_changes(folders: Folders, tmp_path: Path) -> None:
+    hot = tiny_engine(with_hot_tokens(folders, tmp_path / "hot", PART))
+    given, plain = answers(hot, PROMPTS, GREEDY), answers(tiny_engine(folders, width=1), PROMPTS, GREEDY)
+    assert [output.token_ids for output in given] == [output.token_ids for output in plain]
+    found = drafts(hot)
+    assert found
+    assert {token for draft in found for token in draft} <= set(PART)
+
+
+def test_with_every_token_hot_the_drafts_are_those_of_the_whole_head(folders: Folders, tmp_path: Path) -> None:
+    whole = tiny_engine(folders)
+    every = list(range(whole.scheduler.target.config.vocab_size))
+    assert drafts(tiny_engine(with_hot_tokens(folders, tmp_path / "hot", every))) == drafts(whole)
+
+
+def test_a_grammar_drafts_from_the_whole_vocabulary(folders: Folders, tmp_path: Path) -> None:
+    pattern = r"[a-f]{3,9}-(fox|dog)\."
+    hot = tiny_engine(with_hot_tokens(folders, tmp_path / "hot", PART))
+    assert drafts(hot, pattern) == drafts(tiny_engine(folders), pattern)
+
+
+def test_it_differs_nowhere_from_the_reference_and_its_faults_are_its_own(folders: Folders, tmp_path: Path) -> None:
+    pair = with_hot_tokens(folders, tmp_path / "hot", PART)
+    engine = tiny_engine(pair)
+    assert first_difference(engine, *pair, PROMPTS[0]) is None
+    speculator = engine.scheduler.speculator
+    assert speculator is not None
+    (fault,) = [fault for fault in catalogue(speculator) if fault.cause == "quantised head"]
+    changed = fault.change(speculator).hot_head
+    assert changed is not None
+    assert speculator.hot_head is not None
+    assert changed.token_ids == speculator.hot_head.token_ids == PART
+    x = torch.ones(1, 32)
+    assert not torch.equal(changed(x), speculator.hot_head(x))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_rows_are_the_heads_own(packed: bool) -> None:
+    head = nn.Linear(64, 40, bias=False).requires_grad_(False)
+    x, expected = torch.randn(3, 64), head.weight[[2, 5, 39]].clone()
+    made = HotHead(pack_linear(head) if packed else head, [2, 5, 39])
+    torch.testing.assert_close(made(x), x @ expected.T, rtol=0.02, atol=0.02)  # rounded to bfloat16 where packed
+    assert made.target_ids([[2, 0], []]) == [[39, 2], []]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "[3, 2]", "[1, 1]", "[-1, 2]", "[5, 96]", "[1.5]", '["1"]', "[1"])
+def test_a_list_that_makes_no_sense_is_refused(folders: Folders, tmp_path: Path, text: str) -> None:
+    _, folder = with_hot_tokens(folders, tmp_path / "hot", PART)
+    assert load_drafter(folder).hot_tokens == PART
+    (folder / HOT_TOKENS).write_text(text)
+    with pytest.raises(UserError, match="no rising list of token ids below 96; remove it") as error:
+        read_hot_tokens(folder, 96)
+    assert "\n" not in str(error.value)
+    (folder / HOT_TOKENS).unlink()
+    assert load_drafter(folder).hot_tokens is None
