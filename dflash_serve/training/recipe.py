@@ -178,8 +178,8 @@ class TrainingSection(Frozen):
     confidence_weight: Positive = 1.0
     """Of the confidence head's loss beside that of the slots."""
     reduced_vocabulary: bool = False
-    """Softmax over the tokens seen in the data only: far cheaper. The drafter's own vocabulary stays whole; which tokens
-    it learnt to predict is written beside it (`models.hot_tokens`)."""
+    """Softmax over the tokens seen in the data only: far cheaper. The drafter's vocabulary stays whole; which tokens it
+    learnt to predict is written beside it (`models.hot_tokens`)."""
     seen_at_least: PositiveInt = 1
     """A reduced vocabulary leaves out tokens that the data has fewer times: no slot is to predict them, none learns to
     avoid them."""
