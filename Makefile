@@ -1,4 +1,5 @@
-# The two commands: `make demo` and `make test`. Each sets up what it needs; nothing is installed outside .venv.
+# The two commands: `make demo` and `make test`. Each sets up what it needs; nothing is installed outside .venv*
+# and ~/.cache/dflash-serve.
 
 PYTHON ?= python3
 # On a machine without a GPU any CPU build of the same version does; a GPU machine takes the default build.

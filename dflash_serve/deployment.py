@@ -50,8 +50,8 @@ class Model(Frozen):
     revision: str | None = None
     """A commit of the hub repository; checkpoints are replaced in place there, so pin it."""
     quantization: Quantization = "none"
-    """Number format to serve the weights in; none = as the checkpoint has them. SGLang makes fp8 of bf16 weights while
-    loading; any other format must be the checkpoint's own already (`dflash-serve build` makes fp8 and nvfp4)."""
+    """Number format to serve the weights in; none = as the checkpoint has them. SGLang and vLLM make fp8 of a target's
+    bf16 weights while loading; another format, or a drafter's, must be the checkpoint's own (`dflash-serve build`)."""
 
 
 class Speculation(Frozen):
@@ -94,7 +94,8 @@ class Limits(Frozen):
     max_model_len: PositiveInt | None = None
     """Tokens of prompt and answer together; None = what the target was made for."""
     max_queued_requests: PositiveInt = 256
-    """Requests that may wait for a place in the batch; beyond them new ones are refused at once."""
+    """Requests that may wait for a place in the batch; beyond them new ones are refused at once. Not on TensorRT-LLM,
+    which queues without bound and refuses the key."""
     max_num_tokens: PositiveInt | None = None
     """Rows in one step of the target, prompts and blocks together; None = the engine's own."""
 
@@ -140,8 +141,8 @@ class Hardware(Frozen):
     count: PositiveInt = 1
     """GPUs that one server takes, on all its nodes together; `parallel` must come out at the same number."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic of weights and K/V; auto = bfloat16 on a GPU, and on a CPU where the target's weights are bfloat16 and
-    it is measured to be faster when the engine starts; else float32."""
+    """Arithmetic of weights and K/V; auto = bfloat16 on a GPU. On a CPU vLLM takes float32, SGLang bfloat16, the
+    embedded engine float32, or bfloat16 where the target's weights are and it is measured to be faster at start."""
 
 
 @dataclass(frozen=True)

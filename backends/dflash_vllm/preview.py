@@ -94,5 +94,5 @@ def _notes(plan: LaunchPlan) -> Iterator[str]:
         yield f"{plan.drafter.family} on vLLM was read, not run: hold it against the target with `dflash-serve verify`"
     yield "requests with min_p or logit_bias are answered by HTTP 400: vLLM has neither with speculation"
     release = parse_release(installed_version() or "")
-    if 1 in plan.widths and (release is None or release < REAL_OFF):
+    if 1 in plan.widths and not plan.on_cpu and (release is None or release < REAL_OFF):
         yield "before vLLM 0.33 steps without speculation still pay for a draft: use 0.33"

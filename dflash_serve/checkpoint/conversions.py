@@ -1,7 +1,7 @@
 """Drafters made servable where they are not: a reduced vocabulary made whole, a Markov head added. Needs torch.
 
-Engines differ in what they load: SGLang and TensorRT-LLM know no reduced vocabulary, and no engine loads DeepSpec's
-plain drafters (`dflash_*_block7`: anchor-first slots without a Markov head).
+Engines differ in what they load: SGLang and TensorRT-LLM know no reduced vocabulary, and no engine but the embedded one
+runs DeepSpec's plain drafters (`dflash_*_block7`: anchor-first slots without a Markov head).
 """
 
 from __future__ import annotations

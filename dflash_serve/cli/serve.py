@@ -21,7 +21,7 @@ from dflash_serve.errors import UserError, raise_problems
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
-MaxQueued = Annotated[int | None, typer.Option(help="Requests that may wait; further ones are answered with 429.")]
+MaxQueued = Annotated[int | None, typer.Option(help="Requests that may wait; others get a 429 (SGLang: 503).")]
 OWN = ("drain_seconds", "acceptance_metrics")
 """Options of the embedded engine's server."""
 DrainSeconds = Annotated[float | None, typer.Option(help="How long requests may go on after SIGTERM, in seconds.")]

@@ -70,7 +70,7 @@ def _speculation(engines: Sequence[EngineFacts]) -> list[Panel]:
         Panel(
             "Width",
             "Verifications a second by slots verified, the anchor counted; 1 = drafting was found not to pay. "
-            "TensorRT-LLM always verifies whole blocks.",
+            "TensorRT-LLM does not tell the width of a step.",
             "ops",
             [each.widths for each in lines if each.widths is not None],
         ),

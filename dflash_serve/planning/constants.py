@@ -93,9 +93,7 @@ def constants_of(backend: str, asked: str | None) -> Constants:
     if not known:
         have = ", ".join(dict.fromkeys(each.backend for each in known_constants()))
         what = f"nothing is known of how long {backend} takes between kernels"
-        raise UserError(
-            what, where=f"--backend {backend}", do=f"use one of {have}, or give --calibrate a bench's report"
-        )
+        raise UserError(what, where=f"--backend {backend}", do=f"use one of {have}, or give --constants a JSON file")
     return known[0]
 
 

@@ -1,6 +1,6 @@
 """The dashboard asks for nothing that the engine in question does not export: by name, and by label.
 
-SGLang's own server is asked in tests/sglang/test_dashboard_metrics.py, in the environment that it needs.
+SGLang's own server is asked in tests/sglang/test_tiny_server.py, in the environment that it needs.
 """
 
 from __future__ import annotations

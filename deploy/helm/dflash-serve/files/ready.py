@@ -21,7 +21,7 @@ PROMPT = "Count: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,"
 TOKENS = 48
 SEEN = Path("/tmp/dflash-serve-accepts")  # noqa: S108 - the pod's own
 CHOOSE_A_WIDTH = ("torch", "sglang", "vllm")
-"""Engines whose `width: auto` may be 1, by measured cost; TensorRT-LLM always drafts whole blocks."""
+"""Engines whose `width: auto` may be 1, by measured cost; TensorRT-LLM's is no measurement of its own."""
 LATE_SECONDS = 15
 """TensorRT-LLM's metrics are a buffer that is filled after an answer has ended."""
 COUNTERS = {
