@@ -12,20 +12,24 @@ from dflash_serve.outputs import Chunk, RequestOutput, TokenLogprob
 from .request import Request
 from .sampler import StepResult
 
+INVALID_PREFIX = "Invalid prefix encountered"
+"""What tokenizers says where the text of some tokens does not begin with that of fewer."""
+
 
 class Detokenizer:
     """The text of one answer as its tokens arrive.
 
     Args:
+        prompt: what the answer goes on from: whether its first word begins with a space hangs on that.
         stop: the answer ends before the first occurrence of any of these, wherever tokens cut it.
         min_tokens: no stop string is looked for in the text of the first ones.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0, skip_special_tokens: bool = True
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = (), *, min_tokens: int = 0
     ) -> None:
         self.tokenizer = tokenizer
-        self.decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self.decoder = DecodeStream(ids=list(prompt), skip_special_tokens=True)
         self.stop, self.min_tokens = tuple(stop), min_tokens
         self.held = ""
         self.stopped = False
@@ -39,7 +43,7 @@ class Detokenizer:
             if self.stopped:
                 break
             self.fed += 1
-            self.held += self.decoder.step(self.tokenizer, token_id) or ""
+            self.held += self._decode(token_id)
             if self.fed <= self.min_tokens:
                 before, self.held = before + self.held, ""
             self._cut_at_stop()
@@ -51,6 +55,16 @@ class Detokenizer:
         """What was held back, at the end of the answer."""
         text, self.held = self.held, ""
         return text
+
+    def _decode(self, token_id: int) -> str:
+        try:
+            return self.decoder.step(self.tokenizer, token_id) or ""
+        except Exception as error:  # tokenizers raises nothing narrower
+            if INVALID_PREFIX not in str(error):
+                raise
+            # Bytes that are no character, and then a word: what came is lost, what comes is not (as vLLM does it).
+            self.decoder = DecodeStream(skip_special_tokens=True)
+            return self.decoder.step(self.tokenizer, token_id) or ""
 
     def _cut_at_stop(self) -> None:
         found = [at for at in (self.held.find(stop) for stop in self.stop) if at >= 0]
@@ -75,7 +89,8 @@ class Answer:
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer) -> None:
         self.index, self.request = index, request
-        self.detokenizer = Detokenizer(tokenizer, request.params.stop, min_tokens=request.params.min_tokens)
+        prompt, params = request.token_ids[: request.prompt_length], request.params
+        self.detokenizer = Detokenizer(tokenizer, prompt, params.stop, min_tokens=params.min_tokens)
         self.text = ""
         self.logprobs: list[TokenLogprob] | None = None if request.params.logprobs is None else []
 

@@ -37,6 +37,14 @@ def own_arguments(deployment: Deployment) -> EngineArgs:
     return deployment.engine_args.get("torch", {})
 
 
+def with_operators(deployment: Deployment, operators: str) -> Deployment:
+    """The deployment with what the server's environment says of operators; `plain` wins."""
+    if operators != "plain":
+        return deployment
+    own = {**own_arguments(deployment), "operators": operators}
+    return deployment.model_copy(update={"engine_args": {**deployment.engine_args, "torch": own}})
+
+
 def argument_problems(deployment: Deployment) -> Iterator[Problem]:
     """Settings that the embedded server does not have, or does not take; a file of keys that is none."""
     given = own_arguments(deployment)

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from time import perf_counter
 
 import torch
+from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 from torch import nn
 
 from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.common.files import cache_home, write_whole
+from dflash_serve.common.provenance import processor
 from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+from dflash_serve.models.compiled.build import load_kernels
 from dflash_serve.models.layers import pack_linear
 from dflash_serve.models.loader import is_stored_in_bfloat16
 from dflash_serve.models.target_config import read_target_config
 
 from .launch import own_arguments
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROWS = (1, 8, 32)
 """Rows of a plain step, of a block, of a crowd."""
 REPETITIONS = 6
 WORTH = 1.1
 """How much faster bfloat16 must be: greedy answers are float32's no more where two tokens are nearly alike."""
+
+
+class Measured(BaseModel):
+    """How much faster bfloat16 was found to be, and where."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    faster: PositiveFloat
+    layer: tuple[int, int]
+    machine: str
+    operators: str
 
 
 def choose_dtype(deployment: Deployment, device: str) -> torch.dtype:
@@ -38,11 +55,28 @@ def choose_dtype(deployment: Deployment, device: str) -> torch.dtype:
     if not is_stored_in_bfloat16(folder):
         return torch.float32
     config = read_target_config(folder)
-    compiled = own_arguments(deployment).get("operators") != "plain"
-    faster = how_much_faster(config.hidden_size, config.intermediate_size, compiled=compiled)
+    compiled = own_arguments(deployment).get("operators") != "plain" and load_kernels() is not None
+    faster = _kept_measurement(config.hidden_size, config.intermediate_size, compiled=compiled)
     chosen = torch.bfloat16 if faster >= WORTH else torch.float32
-    logger.info("%s: a layer of this target takes %.2f times as long in float32 as in bfloat16", chosen, faster)
+    log.info("%s: a layer of this target takes %.2f times as long in float32 as in bfloat16", chosen, faster)
     return chosen
+
+
+def _kept_measurement(inputs: int, outputs: int, *, compiled: bool) -> float:
+    """Measured once for each layer and machine: a server started again computes as it did before."""
+    machine = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    asked = {"layer": (inputs, outputs), "machine": machine, "operators": "compiled" if compiled else "plain"}
+    name = hashlib.sha256(repr(sorted(asked.items())).encode()).hexdigest()[:24]
+    path = cache_home() / "dtype" / f"{name}.json"
+    try:
+        return Measured.model_validate_json(path.read_text(encoding="utf-8")).faster
+    except (OSError, ValidationError):
+        measured = Measured(faster=how_much_faster(inputs, outputs, compiled=compiled), **asked)
+    try:
+        write_whole(path, measured.model_dump_json(indent=1))
+    except UserError as error:
+        log.warning("how fast bfloat16 is is measured again next time: %s", error)
+    return measured.faster
 
 
 def how_much_faster(inputs: int, outputs: int, *, compiled: bool) -> float:

@@ -163,6 +163,10 @@ class KVCacheManager:
         self.holds.pop(entry, None)
         return Allocation(entry, donor, reused)
 
+    def give_back(self, allocation: Allocation) -> None:
+        """Frees an entry that no request came to have."""
+        self.free.append(allocation.entry)
+
     def assign(self, request: Request) -> None:
         """Notes that the request has its entry, so that what it holds can be lent."""
         if self.reuse:

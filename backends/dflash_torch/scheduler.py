@@ -88,7 +88,11 @@ class Scheduler:
         self.check(token_ids, params)
         draftable = self.speculator is not None and not self.policy.resting
         allocation = self.cache_manager.allocate(list(token_ids), salt, draftable=draftable)
-        self._copy_prefix(allocation)
+        try:
+            self._copy_prefix(allocation)
+        except BaseException:
+            self.cache_manager.give_back(allocation)
+            raise
         limit = min(self.capacity, len(token_ids) + (params.max_tokens or self.capacity))
         request = Request.allocated(self.joined, allocation, token_ids, params, limit=limit, grammar=grammar, salt=salt)
         self.joined += 1

@@ -65,6 +65,7 @@ OF_OUR_DRAFTER = {
     "spec_method": SPECULATION,
     "spec_model": "drafter.model",
     "spec_tokens": "speculation.block_size",
+    "api_server_count": "one front-end counts the steps of speculation",
 }
 """Without one of ours, they are the user's."""
 OUR_SCHEDULER = dict.fromkeys(("scheduler_cls", "async_scheduling"), "speculation.width `auto` needs ours")

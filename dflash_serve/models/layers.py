@@ -199,11 +199,14 @@ def pack_linear(linear: nn.Module, *, compiled: bool = True) -> nn.Module:
     if not isinstance(linear, nn.Linear) or linear.weight.device.type != "cpu":
         return linear
     found = compiled_linear(linear) if compiled else None
-    return found or (PackedLinear(linear) if _has_onednn() else linear)
+    return found or (PackedLinear(linear) if _onednn_packs(linear.weight.dtype) else linear)
 
 
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+def _onednn_packs(dtype: torch.dtype) -> bool:
+    """Of bfloat16 it packs nothing on a CPU without AVX-512 or AVX-NE-CONVERT."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def dense_weight(linear: nn.Module) -> Tensor:

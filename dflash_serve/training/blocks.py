@@ -92,7 +92,7 @@ def lay_out(
         inside = places < len(tokens)
         there = tokens[places.clamp(max=len(tokens) - 1)]
         if said is not None:
-            wanted = said[places.clamp(max=len(tokens) - 1) - 1].to(there)
+            wanted = said.to(tokens.device)[places.clamp(max=len(tokens) - 1) - 1].to(there)
             inside[:, 1:] &= (there == wanted)[:, :-1].cumprod(1).bool()
             there = wanted
         valid.append(inside)

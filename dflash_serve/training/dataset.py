@@ -163,10 +163,17 @@ def load_answers(
 
 
 def seen_vocabulary(answers: Sequence[Example], least: int = 1) -> Tensor:
-    """Token ids that are to be predicted in the answers and texts `least` times or more, sorted, int64."""
+    """Token ids that are to be predicted in the answers and texts `least` times or more, sorted, int64.
+
+    Raises:
+        UserError: there are none.
+    """
     wanted = [a.tokens[a.prompt_length :] if a.says is None else a.says[a.prompt_length :] for a in answers]
     found, counts = torch.unique(torch.cat(wanted), return_counts=True)
     kept: Tensor = found[counts >= least]
+    if not len(kept):
+        do = "lower training.seen_at_least, or make more data"
+        raise UserError(f"no token is in the data {least} times", where="training.seen_at_least", do=do)
     return kept.to(torch.int64)
 
 

@@ -278,7 +278,7 @@ class _SlotLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, latent: Tensor | None, bias: Tensor | None, labels: Labels, loss: SlotLoss
     ) -> tuple[Tensor | None, ...]:
         scores, gradients = loss.scores_and_gradient(hidden, latent, bias, labels)
-        total = scores.weights.sum()
+        total = scores.weights.sum().clamp(min=1e-9)  # no slot of the step may count
         ctx.save_for_backward(total, *gradients)
         ctx.mark_non_differentiable(*(part for part in scores if part is not None))
         each = scores.cross_entropy

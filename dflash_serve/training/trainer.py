@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isnan
 from pathlib import Path
 
 import torch
@@ -208,6 +209,8 @@ class Trainer:
     def keep_best(self, step: int, scores: Scores) -> None:
         """Keeps the weights to be published where they do better than those of every step before."""
         before = self.progress.best
+        if isnan(scores.replayed_tau):  # no held-out answer is as long as a block
+            return
         if before is not None and before.replayed_tau >= scores.replayed_tau:
             return
         best = Best(step=step, replayed_tau=scores.replayed_tau, scores=scores.as_json())

@@ -38,7 +38,7 @@ class Scores:
 
     def as_json(self) -> dict[str, float | list[float]]:
         """Rounded, for logs; what there is not is left out."""
-        raw = {key: value for key, value in asdict(self).items() if value is not None}
+        raw = {key: value for key, value in asdict(self).items() if value is not None and value == value}  # no NaN
         return {key: [round(x, 4) for x in v] if isinstance(v, tuple) else round(v, 4) for key, v in raw.items()}
 
 

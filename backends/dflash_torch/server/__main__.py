@@ -23,6 +23,8 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 
 from ..facts import SETTINGS_PREFIX
+from ..launch import with_operators
+from ..waiting import choose_waiting
 from .settings import ServerSettings, read_api_keys
 
 if TYPE_CHECKING:
@@ -83,6 +85,7 @@ def serve(deployment: Deployment, settings: ServerSettings, keys: Sequence[str],
         UserError: the deployment does not run here, or the extra [serve] is not installed.
     """
     need("serve", *NEEDED)
+    choose_waiting()  # before torch is there
     from .app import server_of  # these import torch, after what can be wrong with the settings
     from .handler import RequestHandler
     from .metrics import ServerMetrics
@@ -91,6 +94,7 @@ def serve(deployment: Deployment, settings: ServerSettings, keys: Sequence[str],
     _log(settings.log_format)
     model = settings.served_model_name or deployment.target.model
     metrics = ServerMetrics(model)
+    deployment = with_operators(deployment, settings.operators)
     worker = EngineWorker(lambda: _start(deployment), metrics, max_queued=deployment.limits.max_queued_requests)
     metrics.watch(worker.snapshot)
     server = server_of(RequestHandler(settings, worker, metrics, model), keys)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 
 from dflash_serve.models.loader import load_tokenizer
 from dflash_torch.detokenizer import Detokenizer
@@ -34,7 +35,7 @@ def pieces(tokens: list[int], cuts: list[int]) -> list[list[int]]:
 def test_the_text_ends_before_the_first_stop_string_however_it_is_cut(
     tokenizer: Tokenizer, text: str, stops: list[str], cuts: list[int]
 ) -> None:
-    stream, said = Detokenizer(tokenizer, stops), []
+    stream, said = Detokenizer(tokenizer, stop=stops), []
     for tokens in pieces(tokenizer.encode(text).ids, cuts):
         said.append(stream.feed(tokens))
         for stop in stops:  # nothing is said that has to be taken back
@@ -57,8 +58,32 @@ def test_tokens_behind_the_stop_string_are_not_counted_whatever_the_steps(
     tokens = tokenizer.encode(text + "STOP" + text).ids
     fed = []
     for steps in (pieces(tokens, cuts), [[token] for token in tokens]):
-        stream = Detokenizer(tokenizer, ["STOP"])
+        stream = Detokenizer(tokenizer, stop=["STOP"])
         for step in steps:
             stream.feed(step)
         fed.append(stream.fed)
     assert fed[0] == fed[1]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece() -> Tokenizer:
+    """As Llama-2's: a space before a word is a part of it, and a byte that is no token's stands for itself."""
+    words = ["<unk>", "\u2581is", "\u2581Paris", "\u2581now", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(BPE({word: index for index, word in enumerate(words)}, [], byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
+def test_bytes_that_are_no_character_end_no_answer(sentencepiece: Tokenizer) -> None:
+    stray = [4 + 0xF0, 4 + 0x9F, 4 + 0x98, 4 + 0x80, 4 + 0xF0, 2, 3]
+    stream = Detokenizer(sentencepiece)
+    said = "".join(stream.feed([token]) for token in stray)
+    assert said.startswith("\U0001f600")
+    assert said.endswith("Paris now")
+
+
+def test_an_answer_goes_on_from_its_prompt(sentencepiece: Tokenizer) -> None:
+    stream = Detokenizer(sentencepiece, [1])
+    assert stream.feed([2]) + stream.feed([3]) == " Paris now"
+    assert sentencepiece.decode([1, 2, 3]) == "is Paris now"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -37,7 +40,8 @@ def in_bfloat16(folders: Folders, tmp_path: Path) -> Path:
 def test_weights_in_bfloat16_are_computed_with_in_what_is_faster(
     in_bfloat16: Path, monkeypatch: pytest.MonkeyPatch, faster: float, expected: str
 ) -> None:
-    monkeypatch.setattr(precision, "how_much_faster", lambda *given, **options: faster)
+    monkeypatch.setattr(precision, "how_much_faster", Mock(side_effect=[faster, 1.0]))  # measured once
+    assert start_engine(deployment(in_bfloat16)).dtype == expected
     assert start_engine(deployment(in_bfloat16)).dtype == expected
 
 
@@ -51,6 +55,32 @@ def test_no_weight_is_rounded_and_what_was_asked_for_is_given(
     assert start_engine(deployment(in_bfloat16, "float32")).dtype == "float32"
     assert str(choose_dtype(deployment(folders[0]), "cuda")) == "torch.bfloat16"
     measure.assert_not_called()
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_a_cache_that_cannot_be_read_or_written_costs_a_measurement_and_no_more(
+    in_bfloat16: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    measure = Mock(return_value=2.0)
+    monkeypatch.setattr(precision, "how_much_faster", measure)
+    for _ in range(2):
+        assert str(choose_dtype(deployment(in_bfloat16), "cpu")) == "torch.bfloat16"
+    assert measure.call_count == 2
+    assert "measured again next time" in caplog.text
+
+
+def test_a_cpu_that_packs_no_bfloat16_computes_in_it_all_the_same() -> None:
+    """Without AVX-512 or AVX-NE-CONVERT, which oneDNN can be told it has not, and without a compiler."""
+    code = "from dflash_torch.precision import how_much_faster; print(how_much_faster(64, 96, compiled=False))"
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert float(found.stdout) > 0
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -53,6 +54,18 @@ def test_a_request_that_leaves_frees_its_slot_for_the_next_step(folders: Folders
     assert scheduler.free_entries == [0]
     second = scheduler.join([8, 9], GREEDY)
     assert [result.request for result in scheduler.step()] == [second]
+
+
+def test_a_join_that_fails_half_way_leaves_its_entry_free(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = tiny_engine(folders).scheduler
+    scheduler.join([5, 6, 7, 8, 9], GREEDY)
+    scheduler.step()
+    monkeypatch.setattr(scheduler, "_copy_prefix", Mock(side_effect=torch.OutOfMemoryError))
+    before = sorted(scheduler.free_entries)
+    for _ in range(2 * len(before)):
+        with pytest.raises(torch.OutOfMemoryError):
+            scheduler.join([5, 6, 7, 8, 10], GREEDY)
+    assert sorted(scheduler.free_entries) == before
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import AutoWidth, FixedWidth
 from dflash_torch import calibration
 from dflash_torch.calibration import Calibration
+from dflash_torch.launch import with_operators
 from dflash_torch.start import start_engine
 from tests.support.embedded import answers
 
@@ -100,3 +101,9 @@ def test_compiled_operators_change_no_answer(folders: Folders) -> None:
         for one in (deployment(folders, width=width), deployment(folders, width=width).model_copy(update=plainly))
     ]
     assert found == found[:1] * 4
+
+
+def test_what_the_servers_environment_says_of_operators_is_done(folders: Folders) -> None:
+    given = deployment(folders, width="off")
+    assert with_operators(given, "auto") is given
+    assert start_engine(with_operators(given, "plain")).scheduler.target.operators.name == "plain"

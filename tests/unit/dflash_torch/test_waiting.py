@@ -82,3 +82,14 @@ def test_the_engine_looks_before_it_loads_pytorch() -> None:
     kept = {name: value for name, value in os.environ.items() if name not in waiting.CHOSEN_ALREADY}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=kept)
     assert done.stdout.split()[-1] in waiting.CHOSEN_ALREADY
+
+
+def test_the_server_looks_before_it_loads_pytorch() -> None:
+    """It loads PyTorch with its handlers, long before the engine."""
+    program = (
+        "import os, sys; from dflash_torch.server import __main__ as server; from dflash_torch import waiting\n"
+        "def choose():\n    waiting.choose_waiting(); print('torch' in sys.modules); raise SystemExit\n"
+        "server.choose_waiting = choose; server.serve(None, None, [], None)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "False\n", done.stderr

@@ -52,3 +52,9 @@ def test_tokens_that_are_rare_in_the_data_are_neither_predicted_nor_ruled_out() 
     assert kept.tolist() == [2, 3]
     loss = SlotLoss(torch.randn(10, 4), Weighting(), kept=kept)
     assert loss.knows(torch.tensor([[1, 2], [3, 5]])).tolist() == [[False, True], [True, False]]
+
+
+def test_data_without_any_token_that_often_are_refused() -> None:
+    answers = [Example(0, torch.tensor([1, 2, 3, 3], dtype=torch.int32), 1)]
+    with pytest.raises(UserError, match=r"no token is in the data 3 times; lower training\.seen_at_least"):
+        seen_vocabulary(answers, least=3)

@@ -160,3 +160,13 @@ def test_slots_behind_the_end_weigh_nothing() -> None:
     probability, valid = torch.full((1, 3), 0.5), torch.tensor([[True, True, False]])
     assert Weighting(alpha=0.5)(probability, valid)[0, 2] == 0
     assert Weighting(alpha=None)(probability, valid)[0, 2] == 0
+
+
+def test_a_step_without_a_slot_that_counts_changes_nothing() -> None:
+    predictions, head, labels = inputs(markov=True)
+    loss = SlotLoss(head, Weighting())(predictions, labels._replace(valid=torch.zeros_like(labels.valid)))[0]
+    loss.backward()
+    assert loss == 0
+    assert predictions.latent is not None
+    assert not predictions.hidden.grad.any()  # type: ignore[union-attr]
+    assert not predictions.latent.grad.any()  # type: ignore[union-attr]

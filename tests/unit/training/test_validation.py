@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from dflash_serve.training.blocks import lay_out
 from dflash_serve.training.loss import SlotScores
+from dflash_serve.training.trainer import Progress, Trainer
 from dflash_serve.training.validation import Tally, walk
 
 
@@ -39,3 +43,16 @@ def test_survival_counts_accepted_slots_only() -> None:
     assert scores.survival == (0.0, 0.0, 0.0)
     assert scores.slot_accuracy == pytest.approx((0.0, 1.0, 1.0))
     assert scores.loss == pytest.approx(1.0)
+
+
+def test_where_no_answer_is_as_long_as_a_block_nothing_is_known_and_nothing_is_kept() -> None:
+    tokens = torch.arange(6)
+    blocks = lay_out([tokens], [torch.arange(3, 5)], block_size=8)
+    tally = Tally(8)
+    tally.add(blocks, SlotScores(torch.zeros(2, 7), torch.ones(2, 7), blocks.valid.clone()))
+    scores = tally.scores()
+    assert "replayed_tau" not in scores.as_json()
+    json.loads(json.dumps(scores.as_json(), allow_nan=False))
+    trainer = Mock(spec=Trainer, progress=Progress(recipe_sha256="x"))
+    Trainer.keep_best(trainer, 3, scores)
+    assert trainer.progress.best is None

@@ -60,6 +60,7 @@ def test_arguments_are_handed_on_as_they_are(fields: dict[str, Any]) -> None:
         ("reasoning-parser", "serving.reasoning_parser"),
         ("speculative-config", "say how it drafts"),
         ("spec-tokens", "speculation.block_size"),
+        ("api-server-count", "one front-end counts the steps"),
         ("scheduler-cls", "speculation.width"),
         ("disable-log-stats", "metrics are always on"),
         ("config", "engine_args"),
