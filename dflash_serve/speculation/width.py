@@ -91,7 +91,7 @@ SURE: Final = 0.6
 """What a draft must promise over off, as a share, when the account is DEBT below nothing; before, less."""
 RISK: Final = 1.0
 """What one step may lose at worst while there is less than that on the account, in the same."""
-MARGIN: Final = 0.02
+MARGIN: Final = 0.01
 """What a wider block than the best may cost beside it, as a share of the step, to learn of its slots."""
 CURIOSITY: Final = 1.0
 """What such blocks may cost together at once, in steps with a draft."""
@@ -117,6 +117,8 @@ class _Decision:
     drafts: bool
     cost: float
     """What such a step takes, in steps without speculation."""
+    price: float
+    """What it takes beside the best one, as a share of it, to learn of wider blocks."""
     left: int
     """Steps that it stands for yet."""
 
@@ -129,6 +131,11 @@ class AutoWidth:
     in the face of uncertainty"): then it tries these, or as much of them as it may pay for. So it explores at the
     margin, where one more slot costs next to nothing, and seldom where a draft is dear. While steps without a draft may
     be faster still, by what is not known of their costs, it tries one of these first: that costs little.
+
+    Deciding and learning take their time in every step, the more so as the model's weights have passed through the
+    caches since. So after SETTLED steps a decision stands for HELD of them, unless the requests change, one step is to
+    settle something, or the account has nothing left; and what these steps came to is learnt together. The account is
+    kept in each.
 
     An account limits what that costs (a conservative bandit; Wu et al. 2016; the baseline is speculation off). It
     begins with START and holds CREDIT at most. Every step pays in REFILL, or FORGIVEN while something is owed; every
@@ -188,6 +195,8 @@ class AutoWidth:
         if decision is None or not decision.left or decision.request_ids != ids:
             decision = self._decision = self._decide(ids, context_tokens)
         decision.left -= 1
+        self._account -= decision.price
+        self._curiosity -= decision.price
         self._off_for = 0 if decision.drafts else self._off_for + 1
         return decision.widths.copy()
 
@@ -218,10 +227,10 @@ class AutoWidth:
         seconds = self.costs.of_steps(choices.rows, choices.drafted, context_tokens)
         doubt = np.where(choices.drafted > 0, self.costs.doubt(len(known), choices.rows), 0.0)
         loss = seconds / seconds[0] - choices.tokens(feared) / len(known)
-        choice, trial = self._choice(choices.tokens(known) / seconds, choices.tokens(hoped) / seconds, loss, doubt)
-        left = 1 if trial or self._seen < SETTLED else HELD
+        choice, price = self._choice(choices.tokens(known) / seconds, choices.tokens(hoped) / seconds, loss, doubt)
+        left = 1 if self._seen < SETTLED or price is None else HELD
         cost = float(seconds[choice] / seconds[0])
-        return _Decision(request_ids, choices.widths(choice).tolist(), choice > 0, cost, left)
+        return _Decision(request_ids, choices.widths(choice).tolist(), choice > 0, cost, price or 0.0, left)
 
     def _cost(self, widths: list[int], context_tokens: int) -> float:
         """What a step takes, in steps without speculation."""
@@ -244,8 +253,8 @@ class AutoWidth:
                 self.costs.observe(rows, drafted, step.context_tokens, step.seconds)
         self._unlearnt.clear()
 
-    def _choice(self, rate: Vector, hoped: Vector, loss: Vector, doubt: Vector) -> tuple[int, bool]:
-        """Which choice to take, all [M], and whether it is a trial: not the fastest by what is known.
+    def _choice(self, rate: Vector, hoped: Vector, loss: Vector, doubt: Vector) -> tuple[int, float | None]:
+        """Which choice to take, all [M], and its price beside the best one; None = one step is to settle something.
 
         Args:
             rate, hoped: tokens per second, as known and at best.
@@ -253,7 +262,7 @@ class AutoWidth:
             doubt: [2, M], of the cost beside that of off, and what of it a step without a draft would settle.
         """
         if self._account < -DEBT:
-            return 0, False
+            return 0, 0.0
         if self._account > 0:
             payable = loss <= max(RISK, self._account)
         else:
@@ -262,14 +271,10 @@ class AutoWidth:
         if not best:  # costs may stand better than known, too
             wish = int(np.argmax(hoped * np.exp(doubt[0])))
         elif np.log(hoped[wish] / rate[0]) < doubt[0, wish] and doubt[1, wish] > TELLING * doubt[0, wish]:
-            return 0, True  # so may those of off
+            return 0, None  # so may those of off
         price = rate[best] / rate - 1
         funds = max(TRIFLE, min(self._account, self._curiosity, MARGIN) if best else min(self._account, START))
         wider = best + 1 + np.flatnonzero((payable & (price <= funds))[best + 1 : wish + 1])
         if not len(wider):
-            return best, False
-        if best:
-            paid = max(0.0, float(price[wider[-1]]))
-            self._account -= paid
-            self._curiosity -= paid
-        return int(wider[-1]), True
+            return best, 0.0
+        return int(wider[-1]), max(0.0, float(price[wider[-1]])) if best else None

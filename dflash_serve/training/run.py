@@ -145,13 +145,7 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
     if trainer.validation:
         trainer.keep_best(trainer.progress.step, trainer.validate())
     best = trainer.progress.best
-    tensors = {
-        name: tensor.to(torch.bfloat16) for name, tensor in (trainer.best or trainer.average.published()).items()
-    }
-    config = trainer.drafter.config
-    write_drafter(output / DRAFTER, config, tensors, dialect=dialect_of(config), overwrite=True)
-    if trainer.loss.kept is not None and takes_hot_tokens(config):
-        write_hot_tokens(output / DRAFTER, trainer.loss.kept.tolist())
+    _write_weights(trainer)
     answers, _, answer_tokens = totals(manifest.shards)
     given = {} if recipe.drafter.init in FRESH else file_entries(drafter_folder(recipe.drafter.init))
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} x {processor()}"
@@ -178,6 +172,16 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
         "validation": None if best is None else best.scores,
     }
     write_whole(output / DRAFTER / PROVENANCE, json.dumps(provenance, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_weights(trainer: Trainer) -> None:
+    """The best weights in bf16, and which tokens they learnt to predict."""
+    folder, config = trainer.output / DRAFTER, trainer.drafter.config
+    best = trainer.best or trainer.average.published()
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in best.items()}
+    write_drafter(folder, config, tensors, dialect=dialect_of(config), overwrite=True)
+    if trainer.loss.kept is not None and takes_hot_tokens(config):
+        write_hot_tokens(folder, trainer.loss.kept.tolist())
 
 
 def dialect_of(config: DrafterConfig) -> str:
