@@ -105,7 +105,7 @@ REST: Final = 64
 """Steps without a draft after which speculation is resting."""
 SETTLED: Final = 16
 """Steps that are decided and learnt from one by one; later ones in turns of HELD."""
-HELD: Final = 4
+HELD: Final = 2
 
 
 @dataclass
