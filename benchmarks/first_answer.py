@@ -9,7 +9,6 @@ answer's time is the whole call, prefill included; figures are medians over roun
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -28,13 +27,12 @@ from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
 from dflash_serve.common.provenance import versions
 from dflash_serve.speculation.width import AutoWidth, FixedWidth, WidthPolicy
 from dflash_torch.engine import EmbeddedEngine
-from tests.support.prompts import human_eval, word_problems
+from tests.support.prompts import chat, human_eval, word_problems
 
 LENA = (
     "Lena reads 15 pages before school and 25 pages after dinner every day. Her book has 320 pages. "
     "How many days does she need to finish it?"
 )
-CHAT = Path(__file__).with_name("prompts") / "chat.jsonl"
 
 
 def main(
@@ -67,12 +65,11 @@ def main(
 
 def prompts() -> dict[str, Prompt]:
     """The demo's, and the first of every task."""
-    chat = json.loads(CHAT.read_text().splitlines()[0])["prompt"]
     return {
         "make demo": [{"role": "user", "content": LENA}],
         "word problem": word_problems(1)[0],
         "HumanEval": human_eval(1)[0],
-        "chat": [{"role": "user", "content": chat}],
+        "chat": chat(1)[0],
     }
 
 

@@ -23,9 +23,8 @@ from dflash_serve.training.blocks import lay_out
 from dflash_serve.training.dataset import target_features
 from dflash_serve.training.slots import SlotForward
 from dflash_torch.engine import EmbeddedEngine
-from tests.support.prompts import Messages, human_eval, user, word_problems
+from tests.support.prompts import Messages, chat, human_eval, word_problems
 
-CHAT = Path(__file__).with_name("prompts") / "chat.jsonl"
 SOURCE = (
     "SmolLM2-135M-Instruct with the bundled drafter (B = {block_size}), float32, greedy, {tokens} tokens at most. "
     "For every token of each answer: how many drafted tokens of a whole block behind it the target agrees with; one "
@@ -42,8 +41,7 @@ def main(
     engine = LLM("smollm2", max_batch_size=prompts, max_model_len=1024, dtype="float32").engine
     assert isinstance(engine, EmbeddedEngine)
     recorder = Recorder(engine, tokens)
-    chat = [user(json.loads(line)["prompt"]) for line in CHAT.read_text(encoding="utf-8").splitlines()[:prompts]]
-    tasks = {"word problems": word_problems(prompts), "HumanEval": human_eval(prompts), "chat": chat}
+    tasks = {"word problems": word_problems(prompts), "HumanEval": human_eval(prompts), "chat": chat(prompts)}
     report = {
         "source": SOURCE.format(block_size=recorder.config.block_size, tokens=tokens),
         "tasks": {name: recorder.task(name, asked) for name, asked in tasks.items()},

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.common.files import write_whole
 from dflash_serve.errors import UserError
-from dflash_serve.models.layers import CompiledLinear, dense_weight, pack_linear
+from dflash_serve.models.layers import CompiledLinear, dense_weight, pack_linear, rounded
 
 HOT_TOKENS = "hot_tokens.json"
 
@@ -66,8 +66,7 @@ class HotHead:
         rows = dense_weight(head)[torch.tensor(self.token_ids)]
         linear = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
         linear.weight = nn.Parameter(rows, requires_grad=False)
-        packed = pack_linear(linear, compiled=isinstance(head, CompiledLinear))
-        self.linear = packed.rounded() if isinstance(packed, CompiledLinear) else packed
+        self.linear = rounded(pack_linear(linear, compiled=isinstance(head, CompiledLinear)))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [rows, H] after the drafter's final norm -> logits [rows, tokens]."""

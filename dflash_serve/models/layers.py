@@ -209,6 +209,11 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def rounded(linear: nn.Module) -> nn.Module:
+    """The layer by weights in bfloat16 where they are read faster so: what need not be exact, such as drafts."""
+    return linear.rounded() if isinstance(linear, CompiledLinear) else linear
+
+
 def dense_weight(linear: nn.Module) -> Tensor:
     """A layer's weight [out, in] as it was before any packing."""
     weight = linear.weight

@@ -19,13 +19,13 @@ from dflash_serve.models.attention import Attend
 from dflash_serve.models.compiled.operators import CompiledAttention, compiled_operators, step_attention
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import (
-    CompiledLinear,
     PlainOperators,
     RMSNorm,
     RotaryEmbedding,
     as_module_list,
     pack_linears,
     rotate,
+    rounded,
 )
 from dflash_serve.models.target_config import TargetConfig
 
@@ -154,7 +154,7 @@ class TargetModel(nn.Module):
     @cached_property
     def _draft_head(self) -> nn.Module:
         """Made for the first draft: a target that serves alone need not hold it."""
-        return self.head.rounded() if isinstance(self.head, CompiledLinear) else self.head
+        return rounded(self.head)
 
     def new_cache(self, entries: int, capacity: int) -> KVCache:
         """An empty K/V cache for `entries` sequences of up to `capacity` tokens."""

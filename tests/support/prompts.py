@@ -23,6 +23,12 @@ def word_problems(count: int) -> list[Messages]:
     return [user(row) for row in rows[:count]]
 
 
+def chat(count: int) -> list[Messages]:
+    """User turns of every kind, the repository's own."""
+    file = Path(__file__).parents[2] / "benchmarks" / "prompts" / "chat.jsonl"
+    return [user(json.loads(line)["prompt"]) for line in file.read_text(encoding="utf-8").splitlines()[:count]]
+
+
 def human_eval(count: int) -> list[Messages]:
     """HumanEval's function stubs, asked for in a chat."""
     return [user(prompt) for prompt in human_eval_prompts("tests")[:count]]

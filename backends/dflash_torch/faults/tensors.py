@@ -127,9 +127,9 @@ def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow
     head, slots = model.get_output_embeddings(), hidden[config.first_row :]
     if proposal_of(config) is propose_greedily:
         logits = drafter.adjust_logits(head(slots))
-        hot = drafter.hot_tokens or range(logits.shape[1])
+        choices = logits if drafter.hot_tokens is None else logits[:, drafter.hot_tokens]
         found["drafts"] = logits.gather(1, found["drafts"])
-        flow["drafts"] = logits[:, list(hot)].max(dim=1, keepdim=True).values
+        flow["drafts"] = choices.max(dim=1, keepdim=True).values
         return flow
     (draft,) = proposal_of(config)(drafter, head, slots, [request.token_ids[-1]], [width - 1], [None])
     found["drafts"], flow["drafts"] = found["drafts"].float(), torch.tensor(draft)[:, None].float()
