@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import log, sqrt
+from math import log
 from typing import Annotated, Final
 
 import numpy as np
@@ -177,18 +177,23 @@ class StepCosts:
         correction = np.where(drafted > 0, self._at(ON, rows), self._at(OFF, rows))
         return self.measured.of_steps(rows, drafted, context_tokens) * np.exp(correction)
 
-    def observe(self, rows: int, drafted: int, context_tokens: int, seconds: float) -> None:
-        """A step took so long."""
-        self._correction.drift()
+    def observe(self, rows: int, drafted: int, context_tokens: int, *seconds: float) -> None:
+        """A step took so long, or some alike, one after the other."""
+        self._correction.drift(len(seconds))
         weights = _weights(ON if drafted else OFF, rows)
         thought = float(self.measured.of_steps(np.array([rows]), np.array([drafted]), context_tokens)[0])
-        surprise = log(seconds / thought) - float(weights @ self._correction.mean)
-        self.noise += 0.02 * (1.25 * min(abs(surprise), 0.5) - self.noise)  # 1.25 x mean deviation = spread (Gaussian)
-        spread = self._spread
-        if abs(surprise) > 3 * spread:
-            unknown = float(weights @ self._correction.covariance @ weights)
-            spread = sqrt((unknown + spread**2) * abs(surprise) / (3 * spread) - unknown)
-        self._correction.learn_sum(weights, surprise, spread)
+        mean, unknown = float(weights @ self._correction.mean), float(weights @ self._correction.covariance @ weights)
+        surprise, precision = 0.0, 0.0
+        for taken in seconds:
+            off_by = log(taken / thought) - mean
+            self.noise += 0.02 * (
+                1.25 * min(abs(off_by), 0.5) - self.noise
+            )  # 1.25 x mean deviation = spread (Gaussian)
+            variance = self._spread**2
+            if off_by**2 > 9 * variance:
+                variance = (unknown + variance) * abs(off_by) / (3 * self._spread) - unknown
+            surprise, precision = surprise + off_by / variance, precision + 1 / variance
+        self._correction.learn_sum(weights, surprise / precision, precision**-0.5)
 
     def doubt(self, off_rows: int, on_rows: Integers) -> tuple[Vector, Vector]:
         """Spread of the ratio of steps with a draft [M] and one without, and what of it one step without would settle.
@@ -220,7 +225,7 @@ class BelievedCosts:
     def of_steps(self, rows: Integers, drafted: Integers, context_tokens: int = 0) -> Vector:
         return self.measured.of_steps(rows, drafted, context_tokens)
 
-    def observe(self, rows: int, drafted: int, context_tokens: int, seconds: float) -> None:
+    def observe(self, rows: int, drafted: int, context_tokens: int, *seconds: float) -> None:
         pass
 
     def doubt(self, off_rows: int, on_rows: Integers) -> tuple[Vector, Vector]:

@@ -87,13 +87,18 @@ class SurvivalEstimate:
         return [float(share) for share in self._moods @ self._acceptance()[1][0]]
 
     def observe(self, request_ids: Sequence[Hashable], widths: Integers, accepted: Integers) -> None:
-        """Learns from a step: [N] slots verified, and [N] drafted tokens accepted, less than the width."""
-        self._ease.drift()
+        """Learns from a step, or from some of the same requests at once, which takes hardly longer.
+
+        Args:
+            widths, accepted: [N] or [steps, N]: slots verified, and drafted tokens accepted, less than the width.
+        """
+        widths, accepted = np.atleast_2d(widths), np.atleast_2d(accepted)
+        self._ease.drift(len(widths))
         rows = self._index(request_ids)
-        beliefs = self._beliefs[rows] + (self._moods - self._beliefs[rows]) / MOOD_LASTS
-        drafted = widths > 1
+        beliefs = self._moods + (self._beliefs[rows] - self._moods) * (1 - 1 / MOOD_LASTS) ** len(widths)
+        drafted = (widths > 1).any(0)
         if drafted.any():
-            beliefs[drafted] = self._judge(beliefs[drafted], widths[drafted], accepted[drafted])
+            beliefs[drafted] = self._judge(beliefs[drafted], widths[:, drafted], accepted[:, drafted])
         self._beliefs[rows] = beliefs
 
     def forget(self, request_id: Hashable) -> None:
@@ -104,25 +109,25 @@ class SurvivalEstimate:
             self._batch = None
 
     def _judge(self, beliefs: Matrix, widths: Integers, accepted: Integers) -> Matrix:
-        """What requests' moods are after a step; the ease of slots and the spread of moods learn on the way."""
+        """What requests' moods are after steps; the ease of slots and the spread of moods learn on the way."""
         conditional, survival = (each[0] for each in self._acceptance())
         one = np.ones((len(MOODS), 1))
         reached = np.concatenate([one, survival], axis=1)[:, accepted]
         stopped = np.concatenate([1 - conditional, one], axis=1)[:, np.minimum(accepted, self.slots)]
-        likelihood = reached * np.where(accepted < widths - 1, stopped, 1.0)
+        likelihood = (reached * np.where(accepted < widths - 1, stopped, 1.0)).prod(1)
         beliefs = beliefs * likelihood.T
         beliefs /= beliefs.sum(1, keepdims=True)
         self._learn_ease(beliefs, conditional, widths, accepted)
-        share = len(beliefs) / (len(beliefs) + MOOD_PRIOR)
+        share = widths.size / (widths.size + MOOD_PRIOR)
         self._moods = self._moods + share * (beliefs.mean(0) - self._moods + 0.002 * (self._first_moods - self._moods))
         return beliefs
 
     def _learn_ease(self, beliefs: Matrix, conditional: Matrix, widths: Integers, accepted: Integers) -> None:
-        slot = np.arange(self.slots)
-        tested = slot < np.minimum(accepted + 1, widths - 1)[:, None]
+        slot, accepted = np.arange(self.slots), accepted[..., None]
+        tested = slot < np.minimum(accepted + 1, widths[..., None] - 1)  # [steps, N, B-1]
         expected, variance = beliefs @ conditional, beliefs @ (conditional * (1 - conditional))
-        gradient = (((slot < accepted[:, None]) - expected) * tested).sum(0)
-        self._ease.learn(np.diag((variance * tested).sum(0)), gradient)
+        gradient = (((slot < accepted) - expected) * tested).sum((0, 1))
+        self._ease.learn(np.diag((variance * tested).sum((0, 1))), gradient)
         np.clip(self._ease.mean, -LIMIT, LIMIT, out=self._ease.mean)
 
     def _acceptance(self, optimism: Vector = AS_KNOWN) -> tuple[Matrix, Matrix]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final, Protocol
 
 import numpy as np
@@ -79,6 +80,8 @@ class FixedWidth:
 
 START: Final = 1.25
 """What may be lost on finding out to begin with, in steps without speculation."""
+TRUST: Final = 4.0
+"""The same with a drafter whose survival is known from elsewhere: a bad beginning may well be bad luck."""
 CREDIT: Final = 20.0
 """The most that the account holds, in the same: what was gained may be lost again."""
 DEBT: Final = 6.0
@@ -91,7 +94,7 @@ SURE: Final = 0.6
 """What a draft must promise over off, as a share, when the account is DEBT below nothing; before, less."""
 RISK: Final = 1.0
 """What one step may lose at worst while there is less than that on the account, in the same."""
-MARGIN: Final = 0.01
+MARGIN: Final = 0.005
 """What a wider block than the best may cost beside it, as a share of the step, to learn of its slots."""
 CURIOSITY: Final = 1.0
 """What such blocks may cost together at once, in steps with a draft."""
@@ -103,9 +106,10 @@ TRIFLE: Final = 0.001
 """A price that needs no account, likewise."""
 REST: Final = 64
 """Steps without a draft after which speculation is resting."""
-SETTLED: Final = 16
-"""Steps that are decided and learnt from one by one; later ones in turns of HELD."""
-HELD: Final = 2
+HELD: Final = 4
+"""Steps that a decision may stand for."""
+STANDS: Final = 0.1
+"""Seconds after which it does not stand for one more: where steps are long, deciding each is cheap."""
 
 
 @dataclass
@@ -133,15 +137,16 @@ class AutoWidth:
     be faster still, by what is not known of their costs, it tries one of these first: that costs little.
 
     Deciding and learning take their time in every step, the more so as the model's weights have passed through the
-    caches since. So after SETTLED steps a decision stands for HELD of them, unless the requests change, one step is to
-    settle something, or the account has nothing left; and what these steps came to is learnt together. The account is
-    kept in each.
+    caches since. So a decision stands for up to HELD steps where these are short, unless the requests change, one step
+    is to settle something, or the account has nothing left; and what these steps came to is learnt at once. The
+    account is kept in each.
 
     An account limits what that costs (a conservative bandit; Wu et al. 2016; the baseline is speculation off). It
-    begins with START and holds CREDIT at most. Every step pays in REFILL, or FORGIVEN while something is owed; every
-    step with a draft pays in the tokens it gained per request, less its time in steps without speculation. Trials are
-    paid for from it. With nothing on it only what promises to gain is drafted, and the more is owed the more it must
-    promise; below -DEBT nothing is. So, by the costs as they are known, after T steps, whatever the drafter did:
+    begins with START, or with TRUST in what is known of the drafter, and holds CREDIT at most. Every step pays in
+    REFILL, or FORGIVEN while something is owed; every step with a draft pays in the tokens it gained per request, less
+    its time in steps without speculation. Trials are paid for from it. With nothing on it only what promises to gain is
+    drafted, and the more is owed the more it must promise; below -DEBT nothing is. So, by the costs as they are known,
+    after T steps, whatever the drafter did:
 
         time lost against off <= START + DEBT + (one step of which nothing is accepted) + FORGIVEN x T,
 
@@ -175,10 +180,9 @@ class AutoWidth:
         self.block_size, self.allowed_widths = block_size, allowed_widths
         self.costs = BelievedCosts(cost) if believed else StepCosts(cost, learnt)
         self.survival = SurvivalEstimate(block_size - 1, known_survival)
-        self._account = START
+        self._account = START if known_survival is None else TRUST
         self._curiosity = CURIOSITY
         self._off_for = 0
-        self._seen = 0
         self._unlearnt: list[Step] = []
         self._decision: _Decision | None = None
 
@@ -212,8 +216,7 @@ class AutoWidth:
             if self._account <= 0:
                 self._decision = None
         self._unlearnt.append(step)
-        self._seen += 1
-        if self._seen <= SETTLED or len(self._unlearnt) >= HELD:
+        if self._decision is None or not self._decision.left:
             self._learn()
 
     def forget(self, request_id: Hashable) -> None:
@@ -228,7 +231,7 @@ class AutoWidth:
         doubt = np.where(choices.drafted > 0, self.costs.doubt(len(known), choices.rows), 0.0)
         loss = seconds / seconds[0] - choices.tokens(feared) / len(known)
         choice, price = self._choice(choices.tokens(known) / seconds, choices.tokens(hoped) / seconds, loss, doubt)
-        left = 1 if self._seen < SETTLED or price is None else HELD
+        left = 1 if price is None else min(HELD, 1 + int(STANDS / seconds[choice]))
         cost = float(seconds[choice] / seconds[0])
         return _Decision(request_ids, choices.widths(choice).tolist(), choice > 0, cost, price or 0.0, left)
 
@@ -246,11 +249,17 @@ class AutoWidth:
         return len(widths) if drafted and self.allowed_widths is not None else drafted
 
     def _learn(self) -> None:
-        for step in self._unlearnt:
-            self.survival.observe(step.request_ids, np.asarray(step.widths), np.asarray(step.accepted))
-            if step.seconds is not None and step.seconds > 0:
-                rows, drafted = sum(step.widths), self._drafted(step.widths)
-                self.costs.observe(rows, drafted, step.context_tokens, step.seconds)
+        """From all steps of a decision at once; an engine may have taken others."""
+        for ids, steps in groupby(self._unlearnt, lambda step: list(step.request_ids)):
+            same = list(steps)
+            self.survival.observe(
+                ids, np.array([step.widths for step in same]), np.array([step.accepted for step in same])
+            )
+        alike = groupby(self._unlearnt, lambda step: (sum(step.widths), self._drafted(step.widths)))
+        for (rows, drafted), steps in alike:
+            timed = [(step.seconds, step.context_tokens) for step in steps if step.seconds]
+            if timed:
+                self.costs.observe(rows, drafted, timed[0][1], *(seconds for seconds, _ in timed))
         self._unlearnt.clear()
 
     def _choice(self, rate: Vector, hoped: Vector, loss: Vector, doubt: Vector) -> tuple[int, float | None]:

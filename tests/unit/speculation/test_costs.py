@@ -123,3 +123,15 @@ def test_what_a_step_without_a_draft_would_settle_is_what_is_not_known_of_it() -
 def test_learnt_costs_that_are_none_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         LearntCosts.model_validate(bad)
+
+
+def test_steps_alike_may_be_learnt_at_once_and_one_that_was_disturbed_counts_for_less() -> None:
+    single, together = StepCosts(MEASURED), StepCosts(MEASURED)
+    seconds = [factor * _measured(8, 8) for factor in (1.1, 1.1, 5.0, 1.1)]
+    for _ in range(20):
+        together.observe(8, 8, 0, *seconds)
+        for each in seconds:
+            single.observe(8, 8, 0, each)
+    rows = np.array([8])
+    assert together.of_steps(rows, rows) == pytest.approx(single.of_steps(rows, rows), rel=0.05)
+    assert together.of_steps(rows, rows) < 1.4 * _measured(8, 8)  # the mean is 2.1

@@ -95,3 +95,15 @@ def test_many_requests_come_and_go() -> None:
         estimate.forget(each)
     estimate.forget("never seen")
     assert len(estimate) == 0
+
+
+def test_steps_of_the_same_requests_may_be_learnt_at_once() -> None:
+    """By a Newton step of several: nearly what one after the other teaches, of the drafter and of each request."""
+    luck = np.random.default_rng(0)
+    single, together = SurvivalEstimate(7), SurvivalEstimate(7)
+    for _ in range(50):
+        widths, accepted = np.full((4, 2), 8), np.minimum(luck.geometric([0.3, 0.6], (4, 2)) - 1, 7)
+        together.observe(["better", "worse"], widths, accepted)
+        for row in range(4):
+            single.observe(["better", "worse"], widths[row], accepted[row])
+    np.testing.assert_allclose(together.survival(["better", "worse"]), single.survival(["better", "worse"]), atol=0.03)

@@ -19,8 +19,8 @@ from dflash_serve.speculation.width import (
     HELD,
     REFILL,
     REST,
-    SETTLED,
     START,
+    TRUST,
     AutoWidth,
     FixedWidth,
     Step,
@@ -30,6 +30,8 @@ from dflash_serve.speculation.width import (
 CHEAP = CostModel(target={1: 1.0, 16: 1.1, 512: 8.0}, draft={1: 0.1, 32: 0.2})
 DEAR = CostModel(target={1: 1.0, 16: 16.0}, draft={1: 0.5})  # a row costs what a token is worth: nothing can pay
 MEDIUM = CostModel(target={1: 1.0, 2: 1.3, 8: 1.6, 64: 4.0, 256: 16.0}, draft={1: 0.3, 32: 0.6})
+BRISK = CostModel(target={1: 0.01, 16: 0.011, 512: 0.08}, draft={1: 0.001, 32: 0.002})  # decisions stand for some steps
+KNOWN = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]
 Luck = Callable[[int, int], int]
 """Of a step and a request: how many tokens of a whole block would be accepted."""
 
@@ -70,23 +72,23 @@ def time_lost(policy: AutoWidth, luck: Luck, n: int, steps: int, cost: CostModel
     good=st.lists(st.integers(1, 120), min_size=1, max_size=4),
     n=st.integers(1, 6),
     allowed=st.sampled_from([None, [2, 4, 8]]),
-    cost=st.sampled_from([CHEAP, MEDIUM, DEAR]),
+    cost=st.sampled_from([CHEAP, MEDIUM, DEAR, BRISK]),
+    known=st.sampled_from([None, KNOWN]),
 )
 def test_no_drafter_makes_any_stretch_slower_than_off_by_more_than_the_bound(
-    good: list[int], n: int, allowed: list[int] | None, cost: CostModel
+    good: list[int], n: int, allowed: list[int] | None, cost: CostModel, known: list[float] | None
 ) -> None:
     """A drafter that is perfect for a while and useless for a while, again and again: as nasty as it can be."""
     ends = list(itertools.accumulate(good))
-    lost = time_lost(
-        AutoWidth(cost, 8, allowed), lambda step, _: 7 * (sum(step >= end for end in ends) % 2 == 0), n, 400, cost
-    )
+    policy, start = AutoWidth(cost, 8, allowed, known), TRUST if known else START
+    lost = time_lost(policy, lambda step, _: 7 * (sum(step >= end for end in ends) % 2 == 0), n, 400, cost)
     dearest = max(cost.step_seconds([w] * n) / cost.step_seconds([1] * n) - 1 for w in range(2, 9))
     most, least = 0.0, 0.0
     for step, each in enumerate(lost):
         least = min(least, each - FORGIVEN * step)
         most = max(most, each - FORGIVEN * step - least)
     assert most <= CREDIT + DEBT + dearest + FORGIVEN
-    assert max(each - FORGIVEN * step for step, each in enumerate(lost)) <= START + DEBT + dearest + FORGIVEN
+    assert max(each - FORGIVEN * step for step, each in enumerate(lost)) <= start + DEBT + dearest + FORGIVEN
 
 
 @pytest.mark.parametrize("allowed", [None, [2, 4, 8]])
@@ -161,23 +163,29 @@ def test_speculation_rests_after_long_without_a_draft_and_wakes_with_one() -> No
     assert not awake.resting
 
 
-def test_once_settled_a_decision_stands_for_some_steps_of_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, decided = AutoWidth(CHEAP, 8, known_survival=[0.9] * 7), Mock()
+def test_where_steps_are_short_a_decision_stands_for_some_of_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, decided = AutoWidth(BRISK, 8, known_survival=[0.9] * 7), Mock()
     decided.side_effect = policy.survival.bounds
     monkeypatch.setattr(policy.survival, "bounds", decided)
-    serve(policy, lambda *_: 7, 2, SETTLED, CHEAP)
-    assert decided.call_count == SETTLED
-    serve(policy, lambda *_: 7, 2, 100 * HELD, CHEAP)
-    assert 100 <= decided.call_count - SETTLED < 110  # and a trial now and then
+    serve(policy, lambda *_: 7, 2, 100 * HELD, BRISK)
+    assert 100 <= decided.call_count < 110  # and a trial now and then
     decided.reset_mock()
     for request in range(10):
         policy.widths([request])
     assert decided.call_count == 10
 
 
+def test_where_steps_are_long_each_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, decided = AutoWidth(CHEAP, 8, known_survival=[0.9] * 7), Mock()
+    decided.side_effect = policy.survival.bounds
+    monkeypatch.setattr(policy.survival, "bounds", decided)
+    serve(policy, lambda *_: 7, 2, 100, CHEAP)
+    assert decided.call_count == 100
+
+
 def test_what_is_not_learnt_yet_of_a_request_that_ends_brings_it_back_no_more() -> None:
-    policy = AutoWidth(CHEAP, 8)
-    serve(policy, lambda *_: 3, 1, SETTLED + 1, CHEAP)
+    policy = AutoWidth(BRISK, 8)
+    serve(policy, lambda *_: 3, 1, HELD + 1, BRISK)
     policy.forget("request 0")
     for _ in range(HELD):
         policy.observe(Step(["another"], policy.widths(["another"]), [0], 1.0))
