@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.deployment import Deployment, load_deployment
-from dflash_serve.models.compiled.build import find_compiler
+from dflash_serve.models.compiled.build import find_compiler, load_kernels
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.width import AutoWidth, FixedWidth
@@ -88,6 +88,7 @@ def test_small_operators_are_compiled_unless_the_deployment_says_otherwise(
 ) -> None:
     if find_compiler() is None:
         pytest.skip("no C++ compiler")
+    load_kernels.cache_clear()  # a test before this one may have hidden the compiler
     found = deployment(folders, width="off").model_copy(update={"engine_args": given})
     assert start_engine(found).scheduler.target.operators.name == name
 
