@@ -96,9 +96,9 @@ RISK: Final = 1.0
 """What one step may lose at worst while there is less than that on the account, in the same."""
 MARGIN: Final = 0.005
 """What a wider block than the best may cost beside it, as a share of the step, to learn of its slots."""
-CURIOSITY: Final = 1.0
-"""What such blocks may cost together at once, in steps with a draft."""
-WONDER: Final = 0.002
+CURIOSITY: Final = 0.75
+"""What trials of what is not the best may cost together at once, in steps."""
+WONDER: Final = 0.003
 """What every step adds to that: the share of all time that goes into them."""
 TELLING: Final = 1 / 3
 """What a step without a draft must settle, of what is not known of costs, to be tried for that."""
@@ -144,9 +144,10 @@ class AutoWidth:
     An account limits what that costs (a conservative bandit; Wu et al. 2016; the baseline is speculation off). It
     begins with START, or with TRUST in what is known of the drafter, and holds CREDIT at most. Every step pays in
     REFILL, or FORGIVEN while something is owed; every step with a draft pays in the tokens it gained per request, less
-    its time in steps without speculation. Trials are paid for from it. With nothing on it only what promises to gain is
-    drafted, and the more is owed the more it must promise; below -DEBT nothing is. So, by the costs as they are known,
-    after T steps, whatever the drafter did:
+    its time in steps without speculation. With nothing on it only what promises to gain is drafted, and the more is
+    owed the more it must promise; below -DEBT nothing is. What trials cost beside the best that is known is limited
+    once more, by CURIOSITY: where costs scatter, they may be hoped to stand better for ever. So, by the costs as they
+    are known, after T steps, whatever the drafter did:
 
         time lost against off <= START + DEBT + (one step of which nothing is accepted) + FORGIVEN x T,
 
@@ -199,7 +200,6 @@ class AutoWidth:
         if decision is None or not decision.left or decision.request_ids != ids:
             decision = self._decision = self._decide(ids, context_tokens)
         decision.left -= 1
-        self._account -= decision.price
         self._curiosity -= decision.price
         self._off_for = 0 if decision.drafts else self._off_for + 1
         return decision.widths.copy()
@@ -230,10 +230,12 @@ class AutoWidth:
         seconds = self.costs.of_steps(choices.rows, choices.drafted, context_tokens)
         doubt = np.where(choices.drafted > 0, self.costs.doubt(len(known), choices.rows), 0.0)
         loss = seconds / seconds[0] - choices.tokens(feared) / len(known)
-        choice, price = self._choice(choices.tokens(known) / seconds, choices.tokens(hoped) / seconds, loss, doubt)
-        left = 1 if price is None else min(HELD, 1 + int(STANDS / seconds[choice]))
+        choice, price, stands = self._choice(
+            choices.tokens(known) / seconds, choices.tokens(hoped) / seconds, loss, doubt
+        )
+        left = min(HELD, 1 + int(STANDS / seconds[choice])) if stands else 1
         cost = float(seconds[choice] / seconds[0])
-        return _Decision(request_ids, choices.widths(choice).tolist(), choice > 0, cost, price or 0.0, left)
+        return _Decision(request_ids, choices.widths(choice).tolist(), choice > 0, cost, price, left)
 
     def _cost(self, widths: list[int], context_tokens: int) -> float:
         """What a step takes, in steps without speculation."""
@@ -262,16 +264,16 @@ class AutoWidth:
                 self.costs.observe(rows, drafted, timed[0][1], *(seconds for seconds, _ in timed))
         self._unlearnt.clear()
 
-    def _choice(self, rate: Vector, hoped: Vector, loss: Vector, doubt: Vector) -> tuple[int, float | None]:
-        """Which choice to take, all [M], and its price beside the best one; None = one step is to settle something.
+    def _choice(self, rate: Vector, hoped: Vector, loss: Vector, doubt: Vector) -> tuple[int, float, bool]:
+        """Which choice to take, its price beside the best one, and whether it may stand: a trial is for one step.
 
         Args:
-            rate, hoped: tokens per second, as known and at best.
-            loss: what the step would lose against off at worst, in steps without speculation.
+            rate, hoped: [M] tokens per second, as known and at best.
+            loss: [M], what the step would lose against off at worst, in steps without speculation.
             doubt: [2, M], of the cost beside that of off, and what of it a step without a draft would settle.
         """
         if self._account < -DEBT:
-            return 0, 0.0
+            return 0, 0.0, True
         if self._account > 0:
             payable = loss <= max(RISK, self._account)
         else:
@@ -280,10 +282,10 @@ class AutoWidth:
         if not best:  # costs may stand better than known, too
             wish = int(np.argmax(hoped * np.exp(doubt[0])))
         elif np.log(hoped[wish] / rate[0]) < doubt[0, wish] and doubt[1, wish] > TELLING * doubt[0, wish]:
-            return 0, None  # so may those of off
+            return 0, 0.0, False  # so may those of off
         price = rate[best] / rate - 1
-        funds = max(TRIFLE, min(self._account, self._curiosity, MARGIN) if best else min(self._account, START))
+        funds = max(TRIFLE, min(self._account, self._curiosity, MARGIN if best else CURIOSITY))
         wider = best + 1 + np.flatnonzero((payable & (price <= funds))[best + 1 : wish + 1])
         if not len(wider):
-            return best, 0.0
-        return int(wider[-1]), max(0.0, float(price[wider[-1]])) if best else None
+            return best, 0.0, True
+        return int(wider[-1]), max(0.0, float(price[wider[-1]])), best > 0

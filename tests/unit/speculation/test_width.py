@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -213,3 +214,20 @@ def test_a_request_that_ended_is_forgotten() -> None:
     policy.forget("a")
     policy.forget("never seen")
     assert not len(policy.survival)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_one_request_gained_is_not_spent_on_hopes_of_many(seed: int) -> None:
+    """Costs scatter, and drafts for sixteen might just pay: as with vLLM on two cores, where this cost a tenth."""
+    cost = CostModel(target={1: 0.06, 2: 0.062, 8: 0.065, 16: 0.08, 64: 0.17}, draft={1: 0.005, 16: 0.045})
+    known, noise = [0.65**slot for slot in range(1, 8)], np.random.default_rng(seed)
+    policy = AutoWidth(cost, 8, [4, 8], known)
+    serve(policy, lambda *_: 3, 1, 100, cost)
+    spent, tokens, ids = 0.0, 0, [f"request {i}" for i in range(16)]
+    for _ in range(200):
+        widths = policy.widths(ids)
+        accepted = [min(int(noise.geometric(0.35)) - 1, width - 1) for width in widths]
+        seconds = cost.step_seconds(widths)
+        policy.observe(Step(ids, widths, accepted, seconds * float(np.exp(0.05 * noise.normal()))))
+        spent, tokens = spent + seconds, tokens + len(ids) + sum(accepted)
+    assert tokens / spent >= 0.96 * 16 / cost.step_seconds([1] * 16)
