@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from pydantic import ValidationError
-
 from dflash_serve.checkpoint.source import recorded_survival
 from dflash_serve.common.files import cache_home, write_whole
+from dflash_serve.common.records import read_record
 from dflash_serve.cost_table import given_survival
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts, StepCosts
@@ -58,10 +57,7 @@ class LastRun:
 
     def costs(self) -> LearntCosts | None:
         """What steps took, by the costs that the server began with; None = no run has left any."""
-        try:
-            return LearntCosts.model_validate_json(self.costs_path.read_text(encoding="utf-8"))
-        except (OSError, ValidationError):
-            return None
+        return read_record(self.costs_path, LearntCosts)
 
     def keep(self, survival: Sequence[float], costs: LearntCosts | None = None) -> None:
         """Writes what is given; that the cache folder cannot be written is only logged."""

@@ -8,19 +8,17 @@ kept in the cache, by everything that changes them, with their spread; doubtful 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 
-from dflash_serve.common.files import cache_home, write_whole
+from dflash_serve.common.files import cache_home
 from dflash_serve.common.provenance import now, processor, versions
-from dflash_serve.errors import UserError
+from dflash_serve.common.records import keep_record, read_record
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.target import TargetModel
@@ -32,8 +30,6 @@ from .model_runner import TargetRunner
 from .request import Request
 from .speculator import Speculator
 from .waiting import CHOSEN_ALREADY
-
-log = logging.getLogger(__name__)
 
 CONTEXT, LONG_CONTEXT = 128, 1024
 """Tokens of context while measuring; the difference gives the price of a token of context."""
@@ -63,24 +59,14 @@ class Calibration(BaseModel):
 def cost_of(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> CostModel:
     """The cached costs of batches of up to `entries` requests, or a fresh measurement where they are doubtful."""
     path = cache_home() / "cost" / f"{_key(target, drafter, block_size, entries)}.json"
-    kept = _read(path)
+    kept = read_record(path, Calibration)
     if kept is not None and kept.spread <= DOUBTFUL:
         return kept.cost
     fresh = measure(target, drafter, block_size, entries)
     if kept is not None and kept.spread <= fresh.spread:
         return kept.cost
-    try:
-        write_whole(path, fresh.model_dump_json(indent=1))
-    except UserError as error:  # it costs the next start two seconds, no more
-        log.warning("the cost table is measured again next time: %s", error)
+    keep_record(path, fresh, otherwise="the cost table is measured again next time")
     return fresh.cost
-
-
-def _read(path: Path) -> Calibration | None:
-    try:
-        return Calibration.model_validate_json(path.read_text())
-    except (OSError, ValidationError):
-        return None
 
 
 @torch.inference_mode()

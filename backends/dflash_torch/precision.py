@@ -7,20 +7,18 @@ import logging
 from time import perf_counter
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveFloat
 from torch import nn
 
 from dflash_serve.checkpoint.source import target_folder
-from dflash_serve.common.files import cache_home, write_whole
+from dflash_serve.common.files import cache_home
 from dflash_serve.common.provenance import processor
+from dflash_serve.common.records import keep_record, read_record
 from dflash_serve.deployment import Deployment
-from dflash_serve.errors import UserError
 from dflash_serve.models.compiled.build import load_kernels
 from dflash_serve.models.layers import pack_linear
 from dflash_serve.models.loader import is_stored_in_bfloat16
 from dflash_serve.models.target_config import read_target_config
-
-from .launch import own_arguments
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,7 +40,7 @@ class Measured(BaseModel):
     operators: str
 
 
-def choose_dtype(deployment: Deployment, device: str) -> torch.dtype:
+def choose_dtype(deployment: Deployment, device: str, *, compiled: bool) -> torch.dtype:
     """What was asked for; else bfloat16 on a GPU, and on a CPU where it rounds no weight and was measured to be faster.
 
     Raises:
@@ -55,7 +53,7 @@ def choose_dtype(deployment: Deployment, device: str) -> torch.dtype:
     if not is_stored_in_bfloat16(folder):
         return torch.float32
     config = read_target_config(folder)
-    compiled = own_arguments(deployment).get("operators") != "plain" and load_kernels() is not None
+    compiled = compiled and load_kernels() is not None
     faster = _kept_measurement(config.hidden_size, config.intermediate_size, compiled=compiled)
     chosen = torch.bfloat16 if faster >= WORTH else torch.float32
     log.info("%s: a layer of this target takes %.2f times as long in float32 as in bfloat16", chosen, faster)
@@ -68,14 +66,11 @@ def _kept_measurement(inputs: int, outputs: int, *, compiled: bool) -> float:
     asked = {"layer": (inputs, outputs), "machine": machine, "operators": "compiled" if compiled else "plain"}
     name = hashlib.sha256(repr(sorted(asked.items())).encode()).hexdigest()[:24]
     path = cache_home() / "dtype" / f"{name}.json"
-    try:
-        return Measured.model_validate_json(path.read_text(encoding="utf-8")).faster
-    except (OSError, ValidationError):
-        measured = Measured(faster=how_much_faster(inputs, outputs, compiled=compiled), **asked)
-    try:
-        write_whole(path, measured.model_dump_json(indent=1))
-    except UserError as error:
-        log.warning("how fast bfloat16 is is measured again next time: %s", error)
+    kept = read_record(path, Measured)
+    if kept is not None:
+        return kept.faster
+    measured = Measured(faster=how_much_faster(inputs, outputs, compiled=compiled), **asked)
+    keep_record(path, measured, otherwise="how fast bfloat16 is is measured again next time")
     return measured.faster
 
 

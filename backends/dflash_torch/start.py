@@ -27,9 +27,9 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
     model, entries = deployment.target, deployment.limits.max_batch_size
     assert entries is not None
     device = _device(deployment)
-    dtype = choose_dtype(deployment, device)
-    target = load_target(model.model, dtype=dtype, device=device, revision=model.revision)
     compiled = own_arguments(deployment).get("operators") != "plain"
+    dtype = choose_dtype(deployment, device, compiled=compiled)
+    target = load_target(model.model, dtype=dtype, device=device, revision=model.revision)
     target.pack(compiled=compiled)
     capacity = deployment.limits.max_model_len or target.config.max_position_embeddings
     speculator: Speculator | None = None

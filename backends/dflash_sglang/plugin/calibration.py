@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,21 +17,19 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 
-from dflash_serve.common.files import cache_home, write_whole
+from dflash_serve.common.files import cache_home
 from dflash_serve.common.provenance import processor, versions
-from dflash_serve.errors import UserError
+from dflash_serve.common.records import keep_record, read_record
 from dflash_serve.speculation.costs import CostModel, is_confirmed
 
 from .host import HostWorker
 from .ranks import Ranks
 
-logger = logging.getLogger(__name__)
 CONTEXT, LONG_CONTEXT = 128, 2048
 """Tokens of context of each request; the difference gives the price of a token of context."""
 REPETITIONS, MOST_REPETITIONS = 3, 9
@@ -55,23 +52,13 @@ def costs_of(worker: HostWorker, widths: list[int], run: RunStep, ranks: Ranks) 
         widths: the widths it verifies at, 1 and B among them.
     """
     path = cache_home() / "cost" / f"sglang-{_key(worker, widths, ranks)}.json"
-    kept = ranks.from_first(_read(path) if ranks.is_first else None)
+    kept = ranks.from_first(read_record(path, CostModel) if ranks.is_first else None)
     if kept is not None:
         return kept
     cost, spread = measure(worker, widths, run, ranks)
     if ranks.is_first and spread <= DOUBTFUL:
-        try:
-            write_whole(path, cost.model_dump_json())
-        except UserError as error:
-            logger.warning("dflash-serve: costs are measured again next time: %s", error)
+        keep_record(path, cost, otherwise="dflash-serve: costs are measured again next time")
     return cost
-
-
-def _read(path: Any) -> CostModel | None:
-    try:
-        return CostModel.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError):
-        return None
 
 
 def _key(worker: HostWorker, widths: list[int], ranks: Ranks) -> str:

@@ -53,7 +53,7 @@ def test_no_weight_is_rounded_and_what_was_asked_for_is_given(
     assert start_engine(deployment(folders[0])).dtype == "float32"
     assert start_engine(deployment(folders[0], "bfloat16")).dtype == "bfloat16"
     assert start_engine(deployment(in_bfloat16, "float32")).dtype == "float32"
-    assert str(choose_dtype(deployment(folders[0]), "cuda")) == "torch.bfloat16"
+    assert str(choose_dtype(deployment(folders[0]), "cuda", compiled=True)) == "torch.bfloat16"
     measure.assert_not_called()
 
 
@@ -69,7 +69,7 @@ def test_a_cache_that_cannot_be_read_or_written_costs_a_measurement_and_no_more(
     measure = Mock(return_value=2.0)
     monkeypatch.setattr(precision, "how_much_faster", measure)
     for _ in range(2):
-        assert str(choose_dtype(deployment(in_bfloat16), "cpu")) == "torch.bfloat16"
+        assert str(choose_dtype(deployment(in_bfloat16), "cpu", compiled=True)) == "torch.bfloat16"
     assert measure.call_count == 2
     assert "measured again next time" in caplog.text
 
@@ -91,4 +91,4 @@ def test_the_measurement_is_a_ratio_of_two_times(compiled: bool) -> None:
 def test_a_folder_without_weights_is_refused(in_bfloat16: Path) -> None:
     (in_bfloat16 / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"no model\.safetensors"):
-        choose_dtype(deployment(in_bfloat16), "cpu")
+        choose_dtype(deployment(in_bfloat16), "cpu", compiled=True)
