@@ -164,10 +164,15 @@ def test_speculation_rests_after_long_without_a_draft_and_wakes_with_one() -> No
     assert not awake.resting
 
 
-def test_where_steps_are_short_a_decision_stands_for_some_of_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, decided = AutoWidth(BRISK, 8, known_survival=[0.9] * 7), Mock()
-    decided.side_effect = policy.survival.bounds
+def counted_decisions(policy: AutoWidth, monkeypatch: pytest.MonkeyPatch) -> Mock:
+    decided = Mock(side_effect=policy.survival.bounds)
     monkeypatch.setattr(policy.survival, "bounds", decided)
+    return decided
+
+
+def test_where_steps_are_short_a_decision_stands_for_some_of_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = AutoWidth(BRISK, 8, known_survival=[0.9] * 7)
+    decided = counted_decisions(policy, monkeypatch)
     serve(policy, lambda *_: 7, 2, 100 * HELD, BRISK)
     assert 100 <= decided.call_count < 110  # and a trial now and then
     decided.reset_mock()
@@ -177,9 +182,8 @@ def test_where_steps_are_short_a_decision_stands_for_some_of_the_same_requests(m
 
 
 def test_where_steps_are_long_each_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, decided = AutoWidth(CHEAP, 8, known_survival=[0.9] * 7), Mock()
-    decided.side_effect = policy.survival.bounds
-    monkeypatch.setattr(policy.survival, "bounds", decided)
+    policy = AutoWidth(CHEAP, 8, known_survival=[0.9] * 7)
+    decided = counted_decisions(policy, monkeypatch)
     serve(policy, lambda *_: 7, 2, 100, CHEAP)
     assert decided.call_count == 100
 
