@@ -119,6 +119,10 @@ def speculative_config(plan: LaunchPlan, draft: Path) -> dict[str, object]:
         "draft_sample_method": "greedy",
         "rejection_sample_method": "standard",
     }
+    if plan.drafter.markov is None:
+        # K/V of a context token are of that token alone, where EAGLE's are of the next one, too: vLLM would leave the
+        # last block that it has of a prompt unused. DSpark's was not tried.
+        config["disable_eagle_block_drop"] = True
     if plan.widths != (plan.block_size,):
         schedule = plan.schedule() or every_width(plan.widths, plan.max_batch_size)
         config["num_speculative_tokens_per_batch_size"] = schedule

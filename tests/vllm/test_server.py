@@ -45,6 +45,10 @@ SURVIVAL = (0.627, 0.347, 0.202, 0.119, 0.093, 0.073, 0.052)
 """The bundled drafter's, by slot."""
 SCHEMA = {"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]}
 BOUNDED = {"ignore_eos": False}
+HITS = "vllm:prefix_cache_hits_total"
+"""Tokens of prompts that were not computed again."""
+BLOCK = 128
+"""Tokens of a block of K/V, on a CPU."""
 Tokens = list[list[int]]
 
 
@@ -163,7 +167,7 @@ def assert_nothing_changed(server: Server, prompts: Tokens, truth: Mapping[str, 
     for name, ask in CASES.items():
         assert ask(server, prompts) == truth[name], name
     assert logprobs(server, prompts) == pytest.approx(truth["logprobs"], abs=1e-3)
-    assert (server.samples.total("vllm:prefix_cache_hits_total") or 0) > 0
+    assert (server.samples.total(HITS) or 0) > 0
 
 
 def assert_it_accepts_as_ours(server: Server, drafter: str, prompts: Tokens, truth: Mapping[str, Any]) -> None:
@@ -195,12 +199,27 @@ def steps_within(gained: Sequence[int], limit: int) -> Iterator[int]:
         total += tokens
 
 
+def assert_a_cached_prompt_is_drafted_from_as_a_new_one(server: Server, prompt: Sequence[int]) -> None:
+    """A prompt of which three blocks lie in the prefix cache, then the same where a salt keeps it from being found."""
+    hits, accepted = [], []
+    for salt in ({}, {"cache_salt": "new"}):
+        before, counted = read_acceptance(server.url), server.samples.total(HITS) or 0
+        server.complete(prompt, TOKENS, **salt)
+        hits.append((server.samples.total(HITS) or 0) - counted)
+        accepted.append(read_acceptance(server.url).since(before).acceptance_length)
+    assert hits == [3 * BLOCK, 0]
+    assert accepted[0] == pytest.approx(accepted[1], rel=0.02)
+
+
 def test_whole_blocks_change_no_token_and_accept_what_the_embedded_engine_does(
     servers: Fleet, prompts: Tokens, truth: dict[str, Any]
 ) -> None:
     server = servers["full"].ready.result()
     assert_it_accepts_as_ours(server, str(server.folder / "draft"), prompts, truth)
     assert_nothing_changed(server, prompts, truth)
+    long = joined(prompts)[5:][: 3 * BLOCK + 1]
+    server.complete(long, 1)
+    assert_a_cached_prompt_is_drafted_from_as_a_new_one(server, long)
 
 
 def test_a_head_for_a_part_of_the_tokens_drafts_as_ours(servers: Fleet, prompts: Tokens, truth: dict[str, Any]) -> None:
@@ -274,6 +293,9 @@ def test_widths_follow_the_load_and_come_back_and_no_token_changes(
     assert mean_width(again) > 6
     assert again.acceptance_length == pytest.approx(alone.acceptance_length, rel=0.05)
     assert_nothing_changed(server, prompts, truth)
+    long = joined(prompts)[7:][: 3 * BLOCK + 1]
+    server.tokens([long, *prompts], 24, CROWD)  # off: what the drafter would read of it waits
+    assert_a_cached_prompt_is_drafted_from_as_a_new_one(server, long)
     servers["auto"].left.set()
 
 

@@ -117,6 +117,10 @@ def test_acceptance_is_the_exact_one(fields: dict[str, Any], tmp_path: Path) -> 
     assert (found["draft_sample_method"], found["rejection_sample_method"]) == ("greedy", "standard")
 
 
+def test_a_cached_prompts_last_block_is_used(fields: dict[str, Any], tmp_path: Path) -> None:
+    assert speculative(fields, tmp_path)["disable_eagle_block_drop"] is True
+
+
 @pytest.mark.parametrize("dialect", ["speculators", "modelopt"])
 def test_the_draft_folder_is_zlabs_form_with_every_key(fields: dict[str, Any], tmp_path: Path, dialect: str) -> None:
     from dflash_serve.checkpoint.reader import read_config
