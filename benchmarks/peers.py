@@ -1,7 +1,7 @@
 """What a user could run instead on this machine, in turns on the same prompts: tokens per second, time to first token.
 
     python -m benchmarks.peers [--users 1,4,16,32] [--dtype float32] [--rounds 3] [--output FILE]
-    python -m benchmarks.peers --server llama.cpp=http://127.0.0.1:8080 --server sglang=http://127.0.0.1:30000
+    python -m benchmarks.peers --ways HF --server llama.cpp=http://127.0.0.1:8080
 
 In this process: ours without speculation and with `width: auto`; Hugging Face `generate` over one padded batch, with
 its growing cache, with its static cache, and (`--compile`) compiled; z-lab's `dflash_generate`, one request at a time.
@@ -55,6 +55,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of all that runs in this process.")] = "float32",
     server: Annotated[list[str] | None, typer.Option(help="NAME=URL of a running server; repeatable.")] = None,
     note: Annotated[list[str] | None, typer.Option(help="NAME=how it was started; kept in the report.")] = None,
+    ways: Annotated[str, typer.Option(help="Beside ours: beginnings of names, comma-separated.")] = "HF,z-lab",
     compiled: Annotated[bool, typer.Option("--compile", help="Hugging Face compiled, too (minutes).")] = False,
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
 ) -> None:
@@ -64,7 +65,8 @@ def main(
     for given in server or []:
         name, _, url = given.partition("=")
         bench.ways[name] = Server(url, bench.engine, tokens)
-    names, results = list(bench.ways), []
+    chosen = ("ours", *ways.split(","), *(given.partition("=")[0] for given in server or []))
+    names, results = [name for name in bench.ways if name.startswith(chosen)], []
     for size in sizes:
         bench.round(size, names)  # warm-up, not counted
         turns = [n % len(names) for n in range(rounds)]

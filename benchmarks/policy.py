@@ -58,7 +58,8 @@ def grid() -> list[Cell]:
         cells += [Cell(gpu, load, n) for n in (1, 8, 64, 256) for load in few]
         cells += [Cell(gpu, load, n, context) for n, context in ((1, 65_536), (16, 16_384)) for load in few[1:4]]
     busy = [Cell(surface, load, 4, busy_from=250) for surface in (cpu, gpus[-1]) for load in loads[2:6]]
-    return cells + busy
+    visited = [Cell(surface, load, 4, visited=True) for surface in (cpu, gpus[-1]) for load in loads[2:6]]
+    return cells + busy + visited
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def earlier(report: Path, seeds: int) -> dict[str, Ratios]:
 
 def described(cell: Cell) -> str:
     """A line."""
-    busy = ", busy from step 250" if cell.busy_from else ""
+    busy = ", busy from step 250" if cell.busy_from else ", busy now and then" if cell.visited else ""
     return f"{cell.surface.name}, {cell.requests} x {cell.context} tokens, {cell.load.name}{busy}"
 
 

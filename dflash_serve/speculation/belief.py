@@ -19,12 +19,12 @@ class Belief:
     Args:
         mean: [K], the prior's.
         covariance: [K, K], the prior's; how much the numbers differ from the mean, and with one another.
-        memory: steps after which an observation has lost all but 1/e of its weight.
+        memory: steps after which an observation has lost all but 1/e of its weight; [K] where numbers differ in it.
     """
 
-    def __init__(self, mean: Vector, covariance: Matrix, memory: float) -> None:
+    def __init__(self, mean: Vector, covariance: Matrix, memory: float | Vector) -> None:
         self._prior_mean = mean
-        self._keep = float(np.exp(-1 / memory))
+        self._keep = np.exp(-1 / np.broadcast_to(memory, mean.shape))
         self._prior_covariance = covariance
         self.mean, self.covariance = mean.copy(), covariance.copy()
 
@@ -37,7 +37,7 @@ class Belief:
         """Steps go by."""
         keep = self._keep**steps
         self.mean = self._prior_mean + keep * (self.mean - self._prior_mean)
-        self.covariance = self._prior_covariance + keep**2 * (self.covariance - self._prior_covariance)
+        self.covariance = self._prior_covariance + np.outer(keep, keep) * (self.covariance - self._prior_covariance)
 
     def learn(self, information: Matrix, gradient: Vector) -> None:
         """Takes in an observation by a Newton step on its log-likelihood (exact where that is quadratic).

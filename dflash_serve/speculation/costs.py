@@ -19,7 +19,7 @@ Measurements = Annotated[dict[PositiveInt, Seconds], Field(min_length=1)]
 NODES: Final = 17
 """Corrections are kept for 1, 2, 4, ... 65536 rows, and between them interpolated over the logarithm."""
 OFF, ON = 0, 1
-COMMON_SPREAD: Final = 0.3
+COMMON_SPREAD: Final = 0.6
 """How far all steps together may be from what was measured (standard deviation, of the logarithm)."""
 KIND_SPREAD: Final = 0.15
 """How far steps with and without a draft may be from one another, beyond that."""
@@ -27,8 +27,14 @@ ROWS_SPREAD: Final = 0.15
 """How far steps of other sizes may be, beyond that."""
 GUESSED: Final = 3
 """How many times further steps may be from a guess of their costs than from measurements."""
-COST_MEMORY: Final = 200
-"""Steps that a served step is remembered for: a neighbour that comes or goes is followed within a hundred."""
+COMMON_MEMORY: Final = 200
+"""Steps that a served step is remembered for, of what all share: the machine's speed."""
+COST_MEMORY: Final = 500
+"""The same of what they do not: the cost of one width beside another changes little."""
+JUMP: Final = 3
+"""A step that is further off than so many spreads of all that is not known tells of the machine's speed..."""
+FARTHEST: Final = 0.5
+"""...which may have changed by as much as the step is off, at most by this."""
 NOISE: Final = 0.05
 """The spread of one step's time, before any was seen (of the logarithm); then it is estimated, never below LEAST."""
 LEAST_NOISE: Final = 0.01
@@ -118,7 +124,7 @@ class LearntCosts(BaseModel):
     """What served steps taught of a `CostModel`, for the next server to begin with. To and from JSON.
 
     mean: [2 * NODES], logarithms of ratios: steps without a draft, then with one, of 1, 2, 4, ... rows.
-    covariance: [2 * NODES, 2 * NODES], how well that is known; None = the costs are a guess, and nothing is.
+    covariance: [2 * NODES, 2 * NODES], how well that is known of each; None = the costs are a guess, and nothing is.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -135,11 +141,13 @@ class LearntCosts(BaseModel):
 class StepCosts:
     """A `CostModel` corrected by what served steps took.
 
-    The logarithm of the ratio, step by step, is a `Belief` over steps without and with a draft of 1, 2, 4, ... rows:
-    a part that all share (a busy machine), one for each of the two kinds, one that neighbouring sizes share. So a
-    width that has not been served for long still follows the machine, and is known less. A step that took far longer
-    than thought (another process, a collection of garbage) moves the mean as if it had taken three spreads longer, and
-    is no better a measurement than that.
+    The logarithm of the ratio, step by step, is a `Belief`: over steps without and with a draft of 1, 2, 4, ... rows (a
+    part for each of the two kinds, one that neighbouring sizes share), and over what all of them share, the machine's
+    speed. So a width that has not been served for long still follows the machine, and is known less. A neighbour that
+    comes while steps of one width are taken, and goes while they are of another, would teach that the one is dear and
+    the other cheap: a step that is off by more than all that is not known allows for tells of the machine alone. A step
+    that took far longer than thought (another process, a collection of garbage) moves the mean as if it had taken three
+    spreads longer, and is no better a measurement than that.
 
     Args:
         measured: what is corrected.
@@ -151,12 +159,15 @@ class StepCosts:
         kind, size = np.repeat([OFF, ON], NODES), np.tile(np.arange(NODES), 2)
         alike = kind[:, None] == kind[None, :]
         near = np.exp(-np.abs(size[:, None] - size[None, :]) / 1.5)
-        covariance = COMMON_SPREAD**2 + alike * (KIND_SPREAD**2 + ROWS_SPREAD**2 * near)
+        covariance = alike * (KIND_SPREAD**2 + ROWS_SPREAD**2 * near)
         mean = np.array(learnt.mean) if learnt else np.zeros(2 * NODES)
         wider = GUESSED if learnt and not learnt.covariance else 1  # and wanders as fast
-        self._correction = Belief(mean, wider**2 * covariance, wider**2 * COST_MEMORY)
+        prior = np.zeros((2 * NODES + 1, 2 * NODES + 1))
+        prior[:-1, :-1], prior[-1, -1] = wider**2 * covariance, wider**2 * COMMON_SPREAD**2
+        memory = wider**2 * np.array([COST_MEMORY] * 2 * NODES + [COMMON_MEMORY])
+        self._correction = Belief(np.append(mean, 0.0), prior, memory)
         if learnt and learnt.covariance:
-            self._correction.covariance = np.array(learnt.covariance)
+            self._correction.covariance[:-1, :-1] = learnt.covariance
             self._correction.drift(BETWEEN_RUNS)
         self.noise = NOISE
         """Spread of one step's time, of the logarithm."""
@@ -169,7 +180,8 @@ class StepCosts:
     @property
     def learnt(self) -> LearntCosts:
         """What is known now."""
-        mean, covariance = self._correction.mean.round(6), self._correction.covariance.round(8)
+        mean = (self._correction.mean[:-1] + self._correction.mean[-1]).round(6)
+        covariance = self._correction.covariance[:-1, :-1].round(8)
         return LearntCosts(mean=mean.tolist(), covariance=covariance.tolist())
 
     def of_steps(self, rows: Integers, drafted: Integers, context_tokens: int = 0) -> Vector:
@@ -186,10 +198,13 @@ class StepCosts:
         surprise, precision = 0.0, 0.0
         for taken in seconds:
             off_by = log(taken / thought) - mean
-            self.noise += 0.02 * (
-                1.25 * min(abs(off_by), 0.5) - self.noise
-            )  # 1.25 x mean deviation = spread (Gaussian)
+            # 1.25 x mean deviation = spread (Gaussian)
+            self.noise += 0.02 * (1.25 * min(abs(off_by), 0.5) - self.noise)
             variance = self._spread**2
+            if off_by**2 > JUMP**2 * (unknown + variance):
+                jump = min(abs(off_by), FARTHEST) ** 2
+                self._correction.covariance[-1, -1] += jump
+                unknown += jump
             if off_by**2 > 9 * variance:
                 variance = (unknown + variance) * abs(off_by) / (3 * self._spread) - unknown
             surprise, precision = surprise + off_by / variance, precision + 1 / variance
@@ -201,19 +216,22 @@ class StepCosts:
         Both of the logarithm, [M] each.
         """
         covariance, off = self._correction.covariance, _weights(OFF, off_rows)
-        shared, place = covariance @ off, np.minimum(_place(on_rows), NODES - 1)
+        own = off - _COMMON  # without what steps with a draft have, too
+        with_own, with_off = covariance @ own, covariance @ off
+        place = np.minimum(_place(on_rows), NODES - 1)
         left = np.minimum(place.astype(np.int64), NODES - 2)
         high, below, above = place - left, NODES + left, NODES + left + 1
         low = 1 - high
-        own = low**2 * covariance[below, below] + high**2 * covariance[above, above]
-        with_off, of_off = low * shared[below] + high * shared[above], float(off @ shared)
-        variance = own + 2 * low * high * covariance[below, above] + of_off - 2 * with_off
-        settled = np.abs(with_off - of_off) / np.sqrt(of_off + self._spread**2)
+        variance = low**2 * covariance[below, below] + high**2 * covariance[above, above]
+        variance += 2 * low * high * covariance[below, above]
+        variance += own @ with_own - 2 * (low * with_own[below] + high * with_own[above])
+        told = low * with_off[below] + high * with_off[above] - own @ with_off
+        settled = np.abs(told) / np.sqrt(off @ with_off + self._spread**2)
         return np.sqrt(np.maximum(variance, 0)), settled
 
     def _at(self, kind: int, rows: Integers) -> Vector:
         nodes = self._correction.mean[kind * NODES : (kind + 1) * NODES]
-        return np.interp(_place(rows), np.arange(NODES), nodes)
+        return np.asarray(np.interp(_place(rows), np.arange(NODES), nodes) + self._correction.mean[-1])
 
 
 class BelievedCosts:
@@ -237,9 +255,12 @@ def _place(rows: Integers) -> Vector:
     return np.log2(np.maximum(rows, 1))
 
 
+_COMMON: Final = np.append(np.zeros(2 * NODES), 1.0)
+
+
 def _weights(kind: int, rows: int) -> Vector:
-    """[2 * NODES]: which corrections a step of so many rows has."""
-    weights = np.zeros(2 * NODES)
+    """[2 * NODES + 1]: which corrections a step of so many rows has, that of all last."""
+    weights = _COMMON.copy()
     place = min(float(np.log2(max(rows, 1))), NODES - 1.0)
     left = min(int(place), NODES - 2)
     weights[kind * NODES + left], weights[kind * NODES + left + 1] = left + 1 - place, place - left

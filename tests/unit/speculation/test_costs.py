@@ -64,11 +64,31 @@ def test_each_kind_of_step_and_each_size_has_its_own_price() -> None:
     assert seconds(costs, 64, 8) == pytest.approx(1.4 * _measured(64, 8), rel=0.05)
 
 
-def test_one_step_that_took_very_long_changes_little() -> None:
+def test_one_step_that_took_very_long_changes_little_and_nothing_of_one_width_beside_another() -> None:
     costs = StepCosts(MEASURED)
     serve(costs, 8, 8, 1.0, 100)
+    before = ratio(costs)
     costs.observe(8, 8, 0, 50 * _measured(8, 8))
+    assert seconds(costs, 8, 8) == pytest.approx(_measured(8, 8), rel=0.2)
+    assert ratio(costs) == pytest.approx(before, rel=0.02)
+    serve(costs, 8, 8, 1.0, 1)
     assert seconds(costs, 8, 8) == pytest.approx(_measured(8, 8), rel=0.1)
+
+
+def ratio(costs: StepCosts) -> float:
+    """Of steps of one width with a draft and steps without."""
+    return seconds(costs, 16, 8) / seconds(costs, 8, 0)
+
+
+def test_a_neighbour_that_comes_with_one_width_and_goes_with_another_says_little_of_the_two() -> None:
+    costs = StepCosts(MEASURED)
+    for round_ in range(10):
+        serve(costs, 8, 0, 1.0, 10, seed=round_)
+        serve(costs, 16, 8, 1.0, 10, seed=round_)
+    serve(costs, 8, 0, 1.8, 25)
+    assert ratio(costs) == pytest.approx(ratio(StepCosts(MEASURED)), rel=0.05)
+    serve(costs, 16, 8, 1.0, 20)
+    assert ratio(costs) == pytest.approx(ratio(StepCosts(MEASURED)), rel=0.06)
 
 
 def test_what_is_not_served_is_known_less_and_less() -> None:
@@ -127,8 +147,9 @@ def test_learnt_costs_that_are_none_are_refused(bad: dict[str, object]) -> None:
 
 def test_steps_alike_may_be_learnt_at_once_and_one_that_was_disturbed_counts_for_less() -> None:
     single, together = StepCosts(MEASURED), StepCosts(MEASURED)
-    seconds = [factor * _measured(8, 8) for factor in (1.1, 1.1, 5.0, 1.1)]
-    for _ in range(20):
+    for number in range(20):
+        disturbed = 5.0 if number % 5 == 4 else 1.1
+        seconds = [factor * _measured(8, 8) for factor in (1.1, disturbed, 1.1, 1.1)]
         together.observe(8, 8, 0, *seconds)
         for each in seconds:
             single.observe(8, 8, 0, each)
