@@ -62,11 +62,11 @@ def main(
     """Measure all ways side by side."""
     sizes = [int(size) for size in users.split(",")]
     bench = Bench(tokens, max(sizes), dtype, compiled=compiled)
+    bench.ways = {name: way for name, way in bench.ways.items() if name.startswith(("ours", *ways.split(",")))}
     for given in server or []:
         name, _, url = given.partition("=")
         bench.ways[name] = Server(url, bench.engine, tokens)
-    chosen = ("ours", *ways.split(","), *(given.partition("=")[0] for given in server or []))
-    names, results = [name for name in bench.ways if name.startswith(chosen)], []
+    names, results = list(bench.ways), []
     for size in sizes:
         bench.round(size, names)  # warm-up, not counted
         turns = [n % len(names) for n in range(rounds)]

@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.policy_before import AutoWidthBefore
-from benchmarks.simulator import STEPS, Cell, Load, Oracle, Synthetic, replays, run, surfaces
+from benchmarks.simulator import STEPS, Cell, Load, Neighbour, Oracle, Synthetic, replays, run, surfaces
 from dflash_serve.common.provenance import commit, now
 from dflash_serve.speculation.belief import Vector
 from dflash_serve.speculation.costs import CostModel
@@ -57,9 +57,9 @@ def grid() -> list[Cell]:
     for gpu in gpus:
         cells += [Cell(gpu, load, n) for n in (1, 8, 64, 256) for load in few]
         cells += [Cell(gpu, load, n, context) for n, context in ((1, 65_536), (16, 16_384)) for load in few[1:4]]
-    busy = [Cell(surface, load, 4, busy_from=250) for surface in (cpu, gpus[-1]) for load in loads[2:6]]
-    visited = [Cell(surface, load, 4, visited=True) for surface in (cpu, gpus[-1]) for load in loads[2:6]]
-    return cells + busy + visited
+    for neighbour in (Neighbour("busy from step 250", 250, STEPS), Neighbour("busy now and then", 45, 70)):
+        cells += [Cell(surface, load, 4, neighbour=neighbour) for surface in (cpu, gpus[-1]) for load in loads[2:6]]
+    return cells
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def earlier(report: Path, seeds: int) -> dict[str, Ratios]:
 
 def described(cell: Cell) -> str:
     """A line."""
-    busy = ", busy from step 250" if cell.busy_from else ", busy now and then" if cell.visited else ""
+    busy = f", {cell.neighbour.name}" if cell.neighbour else ""
     return f"{cell.surface.name}, {cell.requests} x {cell.context} tokens, {cell.load.name}{busy}"
 
 

@@ -181,6 +181,19 @@ class Replay:
 
 
 @dataclass(frozen=True)
+class Neighbour:
+    """Another process: of every `of` steps those from `first` on take 1.7 times as long."""
+
+    name: str
+    first: int
+    of: int
+
+    def slows(self, step: int) -> bool:
+        """Whether it is there in this step."""
+        return step % self.of >= self.first
+
+
+@dataclass(frozen=True)
 class Cell:
     """One situation: what steps cost, what is asked, and what happens meanwhile."""
 
@@ -189,10 +202,7 @@ class Cell:
     requests: int
     context: int = 512
     """Tokens of context of each request."""
-    busy_from: int | None = None
-    """From this step on a neighbour makes every step 1.7 times as long."""
-    visited: bool = False
-    """A neighbour does so for 25 steps of every 70."""
+    neighbour: Neighbour | None = None
 
     @property
     def context_tokens(self) -> int:
@@ -235,9 +245,7 @@ def _seconds(cell: Cell, known: dict[tuple[int, int], float], rows: int, drafted
     if (rows, drafted) not in known:
         of_steps = cell.surface.of_steps(np.array([rows]), np.array([drafted]), cell.requests, cell.context_tokens)
         known[rows, drafted] = float(of_steps[0])
-    visit = cell.visited and step % 70 >= 45
-    busy = visit or (cell.busy_from is not None and step >= cell.busy_from)
-    return known[rows, drafted] * (1.7 if busy else 1.0)
+    return known[rows, drafted] * (1.7 if cell.neighbour and cell.neighbour.slows(step) else 1.0)
 
 
 @dataclass(frozen=True)

@@ -111,15 +111,16 @@ def speculative_config(plan: LaunchPlan, draft: Path) -> dict[str, object]:
     """vLLM's `SpeculativeConfig` (config/speculative.py): greedy drafts, and the acceptance test that is exact."""
     assert plan.block_size is not None
     assert plan.drafter is not None
+    method = method_of(plan.drafter)
     config: dict[str, object] = {
-        "method": method_of(plan.drafter),
+        "method": method,
         "model": str(draft),
         "num_speculative_tokens": plan.block_size - 1,
         "draft_tensor_parallel_size": plan.deployment.parallel.tensor,
         "draft_sample_method": "greedy",
         "rejection_sample_method": "standard",
     }
-    if plan.drafter.markov is None:
+    if method == "dflash":
         # K/V of a context token are of that token alone, where EAGLE's are of the next one, too: vLLM would leave the
         # last block that it has of a prompt unused. DSpark's was not tried.
         config["disable_eagle_block_drop"] = True

@@ -34,7 +34,7 @@ COST_MEMORY: Final = 500
 JUMP: Final = 3
 """A step that is further off than so many spreads of all that is not known tells of the machine's speed..."""
 FARTHEST: Final = 0.5
-"""...which may have changed by as much as the step is off, at most by this."""
+"""...which may have changed by as much as the step is off, at most by this; nor is more taken for noise."""
 NOISE: Final = 0.05
 """The spread of one step's time, before any was seen (of the logarithm); then it is estimated, never below LEAST."""
 LEAST_NOISE: Final = 0.01
@@ -159,13 +159,12 @@ class StepCosts:
         kind, size = np.repeat([OFF, ON], NODES), np.tile(np.arange(NODES), 2)
         alike = kind[:, None] == kind[None, :]
         near = np.exp(-np.abs(size[:, None] - size[None, :]) / 1.5)
-        covariance = alike * (KIND_SPREAD**2 + ROWS_SPREAD**2 * near)
         mean = np.array(learnt.mean) if learnt else np.zeros(2 * NODES)
         wider = GUESSED if learnt and not learnt.covariance else 1  # and wanders as fast
         prior = np.zeros((2 * NODES + 1, 2 * NODES + 1))
-        prior[:-1, :-1], prior[-1, -1] = wider**2 * covariance, wider**2 * COMMON_SPREAD**2
-        memory = wider**2 * np.array([COST_MEMORY] * 2 * NODES + [COMMON_MEMORY])
-        self._correction = Belief(np.append(mean, 0.0), prior, memory)
+        prior[:-1, :-1], prior[-1, -1] = alike * (KIND_SPREAD**2 + ROWS_SPREAD**2 * near), COMMON_SPREAD**2
+        memory = np.array([COST_MEMORY] * 2 * NODES + [COMMON_MEMORY])
+        self._correction = Belief(np.append(mean, 0.0), wider**2 * prior, wider**2 * memory)
         if learnt and learnt.covariance:
             self._correction.covariance[:-1, :-1] = learnt.covariance
             self._correction.drift(BETWEEN_RUNS)
@@ -198,13 +197,12 @@ class StepCosts:
         surprise, precision = 0.0, 0.0
         for taken in seconds:
             off_by = log(taken / thought) - mean
-            # 1.25 x mean deviation = spread (Gaussian)
-            self.noise += 0.02 * (1.25 * min(abs(off_by), 0.5) - self.noise)
+            far = min(abs(off_by), FARTHEST)
+            self.noise += 0.02 * (1.25 * far - self.noise)  # 1.25 x mean deviation = spread (Gaussian)
             variance = self._spread**2
             if off_by**2 > JUMP**2 * (unknown + variance):
-                jump = min(abs(off_by), FARTHEST) ** 2
-                self._correction.covariance[-1, -1] += jump
-                unknown += jump
+                self._correction.covariance[-1, -1] += far**2
+                unknown += far**2
             if off_by**2 > 9 * variance:
                 variance = (unknown + variance) * abs(off_by) / (3 * self._spread) - unknown
             surprise, precision = surprise + off_by / variance, precision + 1 / variance
@@ -256,6 +254,7 @@ def _place(rows: Integers) -> Vector:
 
 
 _COMMON: Final = np.append(np.zeros(2 * NODES), 1.0)
+"""[2 * NODES + 1]: what all steps share."""
 
 
 def _weights(kind: int, rows: int) -> Vector:
