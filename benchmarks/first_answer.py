@@ -2,9 +2,10 @@
 
     python -m benchmarks.first_answer [--rounds 9] [--output benchmarks/results/first-answer.json]
 
-For each prompt and round all ways answer once, one after another, so a busy spell slows all alike. `auto` begins every
-time with what a fresh process has: the costs that were measured at start and the survival that training recorded. An
-answer's time is the whole call, prefill included; figures are medians over rounds.
+For each prompt and round all ways answer at once, each with an engine of its own over the same weights, and take their
+steps in turns: a busy spell of a tenth of a second slows all alike. `auto` begins every time with what a fresh process
+has: the costs that were measured at start and the survival that training recorded. An answer's time is that of its own
+steps, prefill included; figures are medians over rounds.
 
 Beside which fixed width? Of seven that are nearly as fast the one with the highest median is the luckiest one of this
 machine's noise. So for each round the best fixed width is that of all other rounds, and the ratio is this round's.
@@ -12,10 +13,8 @@ machine's noise. So for each round the best fixed width is that of all other rou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Annotated, Any
 
 import typer
@@ -24,11 +23,12 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.decoding import measured_on, write_report
+from benchmarks.turns import in_turns
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.backend import Prompt
 from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
 from dflash_serve.common.provenance import versions
-from dflash_serve.speculation.width import AutoWidth, FixedWidth, WidthPolicy
+from dflash_serve.speculation.width import AutoWidth
 from dflash_torch.engine import EmbeddedEngine
 from tests.support.prompts import chat, human_eval, word_problems
 
@@ -52,7 +52,9 @@ def main(
         measured = [bench.round(prompt, number) for number in track(range(rounds), name, console=Console(stderr=True))]
         speed = {way: median(each[way] for each in measured) for way in bench.ways}
         best = max(fixed_ways(speed), key=lambda way: speed[way])
-        results.append({"prompt": name, "tokens_per_second": speed, "best": best, "auto_over_best": ratio(measured)})
+        ratios = over_best(measured)
+        found = {"best": best, "auto_over_best": median(ratios), "all_rounds": ratios}
+        results.append({"prompt": name, "tokens_per_second": speed, **found})
     report = {
         "environment": measured_on(),
         "versions": versions("torch", "dflash-serve"),
@@ -68,13 +70,13 @@ def fixed_ways(speed: dict[str, float]) -> list[str]:
     return [way for way in speed if way != "auto"]
 
 
-def ratio(rounds: list[dict[str, float]]) -> float:
-    """`auto` over the best fixed width: in each round over that of all others; the median."""
-    ratios = []
+def over_best(rounds: list[dict[str, float]]) -> list[float]:
+    """`auto` over the best fixed width, round by round: over that of all others."""
+    found = []
     for each in rounds:
         others = {way: median(other[way] for other in rounds if other is not each) for way in fixed_ways(each)}
-        ratios.append(each["auto"] / each[max(others, key=lambda way: others[way])])
-    return median(ratios)
+        found.append(each["auto"] / each[max(others, key=lambda way: others[way])])
+    return found
 
 
 def prompts() -> dict[str, Prompt]:
@@ -88,39 +90,29 @@ def prompts() -> dict[str, Prompt]:
 
 
 class Bench:
-    """The pair, loaded once."""
+    """The pair, loaded once, and an engine for each way."""
 
     def __init__(self, tokens: int) -> None:
         engine = LLM("smollm2", "smollm2", max_batch_size=1, max_model_len=1024).engine
         assert isinstance(engine, EmbeddedEngine)
         assert engine.block_size is not None
-        policy, block_size = engine.scheduler.policy, engine.block_size
+        policy, self.block_size = engine.scheduler.policy, engine.block_size
         assert isinstance(policy, AutoWidth)
-        known = recorded_survival(drafter_folder("smollm2"))
-        self.engine, self.plain = engine, engine.plain()
+        self.costs, self.survival = policy.costs.measured, recorded_survival(drafter_folder("smollm2"))
         self.params = SamplingParams(temperature=0, max_tokens=tokens)
-        self.ways: dict[str, Callable[[], WidthPolicy]] = {
-            "off": lambda: FixedWidth(1),
-            **{f"width {width}": lambda width=width: FixedWidth(width) for width in range(2, block_size + 1)},  # type: ignore[misc]
-            "auto": lambda: AutoWidth(policy.costs.measured, block_size, known_survival=known),
-        }
+        widths = range(2, self.block_size + 1)
+        self.ways = {"off": engine.plain(), **{f"width {width}": engine.fixed(width) for width in widths}}
+        self.ways["auto"] = engine.fixed(self.block_size)  # until `round` gives it the policy
+        self.ways["off"].scheduler.cache_manager.reuse = False
 
     def round(self, prompt: Prompt, number: int) -> dict[str, float]:
-        """Tokens per second of each way, which must all give the same tokens; each round begins with another."""
-        speed, answers, ways = {}, set(), list(self.ways)
-        first = number % len(ways)
-        for way in ways[first:] + ways[:first]:
-            policy, engine = self.ways[way], self.plain if way == "off" else self.engine
-            engine.scheduler.policy, engine.scheduler.cache_manager.reuse = policy(), False
-            start = perf_counter()
-            stream = engine.stream([prompt], [self.params])
-            for _ in stream:
-                pass
-            token_ids = stream.outputs()[0].token_ids
-            speed[way] = len(token_ids) / (perf_counter() - start)
-            answers.add(tuple(token_ids))
-        assert len(answers) == 1, "widths changed the answer"
-        return speed
+        """Tokens per second of each way, which must all give the same tokens; rounds have them in another order."""
+        self.ways["auto"].scheduler.policy = AutoWidth(self.costs, self.block_size, known_survival=self.survival)
+        streams = {way: engine.stream([prompt], [self.params]) for way, engine in self.ways.items()}
+        seconds = in_turns(streams, number)
+        answers = {way: stream.outputs()[0].token_ids for way, stream in streams.items()}
+        assert len(set(map(tuple, answers.values()))) == 1, "widths changed the answer"
+        return {way: len(answers[way]) / seconds[way] for way in streams}
 
 
 def show(results: list[dict[str, Any]]) -> None:

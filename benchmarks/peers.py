@@ -62,7 +62,11 @@ def main(
     """Measure all ways side by side."""
     sizes = [int(size) for size in users.split(",")]
     bench = Bench(tokens, max(sizes), dtype, compiled=compiled)
-    bench.ways = {name: way for name, way in bench.ways.items() if name.startswith(("ours", *ways.split(",")))}
+    beginnings = ("ours", *ways.split(","), *(["HF, compiled"] if compiled else []))
+    for beginning in beginnings:
+        if not any(name.startswith(beginning) for name in bench.ways):
+            raise typer.BadParameter(f"no way begins with {beginning!r}: there are {', '.join(bench.ways)}")
+    bench.ways = {name: way for name, way in bench.ways.items() if name.startswith(beginnings)}
     for given in server or []:
         name, _, url = given.partition("=")
         bench.ways[name] = Server(url, bench.engine, tokens)

@@ -1,16 +1,13 @@
-"""Tokens per second against concurrency, four ways in turns on the same prompts and weights.
+"""Tokens per second against concurrency, up to four ways in turns on the same prompts and weights.
 
 (a) no speculation, (b) a fixed width of B, (c) `width: auto`, (d) Hugging Face `generate` with the same batch.
 
-    python benchmarks/throughput.py [--concurrency 1,2,4,8,16,32] [--rounds 3] [--output results/throughput.json]
-    python benchmarks/throughput.py --concurrency 1,2,4,8,16,32,64 --ways off,fixed,auto --order mixed --rounds 9
-
-The second asks whether `auto` is ever worse than the better of the other two. `auto_over_better` is the median of the
-rounds' own ratios, which a slow spell of minutes leaves alone; with `--order mixed` each round begins with another way.
+    python -m benchmarks.throughput [--concurrency 1,2,4,8,16,32,64] [--ways off,fixed,auto,hf] [--rounds 3]
 
 At concurrency c, c requests start together and each makes exactly `--tokens` tokens (greedy, the end of sequence
-ignored), so every way does the same work; prefill is included, prefix reuse is off. Rounds are interleaved, so a busy
-spell of the machine slows all alike; figures are medians over rounds.
+ignored), so every way does the same work; prefill is included, prefix reuse is off. The first three answer at once, a
+step of each in turn; Hugging Face before them in one round and after them in the next. Figures are medians over rounds,
+`auto_over_better` and its like of the rounds' own ratios.
 """
 
 from __future__ import annotations
@@ -27,11 +24,12 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.decoding import measured_on, write_report
+from benchmarks.turns import in_turns
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.common.provenance import versions
+from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.statistics import total
-from dflash_serve.speculation.width import FixedWidth, WidthPolicy
 from dflash_torch.engine import EmbeddedEngine
 from tests.support.prompts import word_problems
 
@@ -40,25 +38,23 @@ WAYS = {"off": "off", "fixed": "fixed B", "auto": "auto", "hf": "HF"}
 
 
 def main(
-    concurrency: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,2,4,8,16,32",
+    concurrency: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,2,4,8,16,32,64",
     tokens: Annotated[int, typer.Option(help="Tokens of every answer.")] = 96,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 3,
     target: Annotated[str, typer.Option(help="Hub id, folder, or the bundled smollm2.")] = "smollm2",
     drafter: Annotated[str, typer.Option(help="Likewise.")] = "smollm2",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "auto",
-    ways: Annotated[str, typer.Option(help="Which ways, comma-separated.")] = ",".join(WAYS),
-    order: Annotated[str, typer.Option(help="Of the ways in a round: as given, or mixed.")] = "given",
+    ways: Annotated[str, typer.Option(help="Which ways, comma-separated.")] = "off,fixed,auto",
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
 ) -> None:
     """Measure the four ways side by side."""
     sizes = [int(size) for size in concurrency.split(",")]
     chosen = [way for way in WAYS if way in ways.split(",")]
     bench = Bench(target, drafter, chosen, tokens=tokens, most=max(sizes), dtype=dtype)
-    bench.round(min(sizes), chosen)  # warm-up, not counted
+    bench.round(min(sizes), 0)  # warm-up, not counted
     results = []
     for size in sizes:
-        turns = [n % len(chosen) if order == "mixed" else 0 for n in range(rounds)]
-        measured = [bench.round(size, chosen[n:] + chosen[:n]) for n in track(turns, f"concurrency {size}")]
+        measured = [bench.round(size, number) for number in track(range(rounds), f"concurrency {size}")]
         results.append({"concurrency": size, **summary(measured)})
     report = {
         "environment": measured_on(),
@@ -78,57 +74,53 @@ class Bench:
     ) -> None:
         llm = LLM(target, drafter, max_batch_size=most, max_model_len=1024, dtype=dtype)
         assert isinstance(llm.engine, EmbeddedEngine)
-        self.tokens, self.full, self.plain = tokens, llm.engine, llm.engine.plain()
-        for engine in (self.full, self.plain):
+        full, block_size = llm.engine, llm.engine.block_size
+        assert block_size is not None
+        self.tokens, self.dtype = tokens, full.dtype
+        ours = {"off": full.plain(), "fixed": full.fixed(block_size), "auto": full}
+        self.engines = {way: engine for way, engine in ours.items() if way in ways}
+        for engine in self.engines.values():
             engine.scheduler.cache_manager.reuse = False  # every round has the same prompts
-        assert self.full.scheduler.speculator is not None
-        self.policies: dict[str, WidthPolicy] = {
-            "fixed": FixedWidth(self.full.scheduler.speculator.block_size),
-            "auto": self.full.scheduler.policy,
-        }
-        self.dtype = self.full.dtype
-        if "hf" in ways:
-            self.reference = _reference(target, self.full.scheduler.target.embedding)
-        self.prompts = [self.full.tokenize(prompt) for prompt in word_problems(20)]
+        self.reference = _reference(target, full.scheduler.target.embedding) if "hf" in ways else None
+        self.prompts = [full.tokenize(prompt) for prompt in word_problems(20)]
 
-    def round(self, size: int, ways: list[str]) -> dict[str, dict[str, Any]]:
+    def round(self, size: int, number: int) -> dict[str, dict[str, Any]]:
         """Each way once, on the same `size` prompts."""
         prompts = [self.prompts[n % len(self.prompts)] for n in range(size)]
-        return {way: self._timed(way, prompts) for way in ways}
+        figures: dict[str, dict[str, Any]] = {}
+        for part in (self._ours, self._hugging_face) if number % 2 else (self._hugging_face, self._ours):
+            figures |= part(prompts, number)
+        return figures
 
-    def _timed(self, way: str, prompts: list[Ids]) -> dict[str, Any]:
-        engine = self.plain if way == "off" else self.full
-        if way in self.policies:
-            engine.scheduler.policy = self.policies[way]
-        start = perf_counter()
-        figures = self._hugging_face(prompts) if way == "hf" else self._ours(engine, prompts)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds = perf_counter() - start
-        assert figures.pop("tokens") == len(prompts) * self.tokens
-        return {"tokens_per_second": len(prompts) * self.tokens / seconds, **figures}
+    def _ours(self, prompts: list[Ids], number: int) -> dict[str, dict[str, Any]]:
+        params = [SamplingParams(temperature=0, max_tokens=self.tokens, ignore_eos=True)] * len(prompts)
+        streams = {way: engine.stream(prompts, params) for way, engine in self.engines.items()}
+        seconds = in_turns(streams, number)
+        return {way: self._figures(stream.outputs(), seconds[way]) for way, stream in streams.items()}
 
-    def _ours(self, engine: EmbeddedEngine, prompts: list[Ids]) -> dict[str, Any]:
-        params = SamplingParams(temperature=0, max_tokens=self.tokens, ignore_eos=True)
-        stream = engine.stream(prompts, [params] * len(prompts))
-        for _ in stream:
-            pass
-        outputs = stream.outputs()
+    def _figures(self, outputs: list[RequestOutput], seconds: float) -> dict[str, Any]:
+        assert all(len(output.token_ids) == self.tokens for output in outputs)
         statistics = total(output.statistics for output in outputs)
         return {
-            "tokens": sum(len(output.token_ids) for output in outputs),
+            "tokens_per_second": len(outputs) * self.tokens / seconds,
             "acceptance_length": statistics.acceptance_length,
             "tokens_per_step": statistics.tokens_per_step,
         }
 
     @torch.inference_mode()
-    def _hugging_face(self, prompts: list[Ids]) -> dict[str, Any]:
+    def _hugging_face(self, prompts: list[Ids], _: int) -> dict[str, dict[str, Any]]:
+        if self.reference is None:
+            return {}
         longest, device = max(map(len, prompts)), self.reference.device
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
         length = {"max_new_tokens": self.tokens, "min_new_tokens": self.tokens}
+        start = perf_counter()
         out = self.reference.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **length)
-        return {"tokens": out[:, longest:].numel()}
+        written = out.cpu()[:, longest:].numel()  # waits for the device
+        seconds = perf_counter() - start
+        assert written == len(prompts) * self.tokens
+        return {"hf": {"tokens_per_second": written / seconds}}
 
 
 def _reference(target: str, embedding: torch.Tensor) -> Any:
