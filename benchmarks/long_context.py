@@ -3,15 +3,14 @@
     python -m benchmarks.long_context [--contexts 512,2048,4096,8000] [--rounds 3] [--output FILE]
 
 A prompt is as many of HumanEval's functions as fit, then the last one to complete. What is timed is decoding alone,
-from the first token of an answer to its last; every round begins with another prompt and another way. Figures are
-medians over rounds; `auto` is one policy that serves all of them, as a server's does.
+from the first token of an answer to its last; all ways answer at once, a step of each in turn. Every round has another
+prompt. Figures are medians over rounds; `auto` is one policy that serves all of them, as a server's does.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -20,10 +19,11 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.decoding import measured_on, write_report
+from benchmarks.turns import in_turns
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.common.provenance import versions
+from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.statistics import total
-from dflash_serve.speculation.width import FixedWidth, WidthPolicy
 from dflash_torch.engine import EmbeddedEngine
 from tests.support.prompts import human_eval, user
 
@@ -65,48 +65,37 @@ class Bench:
     """The pair, loaded once."""
 
     def __init__(self, tokens: int) -> None:
-        engine = LLM("smollm2", "smollm2", max_batch_size=2, max_model_len=CAPACITY).engine
+        engine = LLM("smollm2", "smollm2", max_batch_size=1, max_model_len=CAPACITY).engine
         assert isinstance(engine, EmbeddedEngine)
-        self.engine, self.plain, self.dtype = engine, engine.plain(), engine.dtype
+        self.tokenize, self.dtype = engine.tokenize, engine.dtype
         self.params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         self.stubs = [message[0]["content"] for message in human_eval(160)]
-        self.ways: dict[str, WidthPolicy] = {
-            "off": FixedWidth(1),
-            **{f"width {width}": FixedWidth(width) for width in WIDTHS},
-            "auto": engine.scheduler.policy,
-        }
+        fixed = {f"width {width}": engine.fixed(width) for width in WIDTHS}
+        self.engines = {"off": engine.plain(), **fixed, "auto": engine}
 
     def prompt(self, size: int, turn: int) -> list[int]:
         """`size` tokens of functions, other ones every turn; cut near the front, so that the question is whole."""
         stubs = self.stubs[turn * 40 :] + self.stubs[: turn * 40]
-        ids = self.engine.tokenize(user("\n\n".join(stubs)))
+        ids = self.tokenize(user("\n\n".join(stubs)))
         head, last = ids[: size // 8], ids[-(size - size // 8) :]
         return head + last
 
     def round(self, size: int, turn: int) -> dict[str, Decoded]:
-        """Each way on one prompt; all must give the same tokens. The prompt is computed by the first of each engine."""
-        prompt, names = self.prompt(size, turn), list(self.ways)
-        found, answers = {}, set()
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            found[name], token_ids = self._decode(name, prompt)
-            answers.add(token_ids)
-        assert len(answers) == 1, "widths changed the answer"
-        return found
+        """Each way on one prompt; all must give the same tokens."""
+        prompt = self.prompt(size, turn)
+        streams = {way: engine.stream([prompt], [self.params]) for way, engine in self.engines.items()}
+        first = {way: len(next(stream).token_ids) for way, stream in streams.items()}
+        seconds = in_turns(streams, turn)
+        answers = {way: stream.outputs()[0] for way, stream in streams.items()}
+        assert len({tuple(answer.token_ids) for answer in answers.values()}) == 1, "widths changed the answer"
+        return {way: decoded(answers[way], first[way], seconds[way]) for way in streams}
 
-    def _decode(self, name: str, prompt: list[int]) -> tuple[Decoded, tuple[int, ...]]:
-        engine = self.plain if name == "off" else self.engine
-        engine.scheduler.policy = self.ways[name]
-        stream = engine.stream([prompt], [self.params])
-        first = next(stream)
-        start = perf_counter()
-        for _ in stream:
-            pass
-        seconds = perf_counter() - start
-        answer = stream.outputs()[0]
-        behind, statistics = len(answer.token_ids) - len(first.token_ids), total([answer.statistics])
-        steps = behind / (statistics.tokens_per_step or 1.0)
-        decoded = Decoded(behind / seconds, 1e3 * seconds / steps, statistics.acceptance_length)
-        return decoded, tuple(answer.token_ids)
+
+def decoded(answer: RequestOutput, first: int, seconds: float) -> Decoded:
+    """What came behind the answer's `first` tokens in so many seconds."""
+    behind, statistics = len(answer.token_ids) - first, total([answer.statistics])
+    steps = behind / (statistics.tokens_per_step or 1.0)
+    return Decoded(behind / seconds, 1e3 * seconds / steps, statistics.acceptance_length)
 
 
 def summary(rounds: list[dict[str, Decoded]]) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class Scheduler:
         if self.speculator is None:
             return ()
         if len(requests) < CROWD or not self.policy.resting:
-            return self.speculator.target_layer_ids
+            return self.speculator.target_layer_ids if any(request.draftable for request in requests) else ()
         for request in requests:
             request.draftable = False
             request.features.clear()

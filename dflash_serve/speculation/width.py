@@ -97,17 +97,17 @@ RISK: Final = 1.0
 MARGIN: Final = 0.005
 """What a wider block than the best may cost beside it, as a share of the step, to learn of its slots."""
 CURIOSITY: Final = 0.75
-"""What trials of what is not the best may cost together at once, in steps."""
+"""What trials of what is not the best may cost together at once, in steps without speculation."""
 WONDER: Final = 0.003
 """What every step adds to that: the share of all time that goes into them."""
 TELLING: Final = 1 / 3
 """What a step without a draft must settle, of what is not known of costs, to be tried for that."""
 TRIFLE: Final = 0.001
 """A price that needs no account, likewise."""
-REST: Final = 64
-"""Steps without a draft after which speculation is resting."""
-HELD: Final = 4
-"""Steps that a decision may stand for."""
+REST, AWAKE = 64, 8
+"""Steps without a draft after which speculation is resting; so many are left after a draft that was only a trial."""
+HELD, HELD_AT_REST = 4, 8
+"""Steps that a decision may stand for, and one not to draft while speculation is resting, however long they are."""
 STANDS: Final = 0.1
 """Seconds after which it does not stand for one more: where steps are long, deciding each is cheap."""
 
@@ -118,13 +118,15 @@ class _Decision:
 
     request_ids: list[Hashable]
     widths: list[int]
-    drafts: bool
-    cost: float
-    """What such a step takes, in steps without speculation."""
-    price: float
-    """What it takes beside the best one, as a share of it, to learn of wider blocks."""
     left: int
     """Steps that it stands for yet."""
+    drafts: bool = False
+    is_trial: bool = False
+    """A draft only to find out."""
+    cost: float = 1.0
+    """What such a step takes, in steps without speculation."""
+    price: float = 0.0
+    """What it loses beside the best one, in the same, to learn of wider blocks."""
 
 
 class AutoWidth:
@@ -137,9 +139,8 @@ class AutoWidth:
     be faster still, by what is not known of their costs, it tries one of these first: that costs little.
 
     Deciding and learning take their time in every step, the more so as the model's weights have passed through the
-    caches since. So a decision stands for up to HELD steps where these are short, unless the requests change, one step
-    is to settle something, or the account has nothing left; and what these steps came to is learnt at once. The
-    account is kept in each.
+    caches since. So a decision stands for up to HELD steps where these are short or speculation rests, unless requests
+    change, one step is to settle something, or the account is empty; what these steps came to is learnt at once.
 
     An account limits what that costs (a conservative bandit; Wu et al. 2016; the baseline is speculation off). It
     begins with START, or with TRUST in what is known of the drafter, and holds CREDIT at most. Every step pays in
@@ -201,7 +202,8 @@ class AutoWidth:
             decision = self._decision = self._decide(ids, context_tokens)
         decision.left -= 1
         self._curiosity -= decision.price
-        self._off_for = 0 if decision.drafts else self._off_for + 1
+        rested = min(self._off_for, REST - AWAKE) if decision.is_trial else 0
+        self._off_for = rested if decision.drafts else self._off_for + 1
         return decision.widths.copy()
 
     def observe(self, step: Step) -> None:
@@ -215,6 +217,9 @@ class AutoWidth:
             self._account = min(CREDIT, self._account + gained - self._cost(widths, step.context_tokens))
             if self._account <= 0:
                 self._decision = None
+        elif self._decision and self._decision.is_trial:  # but nobody could be drafted for: later
+            self._curiosity += self._decision.price
+            self._decision = _Decision(list(step.request_ids), [1] * len(widths), left=HELD_AT_REST - 1)
         self._unlearnt.append(step)
         if self._decision is None or not self._decision.left:
             self._learn()
@@ -229,13 +234,14 @@ class AutoWidth:
         choices = choices_of(known, self.allowed_widths)
         seconds = self.costs.of_steps(choices.rows, choices.drafted, context_tokens)
         doubt = np.where(choices.drafted > 0, self.costs.doubt(len(known), choices.rows), 0.0)
-        loss = seconds / seconds[0] - choices.tokens(feared) / len(known)
-        choice, price, stands = self._choice(
-            choices.tokens(known) / seconds, choices.tokens(hoped) / seconds, loss, doubt
-        )
-        left = min(HELD, 1 + int(STANDS / seconds[choice])) if stands else 1
-        cost = float(seconds[choice] / seconds[0])
-        return _Decision(request_ids, choices.widths(choice).tolist(), choice > 0, cost, price, left)
+        cost = seconds / seconds[0]
+        loss = cost - choices.tokens(feared) / len(known)
+        rate, hoped_for = choices.tokens(known) / seconds, choices.tokens(hoped) / seconds
+        choice, price, stands = self._choice(rate, hoped_for, cost, loss, doubt)
+        drafts, widths = choice > 0, choices.widths(choice).tolist()
+        held = HELD_AT_REST if self.resting and not drafts else min(HELD, 1 + int(STANDS / seconds[choice]))
+        is_trial = drafts and not stands
+        return _Decision(request_ids, widths, held if stands else 1, drafts, is_trial, float(cost[choice]), price)
 
     def _cost(self, widths: list[int], context_tokens: int) -> float:
         """What a step takes, in steps without speculation."""
@@ -264,12 +270,14 @@ class AutoWidth:
                 self.costs.observe(rows, drafted, timed[0][1], *(seconds for seconds, _ in timed))
         self._unlearnt.clear()
 
-    def _choice(self, rate: Vector, hoped: Vector, loss: Vector, doubt: Vector) -> tuple[int, float, bool]:
+    def _choice(
+        self, rate: Vector, hoped: Vector, cost: Vector, loss: Vector, doubt: Vector
+    ) -> tuple[int, float, bool]:
         """Which choice to take, its price beside the best one, and whether it may stand: a trial is for one step.
 
         Args:
             rate, hoped: [M] tokens per second, as known and at best.
-            loss: [M], what the step would lose against off at worst, in steps without speculation.
+            cost, loss: [M], what the step takes, and loses against off at worst, in steps without speculation.
             doubt: [2, M], of the cost beside that of off, and what of it a step without a draft would settle.
         """
         if self._account < -DEBT:
@@ -283,9 +291,10 @@ class AutoWidth:
             wish = int(np.argmax(hoped * np.exp(doubt[0])))
         elif np.log(hoped[wish] / rate[0]) < doubt[0, wish] and doubt[1, wish] > TELLING * doubt[0, wish]:
             return 0, 0.0, False  # so may those of off
-        price = rate[best] / rate - 1
-        funds = max(TRIFLE, min(self._account, self._curiosity, MARGIN if best else CURIOSITY))
-        wider = best + 1 + np.flatnonzero((payable & (price <= funds))[best + 1 : wish + 1])
+        share = 1 - rate / rate[best]
+        price, funds = share * cost, max(TRIFLE, min(self._account, self._curiosity))
+        affordable = payable & (price <= funds) & (share <= (MARGIN if best else 1))
+        wider = best + 1 + np.flatnonzero(affordable[best + 1 : wish + 1])
         if not len(wider):
             return best, 0.0, True
         return int(wider[-1]), max(0.0, float(price[wider[-1]])), best > 0

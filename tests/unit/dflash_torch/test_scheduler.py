@@ -159,6 +159,7 @@ def test_a_crowd_keeps_no_features_while_speculation_rests(
     assert [request.features for request in old] == [[], []]
 
     policy.rests = False
+    assert engine.scheduler._wanted_features(old) == ()  # nobody to keep them for
     new = engine.scheduler.join(prompts[0], GREEDY)
     assert new.reused == 0  # what has a gap lends nothing to who is drafted for
     while engine.scheduler.running:

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import (
+    AWAKE,
     CREDIT,
     DEBT,
     FORGIVEN,
     HELD,
+    HELD_AT_REST,
     REFILL,
     REST,
     START,
@@ -30,6 +32,7 @@ from dflash_serve.speculation.width import (
 
 CHEAP = CostModel(target={1: 1.0, 16: 1.1, 512: 8.0}, draft={1: 0.1, 32: 0.2})
 DEAR = CostModel(target={1: 1.0, 16: 16.0}, draft={1: 0.5})  # a row costs what a token is worth: nothing can pay
+NEARLY = CostModel(target={1: 1.0, 16: 10.0}, draft={1: 0.2})  # four of five drafted tokens would have to be accepted
 MEDIUM = CostModel(target={1: 1.0, 2: 1.3, 8: 1.6, 64: 4.0, 256: 16.0}, draft={1: 0.3, 32: 0.6})
 BRISK = CostModel(target={1: 0.01, 16: 0.011, 512: 0.08}, draft={1: 0.001, 32: 0.002})  # decisions stand for some steps
 KNOWN = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]
@@ -164,6 +167,36 @@ def test_speculation_rests_after_long_without_a_draft_and_wakes_with_one() -> No
     assert not awake.resting
 
 
+def test_a_trial_of_nobody_costs_nothing_and_keeps_speculation_awake() -> None:
+    """A crowd that lived through a rest cannot be drafted for; who joins while speculation is awake can."""
+    policy, off = AutoWidth(NEARLY, 8, known_survival=[0.5] * 7), NEARLY.target[1]
+    serve(policy, lucky([0.5] * 7), 1, 20 * REST, NEARLY)
+    while max(policy.widths(["undraftable"])) == 1:
+        policy.observe(Step(["undraftable"], [1], [0], off))
+    policy.observe(Step(["undraftable"], [1], [0], off))
+    funds, tried, asleep = policy._curiosity, 0, 0
+    for _ in range(20 * HELD_AT_REST):
+        tried += max(policy.widths(["undraftable"])) > 1
+        asleep += policy.resting
+        policy.observe(Step(["undraftable"], [1], [0], off))
+    assert (tried, asleep) == (20, 0)
+    assert policy._curiosity > funds
+    assert max(policy.widths(["new"])) > 1
+
+
+def test_a_trial_that_changes_nothing_lets_speculation_rest_again_soon() -> None:
+    policy = AutoWidth(NEARLY, 8, known_survival=[0.5] * 7)
+    awake, drafted, luck = 0, 0, lucky([0.5] * 7)
+    serve(policy, luck, 1, 20 * REST, NEARLY)
+    for number in range(3000):
+        widths = policy.widths(["request 0"])
+        accepted = [min(luck(number, 0), widths[0] - 1)]
+        policy.observe(Step(["request 0"], widths, accepted, NEARLY.step_seconds(widths)))
+        awake, drafted = awake + (not policy.resting), drafted + (widths[0] > 1)
+    assert drafted
+    assert awake <= (AWAKE + 1) * drafted < 0.5 * 3000
+
+
 def counted_decisions(policy: AutoWidth, monkeypatch: pytest.MonkeyPatch) -> Mock:
     decided = Mock(side_effect=policy.survival.bounds)
     monkeypatch.setattr(policy.survival, "bounds", decided)
@@ -186,6 +219,15 @@ def test_where_steps_are_long_each_is_decided(monkeypatch: pytest.MonkeyPatch) -
     decided = counted_decisions(policy, monkeypatch)
     serve(policy, lambda *_: 7, 2, 100, CHEAP)
     assert decided.call_count == 100
+
+
+def test_at_rest_a_decision_stands_however_long_steps_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = AutoWidth(DEAR, 8)
+    serve(policy, lambda *_: 0, 1, 3 * REST, DEAR)
+    assert policy.resting
+    decided = counted_decisions(policy, monkeypatch)
+    serve(policy, lambda *_: 0, 1, 100 * HELD_AT_REST, DEAR)
+    assert 100 <= decided.call_count < 115  # and a trial now and then
 
 
 def test_what_is_not_learnt_yet_of_a_request_that_ends_brings_it_back_no_more() -> None:
