@@ -1,14 +1,23 @@
-"""Speculation changes no token: SmolLM2-135M-Instruct with the bundled drafter, fp32, against plain decoding."""
+"""Speculation changes no token: SmolLM2-135M-Instruct with the bundled drafter against plain decoding.
+
+In float32 token for token; in bfloat16 as `dflash-serve verify` asks it, near-ties counted.
+"""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.common.journal import Journal
 from dflash_serve.speculation.statistics import total
 from dflash_serve.speculation.width import FixedWidth
+from dflash_serve.verify.questions import VerifyPlan
+from dflash_serve.verify.subjects import EngineSubject, SubjectPair
+from dflash_serve.verify.verification import Verification
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.scheduler import Scheduler
 from tests.support.embedded import answers
@@ -75,3 +84,15 @@ def test_a_seeded_sample_is_the_same_with_any_width_and_neighbours(
     scheduler.policy = FixedWidth(8)
     together = llm.generate(prompts[:6], params)
     assert [output.token_ids for output in alone] == [output.token_ids for output in together[:3]]
+
+
+def test_in_bfloat16_answers_part_at_near_ties_alone() -> None:
+    engine = LLM("smollm2", "smollm2", width=8, dtype="bfloat16", max_model_len=1024, max_batch_size=8).engine
+    assert isinstance(engine, EmbeddedEngine)
+    prompts, plain = word_problems(4) + human_eval(4), engine.plain()
+    pair = SubjectPair(lambda: nullcontext(EngineSubject(engine)), lambda: nullcontext(EngineSubject(plain)))
+    plan = VerifyPlan(prompts=8, prompts_sha256="", max_tokens=48, samples=0, dtype="bfloat16")
+    found = Verification(plan, prompts, pair, Journal(None, {})).run()
+    assert (found.verdict, found.faults) == ("lossless", ())
+    assert all(one.compared > one.tokens / 2 for one in found.greedy)
+    assert (found.acceptance_length or 0) > 1.5

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scipy.stats import chi2_contingency
 
 from dflash_serve.speculation.params import SamplingParams
@@ -97,33 +98,41 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def plainly(folders: tuple[Path, Path]) -> Callable[[str], Samples]:
+def plainly(folders: tuple[Path, Path]) -> Callable[..., Samples]:
     """What plain sampling gives in a case, drawn once."""
-    engine = tiny_engine(folders, width=1, max_batch_size=32)
-    return cache(lambda case: sample(engine, 0, CASES[case])[0])
+
+    @cache
+    def drawn(case: str, dtype: torch.dtype = torch.float32) -> Samples:
+        return sample(tiny_engine(folders, width=1, max_batch_size=32, dtype=dtype), 0, CASES[case])[0]
+
+    return drawn
 
 
-def speculating(folders: tuple[Path, Path], likely: dict[tuple[int, ...], int]) -> EmbeddedEngine:
-    engine = tiny_engine(folders, width=4, max_batch_size=32)
+def speculating(
+    folders: tuple[Path, Path], likely: dict[tuple[int, ...], int], dtype: torch.dtype = torch.float32
+) -> EmbeddedEngine:
+    engine = tiny_engine(folders, width=4, max_batch_size=32, dtype=dtype)
     speculator = engine.scheduler.speculator
     assert speculator is not None
     speculator.__class__, speculator.likely = LikelySpeculator, likely  # type: ignore[attr-defined]
     return engine
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, torch.float32) for case in CASES), ("temperature 1", torch.bfloat16)]
+)
 def test_speculation_samples_what_plain_sampling_samples(
-    folders: tuple[Path, Path], plainly: Callable[[str], Samples], case: str
+    folders: tuple[Path, Path], plainly: Callable[..., Samples], case: str, dtype: torch.dtype
 ) -> None:
-    expected = plainly(case)
-    engine = speculating(folders, most_frequent(expected))
+    expected = plainly(case, dtype)
+    engine = speculating(folders, most_frequent(expected), dtype)
     observed, accepted = sample(engine, 10**6, CASES[case])
     assert accepted > 0.03, "too little was accepted for the test to mean anything"
     assert p_value(expected, observed) > ALARM
 
 
 def test_greedy_verification_would_be_noticed(
-    folders: tuple[Path, Path], plainly: Callable[[str], Samples], monkeypatch: pytest.MonkeyPatch
+    folders: tuple[Path, Path], plainly: Callable[..., Samples], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = plainly("top-k 20")
     engine = speculating(folders, most_frequent(expected))

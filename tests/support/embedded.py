@@ -67,14 +67,15 @@ def tiny_engine(
     reuse_prefixes: bool = True,
     prefill_rows: int = 1024,
     device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> EmbeddedEngine:
     """The pair of `write_tiny_pair`, running; width 1 = no speculator at all."""
-    target = load_target(str(folders[0]), dtype=torch.float32, device=device)
+    target = load_target(str(folders[0]), dtype=dtype, device=device)
     capacity = target.config.max_position_embeddings
     speculator: Speculator | None = None
     if width != 1:
         kind = Speculator if truth is None else OracleSpeculator
-        drafter = load_drafter(folders[1], dtype=torch.float32, device=device)
+        drafter = load_drafter(folders[1], dtype=dtype, device=device)
         block = drafter.config.block_size
         speculator = kind(drafter, target, block_size=block, max_batch_size=max_batch_size, capacity=capacity)
         if isinstance(speculator, OracleSpeculator):
