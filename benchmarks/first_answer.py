@@ -101,9 +101,10 @@ class Bench:
         self.costs, self.survival = policy.costs.measured, recorded_survival(drafter_folder("smollm2"))
         self.params = SamplingParams(temperature=0, max_tokens=tokens)
         widths = range(2, self.block_size + 1)
-        self.ways = {"off": engine.plain(), **{f"width {width}": engine.fixed(width) for width in widths}}
-        self.ways["auto"] = engine.fixed(self.block_size)  # until `round` gives it the policy
-        self.ways["off"].scheduler.cache_manager.reuse = False
+        fixed = {f"width {width}": engine.fixed(width) for width in widths}
+        self.ways = {"off": engine.plain(), **fixed, "auto": engine}
+        for each in self.ways.values():
+            each.scheduler.cache_manager.reuse = False  # every round has the same prompts
 
     def round(self, prompt: Prompt, number: int) -> dict[str, float]:
         """Tokens per second of each way, which must all give the same tokens; rounds have them in another order."""
