@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import log
+from math import exp, log
 from typing import Annotated, Final
 
 import numpy as np
@@ -31,10 +31,11 @@ COMMON_MEMORY: Final = 200
 """Steps that a served step is remembered for, of what all share: the machine's speed."""
 COST_MEMORY: Final = 500
 """The same of what they do not: the cost of one width beside another changes little."""
-JUMP: Final = 3
-"""A step that is further off than so many spreads of all that is not known tells of the machine's speed..."""
+CHANGES: Final = 0.02
+"""How likely it is of each step that the machine's speed has just changed, all at once (GUESSED**2 times less so beside
+costs that are a guess: what surprises is the guess)..."""
 FARTHEST: Final = 0.5
-"""...which may have changed by as much as the step is off, at most by this; nor is more taken for noise."""
+"""...by so much (spread, of the logarithm); no step adds more to the noise, either."""
 NOISE: Final = 0.05
 """The spread of one step's time, before any was seen (of the logarithm); then it is estimated, never below LEAST."""
 LEAST_NOISE: Final = 0.01
@@ -145,7 +146,8 @@ class StepCosts:
     part for each of the two kinds, one that neighbouring sizes share), and over what all of them share, the machine's
     speed. So a width that has not been served for long still follows the machine, and is known less. A neighbour that
     comes while steps of one width are taken, and goes while they are of another, would teach that the one is dear and
-    the other cheap: a step that is off by more than all that is not known allows for tells of the machine alone. A step
+    the other cheap: the more a step is off by, the likelier it is that the machine's speed has changed, and is known as
+    much less, so that one step of the other kind tells which of the two it was. A step
     that took far longer than thought (another process, a collection of garbage) moves the mean as if it had taken three
     spreads longer, and is no better a measurement than that.
 
@@ -168,6 +170,7 @@ class StepCosts:
         if learnt and learnt.covariance:
             self._correction.covariance[:-1, :-1] = learnt.covariance
             self._correction.drift(BETWEEN_RUNS)
+        self._changes = CHANGES / wider**2
         self.noise = NOISE
         """Spread of one step's time, of the logarithm."""
 
@@ -200,13 +203,19 @@ class StepCosts:
             far = min(abs(off_by), FARTHEST)
             self.noise += 0.02 * (1.25 * far - self.noise)  # 1.25 x mean deviation = spread (Gaussian)
             variance = self._spread**2
-            if off_by**2 > JUMP**2 * (unknown + variance):
-                self._correction.covariance[-1, -1] += far**2
-                unknown += far**2
+            changed = FARTHEST**2 * self._has_changed(off_by, unknown + variance)
+            self._correction.covariance[-1, -1] += changed
+            unknown += changed
             if off_by**2 > 9 * variance:
                 variance = (unknown + variance) * abs(off_by) / (3 * self._spread) - unknown
             surprise, precision = surprise + off_by / variance, precision + 1 / variance
         self._correction.learn_sum(weights, surprise / precision, precision**-0.5)
+
+    def _has_changed(self, off_by: float, variance: float) -> float:
+        """How likely it is that the machine's speed has changed, when a step is `off_by` where `variance` is usual."""
+        wider = variance + FARTHEST**2
+        log_odds = log(self._changes) + 0.5 * (log(variance / wider) + off_by**2 * (1 / variance - 1 / wider))
+        return 1 / (1 + exp(-min(log_odds, 50.0)))
 
     def doubt(self, off_rows: int, on_rows: Integers) -> tuple[Vector, Vector]:
         """Spread of the ratio of steps with a draft [M] and one without, and what of it one step without would settle.

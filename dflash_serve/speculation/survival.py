@@ -36,8 +36,8 @@ MOOD_LASTS: Final = 96
 """Steps after which a request's mood is likely to have changed."""
 MOOD_PRIOR: Final = 100
 """Steps of requests after which the spread of moods is learnt rather than assumed."""
-EASE_MEMORY: Final = 400
-"""Steps that the ease of the slots is remembered for."""
+EASE_MEMORY: Final = 2800
+"""Steps that the ease of the slots is remembered for: long, for what a text does to it is for moods to follow."""
 FEAR, HOPE = 1.0, 1.5
 """How far the ease of slots may well be from what is known, to either side, in standard deviations."""
 AS_KNOWN: Final[Vector] = np.zeros(1)

@@ -8,7 +8,9 @@ from itertools import groupby
 from typing import Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from dflash_serve.speculation.account import Account
 from dflash_serve.speculation.allocation import choices_of
 from dflash_serve.speculation.belief import Vector
 from dflash_serve.speculation.costs import BelievedCosts, CostModel, LearntCosts, StepCosts
@@ -78,32 +80,10 @@ class FixedWidth:
         pass
 
 
-START: Final = 1.25
-"""What may be lost on finding out to begin with, in steps without speculation."""
-TRUST: Final = 4.0
-"""The same with a drafter whose survival is known from elsewhere: a bad beginning may well be bad luck."""
-CREDIT: Final = 20.0
-"""The most that the account holds, in the same: what was gained may be lost again."""
-DEBT: Final = 6.0
-"""How far bad luck may take the account below nothing, in the same."""
-REFILL: Final = 0.002
-"""What every step adds: the share of all time that may go into finding out for ever."""
-FORGIVEN: Final = 0.006
-"""The same while the account is below nothing: what bad luck took away is tried again in time."""
-SURE: Final = 0.6
-"""What a draft must promise over off, as a share, when the account is DEBT below nothing; before, less."""
-RISK: Final = 1.0
-"""What one step may lose at worst while there is less than that on the account, in the same."""
 MARGIN: Final = 0.005
 """What a wider block than the best may cost beside it, as a share of the step, to learn of its slots."""
-CURIOSITY: Final = 0.75
-"""What trials of what is not the best may cost together at once, in steps without speculation."""
-WONDER: Final = 0.003
-"""What every step adds to that: the share of all time that goes into them."""
 TELLING: Final = 1 / 3
 """What a step without a draft must settle, of what is not known of costs, to be tried for that."""
-TRIFLE: Final = 0.001
-"""A price that needs no account, likewise."""
 REST, AWAKE = 64, 8
 """Steps without a draft after which speculation is resting; so many are left after a draft that was only a trial."""
 HELD, HELD_AT_REST = 4, 8
@@ -140,15 +120,9 @@ class AutoWidth:
 
     Deciding and learning take their time in every step, the more so as the model's weights have passed through the
     caches since. So a decision stands for up to HELD steps where these are short or speculation rests, unless requests
-    change, one step is to settle something, or the account is empty; what these steps came to is learnt at once.
+    change, one step is to settle something, or a draft is paid from less than TRUST; these steps are learnt at once.
 
-    An account limits what that costs (a conservative bandit; Wu et al. 2016; the baseline is speculation off). It
-    begins with START, or with TRUST in what is known of the drafter, and holds CREDIT at most. Every step pays in
-    REFILL, or FORGIVEN while something is owed; every step with a draft pays in the tokens it gained per request, less
-    its time in steps without speculation. With nothing on it only what promises to gain is drafted, and the more is
-    owed the more it must promise; below -DEBT nothing is. What trials cost beside the best that is known is limited
-    once more, by CURIOSITY: where costs scatter, they may be hoped to stand better for ever. So, by the costs as they
-    are known, after T steps, whatever the drafter did:
+    An `Account` limits what that costs. So, by the costs as they are known, after T steps, whatever the drafter did:
 
         time lost against off <= START + DEBT + (one step of which nothing is accepted) + FORGIVEN x T,
 
@@ -182,8 +156,7 @@ class AutoWidth:
         self.block_size, self.allowed_widths = block_size, allowed_widths
         self.costs = BelievedCosts(cost) if believed else StepCosts(cost, learnt)
         self.survival = SurvivalEstimate(block_size - 1, known_survival)
-        self._account = START if known_survival is None else TRUST
-        self._curiosity = CURIOSITY
+        self.account = Account(trusted=known_survival is not None)
         self._off_for = 0
         self._unlearnt: list[Step] = []
         self._decision: _Decision | None = None
@@ -195,13 +168,12 @@ class AutoWidth:
     def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
         if not request_ids:
             return []
-        self._account = min(CREDIT, self._account + (REFILL if self._account > 0 else FORGIVEN))
-        self._curiosity = min(CURIOSITY, self._curiosity + WONDER)
+        self.account.refill()
         ids, decision = list(request_ids), self._decision
         if decision is None or not decision.left or decision.request_ids != ids:
             decision = self._decision = self._decide(ids, context_tokens)
         decision.left -= 1
-        self._curiosity -= decision.price
+        self.account.curiosity -= decision.price
         rested = min(self._off_for, REST - AWAKE) if decision.is_trial else 0
         self._off_for = rested if decision.drafts else self._off_for + 1
         return decision.widths.copy()
@@ -213,12 +185,11 @@ class AutoWidth:
         if not all(0 <= count < width <= self.block_size for width, count in zip(widths, accepted, strict=True)):
             raise ValueError(f"accepted {accepted} of widths {widths}: need 0 <= accepted < width <= {self.block_size}")
         if max(widths) > 1:
-            gained = 1 + sum(accepted) / len(widths)
-            self._account = min(CREDIT, self._account + gained - self._cost(widths, step.context_tokens))
-            if self._account <= 0:
+            self.account.settle(1 + sum(accepted) / len(widths), self._cost(widths, step.context_tokens))
+            if self.account.balance <= 0:
                 self._decision = None
         elif self._decision and self._decision.is_trial:  # but nobody could be drafted for: later
-            self._curiosity += self._decision.price
+            self.account.curiosity += self._decision.price
             self._decision = _Decision(list(step.request_ids), [1] * len(widths), left=HELD_AT_REST - 1)
         self._unlearnt.append(step)
         if self._decision is None or not self._decision.left:
@@ -237,11 +208,18 @@ class AutoWidth:
         cost = seconds / seconds[0]
         loss = cost - choices.tokens(feared) / len(known)
         rate, hoped_for = choices.tokens(known) / seconds, choices.tokens(hoped) / seconds
-        choice, price, stands = self._choice(rate, hoped_for, cost, loss, doubt)
+        payable = self.account.payable(loss, rate, len(known))
+        choice, price, stands = self._choice(rate, hoped_for, cost, payable, doubt, self.account.funds(len(known)))
         drafts, widths = choice > 0, choices.widths(choice).tolist()
-        held = HELD_AT_REST if self.resting and not drafts else min(HELD, 1 + int(STANDS / seconds[choice]))
+        held = self._held(drafts, seconds[choice]) if stands else 1
         is_trial = drafts and not stands
-        return _Decision(request_ids, widths, held if stands else 1, drafts, is_trial, float(cost[choice]), price)
+        return _Decision(request_ids, widths, held, drafts, is_trial, float(cost[choice]), price)
+
+    def _held(self, drafts: bool, seconds: float) -> int:
+        """Steps that a decision stands for; one draft while what it may lose is more than the time to learn from it."""
+        if drafts and not self.account.is_comfortable:
+            return 1
+        return HELD_AT_REST if self.resting and not drafts else min(HELD, 1 + int(STANDS / seconds))
 
     def _cost(self, widths: list[int], context_tokens: int) -> float:
         """What a step takes, in steps without speculation."""
@@ -271,28 +249,24 @@ class AutoWidth:
         self._unlearnt.clear()
 
     def _choice(
-        self, rate: Vector, hoped: Vector, cost: Vector, loss: Vector, doubt: Vector
+        self, rate: Vector, hoped: Vector, cost: Vector, payable: NDArray[np.bool_], doubt: Vector, funds: float
     ) -> tuple[int, float, bool]:
         """Which choice to take, its price beside the best one, and whether it may stand: a trial is for one step.
 
         Args:
             rate, hoped: [M] tokens per second, as known and at best.
-            cost, loss: [M], what the step takes, and loses against off at worst, in steps without speculation.
+            cost: [M], what the step takes, in steps without speculation.
+            payable: [M], what the account allows.
             doubt: [2, M], of the cost beside that of off, and what of it a step without a draft would settle.
+            funds: what a trial may cost.
         """
-        if self._account < -DEBT:
-            return 0, 0.0, True
-        if self._account > 0:
-            payable = loss <= max(RISK, self._account)
-        else:
-            payable = rate >= rate[0] * (1 - SURE * self._account / DEBT)
         best, wish = int(np.argmax(np.where(payable, rate, 0.0))), int(np.argmax(hoped))
         if not best:  # costs may stand better than known, too
             wish = int(np.argmax(hoped * np.exp(doubt[0])))
         elif np.log(hoped[wish] / rate[0]) < doubt[0, wish] and doubt[1, wish] > TELLING * doubt[0, wish]:
             return 0, 0.0, False  # so may those of off
         share = 1 - rate / rate[best]
-        price, funds = share * cost, max(TRIFLE, min(self._account, self._curiosity))
+        price = share * cost
         affordable = payable & (price <= funds) & (share <= (MARGIN if best else 1))
         wider = best + 1 + np.flatnonzero(affordable[best + 1 : wish + 1])
         if not len(wider):

@@ -12,18 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_serve.speculation.account import CREDIT, CURIOSITY, DEBT, FORGIVEN, REFILL, START, TRUST
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import (
     AWAKE,
-    CREDIT,
-    DEBT,
-    FORGIVEN,
     HELD,
     HELD_AT_REST,
-    REFILL,
     REST,
-    START,
-    TRUST,
     AutoWidth,
     FixedWidth,
     Step,
@@ -174,13 +169,14 @@ def test_a_trial_of_nobody_costs_nothing_and_keeps_speculation_awake() -> None:
     while max(policy.widths(["undraftable"])) == 1:
         policy.observe(Step(["undraftable"], [1], [0], off))
     policy.observe(Step(["undraftable"], [1], [0], off))
-    funds, tried, asleep = policy._curiosity, 0, 0
+    policy.account.curiosity = funds = CURIOSITY - 0.1
+    tried, asleep = 0, 0
     for _ in range(20 * HELD_AT_REST):
         tried += max(policy.widths(["undraftable"])) > 1
         asleep += policy.resting
         policy.observe(Step(["undraftable"], [1], [0], off))
     assert (tried, asleep) == (20, 0)
-    assert policy._curiosity > funds
+    assert policy.account.curiosity > funds
     assert max(policy.widths(["new"])) > 1
 
 
