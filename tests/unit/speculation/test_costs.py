@@ -91,6 +91,19 @@ def test_a_neighbour_that_comes_with_one_width_and_goes_with_another_says_little
     assert ratio(costs) == pytest.approx(ratio(StepCosts(MEASURED)), rel=0.06)
 
 
+def test_where_a_neighbour_goes_in_a_trial_one_step_without_a_draft_tells_who_it_was() -> None:
+    """Drafts after a rest, just as the machine becomes quiet: were they cheap, or is it the machine?"""
+    costs, rows = StepCosts(MEASURED), np.array([16])
+    serve(costs, 8, 0, 1.0, 20)
+    serve(costs, 16, 8, 1.0, 5)
+    serve(costs, 8, 0, 1.7, 60)
+    serve(costs, 16, 8, 1.0, 5)
+    doubt, settled = costs.doubt(8, rows)
+    assert settled > 0.75 * doubt  # so the policy tries one
+    serve(costs, 8, 0, 1.0, 1)
+    assert ratio(costs) == pytest.approx(ratio(StepCosts(MEASURED)), rel=0.14)
+
+
 def test_what_is_not_served_is_known_less_and_less() -> None:
     costs = StepCosts(MEASURED)
     serve(costs, 8, 0, 1.0, 50)

@@ -47,6 +47,17 @@ def test_a_new_request_is_thought_to_be_like_the_others_and_then_like_itself() -
     assert estimate.survival(["new"])[0][0] < estimate.overall()[0]
 
 
+def test_a_drafter_that_stays_as_it_is_is_thought_to_stay_so() -> None:
+    """Luck of some ten steps is no news: what is believed of slot 1 scatters by a few hundredths."""
+    estimate, chance, believed = SurvivalEstimate(7), np.random.default_rng(2), []
+    for _ in range(600):
+        accepted = (chance.random((2, 2)) < 0.34).cumprod(1).sum(1)
+        estimate.observe(["a", "b"], np.array([3, 3]), accepted)
+        believed.append(estimate.overall()[0])
+    assert np.mean(believed[200:]) == pytest.approx(0.34, abs=0.04)
+    assert np.std(believed[200:]) < 0.05
+
+
 def test_the_past_fades() -> None:
     estimate = SurvivalEstimate(1)
     simulate(estimate, [1.0], 2, 400)

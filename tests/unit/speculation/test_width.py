@@ -113,6 +113,18 @@ def test_a_good_drafter_is_found_out_and_beats_every_fixed_width(n: int) -> None
     assert auto > fixed[0]
 
 
+CROWD = CostModel(target={256: 1.0, 512: 1.2, 2048: 2.2}, draft={256: 2.4})  # dear to find out for 256 requests at once
+
+
+def test_a_crowd_finds_out_at_once_what_a_dear_draft_is_worth() -> None:
+    """One step of 256 requests costs more than the account begins with, and tells as much as 256 of one."""
+    luck = lucky([0.95] * 7)
+    auto, drafted = serve(AutoWidth(CROWD, 8), luck, 256, 100, CROWD)
+    assert auto > 0.95 * serve(FixedWidth(8), luck, 256, 100, CROWD)[0]
+    assert drafted >= 95
+    assert time_lost(AutoWidth(CROWD, 8), lambda *_: 0, 256, 500, CROWD)[-1] <= 5
+
+
 def test_early_bad_luck_is_made_good() -> None:
     """The first eight blocks fail altogether; then the drafter is as good as it is."""
     luck = lucky([0.8] * 7)
@@ -208,6 +220,15 @@ def test_where_steps_are_short_a_decision_stands_for_some_of_the_same_requests(m
     for request in range(10):
         policy.widths([request])
     assert decided.call_count == 10
+
+
+def test_what_a_draft_may_lose_is_decided_draft_by_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of the drafter, which is never right: each draft that fails changes what is worth trying."""
+    policy = AutoWidth(BRISK, 8)
+    decided = counted_decisions(policy, monkeypatch)
+    _, drafted = serve(policy, lambda *_: 0, 1, 20, BRISK)
+    off = 20 - drafted
+    assert drafted + off / HELD <= decided.call_count
 
 
 def test_where_steps_are_long_each_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
