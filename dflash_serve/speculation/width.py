@@ -86,10 +86,10 @@ TELLING: Final = 1 / 3
 """What a step without a draft must settle, of what is not known of costs, to be tried for that."""
 REST, AWAKE = 64, 8
 """Steps without a draft after which speculation is resting; so many are left after a draft that was only a trial."""
-HELD, HELD_AT_REST = 4, 8
-"""Steps that a decision may stand for, and one not to draft while speculation is resting, however long they are."""
+HELD: Final = 8
+"""Steps that a decision may stand for."""
 STANDS: Final = 0.1
-"""Seconds after which it does not stand for one more: where steps are long, deciding each is cheap."""
+"""Seconds after which it does not stand for one more, but for one not to draft while speculation is resting."""
 
 
 @dataclass
@@ -190,7 +190,7 @@ class AutoWidth:
                 self._decision = None
         elif self._decision and self._decision.is_trial:  # but nobody could be drafted for: later
             self.account.curiosity += self._decision.price
-            self._decision = _Decision(list(step.request_ids), [1] * len(widths), left=HELD_AT_REST - 1)
+            self._decision = _Decision(list(step.request_ids), [1] * len(widths), left=HELD - 1)
         self._unlearnt.append(step)
         if self._decision is None or not self._decision.left:
             self._learn()
@@ -219,7 +219,7 @@ class AutoWidth:
         """Steps that a decision stands for; one draft while what it may lose is more than the time to learn from it."""
         if drafts and not self.account.is_comfortable:
             return 1
-        return HELD_AT_REST if self.resting and not drafts else min(HELD, 1 + int(STANDS / seconds))
+        return HELD if self.resting and not drafts else min(HELD, 1 + int(STANDS / seconds))
 
     def _cost(self, widths: list[int], context_tokens: int) -> float:
         """What a step takes, in steps without speculation."""

@@ -17,7 +17,6 @@ from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import (
     AWAKE,
     HELD,
-    HELD_AT_REST,
     REST,
     AutoWidth,
     FixedWidth,
@@ -183,7 +182,7 @@ def test_a_trial_of_nobody_costs_nothing_and_keeps_speculation_awake() -> None:
     policy.observe(Step(["undraftable"], [1], [0], off))
     policy.account.curiosity = funds = CURIOSITY - 0.1
     tried, asleep = 0, 0
-    for _ in range(20 * HELD_AT_REST):
+    for _ in range(20 * HELD):
         tried += max(policy.widths(["undraftable"])) > 1
         asleep += policy.resting
         policy.observe(Step(["undraftable"], [1], [0], off))
@@ -243,7 +242,7 @@ def test_at_rest_a_decision_stands_however_long_steps_are(monkeypatch: pytest.Mo
     serve(policy, lambda *_: 0, 1, 3 * REST, DEAR)
     assert policy.resting
     decided = counted_decisions(policy, monkeypatch)
-    serve(policy, lambda *_: 0, 1, 100 * HELD_AT_REST, DEAR)
+    serve(policy, lambda *_: 0, 1, 100 * HELD, DEAR)
     assert 100 <= decided.call_count < 115  # and a trial now and then
 
 
