@@ -1,6 +1,6 @@
 """The first answer after a start: speculation off, every fixed width, and `width: auto` from a cold start, in turns.
 
-    python -m benchmarks.first_answer [--rounds 9] [--output benchmarks/results/first-answer.json]
+    python -m benchmarks.first_answer [--prompts 4] [--rounds 3] [--output benchmarks/results/first-answer.json]
 
 For each prompt and round all ways answer at once, each with an engine of its own over the same weights, and take their
 steps in turns: a busy spell of a tenth of a second slows all alike. `auto` begins every time with what a fresh process
@@ -8,14 +8,17 @@ has: the costs that were measured at start and the survival that training record
 steps, prefill included; figures are medians over rounds.
 
 Beside which fixed width? Of seven that are nearly as fast the one with the highest median is the luckiest one of this
-machine's noise. So for each round the best fixed width is that of all other rounds, and the ratio is this round's.
+machine's noise. So for each round the best fixed width is that of all other rounds, and the ratio is this round's. And
+which width suits an answer of some thirty steps best is luck of the answer: which tokens happen to begin its blocks. So
+of each task some answers are taken, each after a start of its own, beside the width that is best for all of them; what
+one answer's own best width would have been is reported, too.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -39,26 +42,33 @@ LENA = (
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds, at least 2; the median counts.", min=2)] = 9,
+    prompts: Annotated[int, typer.Option(help="Prompts of every task.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds, at least 2; the median counts.", min=2)] = 3,
     tokens: Annotated[int, typer.Option(help="Longest answer.")] = 160,
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
 ) -> None:
     """Measure all ways side by side."""
-    bench = Bench(tokens)
+    bench, tasks = Bench(tokens), asked(prompts)
     for _ in range(2):  # warm-up, not counted
-        bench.round(prompts()["word problem"], 0)
+        bench.round(tasks["word problems"][0], 0)
     results = []
-    for name, prompt in prompts().items():
-        measured = [bench.round(prompt, number) for number in track(range(rounds), name, console=Console(stderr=True))]
-        speed = {way: median(each[way] for each in measured) for way in bench.ways}
-        best = max(fixed_ways(speed), key=lambda way: speed[way])
-        ratios = over_best(measured)
-        found = {"best": best, "auto_over_best": median(ratios), "all_rounds": ratios}
-        results.append({"prompt": name, "tokens_per_second": speed, **found})
+    for name, chosen in tasks.items():
+        turns = track(range(rounds), name, console=Console(stderr=True))
+        measured = [[bench.round(prompt, turn) for prompt in chosen] for turn in turns]
+        results.append(
+            {
+                "task": name,
+                "prompts": len(chosen),
+                **beside_best([together(answers) for answers in measured]),
+                "by_answer": [
+                    beside_best([together([each]) for each in answers]) for answers in zip(*measured, strict=True)
+                ],
+            }
+        )
     report = {
         "environment": measured_on(),
         "versions": versions("torch", "dflash-serve"),
-        "load": {"target": "smollm2", "drafter": "smollm2", "tokens": tokens, "rounds": rounds},
+        "load": {"target": "smollm2", "drafter": "smollm2", "tokens": tokens, "prompts": prompts, "rounds": rounds},
         "results": results,
     }
     show(results)
@@ -79,14 +89,37 @@ def over_best(rounds: list[dict[str, float]]) -> list[float]:
     return found
 
 
-def prompts() -> dict[str, Prompt]:
-    """The demo's, and the first of every task."""
+def together(answers: list[dict[str, Answer]]) -> dict[str, float]:
+    """Tokens per second of each way, over answers."""
     return {
-        "make demo": [{"role": "user", "content": LENA}],
-        "word problem": word_problems(1)[0],
-        "HumanEval": human_eval(1)[0],
-        "chat": chat(1)[0],
+        way: sum(answer[way].tokens for answer in answers) / sum(answer[way].seconds for answer in answers)
+        for way in answers[0]
     }
+
+
+def beside_best(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians over rounds, and `auto` beside the best fixed width."""
+    speed = {way: median(each[way] for each in rounds) for way in rounds[0]}
+    best, ratios = max(fixed_ways(speed), key=lambda way: speed[way]), over_best(rounds)
+    return {"tokens_per_second": speed, "best": best, "auto_over_best": median(ratios), "all_rounds": ratios}
+
+
+def asked(count: int) -> dict[str, list[Prompt]]:
+    """The demo's prompt, and the first ones of every task."""
+    demo: Prompt = [{"role": "user", "content": LENA}]
+    return {
+        "make demo": [demo],
+        "word problems": list(word_problems(count)),
+        "HumanEval": list(human_eval(count)),
+        "chat": list(chat(count)),
+    }
+
+
+class Answer(NamedTuple):
+    """What one way came to."""
+
+    tokens: int
+    seconds: float
 
 
 class Bench:
@@ -106,23 +139,24 @@ class Bench:
         for each in self.ways.values():
             each.scheduler.cache_manager.reuse = False  # every round has the same prompts
 
-    def round(self, prompt: Prompt, number: int) -> dict[str, float]:
-        """Tokens per second of each way, which must all give the same tokens; rounds have them in another order."""
+    def round(self, prompt: Prompt, number: int) -> dict[str, Answer]:
+        """An answer each way, all of the same tokens; rounds have the ways in another order."""
         self.ways["auto"].scheduler.policy = AutoWidth(self.costs, self.block_size, known_survival=self.survival)
         streams = {way: engine.stream([prompt], [self.params]) for way, engine in self.ways.items()}
         seconds = in_turns(streams, number)
         answers = {way: stream.outputs()[0].token_ids for way, stream in streams.items()}
         assert len(set(map(tuple, answers.values()))) == 1, "widths changed the answer"
-        return {way: len(answers[way]) / seconds[way] for way in streams}
+        return {way: Answer(len(answers[way]), seconds[way]) for way in streams}
 
 
 def show(results: list[dict[str, Any]]) -> None:
     """A table: tokens per second."""
     ways = list(results[0]["tokens_per_second"])
-    table = Table("prompt", *ways, "auto / best")
+    table = Table("task", *ways, "auto / best", "of one answer")
     for row in results:
         figures = (f"{row['tokens_per_second'][way]:.1f}" for way in ways)
-        table.add_row(row["prompt"], *figures, f"{row['auto_over_best']:.3f} ({row['best']})")
+        own = " ".join(f"{each['auto_over_best']:.3f}" for each in row["by_answer"])
+        table.add_row(row["task"], *figures, f"{row['auto_over_best']:.3f} ({row['best']})", own)
     Console().print(table)
 
 
