@@ -81,7 +81,7 @@ class FixedWidth:
 
 
 MARGIN: Final = 0.005
-"""What a wider block than the best may cost beside it, as a share of the step, to learn of its slots."""
+"""What a wider or a narrower block than the best may cost beside it, as a share of the step, to learn of it."""
 TELLING: Final = 1 / 3
 """What a step without a draft must settle, of what is not known of costs, to be tried for that."""
 REST, AWAKE = 64, 8
@@ -115,8 +115,9 @@ class AutoWidth:
     Both are learnt from every step (`SurvivalEstimate`, `StepCosts`), and both come with a spread. The policy takes
     the widths that are fastest by the means, unless wider ones would be if things stood as well as they may ("optimism
     in the face of uncertainty"): then it tries these, or as much of them as it may pay for. So it explores at the
-    margin, where one more slot costs next to nothing, and seldom where a draft is dear. While steps without a draft may
-    be faster still, by what is not known of their costs, it tries one of these first: that costs little.
+    margin, where one more slot costs next to nothing, and seldom where a draft is dear. Every other decision takes the
+    narrowest of widths that are as good as the best, for what one more slot costs is only known where both are served.
+    While steps without a draft may be faster still, by what is not known of their costs, it tries one of these first.
 
     Deciding and learning take their time in every step, the more so as the model's weights have passed through the
     caches since. So a decision stands for up to HELD steps where these are short or speculation rests, unless requests
@@ -157,6 +158,8 @@ class AutoWidth:
         self.costs = BelievedCosts(cost) if believed else StepCosts(cost, learnt)
         self.survival = SurvivalEstimate(block_size - 1, known_survival)
         self.account = Account(trusted=known_survival is not None)
+        self._narrow = False
+        """This decision prefers the narrowest of what is as good as the best; the next one the widest."""
         self._off_for = 0
         self._unlearnt: list[Step] = []
         self._decision: _Decision | None = None
@@ -208,6 +211,7 @@ class AutoWidth:
         cost = seconds / seconds[0]
         loss = cost - choices.tokens(feared) / len(known)
         rate, hoped_for = choices.tokens(known) / seconds, choices.tokens(hoped) / seconds
+        self._narrow = not self._narrow
         payable = self.account.payable(loss, rate, len(known))
         choice, price, stands = self._choice(rate, hoped_for, cost, payable, doubt, self.account.funds(len(known)))
         drafts, widths = choice > 0, choices.widths(choice).tolist()
@@ -268,6 +272,9 @@ class AutoWidth:
         share = 1 - rate / rate[best]
         price = share * cost
         affordable = payable & (price <= funds) & (share <= (MARGIN if best else 1))
+        if best and self._narrow:
+            narrowest = 1 + int(np.argmax(affordable[1:]))
+            return narrowest, max(0.0, float(price[narrowest])), True
         wider = best + 1 + np.flatnonzero(affordable[best + 1 : wish + 1])
         if not len(wider):
             return best, 0.0, True
