@@ -86,13 +86,14 @@ def test_logs_are_one_object_a_line_where_that_is_asked_for(tiny_folders: Folder
 
 
 def test_sigterm_lets_answers_end_and_takes_no_new_ones(tiny_folders: Folders, tmp_path: Path) -> None:
-    with process(tiny_folders, tmp_path) as (child, url):
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as response:
+    with process(tiny_folders, tmp_path) as (child, url), httpx.Client(base_url=url, timeout=60) as client:
+        client.get("/ready")  # a connection that is there: a new one takes longer than some answers
+        with client.stream("POST", "/v1/completions", json=LONG) as response:
             lines = response.iter_lines()
             next(lines)
             child.send_signal(signal.SIGTERM)
-            until(lambda: httpx.get(f"{url}/ready").status_code == 503)
-            refused = httpx.post(f"{url}/v1/completions", json=LONG)
+            until(lambda: client.get("/ready").status_code == 503)
+            refused = client.post("/v1/completions", json=LONG)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
             events = [line for line in lines if line]
         assert events[-1] == "data: [DONE]"
