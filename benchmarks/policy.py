@@ -9,7 +9,7 @@ some 20 % wrongly, the policy as it was before, and an oracle that knows true su
 ratios of tokens per second, means over seeds: of the first 100 steps, and of 500.
 
 The policy as it was takes most of the time, and what it does in a cell changes no more: `--before` takes its figures
-from an earlier report, with as many seeds as that had, and plays it in the other cells only.
+from an earlier report, however many seeds it played it with there, and plays it in the other cells only.
 """
 
 from __future__ import annotations
