@@ -79,7 +79,8 @@ def test_a_real_report_of_bench_is_read(predictor: Predictor) -> None:
     """Of two CPU cores, so the constants mean nothing here: every point of off and fixed is used."""
     path = ROOT / "benchmarks" / "results" / "serving-smollm2-2core" / "bench.json"
     found = calibrate(path, predictor, "smollm2")
-    assert len(found.cells) == 12
+    steady = [point for point in json.loads(path.read_text())["points"] if point["variant"] != "auto"]
+    assert len(found.cells) == len(steady) > 8
 
 
 def test_copies_of_one_server_share_its_users(predictor: Predictor, tmp_path: Path) -> None:
