@@ -192,14 +192,19 @@ class Scheduler:
         drafts: list[list[int]],
         layer_ids: tuple[int, ...],
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """One target pass over all rows -> hidden [rows, H] and each request's features [its rows, F*H]."""
+        """One target pass over all rows -> hidden [rows, H] and each request's features [its rows, F*H], copied.
+
+        A copy, for the next pass may write over them; of its own, for it should not keep those of a whole prompt alive.
+        """
         blocks = [p + d for p, d in zip(pending, drafts, strict=True)]
         lengths = [len(block) for block in blocks]
         spans = [Span(request.entry, request.verified, n) for request, n in zip(requests, lengths, strict=True)]
         output = self.target_runner(blocks, spans, layer_ids)
         if output.features is None:
             return output.hidden, [None] * len(blocks)
-        return output.hidden, list(output.features.split(lengths))
+        if len(output.features) == len(blocks):  # a row each: one copy for all
+            return output.hidden, list(output.features.clone().split(1))
+        return output.hidden, [rows.clone() for rows in output.features.split(lengths)]
 
     def _accept(
         self, requests: Sequence[Request], pending: list[list[int]], drafts: list[list[int]], hidden: Tensor
@@ -223,8 +228,7 @@ class Scheduler:
         request.verified += pending + accepted
         request.token_ids += result.token_ids
         if features is not None and self.speculator is not None and request.draftable:
-            # A copy: a view would keep the features of the whole batch alive until the next draft.
-            request.features.append(features[: pending + accepted].clone())
+            request.features.append(features[: pending + accepted])
             if request.verified - request.injected >= BACKLOG:
                 self.speculator.inject([request])
 

@@ -133,13 +133,14 @@ class TargetModel(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Embedding and layers -> (rows and what is still to be added to them, features [rows, F*H])."""
         cos, sin = self.rotary(positions)
-        h, delta, taken = F.embedding(token_ids, self.embedding), None, {}
+        h, delta = F.embedding(token_ids, self.embedding), None
+        features = h.new_empty(len(h), len(target_layer_ids), h.shape[-1]) if target_layer_ids else None
         for index, layer in enumerate(layers):
             h, delta = layer(h, delta, cos, sin, attend, self.operators)
-            if index in target_layer_ids:
-                taken[index] = h + delta
-        features = torch.cat([taken[index] for index in target_layer_ids], dim=-1) if target_layer_ids else None
-        return h, delta, features
+            if features is not None and index in target_layer_ids:
+                for slot in (slot for slot, wanted in enumerate(target_layer_ids) if wanted == index):
+                    torch.add(h, delta, out=features[:, slot])
+        return h, delta, None if features is None else features.flatten(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, H] after the final norm -> [rows, vocabulary]."""
