@@ -2,9 +2,10 @@
 
     python -m benchmarks.long_context [--contexts 512,4096,8000,16000] [--rounds 3] [--output FILE]
 
-A prompt is as many of HumanEval's functions as fit, then the last one to complete. What is timed is decoding alone,
-from the first token of an answer to its last; all ways answer at once, a step of each in turn. Every round has another
-prompt. Figures are medians over rounds; `auto` is one policy that serves all of them, as a server's does.
+A prompt is as many of HumanEval's functions as fit, then one to complete, another one every round; the functions before
+it are computed once and reused. What is timed is decoding alone, from the first token of an answer to its last; all
+ways answer at once, a step of each in turn. Figures are medians over rounds; `auto` is one policy that serves all of
+them, as a server's does.
 
 SmolLM2 was trained for 8,192 tokens. Beyond, its config is stretched: step costs are real there, what it says is not.
 """
@@ -32,7 +33,8 @@ from dflash_serve.speculation.statistics import total
 from dflash_torch.engine import EmbeddedEngine
 from tests.support.prompts import human_eval, user
 
-WIDTHS = (2, 3, 4, 6, 8)
+WIDTHS = (2, 4, 8)
+QUESTIONS = 8
 
 
 class Decoded(NamedTuple):
@@ -46,7 +48,7 @@ class Decoded(NamedTuple):
 def main(
     contexts: Annotated[str, typer.Option(help="Prompt tokens, comma-separated.")] = "512,4096,8000,16000",
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; the median counts.")] = 3,
-    tokens: Annotated[int, typer.Option(help="Tokens of every answer.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Tokens of every answer.")] = 128,
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
 ) -> None:
     """Measure all ways side by side."""
@@ -74,16 +76,20 @@ class Bench:
         assert isinstance(engine, EmbeddedEngine)
         self.tokenize, self.dtype = engine.tokenize, engine.dtype
         self.params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        self.stubs = [message[0]["content"] for message in human_eval(160)]
+        functions = [message[0]["content"] for message in human_eval(160)]
+        self.before, self.questions = "\n\n".join(functions[:-QUESTIONS]), functions[-QUESTIONS:]
         fixed = {f"width {width}": engine.fixed(width) for width in WIDTHS}
         self.engines = {"off": engine.plain(), **fixed, "auto": engine}
 
     def prompt(self, size: int, turn: int) -> list[int]:
-        """`size` tokens of functions, other ones every turn; cut near the front, so that the question is whole."""
-        stubs = self.stubs[turn * 40 :] + self.stubs[: turn * 40]
-        ids = self.tokenize(user("\n\n".join(stubs)))
-        head, last = ids[: size // 8], ids[-(size - size // 8) :]
-        return head + last
+        """`size` tokens: the functions that all turns begin with, as far as there is room, and its question."""
+        alone = self.tokenize(user(self.before))
+        ids = self.tokenize(user(f"{self.before}\n\n{self.questions[turn % QUESTIONS]}"))
+        shared = next(n for n, (one, other) in enumerate(zip(alone, ids, strict=False)) if one != other)
+        question = ids[shared:]
+        if size > len(ids):
+            raise typer.BadParameter(f"HumanEval's functions are {len(ids)} tokens, not {size}")
+        return ids[: size - len(question)] + question
 
     def round(self, size: int, turn: int) -> dict[str, Decoded]:
         """Each way on one prompt; all must give the same tokens."""
