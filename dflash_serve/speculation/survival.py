@@ -93,13 +93,17 @@ class SurvivalEstimate:
             widths, accepted: [N] or [steps, N]: slots verified, and drafted tokens accepted, less than the width.
         """
         widths, accepted = np.atleast_2d(widths), np.atleast_2d(accepted)
-        self._ease.drift(len(widths))
         rows = self._index(request_ids)
-        beliefs = self._moods + (self._beliefs[rows] - self._moods) * (1 - 1 / MOOD_LASTS) ** len(widths)
+        self.pass_by(len(widths))
         drafted = (widths > 1).any(0)
         if drafted.any():
-            beliefs[drafted] = self._judge(beliefs[drafted], widths[:, drafted], accepted[:, drafted])
-        self._beliefs[rows] = beliefs
+            rows = rows[drafted]
+            self._beliefs[rows] = self._judge(self._beliefs[rows], widths[:, drafted], accepted[:, drafted])
+
+    def pass_by(self, steps: int) -> None:
+        """Steps go by: what is known gets older."""
+        self._ease.drift(steps)
+        self._beliefs = self._moods + (self._beliefs - self._moods) * (1 - 1 / MOOD_LASTS) ** steps
 
     def forget(self, request_id: Hashable) -> None:
         """The request has ended."""

@@ -91,6 +91,9 @@ HELD: Final = 8
 STANDS: Final = 0.1
 """Seconds after which it does not stand for one more, but for one not to draft while speculation is resting."""
 
+MOST: Final = 3 / 4
+"""Of the requests: so many must be the same for a decision not to draft to stand."""
+
 
 @dataclass
 class _Decision:
@@ -108,6 +111,13 @@ class _Decision:
     price: float = 0.0
     """What it loses beside the best one, in the same, to learn of wider blocks."""
 
+    def holds_for(self, request_ids: list[Hashable]) -> bool:
+        """Whether it is one for these requests, too: not to draft is, where most of them are the same."""
+        if not self.left or self.request_ids == request_ids:
+            return self.left > 0
+        same = len(set(self.request_ids) & set(request_ids))
+        return not self.drafts and same >= MOST * max(len(self.request_ids), len(request_ids))
+
 
 class AutoWidth:
     """The widths that are fastest by what is known of survival and costs, and now and then those that may be.
@@ -121,7 +131,8 @@ class AutoWidth:
 
     Deciding and learning take their time in every step, the more so as the model's weights have passed through the
     caches since. So a decision stands for up to HELD steps where these are short or speculation rests, unless requests
-    change, one step is to settle something, or a draft is paid from less than TRUST; these steps are learnt at once.
+    change (a few may come and go while none is drafted for), one step is to settle something, or a draft is paid from
+    less than TRUST; these steps are learnt at once.
 
     An `Account` limits what that costs. So, by the costs as they are known, after T steps, whatever the drafter did:
 
@@ -162,6 +173,8 @@ class AutoWidth:
         """This decision prefers the narrowest of what is as good as the best; the next one the widest."""
         self._off_for = 0
         self._unlearnt: list[Step] = []
+        self._ended: list[Hashable] = []
+        """Requests that are forgotten when these are learnt."""
         self._decision: _Decision | None = None
 
     @property
@@ -173,13 +186,13 @@ class AutoWidth:
             return []
         self.account.refill()
         ids, decision = list(request_ids), self._decision
-        if decision is None or not decision.left or decision.request_ids != ids:
+        if decision is None or not decision.holds_for(ids):
             decision = self._decision = self._decide(ids, context_tokens)
         decision.left -= 1
         self.account.curiosity -= decision.price
         rested = min(self._off_for, REST - AWAKE) if decision.is_trial else 0
         self._off_for = rested if decision.drafts else self._off_for + 1
-        return decision.widths.copy()
+        return decision.widths.copy() if decision.drafts else [1] * len(ids)
 
     def observe(self, step: Step) -> None:
         if not step.widths:
@@ -199,8 +212,9 @@ class AutoWidth:
             self._learn()
 
     def forget(self, request_id: Hashable) -> None:
-        self._learn()
-        self.survival.forget(request_id)
+        self._ended.append(request_id)
+        if not self._unlearnt:
+            self._learn()
 
     def _decide(self, request_ids: list[Hashable], context_tokens: int) -> _Decision:
         self._learn()
@@ -240,17 +254,22 @@ class AutoWidth:
 
     def _learn(self) -> None:
         """From all steps of a decision at once; an engine may have taken others."""
-        for ids, steps in groupby(self._unlearnt, lambda step: list(step.request_ids)):
+        for ids, steps in groupby(self._unlearnt, _drafted_for):
             same = list(steps)
-            self.survival.observe(
-                ids, np.array([step.widths for step in same]), np.array([step.accepted for step in same])
-            )
+            if ids:
+                widths, accepted = [step.widths for step in same], [step.accepted for step in same]
+                self.survival.observe(ids, np.array(widths), np.array(accepted))
+            else:
+                self.survival.pass_by(len(same))
         alike = groupby(self._unlearnt, lambda step: (sum(step.widths), self._drafted(step.widths)))
         for (rows, drafted), steps in alike:
             timed = [(step.seconds, step.context_tokens) for step in steps if step.seconds]
             if timed:
                 self.costs.observe(rows, drafted, timed[0][1], *(seconds for seconds, _ in timed))
         self._unlearnt.clear()
+        for request_id in self._ended:
+            self.survival.forget(request_id)
+        self._ended.clear()
 
     def _choice(
         self, rate: Vector, hoped: Vector, cost: Vector, payable: NDArray[np.bool_], doubt: Vector, funds: float
@@ -279,3 +298,8 @@ class AutoWidth:
         if not len(wider):
             return best, 0.0, True
         return int(wider[-1]), max(0.0, float(price[wider[-1]])), best > 0
+
+
+def _drafted_for(step: Step) -> list[Hashable]:
+    """The requests of a step with a draft; [] of one without."""
+    return list(step.request_ids) if max(step.widths) > 1 else []

@@ -257,6 +257,48 @@ def test_at_rest_a_decision_stands_however_long_steps_are(monkeypatch: pytest.Mo
     assert 100 <= decided.call_count < 115  # and a trial now and then
 
 
+HOPELESS = CostModel(target={1: 0.02, 16: 0.02, 128: 0.16}, draft={1: 0.2})
+
+
+def test_not_to_draft_stands_while_a_few_of_many_requests_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over HTTP a request joins or leaves every few steps: deciding each time took 3 % of steps that do not draft."""
+    policy = AutoWidth(HOPELESS, 8)
+    serve(policy, lambda *_: 0, 16, 3 * REST, HOPELESS)
+    decided = counted_decisions(policy, monkeypatch)
+    for number in range(20 * HELD):
+        ids = [f"request {number // 2 + i}" for i in range(16 + number % 2)]
+        policy.observe(Step(ids, policy.widths(ids), [0] * len(ids), HOPELESS.step_seconds([1] * len(ids))))
+        policy.forget(f"request {number // 2 - 1}")
+    assert 20 <= decided.call_count <= 40
+    assert len(policy.survival) <= 16 + HELD
+
+
+@pytest.mark.parametrize("others", [["new"] * 16, ["request 0"], [f"request {i}" for i in range(24)]])
+def test_other_requests_or_many_more_or_fewer_are_decided_anew(
+    others: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = AutoWidth(HOPELESS, 8)
+    serve(policy, lambda *_: 0, 16, 3 * REST, HOPELESS)
+    ids = [f"request {i}" for i in range(16)]
+    decided, count = counted_decisions(policy, monkeypatch), -1
+    while decided.call_count != count:  # until the decision before stands yet
+        count = decided.call_count
+        policy.observe(Step(ids, policy.widths(ids), [0] * 16, HOPELESS.step_seconds([1] * 16)))
+    policy.widths(others)
+    assert decided.call_count == count + 1
+
+
+def test_a_draft_is_decided_for_its_own_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = AutoWidth(BRISK, 8, known_survival=[0.9] * 7)
+    serve(policy, lambda *_: 7, 8, 2 * HELD, BRISK)
+    ids = [f"request {i}" for i in range(8)]
+    decided = counted_decisions(policy, monkeypatch)
+    assert min(policy.widths(ids)) > 1
+    count = decided.call_count
+    assert len(policy.widths(ids[:7])) == 7
+    assert decided.call_count == count + 1
+
+
 def test_what_is_not_learnt_yet_of_a_request_that_ends_brings_it_back_no_more() -> None:
     policy = AutoWidth(BRISK, 8)
     serve(policy, lambda *_: 3, 1, HELD + 1, BRISK)
