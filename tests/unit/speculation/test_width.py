@@ -261,7 +261,7 @@ HOPELESS = CostModel(target={1: 0.02, 16: 0.02, 128: 0.16}, draft={1: 0.2})
 
 
 def test_not_to_draft_stands_while_a_few_of_many_requests_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over HTTP a request joins or leaves every few steps: deciding each time took 3 % of steps that do not draft."""
+    """Over HTTP a request joins or leaves every few steps, and a decision takes some 0.8 ms."""
     policy = AutoWidth(HOPELESS, 8)
     serve(policy, lambda *_: 0, 16, 3 * REST, HOPELESS)
     decided = counted_decisions(policy, monkeypatch)
