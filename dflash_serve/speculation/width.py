@@ -14,6 +14,7 @@ from dflash_serve.speculation.account import Account
 from dflash_serve.speculation.allocation import choices_of
 from dflash_serve.speculation.belief import Vector
 from dflash_serve.speculation.costs import BelievedCosts, CostModel, LearntCosts, StepCosts
+from dflash_serve.speculation.decision import Decision
 from dflash_serve.speculation.survival import SurvivalEstimate
 
 
@@ -91,33 +92,6 @@ HELD: Final = 8
 STANDS: Final = 0.1
 """Seconds after which it does not stand for one more, but for one not to draft while speculation is resting."""
 
-MOST: Final = 3 / 4
-"""Of the requests: so many must be the same for a decision not to draft to stand."""
-
-
-@dataclass
-class _Decision:
-    """Widths that stand for some steps of the same requests."""
-
-    request_ids: list[Hashable]
-    widths: list[int]
-    left: int
-    """Steps that it stands for yet."""
-    drafts: bool = False
-    is_trial: bool = False
-    """A draft only to find out."""
-    cost: float = 1.0
-    """What such a step takes, in steps without speculation."""
-    price: float = 0.0
-    """What it loses beside the best one, in the same, to learn of wider blocks."""
-
-    def holds_for(self, request_ids: list[Hashable]) -> bool:
-        """Whether it is one for these requests, too: not to draft is, where most of them are the same."""
-        if not self.left or self.request_ids == request_ids:
-            return self.left > 0
-        same = len(set(self.request_ids) & set(request_ids))
-        return not self.drafts and same >= MOST * max(len(self.request_ids), len(request_ids))
-
 
 class AutoWidth:
     """The widths that are fastest by what is known of survival and costs, and now and then those that may be.
@@ -175,7 +149,7 @@ class AutoWidth:
         self._unlearnt: list[Step] = []
         self._ended: list[Hashable] = []
         """Requests that are forgotten when these are learnt."""
-        self._decision: _Decision | None = None
+        self._decision: Decision | None = None
 
     @property
     def resting(self) -> bool:
@@ -206,7 +180,7 @@ class AutoWidth:
                 self._decision = None
         elif self._decision and self._decision.is_trial:  # but nobody could be drafted for: later
             self.account.curiosity += self._decision.price
-            self._decision = _Decision(list(step.request_ids), [1] * len(widths), left=HELD - 1)
+            self._decision = Decision(list(step.request_ids), [1] * len(widths), left=HELD - 1)
         self._unlearnt.append(step)
         if self._decision is None or not self._decision.left:
             self._learn()
@@ -216,7 +190,7 @@ class AutoWidth:
         if not self._unlearnt:
             self._learn()
 
-    def _decide(self, request_ids: list[Hashable], context_tokens: int) -> _Decision:
+    def _decide(self, request_ids: list[Hashable], context_tokens: int) -> Decision:
         self._learn()
         known, feared, hoped = self.survival.bounds(request_ids)
         choices = choices_of(known, self.allowed_widths)
@@ -231,7 +205,7 @@ class AutoWidth:
         drafts, widths = choice > 0, choices.widths(choice).tolist()
         held = self._held(drafts, seconds[choice]) if stands else 1
         is_trial = drafts and not stands
-        return _Decision(request_ids, widths, held, drafts, is_trial, float(cost[choice]), price)
+        return Decision(request_ids, widths, held, drafts, is_trial, float(cost[choice]), price)
 
     def _held(self, drafts: bool, seconds: float) -> int:
         """Steps that a decision stands for; one draft while what it may lose is more than the time to learn from it."""
