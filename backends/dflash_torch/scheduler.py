@@ -204,7 +204,8 @@ class Scheduler:
             return output.hidden, [None] * len(blocks)
         if len(output.features) == len(blocks):  # a row each: one copy for all
             return output.hidden, list(output.features.clone().split(1))
-        return output.hidden, [rows.clone() for rows in output.features.split(lengths)]
+        own = zip(requests, output.features.split(lengths), strict=True)
+        return output.hidden, [rows.clone() if request.draftable else None for request, rows in own]
 
     def _accept(
         self, requests: Sequence[Request], pending: list[list[int]], drafts: list[list[int]], hidden: Tensor

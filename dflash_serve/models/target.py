@@ -134,13 +134,13 @@ class TargetModel(nn.Module):
         """Embedding and layers -> (rows and what is still to be added to them, features [rows, F*H])."""
         cos, sin = self.rotary(positions)
         h, delta = F.embedding(token_ids, self.embedding), None
-        features = h.new_empty(len(h), len(target_layer_ids), h.shape[-1]) if target_layer_ids else None
+        features = h.new_empty(len(h), len(target_layer_ids), h.shape[-1])
         for index, layer in enumerate(layers):
             h, delta = layer(h, delta, cos, sin, attend, self.operators)
-            if features is not None and index in target_layer_ids:
-                for slot in (slot for slot, wanted in enumerate(target_layer_ids) if wanted == index):
+            for slot, wanted in enumerate(target_layer_ids):
+                if wanted == index:
                     torch.add(h, delta, out=features[:, slot])
-        return h, delta, None if features is None else features.flatten(1)
+        return h, delta, features.flatten(1) if target_layer_ids else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, H] after the final norm -> [rows, vocabulary]."""

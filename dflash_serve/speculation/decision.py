@@ -28,7 +28,9 @@ class Decision:
 
     def holds_for(self, request_ids: list[Hashable]) -> bool:
         """Whether it is one for these requests, too: not to draft is, where most of them are the same."""
-        if not self.left or self.request_ids == request_ids:
+        if self.request_ids == request_ids:
             return self.left > 0
+        if self.drafts or not self.left:
+            return False
         same = len(set(self.request_ids) & set(request_ids))
-        return not self.drafts and same >= MOST * max(len(self.request_ids), len(request_ids))
+        return same >= MOST * max(len(self.request_ids), len(request_ids))
