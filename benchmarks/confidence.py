@@ -31,6 +31,7 @@ from dflash_serve.models.drafter_heads import ConfidenceHead
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.speculation.allocation import Choices
 from dflash_serve.speculation.belief import Matrix
+from dflash_serve.speculation.costs import Context
 from dflash_serve.speculation.width import AutoWidth, Step
 from dflash_serve.training.answers import make_data
 from dflash_serve.training.blocks import lay_out
@@ -63,7 +64,7 @@ class Confident(AutoWidth):
         drafted = np.flatnonzero(np.array(widths) > 1)
         choices = Choices.ragged(survival[drafted])
         rows = choices.rows + len(widths) - len(drafted)
-        seconds = self.costs.of_steps(rows, np.full(len(rows), len(drafted)), context_tokens)
+        seconds = self.costs.of_steps(rows, np.full(len(rows), len(drafted)), Context(context_tokens, len(widths)))
         tokens = choices.tokens(survival[drafted]) + len(widths) - len(drafted)
         chosen = np.ones(len(widths), np.int64)
         chosen[drafted] = choices.widths(int(np.argmax(tokens / seconds)))
@@ -172,7 +173,9 @@ def serve(surface: Surface, lanes: int, answers: list[Answer], kind: str, seed: 
         accepted = [min(int(one.accepted[at]), width - 1) for one, at, width in zip(work, place, widths, strict=True)]
         took = float(surface.of_steps(np.array([sum(widths)]), np.array([drafted]), lanes, context)[0])
         policy.observe(Step(ids, widths, accepted, None, context))
-        policy.costs.observe(sum(widths), drafted, context, took)  # a draft costs what it costs, trimmed or not
+        policy.costs.observe(
+            sum(widths), drafted, Context(context, lanes), took
+        )  # a draft costs what it costs, trimmed or not
         tokens, seconds = tokens + sum(accepted) + lanes, seconds + took
         for lane, gained in enumerate(accepted):
             place[lane] += gained + 1

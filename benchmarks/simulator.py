@@ -17,7 +17,7 @@ import numpy as np
 
 from dflash_serve.speculation.allocation import choices_of
 from dflash_serve.speculation.belief import Integers, Matrix, Vector
-from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.costs import Context, CostModel
 from dflash_serve.speculation.width import FixedWidth, Step, WidthPolicy
 
 DATA = Path(__file__).with_name("policy")
@@ -42,7 +42,8 @@ class Surface:
     def of_steps(self, rows: Integers, drafted: Integers, requests: int, context_tokens: int) -> Vector:
         """Seconds of steps, [M]."""
         plain, speculative = ((each + per * requests) / 1e3 for each, per in (self.plain, self.speculative))
-        return self.cost.of_steps(rows, drafted, context_tokens) + np.where(drafted > 0, speculative, plain)
+        engine = np.where(drafted > 0, speculative, plain)
+        return self.cost.of_steps(rows, drafted, Context(context_tokens, requests)) + engine
 
     def measured(self, requests: int, chance: np.random.Generator) -> CostModel:
         """As a start-up calibration beside other work has it: 4 % off from figure to figure, some 20 % off in all."""
@@ -61,6 +62,7 @@ class Surface:
             draft=off(self.cost.draft, more, overall * draft),
             target_context=self.cost.target_context,
             draft_context=self.cost.draft_context,
+            target_attention=self.cost.target_attention,
         )
 
 

@@ -8,6 +8,7 @@ kept in the cache, by everything that changes them, with their spread; doubtful 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -81,7 +82,8 @@ def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int
         jobs["draft", requests] = bench.draft_pass(requests, CONTEXT)
     if long > CONTEXT:
         alone = _Bench(target, drafter, block_size, 1, long)
-        jobs["target_context", 1] = alone.target_pass(1, 1, long)
+        for rows in (1, min(block_size, ONE_BLOCK)):
+            jobs["target_context", rows] = alone.target_pass(rows, 1, long)
         jobs["draft_context", 1] = alone.draft_pass(1, long)
     times = {job: [_seconds(work, target.device) for _ in range(2)][1:] for job, work in jobs.items()}
     for turn in range(1, MOST_REPETITIONS):
@@ -99,18 +101,40 @@ def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int
 
 
 def tabulate(seconds: Mapping[tuple[str, int], float], entries: int, long: int) -> CostModel:
-    """Passes over contexts of CONTEXT tokens, and one of each kind over `long`; what K/V costs is told apart."""
-    slopes = {}
-    for kind in ("target", "draft"):
-        more = max(0.0, seconds.get((f"{kind}_context", 1), 0.0) - seconds[kind, 1])
-        slopes[kind] = more / max(1, long - CONTEXT)
-    tables: dict[str, dict[int, float]] = {"target": {}, "draft": {}}
+    """Passes over contexts of CONTEXT tokens, and some of one request's over `long`; what K/V costs is told apart."""
+    tables: dict[str, dict[int, float]] = {"target": {}, "draft": {}, "target_context": {}, "draft_context": {}}
     for (kind, size), taken in seconds.items():
-        if kind in tables:
-            contexts = _contexts(size, entries) if kind == "target" else size
-            bare = taken - slopes[kind] * contexts * CONTEXT
-            tables[kind][size] = max(bare, LEAST * taken)
-    return CostModel(**tables, target_context=slopes["target"], draft_context=slopes["draft"])
+        tables[kind][size] = taken
+    target, draft = tables["target"], tables["draft"]
+    of_token, of_row = _slopes(target, tables["target_context"], long)
+    of_draft = sum(_slopes(draft, tables["draft_context"], long))
+    bare_target = {
+        rows: max(LEAST * taken, taken - CONTEXT * (of_token * _contexts(rows, entries) + of_row * rows))
+        for rows, taken in target.items()
+    }
+    bare_draft = {count: max(LEAST * taken, taken - CONTEXT * of_draft * count) for count, taken in draft.items()}
+    return CostModel(
+        target=bare_target,
+        draft=bare_draft,
+        target_context=of_token,
+        draft_context=of_draft,
+        target_attention=of_row,
+    )
+
+
+def _slopes(short: Mapping[int, float], long: Mapping[int, float], length: int) -> tuple[float, float]:
+    """Seconds more for a token more of a request's context: once, and for each of its rows.
+
+    Args:
+        short, long: passes over CONTEXT tokens and over `length`, by rows of one request.
+    """
+    more = {rows: max(0.0, taken - short[rows]) / (length - CONTEXT) for rows, taken in long.items()}
+    if not more:
+        return 0.0, 0.0
+    one, most = min(more), max(more)
+    of_row = max(0.0, more[most] - more[one]) / max(1, most - one)
+    of_row = min(of_row, more[one])  # a row more cannot take what one takes with all that is read
+    return more[one] - of_row, of_row
 
 
 def _contexts(rows: int, entries: int) -> int:
@@ -192,6 +216,7 @@ def _key(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -
     parts = [
         target.config.model_dump_json(),
         drafter.config.model_dump_json(),
+        json.dumps(Calibration.model_json_schema()),
         f"{block_size} {entries} {target.embedding.dtype} {len(drafter.hot_tokens or [])}",
         f"{_machine(target.device)} {torch.__version__} {target.operators.name}",
     ]

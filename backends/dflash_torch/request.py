@@ -147,13 +147,14 @@ class KVCacheManager:
         self.reuse = reuse
         self.holds: dict[int, Request] = {}
 
-    def allocate(self, prompt: Sequence[int], salt: str, *, draftable: bool) -> Allocation:
+    def allocate(self, prompt: Sequence[int], salt: str, *, draftable_worth: int) -> Allocation:
         """Takes a free entry for a prompt; only requests of the same salt lend their prefix. One must be free.
 
         Args:
-            draftable: only requests without a gap in the drafter's context may lend.
+            draftable_worth: tokens of prefix to be computed again rather than to take them from a request with a gap in
+                the drafter's context, which could not be drafted after.
         """
-        donor, reused = self._best_donor(prompt, salt, draftable)
+        donor, reused = self._best_donor(prompt, salt, draftable_worth)
         others = [entry for entry in self.free if donor is None or entry != donor.entry]
         entry = others[0] if others else self.free[0]
         # In place where the donor is over and mostly shared: nothing to copy, and little is lost.
@@ -178,17 +179,19 @@ class KVCacheManager:
         if not keep:
             self.holds.pop(request.entry, None)
 
-    def _best_donor(self, prompt: Sequence[int], salt: str, draftable: bool) -> tuple[Request | None, int]:
-        """The request that shares the longest prefix, and the prefix's length.
+    def _best_donor(self, prompt: Sequence[int], salt: str, draftable_worth: int) -> tuple[Request | None, int]:
+        """The request that shares the most valuable prefix, and the prefix's length.
 
         The prompt's last token is always computed: its row gives the first token of the answer.
         """
         wanted, best, longest = list(prompt[:-1]), None, 0
+        most = draftable_worth  # who borrows nothing can be drafted for
         for request in self.holds.values():
-            if request.salt == salt and (request.draftable or not draftable):
+            if request.salt == salt:
                 shared = common_length(wanted, request.token_ids[: _held(request)])
-                if shared > longest:
-                    best, longest = request, shared
+                value = shared + draftable_worth * request.draftable
+                if shared and value > most:
+                    best, longest, most = request, shared, value
         return best, longest
 
 

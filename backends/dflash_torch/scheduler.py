@@ -28,6 +28,9 @@ from .speculator import Speculator
 
 CROWD = 8
 """Requests from which on keeping features costs a noticeable part of a step (1 % of it at 32, injection as much)."""
+WORTH, WORTH_IN_A_CROWD = 2048, 64
+"""Tokens of a prompt that take as long as drafts save an answer, where they pay: half of a second or two, or next to
+nothing of each request's share of a step."""
 BACKLOG = 256
 """Rows of features that may wait for a draft; while speculation does not pay, they are injected in such portions."""
 
@@ -86,8 +89,7 @@ class Scheduler:
             UserError: as `check`.
         """
         self.check(token_ids, params)
-        draftable = self.speculator is not None and not self.policy.resting
-        allocation = self.cache_manager.allocate(list(token_ids), salt, draftable=draftable)
+        allocation = self.cache_manager.allocate(list(token_ids), salt, draftable_worth=self._draftable_worth())
         try:
             self._copy_prefix(allocation)
         except BaseException:
@@ -144,6 +146,12 @@ class Scheduler:
         seconds = perf_counter() - start if len(decoding) == len(requests) else None
         self._observe(decoding, seconds, context_tokens)
         return [self._finish(result) for result in results]
+
+    def _draftable_worth(self) -> int:
+        """Tokens of a prompt that may be computed again for a request that can be drafted after."""
+        if self.speculator is None or self.policy.resting:
+            return 0
+        return WORTH_IN_A_CROWD if len(self.running) >= CROWD else WORTH
 
     def _copy_prefix(self, allocation: Allocation) -> None:
         """Target and drafter alike: what the donor has verified but not drafted after yet is injected first."""

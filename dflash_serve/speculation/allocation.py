@@ -19,6 +19,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from dflash_serve.speculation.belief import Integers, Matrix, Vector
+from dflash_serve.speculation.costs import NO_CONTEXT, Context
 
 TIE: Final = 1e-12
 
@@ -26,7 +27,7 @@ TIE: Final = 1e-12
 class Costs(Protocol):
     """What steps cost: a `CostModel`, or one that follows what is served."""
 
-    def of_steps(self, rows: Integers, drafted: Integers, context_tokens: int = 0) -> Vector:
+    def of_steps(self, rows: Integers, drafted: Integers, context: Context = NO_CONTEXT) -> Vector:
         """Seconds of steps that verify `rows` and draft for `drafted` requests, 0 = no draft; all [M]."""
         ...
 
@@ -96,7 +97,8 @@ def choose_widths(
         return []
     survival = np.minimum.accumulate(np.array(survivals, dtype=float), axis=1)
     choices = choices_of(survival, allowed_widths)
-    rate = choices.tokens(survival) / cost.of_steps(choices.rows, choices.drafted, context_tokens)
+    context = Context(context_tokens, len(survival))
+    rate = choices.tokens(survival) / cost.of_steps(choices.rows, choices.drafted, context)
     return [int(width) for width in choices.widths(int(np.argmax(rate)))]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import exp, log
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeFloat, PositiveInt
@@ -51,12 +51,23 @@ def is_confirmed(seconds: Sequence[float]) -> bool:
     return bool(more) and more[0] <= (1 + CONFIRMED) * least
 
 
+class Context(NamedTuple):
+    """The K/V that a step's requests have: tokens of all of them together, and how many they are."""
+
+    tokens: int = 0
+    requests: int = 1
+
+
+NO_CONTEXT: Final = Context()
+
+
 class CostModel(BaseModel):
     """Measured seconds. To and from JSON with `model_dump_json` and `model_validate_json`.
 
     target: rows of one target forward (the widths of all requests summed) -> seconds.
     draft: requests drafted in one pass -> seconds, all the drafter's work of a step included.
     target_context, draft_context: seconds more for every token of K/V that the requests of a step have together.
+    target_attention: seconds more for every such token and row that attends to it, where reading does not hide that.
 
     Between measurements it interpolates; below the first it stays level; beyond the last it grows in proportion, which
     overstates the cost, so measure up to max_batch_size x block_size rows. Monotone by reading a measurement that a
@@ -72,6 +83,7 @@ class CostModel(BaseModel):
     draft: Measurements
     target_context: NonNegativeFloat = 0.0
     draft_context: NonNegativeFloat = 0.0
+    target_attention: NonNegativeFloat = 0.0
 
     @cached_property
     def _target(self) -> _Curve:
@@ -81,21 +93,22 @@ class CostModel(BaseModel):
     def _draft(self) -> _Curve:
         return _Curve.through(self.draft)
 
-    def target_seconds(self, rows: int, context_tokens: int = 0) -> float:
-        return float(self._target.at(rows)) + self.target_context * context_tokens
+    def target_seconds(self, rows: int) -> float:
+        return float(self._target.at(rows))
 
-    def draft_seconds(self, requests: int, context_tokens: int = 0) -> float:
-        return float(self._draft.at(requests)) + self.draft_context * context_tokens
+    def draft_seconds(self, requests: int) -> float:
+        return float(self._draft.at(requests))
 
     def step_seconds(self, widths: list[int], context_tokens: int = 0) -> float:
         """A whole step; those requests are drafted that verify a drafted token."""
         rows, drafted = np.array([sum(widths)]), np.array([sum(width > 1 for width in widths)])
-        return float(self.of_steps(rows, drafted, context_tokens)[0])
+        return float(self.of_steps(rows, drafted, Context(context_tokens, len(widths)))[0])
 
-    def of_steps(self, rows: Integers, drafted: Integers, context_tokens: int = 0) -> Vector:
+    def of_steps(self, rows: Integers, drafted: Integers, context: Context = NO_CONTEXT) -> Vector:
         """Seconds of steps that verify `rows` and draft for `drafted` requests, 0 = no draft; all [M]."""
-        target = self._target.at(rows) + self.target_context * context_tokens
-        draft = self._draft.at(drafted) + self.draft_context * context_tokens
+        attended = rows * (context.tokens / context.requests)
+        target = self._target.at(rows) + self.target_context * context.tokens + self.target_attention * attended
+        draft = self._draft.at(drafted) + self.draft_context * context.tokens
         return np.asarray(target + np.where(drafted > 0, draft, 0.0))
 
 
@@ -186,16 +199,16 @@ class StepCosts:
         covariance = self._correction.covariance[:-1, :-1].round(8)
         return LearntCosts(mean=mean.tolist(), covariance=covariance.tolist())
 
-    def of_steps(self, rows: Integers, drafted: Integers, context_tokens: int = 0) -> Vector:
+    def of_steps(self, rows: Integers, drafted: Integers, context: Context = NO_CONTEXT) -> Vector:
         """As `CostModel.of_steps`, as things are now."""
         correction = np.where(drafted > 0, self._at(ON, rows), self._at(OFF, rows))
-        return self.measured.of_steps(rows, drafted, context_tokens) * np.exp(correction)
+        return self.measured.of_steps(rows, drafted, context) * np.exp(correction)
 
-    def observe(self, rows: int, drafted: int, context_tokens: int, *seconds: float) -> None:
+    def observe(self, rows: int, drafted: int, context: Context, *seconds: float) -> None:
         """A step took so long, or some alike, one after the other."""
         self._correction.drift(len(seconds))
         weights = _weights(ON if drafted else OFF, rows)
-        thought = float(self.measured.of_steps(np.array([rows]), np.array([drafted]), context_tokens)[0])
+        thought = float(self.measured.of_steps(np.array([rows]), np.array([drafted]), context)[0])
         mean, unknown = float(weights @ self._correction.mean), float(weights @ self._correction.covariance @ weights)
         surprise, precision = 0.0, 0.0
         for taken in seconds:
@@ -247,10 +260,10 @@ class BelievedCosts:
     def __init__(self, measured: CostModel) -> None:
         self.measured = measured
 
-    def of_steps(self, rows: Integers, drafted: Integers, context_tokens: int = 0) -> Vector:
-        return self.measured.of_steps(rows, drafted, context_tokens)
+    def of_steps(self, rows: Integers, drafted: Integers, context: Context = NO_CONTEXT) -> Vector:
+        return self.measured.of_steps(rows, drafted, context)
 
-    def observe(self, rows: int, drafted: int, context_tokens: int, *seconds: float) -> None:
+    def observe(self, rows: int, drafted: int, context: Context, *seconds: float) -> None:
         pass
 
     def doubt(self, off_rows: int, on_rows: Integers) -> tuple[Vector, Vector]:

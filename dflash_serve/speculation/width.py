@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dflash_serve.speculation.account import Account
 from dflash_serve.speculation.allocation import choices_of
 from dflash_serve.speculation.belief import Vector
-from dflash_serve.speculation.costs import BelievedCosts, CostModel, LearntCosts, StepCosts
+from dflash_serve.speculation.costs import BelievedCosts, Context, CostModel, LearntCosts, StepCosts
 from dflash_serve.speculation.decision import Decision
 from dflash_serve.speculation.survival import SurvivalEstimate
 
@@ -31,6 +31,10 @@ class Step:
     """How long the whole step took; None = unknown, or it did other work, too (a prompt)."""
     context_tokens: int = 0
     """K/V tokens of all requests together."""
+
+    @property
+    def context(self) -> Context:
+        return Context(self.context_tokens, len(self.request_ids))
 
 
 class WidthPolicy(Protocol):
@@ -161,7 +165,7 @@ class AutoWidth:
         self.account.refill()
         ids, decision = list(request_ids), self._decision
         if decision is None or not decision.holds_for(ids):
-            decision = self._decision = self._decide(ids, context_tokens)
+            decision = self._decision = self._decide(ids, Context(context_tokens, len(ids)))
         decision.left -= 1
         self.account.curiosity -= decision.price
         rested = min(self._off_for, REST - AWAKE) if decision.is_trial else 0
@@ -175,7 +179,7 @@ class AutoWidth:
         if not all(0 <= count < width <= self.block_size for width, count in zip(widths, accepted, strict=True)):
             raise ValueError(f"accepted {accepted} of widths {widths}: need 0 <= accepted < width <= {self.block_size}")
         if max(widths) > 1:
-            self.account.settle(1 + sum(accepted) / len(widths), self._cost(widths, step.context_tokens))
+            self.account.settle(1 + sum(accepted) / len(widths), self._cost(widths, step.context))
             if self.account.balance <= 0:
                 self._decision = None
         elif self._decision and self._decision.is_trial:  # but nobody could be drafted for: later
@@ -190,11 +194,11 @@ class AutoWidth:
         if not self._unlearnt:
             self._learn()
 
-    def _decide(self, request_ids: list[Hashable], context_tokens: int) -> Decision:
+    def _decide(self, request_ids: list[Hashable], context: Context) -> Decision:
         self._learn()
         known, feared, hoped = self.survival.bounds(request_ids)
         choices = choices_of(known, self.allowed_widths)
-        seconds = self.costs.of_steps(choices.rows, choices.drafted, context_tokens)
+        seconds = self.costs.of_steps(choices.rows, choices.drafted, context)
         doubt = np.where(choices.drafted > 0, self.costs.doubt(len(known), choices.rows), 0.0)
         cost = seconds / seconds[0]
         loss = cost - choices.tokens(feared) / len(known)
@@ -213,12 +217,12 @@ class AutoWidth:
             return 1
         return HELD if self.resting and not drafts else min(HELD, 1 + int(STANDS / seconds))
 
-    def _cost(self, widths: list[int], context_tokens: int) -> float:
+    def _cost(self, widths: list[int], context: Context) -> float:
         """What a step takes, in steps without speculation."""
         if self._decision and widths == self._decision.widths:
             return self._decision.cost
         rows, drafted = np.array([len(widths), sum(widths)]), np.array([0, self._drafted(widths)])
-        off, on = self.costs.of_steps(rows, drafted, context_tokens)
+        off, on = self.costs.of_steps(rows, drafted, context)
         return float(on / off)
 
     def _drafted(self, widths: Sequence[int]) -> int:
@@ -237,7 +241,7 @@ class AutoWidth:
                 self.survival.pass_by(len(same))
         alike = groupby(self._unlearnt, lambda step: (sum(step.widths), self._drafted(step.widths)))
         for (rows, drafted), steps in alike:
-            timed = [(step.seconds, step.context_tokens) for step in steps if step.seconds]
+            timed = [(step.seconds, step.context) for step in steps if step.seconds]
             if timed:
                 self.costs.observe(rows, drafted, timed[0][1], *(seconds for seconds, _ in timed))
         self._unlearnt.clear()

@@ -161,12 +161,34 @@ def test_a_crowd_keeps_no_features_while_speculation_rests(
     policy.rests = False
     assert engine.scheduler._wanted_features(old) == ()  # nobody to keep them for
     new = engine.scheduler.join(prompts[0], GREEDY)
-    assert new.reused == 0  # what has a gap lends nothing to who is drafted for
+    assert new.reused == 0  # what has a gap lends nothing short to who is drafted for
     while engine.scheduler.running:
         engine.scheduler.step()
     assert all(width == 1 for request in old for width, _ in request.steps)
     assert max(accepted for _, accepted in new.steps) > 0
     assert [request.output_ids for request in [*old, new]] == [*list(truth.values())[:2], next(iter(truth.values()))]
+
+
+@pytest.mark.parametrize(("worth", "borrows"), [(0, True), (2, True), (2048, False)])
+def test_a_prefix_that_takes_long_to_compute_is_worth_more_than_drafts(
+    folders: Folders, truth: Truth, monkeypatch: pytest.MonkeyPatch, worth: int, borrows: bool
+) -> None:
+    """Who is over and has a gap in the drafter's context lends its prefix, if that is long enough."""
+    monkeypatch.setattr("dflash_torch.scheduler.CROWD", 1)
+    monkeypatch.setattr("dflash_torch.scheduler.WORTH", worth)
+    engine = tiny_engine(folders, max_batch_size=3, truth=truth)
+    engine.scheduler.policy = policy = Resting(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
+    prompt = engine.tokenize(PROMPTS[0])
+    old = engine.scheduler.join(prompt, GREEDY)
+    while engine.scheduler.running:
+        engine.scheduler.step()
+    policy.rests = False
+    new = engine.scheduler.join(prompt, GREEDY)
+    while engine.scheduler.running:
+        engine.scheduler.step()
+    assert (new.reused, new.draftable) == ((len(prompt) - 1, False) if borrows else (0, True))
+    assert (max(width for width, _ in new.steps) == 1) is borrows
+    assert new.output_ids == old.output_ids == next(iter(truth.values()))
 
 
 def test_few_requests_can_be_drafted_for_again_after_any_rest(folders: Folders, truth: Truth) -> None:

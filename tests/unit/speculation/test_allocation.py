@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,6 +60,14 @@ def test_a_long_context_makes_wider_blocks_worth_it() -> None:
     cost = CostModel(target={1: 1.0, 8: 3.0}, draft={1: 0.2}, target_context=1e-4)
     survival = [[0.5, 0.25, 0.12, 0.06, 0.03, 0.01, 0.01]]
     assert choose_widths(survival, cost)[0] < choose_widths(survival, cost, context_tokens=100_000)[0]
+
+
+def test_where_every_row_pays_for_its_context_a_long_one_makes_blocks_narrower() -> None:
+    cost = CostModel(target={1: 1.0, 32: 1.4}, draft={4: 0.2}, target_attention=1e-5)
+    survival = [[0.5, 0.25, 0.12, 0.06, 0.03, 0.01, 0.01]] * 4
+    short, long = (choose_widths(survival, cost, context_tokens=4 * each) for each in (100, 100_000))
+    assert short[0] > long[0]
+    assert cost.step_seconds([2] * 4, 400) - cost.step_seconds([2] * 4) == pytest.approx(8 * 100 * 1e-5)
 
 
 def test_without_requests_there_are_no_widths() -> None:

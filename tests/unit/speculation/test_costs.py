@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from dflash_serve.speculation.costs import GUESSED, NODES, CostModel, LearntCosts, StepCosts
+from dflash_serve.speculation.costs import GUESSED, NO_CONTEXT, NODES, CostModel, LearntCosts, StepCosts
 
 MEASURED = CostModel(target={1: 1.0, 2: 1.3, 8: 1.6, 64: 4.0, 256: 16.0}, draft={1: 0.3, 32: 0.6})
 
@@ -19,7 +19,8 @@ def serve(costs: StepCosts, rows: int, drafted: int, factor: float, steps: int, 
     """Steps that take `factor` times what was measured, give or take 5 %."""
     noise = np.random.default_rng(seed)
     for _ in range(steps):
-        costs.observe(rows, drafted, 0, _measured(rows, drafted) * factor * float(np.exp(0.05 * noise.normal())))
+        taken = _measured(rows, drafted) * factor * float(np.exp(0.05 * noise.normal()))
+        costs.observe(rows, drafted, NO_CONTEXT, taken)
 
 
 def _measured(rows: int, drafted: int) -> float:
@@ -68,7 +69,7 @@ def test_one_step_that_took_very_long_changes_little_and_nothing_of_one_width_be
     costs = StepCosts(MEASURED)
     serve(costs, 8, 8, 1.0, 100)
     before = ratio(costs)
-    costs.observe(8, 8, 0, 50 * _measured(8, 8))
+    costs.observe(8, 8, NO_CONTEXT, 50 * _measured(8, 8))
     assert seconds(costs, 8, 8) == pytest.approx(_measured(8, 8), rel=0.2)
     assert ratio(costs) == pytest.approx(before, rel=0.02)
     serve(costs, 8, 8, 1.0, 1)
@@ -163,9 +164,9 @@ def test_steps_alike_may_be_learnt_at_once_and_one_that_was_disturbed_counts_for
     for number in range(20):
         disturbed = 5.0 if number % 5 == 4 else 1.1
         seconds = [factor * _measured(8, 8) for factor in (1.1, disturbed, 1.1, 1.1)]
-        together.observe(8, 8, 0, *seconds)
+        together.observe(8, 8, NO_CONTEXT, *seconds)
         for each in seconds:
-            single.observe(8, 8, 0, each)
+            single.observe(8, 8, NO_CONTEXT, each)
     rows = np.array([8])
     assert together.of_steps(rows, rows) == pytest.approx(single.of_steps(rows, rows), rel=0.05)
     assert together.of_steps(rows, rows) < 1.4 * _measured(8, 8)  # the mean is 2.1
