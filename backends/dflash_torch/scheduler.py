@@ -28,7 +28,7 @@ from .speculator import Speculator
 
 CROWD = 8
 """Requests from which on keeping features costs a noticeable part of a step (1 % of it at 32, injection as much)."""
-WORTH, WORTH_IN_A_CROWD = 2048, 64
+WORTH, WORTH_IN_A_CROWD = 2048, 32
 """Tokens of a prompt that take as long as drafts save an answer, where they pay: half of a second or two, or next to
 nothing of each request's share of a step."""
 BACKLOG = 256

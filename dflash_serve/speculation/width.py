@@ -89,6 +89,8 @@ MARGIN: Final = 0.005
 """What a wider or a narrower block than the best may cost beside it, as a share of the step, to learn of it."""
 TELLING: Final = 1 / 3
 """What a step without a draft must settle, of what is not known of costs, to be tried for that."""
+READY: Final = 0.01
+"""What drafts must gain at least: being ready for them costs an engine that much beside the steps themselves."""
 REST, AWAKE = 64, 8
 """Steps without a draft after which speculation is resting; so many are left after a draft that was only a trial."""
 HELD: Final = 8
@@ -202,7 +204,8 @@ class AutoWidth:
         doubt = np.where(choices.drafted > 0, self.costs.doubt(len(known), choices.rows), 0.0)
         cost = seconds / seconds[0]
         loss = cost - choices.tokens(feared) / len(known)
-        rate, hoped_for = choices.tokens(known) / seconds, choices.tokens(hoped) / seconds
+        paid = np.where(choices.drafted > 0, seconds, seconds / (1 + READY))
+        rate, hoped_for = choices.tokens(known) / paid, choices.tokens(hoped) / paid
         self._narrow = not self._narrow
         payable = self.account.payable(loss, rate, len(known))
         choice, price, stands = self._choice(rate, hoped_for, cost, payable, doubt, self.account.funds(len(known)))

@@ -184,6 +184,15 @@ def test_speculation_rests_after_long_without_a_draft_and_wakes_with_one() -> No
     assert not awake.resting
 
 
+@pytest.mark.parametrize(("gain", "drafts"), [(0.004, False), (0.04, True)])
+def test_drafts_that_gain_less_than_being_ready_for_them_costs_are_but_trials(gain: float, drafts: bool) -> None:
+    tokens = 1.4
+    cost = CostModel(target={8: 1.0, 16: 1.2}, draft={8: tokens / (1 + gain) - 1.2})
+    policy = AutoWidth(cost, 2, known_survival=[tokens - 1], believed=True)
+    _, drafted = serve(policy, lambda step, request: int((2 * step + request) % 5 < 2), 8, 1000, cost)
+    assert (drafted == 1000) if drafts else (drafted < 500)
+
+
 def test_a_trial_of_nobody_costs_nothing_and_keeps_speculation_awake() -> None:
     """A crowd that lived through a rest cannot be drafted for; who joins while speculation is awake can."""
     policy, off = AutoWidth(NEARLY, 8, known_survival=[0.5] * 7), NEARLY.target[1]
