@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_serve.backend import Command, Engine, Prompt, ServerBackend
+from dflash_serve.backend import Command, Engine, LookingBackend, Prompt
 from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.checkpoint.reader import read_drafter
@@ -32,7 +32,7 @@ from .launch import (
     server_environment,
     with_batch_size,
 )
-from .waiting import choose_waiting
+from .waiting import choose_waiting, waiting_here
 
 if TYPE_CHECKING:
     from .engine import EmbeddedEngine
@@ -48,7 +48,7 @@ HONOURED = {
 """Fields of a Deployment that this backend acts on; any other must be left at its default."""
 
 
-class EmbeddedBackend(ServerBackend, DiagnosableBackend):
+class EmbeddedBackend(LookingBackend, DiagnosableBackend):
     """PyTorch in this process: one device, Llama- and Qwen-family targets, unquantised."""
 
     name = "torch"
@@ -148,6 +148,10 @@ class EmbeddedBackend(ServerBackend, DiagnosableBackend):
         argv = (sys.executable, "-m", "dflash_torch.server", str(folder.resolve() / DEPLOYMENT_FILE))
         listening = {f"{SETTINGS_PREFIX}HOST": host, f"{SETTINGS_PREFIX}PORT": str(port)}
         return Command(argv, {**listening, **server_environment(deployment)})
+
+    def look(self) -> Mapping[str, str]:
+        """How threads wait."""
+        return waiting_here()
 
 
 def _unsupported(deployment: Deployment) -> list[Problem]:

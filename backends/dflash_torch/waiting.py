@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from time import sleep
 
@@ -24,15 +24,16 @@ IDLE = 0.9
 
 def choose_waiting(environment: MutableMapping[str, str] = os.environ, stat: Path = Path("/proc/stat")) -> None:
     """Sets OpenMP's variables, unless they are set, PyTorch is loaded, or nothing is known of the machine."""
-    if "torch" in sys.modules or any(name in environment for name in CHOSEN_ALREADY):
-        return
-    idle = _idle(stat)
+    if "torch" not in sys.modules:
+        environment.update(waiting_here(environment, stat))
+
+
+def waiting_here(environment: Mapping[str, str] = os.environ, stat: Path = Path("/proc/stat")) -> dict[str, str]:
+    """OpenMP's variables that suit the machine as it is now; none where some are set, or nothing is known."""
+    idle = None if any(name in environment for name in CHOSEN_ALREADY) else _idle(stat)
     if idle is None:
-        return
-    if idle >= IDLE:
-        environment["GOMP_SPINCOUNT"] = SPINS
-    else:
-        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+        return {}
+    return {"GOMP_SPINCOUNT": SPINS} if idle >= IDLE else {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _idle(stat: Path) -> float | None:

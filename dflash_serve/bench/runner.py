@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from dflash_serve.backend import LookingBackend
 from dflash_serve.bench.aiperf import Aiperf, Job, RequestSettings, find_aiperf, load_dataset
 from dflash_serve.bench.report import ReportData, write_report
 from dflash_serve.bench.results import Identity, Run, RunFolder
@@ -50,6 +51,8 @@ class Bench:
         self.tokenizer = settings.tokenizer or own
         self.folder = RunFolder(settings.output)
         self.cells = schedule(list(self.variants), settings)
+        self.env: Mapping[str, str] = {}
+        """Of all servers that are started."""
 
     def run(self, report_run: Callable[[Run, int, int], None]) -> list[Path]:
         """Measures what is missing, then writes the report.
@@ -90,6 +93,7 @@ class Bench:
         """
         self.work.mkdir(parents=True, exist_ok=True)
         aiperf = Aiperf(self.dataset, self.request, self.tokenizer, self.api_key)
+        self.env = self.backend.look() if isinstance(self.backend, LookingBackend) else {}
         running: dict[str, Endpoint] = {}
         with ExitStack() as servers:
             for cell in self.missing():
@@ -119,7 +123,8 @@ class Bench:
         url = self.variants[name]
         if isinstance(url, Deployment):
             assert self.backend is not None
-            url = servers.enter_context(running_server(self.backend, url, self.work / f"{slug(name)}.server"))
+            folder = self.work / f"{slug(name)}.server"
+            url = servers.enter_context(running_server(self.backend, url, folder, env=self.env))
         endpoint = Endpoint(url, api_key=self.api_key)
         if self.settings.warm_up:
             users = max(self.settings.concurrency)

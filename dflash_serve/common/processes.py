@@ -28,12 +28,18 @@ TAIL = 5
 
 @contextmanager
 def running_server(
-    backend: ServerBackend, deployment: Deployment, folder: Path, *, patience: float = PATIENCE_SECONDS
+    backend: ServerBackend,
+    deployment: Deployment,
+    folder: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    patience: float = PATIENCE_SECONDS,
 ) -> Iterator[str]:
     """The URL of a server that is ready; it and its children are gone when the block ends, however it ends.
 
     Args:
         folder: what the server reads is written there, and its log, `server.log`, stays there.
+        env: set on top of this process's environment, and of the backend's.
         patience: seconds until it must be ready.
 
     Raises:
@@ -47,7 +53,7 @@ def running_server(
     port, log = free_port(), folder / "server.log"
     command = backend.command(deployment, folder, port=port)
     require_program(command.argv, backend.name)
-    process = _start(command.argv, log, {**os.environ, **command.env})
+    process = _start(command.argv, log, {**os.environ, **command.env, **(env or {})})
     try:
         url = f"http://127.0.0.1:{port}"
         _wait(process, url + backend.facts.probes.ready, log, patience)

@@ -18,7 +18,7 @@ from dflash_torch.facts import FACTS
 from tests.support.bench_sites import settings
 
 SERVER = """
-import http.server, json, sys
+import http.server, json, os, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     asked = 0
     def do_GET(self):
@@ -26,7 +26,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         loading = self.path == "/ready" and Handler.asked < 5
         self.send_response(503 if loading else 404 if self.path == "/metrics" else 200)
         self.end_headers()
-        self.wfile.write(json.dumps({"data": [{"id": sys.argv[2]}]}).encode())
+        self.wfile.write(json.dumps({"data": [{"id": sys.argv[2] + os.environ.get("SEEN", "")}]}).encode())
     def log_message(self, *_): pass
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
@@ -53,6 +53,16 @@ class Fake:
         return Command((sys.executable, "-c", self.program, str(port), str(deployment.speculation.width)))
 
 
+class Looking(Fake):
+    """One that looks at the machine."""
+
+    looked = 0
+
+    def look(self) -> dict[str, str]:
+        self.looked += 1
+        return {"SEEN": f", look {self.looked}"}
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> dict[str, Any]:
     """Settings of two variants of one deployment."""
@@ -70,6 +80,10 @@ def answers(url: str) -> bool:
 def quiet(*_: object) -> None: ...
 
 
+UNKNOWN: Any = dict.fromkeys(("first_token_ms", "first_token_p99_ms", "inter_token_ms"))
+FIGURES = Figures(requests=1, errors=0, output_tokens=1.0, seconds=1.0, throughput=1.0, interactivity=1.0, **UNKNOWN)
+
+
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_in_turn_there_is_never_more_than_one(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, in_turn: bool
@@ -84,10 +98,7 @@ def test_in_turn_there_is_never_more_than_one(
         nonlocal most
         seen[job.model] = job.url
         most = max(most, sum(answers(url) for url in seen.values()))
-        unknown: Any = dict.fromkeys(("first_token_ms", "first_token_p99_ms", "inter_token_ms"))
-        return Figures(
-            requests=1, errors=0, output_tokens=1.0, seconds=1.0, throughput=1.0, interactivity=1.0, **unknown
-        )
+        return FIGURES
 
     monkeypatch.setattr(Aiperf, "run", run)
     bench = Bench(settings(**small, in_turn=in_turn))
@@ -97,6 +108,22 @@ def test_in_turn_there_is_never_more_than_one(
     assert backend.prepared == (3 if in_turn else 2)  # in turn: 2, 3, and 2 again; the second round begins with 3
     assert not any(answers(url) for url in seen.values())
     assert len(bench.folder.runs()) == 8
+
+
+def test_servers_that_are_compared_have_seen_the_machine_at_the_same_moment(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_serve.bench.settings.server_backend", lambda _: Looking())
+    monkeypatch.setattr("dflash_serve.bench.runner.find_aiperf", lambda: ["aiperf"])
+    seen: list[str] = []
+
+    def run(_: Aiperf, job: Job) -> Figures:
+        seen.append(job.model)
+        return FIGURES
+
+    monkeypatch.setattr(Aiperf, "run", run)
+    Bench(settings(**small)).run(quiet)
+    assert set(seen) == {"2, look 1", "3, look 1"}
 
 
 def test_a_server_that_ends_is_quoted_with_the_log_that_names_its_variant(
