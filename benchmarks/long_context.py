@@ -87,8 +87,8 @@ class Bench:
         ids = self.tokenize(user(f"{self.before}\n\n{self.questions[turn % QUESTIONS]}"))
         shared = next(n for n, (one, other) in enumerate(zip(alone, ids, strict=False)) if one != other)
         question = ids[shared:]
-        if size > len(ids):
-            raise typer.BadParameter(f"HumanEval's functions are {len(ids)} tokens, not {size}")
+        if not len(question) < size <= len(ids):
+            raise typer.BadParameter(f"--contexts {size}: give {len(question) + 1} to {len(ids)}, what HumanEval has")
         return ids[: size - len(question)] + question
 
     def round(self, size: int, turn: int) -> dict[str, Decoded]:

@@ -34,6 +34,7 @@ from rich.table import Table
 
 from benchmarks.decoding import measured_on, write_report
 from dflash_serve.bench.settings import AUTO, OFF, deployed_variants
+from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import ServerReading, read_server
 from dflash_serve.common.processes import running_server
 from dflash_serve.common.provenance import versions
@@ -59,6 +60,7 @@ class Server(NamedTuple):
     """One way's, and its process."""
 
     url: str
+    model: str
     pid: int
 
     def go_on(self) -> None:
@@ -112,7 +114,7 @@ def start(deployment: Deployment, ways: list[str], stack: ExitStack) -> tuple[di
         before = _children()
         url = stack.enter_context(running_server(backend, variant, folder / way.replace(" ", "-"), env=env))
         (pid,) = _children() - before
-        servers[way] = Server(url, pid)
+        servers[way] = Server(url, Endpoint(url).served_model, pid)
         stack.callback(servers[way].go_on)  # one that is stopped does not hear that it is to end
         servers[way].stop()
     return servers, env
@@ -141,13 +143,14 @@ class Load:
                 luck.shuffle(order)
                 for way in order:
                     done = await self._turn(self.servers[way])
+                    for task in asking:
+                        if task.done():
+                            task.result()  # it only ends by what is wrong
                     if turn >= WARM_UP:
                         found[way].append(done)
             for server in self.servers.values():
                 server.go_on()
             for task in asking:
-                if task.done():
-                    task.result()  # it only ends by what is wrong
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
             for server in self.servers.values():
@@ -169,7 +172,7 @@ class Load:
         work = self._work()
         async with asyncio.TaskGroup() as group:
             for _ in range(self.users):
-                group.create_task(_user(client, server.url, work))
+                group.create_task(_user(client, server, work))
 
     def _work(self) -> Iterator[tuple[Messages, int]]:
         luck = Random(self.users)
@@ -177,11 +180,11 @@ class Load:
             yield luck.choice(self.prompts), luck.randint(*ANSWERS)
 
 
-async def _user(client: httpx.AsyncClient, url: str, work: Iterator[tuple[Messages, int]]) -> None:
+async def _user(client: httpx.AsyncClient, server: Server, work: Iterator[tuple[Messages, int]]) -> None:
     for messages, tokens in work:
-        body: dict[str, Any] = {"model": "any", "messages": messages, "max_tokens": tokens, "temperature": 0}
+        body: dict[str, Any] = {"model": server.model, "messages": messages, "max_tokens": tokens, "temperature": 0}
         body |= {"stream": True, "ignore_eos": True}
-        async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+        async with client.stream("POST", f"{server.url}/v1/chat/completions", json=body) as answer:
             answer.raise_for_status()
             async for _ in answer.aiter_bytes():
                 pass
