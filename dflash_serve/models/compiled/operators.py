@@ -18,8 +18,9 @@ from dflash_serve.models.layers import PlainOperators, RMSNorm
 DTYPES = (torch.float32, torch.bfloat16)
 WORTH_THREADS = 2**16
 """Numbers read or written from which on waking another thread costs less than it saves."""
-MOST_PAIRS = 4096
-"""Rows times keys of a span: beyond, in a prefill or a block far into a long context, PyTorch's matrix products win."""
+MOST_PAIRS = 2**20
+"""Rows times keys of a span; longer prefills are left to PyTorch. What threads find of 512 keys each, before it is put
+together, takes 32 MB then where a row has 4,096 numbers."""
 MOST_DIM = 1024
 """Of a head; the source's own limit."""
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -32,6 +33,88 @@ inline void put(bfloat16 &place, float x) {  // to the nearest, ties to even
     std::memcpy(&bits, &x, 4);
     place.bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+
+#if defined(__AVX512F__)
+constexpr int64_t LANES = 16;  // of a vector: keys side by side, or numbers of a value
+constexpr int VECTORS = 2, SCORE_ROWS = 8, VALUE_VECTORS = 16;  // of tiles whose sums stay in registers
+#elif defined(__AVX__)
+constexpr int64_t LANES = 8;
+constexpr int VECTORS = 2, SCORE_ROWS = 4, VALUE_VECTORS = 8;
+#else
+constexpr int64_t LANES = 4;
+constexpr int VECTORS = 2, SCORE_ROWS = 4, VALUE_VECTORS = 16;
+#endif
+constexpr int64_t MOST_DIM = 1024;  // of a head
+constexpr int64_t CHUNK = 512;  // keys that one thread attends to: of a longer context each thread takes some
+constexpr int64_t NEAR = 64;  // keys whose values stay in the first cache while all query rows read them
+constexpr float UNSEEN = -1e30f;
+
+typedef float Floats __attribute__((vector_size(4 * LANES), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int32_t Places __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+inline Floats load(const float *from) {
+    Floats out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
+}
+inline Floats load(const bfloat16 *from) {
+    Halves bits;
+    std::memcpy(&bits, from, sizeof bits);
+    return (Floats)(__builtin_convertvector(bits, Words) << 16);
+}
+template <class T>
+inline Floats load(const T *from, int64_t count) {  // zeros behind `count` numbers
+    if (count >= LANES) return load(from);
+    T some[LANES] = {};
+    std::memcpy(some, from, count * sizeof(T));
+    return load(some);
+}
+
+// Rows of LANES numbers to columns: log2(LANES) times, the numbers of the first half's rows between those of the second's.
+inline void turn(Floats (&x)[LANES]) {
+#ifdef __clang__
+    float rows[LANES][LANES], columns[LANES][LANES];
+    std::memcpy(rows, x, sizeof rows);
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < LANES; j++) columns[j][i] = rows[i][j];
+    std::memcpy(x, columns, sizeof columns);
+#else
+    Places low, high;
+    for (int i = 0; i < LANES; i++) low[i] = i / 2 + i % 2 * LANES;
+    high = low + int(LANES / 2);
+    for (int size = LANES; size > 1; size /= 2) {
+        Floats mixed[LANES];
+        for (int i = 0; i < LANES / 2; i++) {
+            mixed[2 * i] = __builtin_shuffle(x[i], x[i + LANES / 2], low);
+            mixed[2 * i + 1] = __builtin_shuffle(x[i], x[i + LANES / 2], high);
+        }
+        std::memcpy(x, mixed, sizeof mixed);
+    }
+#endif
+}
+
+// Keys [count, dim], LANES of them at most, side by side: [dim] vectors, zeros in the lanes of none.
+template <class T>
+void transpose(const T *keys, int64_t count, int64_t dim, Floats *out) {
+    for (int64_t from = 0; from < dim; from += LANES) {
+        Floats square[LANES] = {};
+        for (int64_t key = 0; key < std::min(count, LANES); key++)
+            square[key] = load(keys + key * dim + from, dim - from);
+        turn(square);
+        std::copy(square, square + std::min(LANES, dim - from), out + from);
+    }
+}
+
+// Numbers that vectors may lie in.
+struct Aligned {
+    explicit Aligned(int64_t size) : data(static_cast<float *>(std::aligned_alloc(64, (size * 4 + 63) / 64 * 64))) {}
+    ~Aligned() { std::free(data); }
+    Aligned(const Aligned &) = delete;
+    Aligned &operator=(const Aligned &) = delete;
+    float *data;
+};
 
 template <class T>
 float inverse_root_mean_square(const T *x, int64_t size, float eps) {
@@ -77,12 +160,10 @@ struct Shape {
     float eps;
 };
 
-constexpr int64_t TILE = 64;  // keys whose values stay in the first cache while all query rows read them
-
 // x [dim], normed if there is a weight and rotated: halves (a, b) -> (a cos - b sin, b cos + a sin); sin has the sign.
 template <class T>
 void rotate(const T *x, const T *weight, const float *cos, const float *sin, int64_t dim, float eps, float *out) {
-    float scaled[1024];
+    float scaled[MOST_DIM];
     const float scale = weight == nullptr ? 1 : inverse_root_mean_square(x, dim, eps);
     for (int64_t i = 0; i < dim; i++) scaled[i] = up(x[i]) * scale * (weight == nullptr ? 1 : up(weight[i]));
     const int64_t half = dim / 2;
@@ -90,117 +171,228 @@ void rotate(const T *x, const T *weight, const float *cos, const float *sin, int
     for (int64_t i = half; i < dim; i++) out[i] = scaled[i] * cos[i] + scaled[i - half] * sin[i];
 }
 
-template <int D, class T>
-inline float dot(const float *q, const T *key, int64_t dim) {
-    const int64_t size = D ? D : dim;
-    float sum = 0;
-    for (int64_t i = 0; i < size; i++) sum += q[i] * up(key[i]);
-    return sum;
+// Calls work.run<R>(row) for all rows, R = MOST at a time and once fewer.
+template <int MOST, class Work>
+void in_strips(int64_t rows, const Work &work) {
+    int64_t row = 0;
+    for (; row + MOST <= rows; row += MOST) work.template run<MOST>(row);
+    switch (rows - row) {
+        case 1: return work.template run<1>(row);
+        case 2: return work.template run<2>(row);
+        case 3: return work.template run<3>(row);
+        case 4: return work.template run<4>(row);
+        case 5: return work.template run<5>(row);
+        case 6: return work.template run<6>(row);
+        case 7: return work.template run<7>(row);
+    }
 }
 
-// One key head of one span: rotates and stores its keys, stores its values, and attends with its query heads.
+// Queries [rows, dim] times keys, which lie side by side [dim, LANES] a vector: scores [rows, CHUNK].
+template <int D>
+struct Scores {
+    const float *queries;
+    const Floats *keys;  // [VECTORS, dim]
+    float *scores;
+    int64_t size;
+
+    template <int R>
+    void run(int64_t row) const {
+        const int64_t dim = D ? D : size;
+        Floats sums[R][VECTORS] = {};
+        for (int64_t i = 0; i < dim; i++)
+            for (int r = 0; r < R; r++)
+                for (int n = 0; n < VECTORS; n++) sums[r][n] += queries[(row + r) * dim + i] * keys[n * dim + i];
+        for (int r = 0; r < R; r++) std::memcpy(scores + (row + r) * CHUNK, sums[r], sizeof sums[r]);
+    }
+};
+
+// Adds `count` values [count, dim], weighted by weights [rows, CHUNK], to sums [rows, vectors of dim].
 template <int D, class T>
-struct Head {
+struct Values {
+    static constexpr int ROWS = D ? std::clamp<int>(VALUE_VECTORS / (D / LANES), 1, 8) : 1;
+    const float *weights;
+    const T *values;
+    Floats *sums;
+    int64_t count, size;
+
+    template <int R>
+    void run(int64_t row) const {
+        const int64_t dim = D ? D : size, vectors = (dim + LANES - 1) / LANES;
+        Floats kept[R][(D ? D : MOST_DIM) / LANES];
+        for (int r = 0; r < R; r++)
+            for (int64_t n = 0; n < vectors; n++) kept[r][n] = sums[(row + r) * vectors + n];
+        for (int64_t key = 0; key < count; key++)
+            for (int64_t n = 0; n < vectors; n++) {
+                const Floats value = load(values + key * dim + n * LANES, D ? LANES : dim - n * LANES);
+                for (int r = 0; r < R; r++) kept[r][n] += weights[(row + r) * CHUNK + key] * value;
+            }
+        for (int r = 0; r < R; r++)
+            for (int64_t n = 0; n < vectors; n++) sums[(row + r) * vectors + n] = kept[r][n];
+    }
+};
+
+// What a row has of the keys of one chunk: its values' sum, weighted by exp(score - most), the sum of the weights, and
+// the largest score; the weights' sum is 0 where the row sees none of them.
+struct Part {
+    const float *sum;
+    float total, most;
+};
+
+// One chunk of the keys of one key head of one span: those of the span's own rows are rotated and stored with their
+// values, and the head's query rows attend to all of them.
+template <int D, class T>
+struct Task {
     const Shape &shape;
     const Span &span;
     const T *qkv;
     const float *cos, *sin;
     const T *q_weight, *k_weight;
     T *keys, *values;  // of the entry and key head, [capacity, dim]
-    T *out;
-    int64_t head;
+    int64_t head, begin, end;
 
     int64_t dim() const { return D ? D : shape.dim; }
+    int64_t vectors() const { return (dim() + LANES - 1) / LANES; }
+    int64_t groups() const { return shape.heads / shape.kv_heads; }
+    // Query rows: r is query head r % groups of the span's row r / groups.
+    int64_t rows() const { return span.length * groups(); }
     const T *part(int64_t row, int64_t number) const {
         return qkv + ((span.row + row) * (shape.heads + 2 * shape.kv_heads) + number) * dim();
     }
 
     void store() const {
-        float rotated[1024];
-        for (int64_t row = 0; row < span.length; row++) {
-            const int64_t place = (span.start + row) * dim(), angle = (span.row + row) * dim();
+        float rotated[MOST_DIM];
+        for (int64_t place = std::max(begin, span.start); place < end; place++) {
+            const int64_t row = place - span.start, angle = (span.row + row) * dim();
             rotate(part(row, shape.heads + head), k_weight, cos + angle, sin + angle, dim(), shape.eps, rotated);
-            for (int64_t i = 0; i < dim(); i++) put(keys[place + i], rotated[i]);
+            for (int64_t i = 0; i < dim(); i++) put(keys[place * dim() + i], rotated[i]);
             const T *value = part(row, shape.heads + shape.kv_heads + head);
-            std::memcpy(values + place, value, dim() * sizeof(T));
+            std::memcpy(values + place * dim(), value, dim() * sizeof(T));
         }
     }
 
-    // The keys [first, last) that a row sees.
+    // The keys [first, last) of the chunk that a row sees, counted from its first.
     int64_t first(int64_t row) const {
-        return shape.window ? std::max<int64_t>(0, span.start + row - shape.window + 1) : 0;
+        const int64_t low = shape.window ? span.start + row - shape.window + 1 : 0;
+        return std::clamp<int64_t>(low - begin, 0, end - begin);
     }
     int64_t last(int64_t row) const {
-        const int64_t place = span.start + row, end = span.start + span.length;
-        if (shape.causal) return place + 1;
-        return shape.window ? std::min(end, place + shape.window) : end;
+        const int64_t place = span.start + row;
+        const int64_t high = shape.causal ? place + 1 : shape.window ? place + shape.window : end;
+        return std::clamp<int64_t>(high - begin, 0, end - begin);
     }
 
-    void attend(std::vector<float> &scratch) const {
-        const int64_t groups = shape.heads / shape.kv_heads, rows = span.length * groups;
-        const int64_t end = span.start + span.length, begin = first(0), count = end - begin;
-        scratch.resize(rows * (2 * dim() + count));
-        float *queries = scratch.data(), *sums = queries + rows * dim(), *scores = sums + rows * dim();
-        std::fill(sums, scores, 0.0f);
+    // Numbers that `attend` needs: queries [rows, dim], scores [rows, CHUNK], keys side by side.
+    int64_t scratch() const { return rows() * (dim() + CHUNK) + VECTORS * LANES * dim(); }
+
+    // Fills sums [rows, vectors * LANES] and each row's part.
+    void attend(float *scratch, float *sums, Part *parts) const {
+        float *side_by_side = scratch, *queries = side_by_side + VECTORS * LANES * dim();
+        float *scores = queries + rows() * dim();
         const float scale = 1 / std::sqrt(float(dim()));
-        for (int64_t r = 0; r < rows; r++) {  // row r: query head r % groups of the span's row r / groups
-            const int64_t row = r / groups, angle = (span.row + row) * dim();
+        for (int64_t r = 0; r < rows(); r++) {
+            const int64_t row = r / groups(), angle = (span.row + row) * dim();
             float *query = queries + r * dim();
-            rotate(part(row, head * groups + r % groups), q_weight, cos + angle, sin + angle, dim(), shape.eps, query);
+            const T *projected = part(row, head * groups() + r % groups());
+            rotate(projected, q_weight, cos + angle, sin + angle, dim(), shape.eps, query);
             for (int64_t i = 0; i < dim(); i++) query[i] *= scale;
         }
-        for (int64_t key = begin; key < end; key++)
-            for (int64_t r = 0; r < rows; r++)
-                scores[r * count + key - begin] = dot<D>(queries + r * dim(), keys + key * dim(), dim());
-        for (int64_t r = 0; r < rows; r++) softmax(scores + r * count - begin, first(r / groups), last(r / groups));
-        for (int64_t from = begin; from < end; from += TILE)
-            for (int64_t r = 0; r < rows; r++) {
-                const int64_t row = r / groups;
-                const int64_t low = std::max(from, first(row)), high = std::min(from + TILE, last(row));
-                add_values(scores + r * count - begin, low, high, sums + r * dim());
+        Floats *tile = reinterpret_cast<Floats *>(side_by_side), *own = reinterpret_cast<Floats *>(sums);
+        for (int64_t from = 0; from < end - begin; from += VECTORS * LANES) {
+            for (int64_t n = 0; n < VECTORS; n++) {
+                const int64_t key = begin + from + n * LANES;
+                transpose(keys + key * dim(), end - key, dim(), tile + n * dim());
             }
-        for (int64_t r = 0; r < rows; r++) {
-            T *place = out + ((span.row + r / groups) * shape.heads + head * groups + r % groups) * dim();
-            for (int64_t i = 0; i < dim(); i++) put(place[i], sums[r * dim() + i]);
+            in_strips<SCORE_ROWS>(rows(), Scores<D>{queries, tile, scores + from, dim()});
         }
+        for (int64_t r = 0; r < rows(); r++)
+            parts[r] = weigh(scores + r * CHUNK, first(r / groups()), last(r / groups()));
+        std::fill(sums, sums + rows() * vectors() * LANES, 0.0f);
+        for (int64_t from = first(0); from < end - begin; from += NEAR) {
+            const int64_t count = std::min(NEAR, end - begin - from);
+            const Values<D, T> some{scores + from, values + (begin + from) * dim(), own, count, dim()};
+            in_strips<Values<D, T>::ROWS>(rows(), some);
+        }
+        for (int64_t r = 0; r < rows(); r++) parts[r].sum = sums + r * vectors() * LANES;
     }
 
-    static void softmax(float *scores, int64_t low, int64_t high) {
-        float most = scores[low], sum = 0;
-        for (int64_t key = low; key < high; key++) most = std::max(most, scores[key]);
-        for (int64_t key = low; key < high; key++) {
+    // Scores to weights, 0 where a row does not look.
+    Part weigh(float *scores, int64_t low, int64_t high) const {
+        const int64_t count = (end - begin + LANES - 1) / LANES * LANES;
+        std::fill(scores, scores + low, UNSEEN);
+        std::fill(scores + high, scores + count, UNSEEN);
+        float most = UNSEEN, total = 0;
+        for (int64_t key = 0; key < count; key++) most = std::max(most, scores[key]);
+        if (low >= high) std::fill(scores, scores + count, 0.0f);
+        if (low >= high) return {nullptr, 0, most};
+        for (int64_t key = 0; key < count; key++) {
             scores[key] = std::exp(scores[key] - most);
-            sum += scores[key];
+            total += scores[key];
         }
-        const float scale = 1 / sum;
-        for (int64_t key = low; key < high; key++) scores[key] *= scale;
-    }
-
-    void add_values(const float *weights, int64_t low, int64_t high, float *sums) const {
-        float kept[D ? D : 1024];  // in registers, where D is known
-        std::memcpy(kept, sums, dim() * sizeof(float));
-        for (int64_t key = low; key < high; key++) {
-            const T *value = values + key * dim();
-            for (int64_t i = 0; i < dim(); i++) kept[i] += weights[key] * up(value[i]);
-        }
-        std::memcpy(sums, kept, dim() * sizeof(float));
+        return {nullptr, total, most};
     }
 };
+
+// A row's output [dim] from its parts, `stride` apart.
+template <class T>
+void finish(const Part *parts, int64_t stride, int64_t count, int64_t dim, T *out) {
+    float most = UNSEEN, total = 0, sum[MOST_DIM] = {};
+    for (int64_t c = 0; c < count; c++)
+        if (parts[c * stride].total > 0) most = std::max(most, parts[c * stride].most);
+    for (int64_t c = 0; c < count; c++) {
+        const Part &part = parts[c * stride];
+        if (part.total == 0) continue;
+        const float weight = std::exp(part.most - most);
+        total += weight * part.total;
+        for (int64_t i = 0; i < dim; i++) sum[i] += weight * part.sum[i];
+    }
+    const float scale = 1 / total;
+    for (int64_t i = 0; i < dim; i++) put(out[i], sum[i] * scale);
+}
 
 // qkv [rows, heads + 2 kv_heads, dim] of all spans after one another -> out [rows, heads, dim].
 // keys and values: one layer of a K/V cache, [entries, kv_heads, capacity, dim]; cos and sin [rows, dim].
 template <int D, class T>
 void attend(const T *qkv, const float *cos, const float *sin, const T *q_weight, const T *k_weight, T *keys, T *values,
             const Span *spans, int64_t count, T *out, const Shape &shape, int threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int64_t task = 0; task < count * shape.kv_heads; task++) {
-        static thread_local std::vector<float> scratch;
-        const Span &span = spans[task / shape.kv_heads];
-        const int64_t head = task % shape.kv_heads;
-        const int64_t place = (span.entry * shape.kv_heads + head) * shape.capacity * shape.dim;
-        const Head<D, T> work{shape, span, qkv, cos, sin, q_weight, k_weight, keys + place, values + place, out, head};
-        work.store();
-        work.attend(scratch);
+    const int64_t dim = D ? D : shape.dim, padded = (dim + LANES - 1) / LANES * LANES;
+    const int64_t groups = shape.heads / shape.kv_heads;
+    std::vector<Task<D, T>> tasks;
+    std::vector<int64_t> places, firsts;  // of tasks' parts, and of the first task of each span's key heads
+    int64_t rows = 0, scratch = 0;
+    for (int64_t n = 0; n < count; n++)
+        for (int64_t head = 0; head < shape.kv_heads; head++) {
+            const Span &span = spans[n];
+            const int64_t place = (span.entry * shape.kv_heads + head) * shape.capacity * dim;
+            const int64_t end = span.start + span.length;
+            const int64_t seen = shape.window ? std::max<int64_t>(0, span.start - shape.window + 1) : 0;
+            firsts.push_back(tasks.size());
+            for (int64_t from = seen / CHUNK * CHUNK; from < end; from += CHUNK) {
+                tasks.push_back({shape, span, qkv, cos, sin, q_weight, k_weight, keys + place, values + place, head, from,
+                                 std::min(end, from + CHUNK)});
+                places.push_back(rows);
+                rows += tasks.back().rows();
+                scratch = std::max(scratch, tasks.back().scratch());
+            }
+        }
+    firsts.push_back(tasks.size());
+    std::vector<Part> parts(rows);
+    Aligned sums(rows * padded);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        Aligned own(scratch);
+#pragma omp for schedule(dynamic)
+        for (int64_t n = 0; n < firsts.back(); n++) {
+            tasks[n].store();
+            tasks[n].attend(own.data, sums.data + places[n] * padded, parts.data() + places[n]);
+        }
+#pragma omp for
+        for (int64_t n = 0; n < count * shape.kv_heads; n++) {
+            const Task<D, T> &task = tasks[firsts[n]];
+            for (int64_t r = 0; r < task.rows(); r++) {
+                T *place = out + ((task.span.row + r / groups) * shape.heads + task.head * groups + r % groups) * dim;
+                finish(parts.data() + places[firsts[n]] + r, task.rows(), firsts[n + 1] - firsts[n], dim, place);
+            }
+        }
     }
 }
 

@@ -19,6 +19,8 @@ from dflash_serve.models.layers import PlainOperators, RMSNorm, RotaryEmbedding,
 
 HEADS, KV_HEADS = 6, 2
 SPANS = [Span(2, 40, 4), Span(0, 0, 3), Span(3, 251, 1), Span(1, 9, 32)]
+LONG_SPANS = [Span(2, 1100, 3), Span(0, 505, 16), Span(3, 511, 1), Span(1, 1020, 8)]
+"""Several threads share these, 512 keys each."""
 KINDS = [AttentionKind(causal=causal, window=window) for causal in (True, False) for window in (None, 10, 2)]
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
@@ -29,8 +31,8 @@ def operators(dtype: torch.dtype) -> CompiledOperators:
     return found
 
 
-def filled_cache(dim: int, dtype: torch.dtype) -> KVCache:
-    cache = KVCache(layers=2, entries=4, kv_heads=KV_HEADS, capacity=300, head_dim=dim, dtype=dtype)
+def filled_cache(dim: int, dtype: torch.dtype, capacity: int = 300) -> KVCache:
+    cache = KVCache(layers=2, entries=4, kv_heads=KV_HEADS, capacity=capacity, head_dim=dim, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     cache.keys.normal_(generator=generator)
     cache.values.normal_(generator=generator)
@@ -39,7 +41,7 @@ def filled_cache(dim: int, dtype: torch.dtype) -> KVCache:
 
 def attend(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind, norms: list[RMSNorm]) -> Tensor:
     """The second layer's attention, compiled."""
-    cos, sin = RotaryEmbedding(RopeConfig(theta=10000.0), cache.keys.shape[-1], 300)(span_positions(spans))
+    cos, sin = RotaryEmbedding(RopeConfig(theta=10000.0), cache.keys.shape[-1], 1200)(span_positions(spans))
     compiled = operators(qkv.dtype).attention(cache, spans, [kind, kind], HEADS, 1e-5)
     assert compiled is not None
     return compiled.rotated(1, qkv, cos, sin, norms or None)
@@ -47,7 +49,7 @@ def attend(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind, 
 
 def plainly(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind, norms: list[RMSNorm]) -> Tensor:
     dim = cache.keys.shape[-1]
-    cos, sin = RotaryEmbedding(RopeConfig(theta=10000.0), dim, 300)(span_positions(spans))
+    cos, sin = RotaryEmbedding(RopeConfig(theta=10000.0), dim, 1200)(span_positions(spans))
     q, k, v = qkv.view(len(qkv), -1, dim).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
     q, k = (norm(x) for norm, x in zip(norms, (q, k), strict=True)) if norms else (q, k)
     attention = RaggedAttention(cache, spans, [kind, kind], HEADS)
@@ -79,14 +81,36 @@ def test_attention_is_pytorchs_and_writes_the_same_keys_and_values(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, AttentionKind(causal=True, window=600)], ids=str)
 @torch.inference_mode()
-def test_a_row_of_a_block_comes_out_bit_for_bit_as_alone(dtype: torch.dtype) -> None:
+def test_attention_to_a_long_context_is_pytorchs(kind: AttentionKind, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    qkv = torch.randn(sum(span.length for span in LONG_SPANS), (HEADS + 2 * KV_HEADS) * 64).to(dtype)
+    cache, expected_cache = (filled_cache(64, dtype, 1200) for _ in range(2))
+    for each in (cache, expected_cache):  # nothing was ever written behind the spans
+        for entry, start, length in LONG_SPANS:
+            each.keys[:, entry, :, start + length :] = float("nan")
+            each.values[:, entry, :, start + length :] = float("nan")
+    found, expected = (
+        attend(qkv, LONG_SPANS, cache, kind, []),
+        plainly(qkv, LONG_SPANS, expected_cache, kind, []),
+    )
+    near: Any = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(found, expected, **near)
+    torch.testing.assert_close(cache.keys, expected_cache.keys, equal_nan=True, **near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("start", [90, 507, 1020])  # 512 keys and more are shared out
+@pytest.mark.parametrize("window", [None, 10, 600])
+@torch.inference_mode()
+def test_a_row_of_a_block_comes_out_bit_for_bit_as_alone(start: int, window: int | None, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
-    kind = AttentionKind(causal=True, window=None)
+    kind = AttentionKind(causal=True, window=window)
     qkv = torch.randn(8, (HEADS + 2 * KV_HEADS) * 64).to(dtype)
-    alone, together = filled_cache(64, dtype), filled_cache(64, dtype)
-    rows = [attend(qkv[n : n + 1], [Span(1, 90 + n, 1)], alone, kind, []) for n in range(8)]
-    block = attend(torch.cat([qkv, qkv]), [Span(1, 90, 8), Span(3, 200, 8)], together, kind, [])
+    alone, together = (filled_cache(64, dtype, 1200) for _ in range(2))
+    rows = [attend(qkv[n : n + 1], [Span(1, start + n, 1)], alone, kind, []) for n in range(8)]
+    block = attend(torch.cat([qkv, qkv]), [Span(1, start, 8), Span(3, 200, 8)], together, kind, [])
     assert torch.equal(torch.cat(rows), block[:8])
     assert torch.equal(alone.keys[:, 1], together.keys[:, 1])
 
@@ -114,12 +138,12 @@ def test_norm_and_swiglu_are_pytorchs_and_a_rows_own(rows: int, dtype: torch.dty
 
 def test_long_spans_and_contexts_are_left_to_pytorch() -> None:
     kind = AttentionKind(causal=True, window=None)
-    cache = KVCache(layers=1, entries=1, kv_heads=KV_HEADS, capacity=5000, head_dim=8)
+    cache = KVCache(layers=1, entries=1, kv_heads=KV_HEADS, capacity=40_000, head_dim=8)
     for span, ours in (
-        (Span(0, 0, 60), True),
-        (Span(0, 0, 70), False),
-        (Span(0, 4000, 1), True),
-        (Span(0, 600, 8), False),
+        (Span(0, 0, 1024), True),
+        (Span(0, 16, 1024), False),
+        (Span(0, 39_000, 16), True),
+        (Span(0, 39_000, 32), False),
     ):
         compiled = operators(torch.float32).attention(cache, [Span(0, 0, 1), span], [kind], HEADS, 1e-5)
         assert (compiled is not None) == ours
