@@ -143,15 +143,6 @@ class ServerBackend(Backend, Protocol):
 
 
 @runtime_checkable
-class LookingBackend(ServerBackend, Protocol):
-    """One whose servers look at the machine as they start: those that are compared must have seen the same."""
-
-    def look(self) -> Mapping[str, str]:
-        """Environment of servers that need not look any more."""
-        ...
-
-
-@runtime_checkable
 class DraftingBackend(Backend, Protocol):
     """One that says of any drafter, by its heads alone, whether it serves it."""
 

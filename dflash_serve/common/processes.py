@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from dflash_serve.backend import ServerBackend
 from dflash_serve.common.http import page_status
@@ -24,6 +25,15 @@ GRACE_SECONDS = 30.0
 """From SIGTERM to SIGKILL."""
 TAIL = 5
 """Lines of a failed server's log that are shown."""
+
+
+@runtime_checkable
+class LookingBackend(ServerBackend, Protocol):
+    """One whose servers look at the machine as they start: those that are compared must have seen the same."""
+
+    def look(self) -> Mapping[str, str]:
+        """Environment of servers that need not look any more."""
+        ...
 
 
 @contextmanager

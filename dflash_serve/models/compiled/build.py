@@ -20,8 +20,13 @@ from dflash_serve.common.provenance import processor
 
 log = logging.getLogger(__name__)
 
-SOURCES = {"small.cpp": ("-ffast-math",), "linear.cpp": ("-ffp-contract=fast",)}
+SOURCES = {
+    "small.cpp": ("-ffast-math",),
+    "attention.cpp": ("-ffast-math",),
+    "linear.cpp": ("-ffp-contract=fast",),
+}
 """With flags of their own."""
+HEADERS = "numbers.h", "vectors.h"
 COMPILE = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-c")
 """The library is linked without -fopenmp: it takes the OpenMP that PyTorch has loaded, and so its threads; a second
 one would have threads of its own. Nor with -ffast-math, which would change how the whole process rounds."""
@@ -69,7 +74,14 @@ def find_compiler() -> str | None:
 
 def _key(compiler: str) -> str:
     sources = [part for name, flags in SOURCES.items() for part in (_source(name).read_text(encoding="utf-8"), *flags)]
-    parts = [*sources, *COMPILE, _output(compiler, "--version"), processor(), torch.__version__]
+    parts = [
+        *sources,
+        *(_source(name).read_text(encoding="utf-8") for name in HEADERS),
+        *COMPILE,
+        _output(compiler, "--version"),
+        processor(),
+        torch.__version__,
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 

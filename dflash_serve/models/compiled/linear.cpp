@@ -6,9 +6,9 @@
 // -ffast-math, which might order the sums of one row and of eight differently. Plain C linkage, no PyTorch headers.
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <vector>
+
+#include "numbers.h"
 
 #if defined(__AVX512BF16__) && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))  // GCC 12 says 3
 #include <immintrin.h>
@@ -27,25 +27,6 @@ constexpr int BLOCKS = 1, ROWS = 4;
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-
-struct bfloat16 {
-    uint16_t bits;
-};
-
-inline float up(float x) { return x; }
-inline float up(bfloat16 x) {
-    const uint32_t bits = uint32_t(x.bits) << 16;
-    float out;
-    std::memcpy(&out, &bits, 4);
-    return out;
-}
-
-inline void put(float &place, float x) { place = x; }
-inline void put(bfloat16 &place, float x) {  // to the nearest, ties to even
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    place.bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 
 // How weights of LANES outputs are read, word by word, and what a word of them adds to the sums of a row. PER_WORD inputs
 // lie side by side in a word; X is what rows are read as, X_PER_WORD of them for each word.
