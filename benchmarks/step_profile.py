@@ -5,7 +5,8 @@
 Floors: the bytes of weights and K/V that a step must read, over the bandwidth at which this machine reads memory
 beyond its caches; and its multiplications, over the rate of a large matrix product. A step cannot be faster than the
 larger of both. Each part runs by itself on a step's own shapes and weights; `host` is what a step of the engine
-takes beyond its parts. `target, plain` is the target's pass with PyTorch's own small operators, attention included.
+takes beyond its parts. `target, plain` is the target's pass with PyTorch's own small operators, attention included;
+`of blocks` is attention where every request verifies a block of 8 rows.
 Repetitions are interleaved; a part's time is the least of them, the median stands beside it. On a busy machine take one
 thread (`OMP_NUM_THREADS=1`): then its own CPU time counts, which others' work changes little.
 """
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.decoding import measured_on, write_report
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.common.provenance import versions
-from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.attention.ragged import RaggedAttention, ragged_attention
 from dflash_serve.models.compiled.operators import CompiledAttention
 from dflash_serve.models.kv_cache import Span, span_positions
 from dflash_serve.models.layers import CompiledLinear, PlainOperators, rotate
@@ -39,6 +40,8 @@ from dflash_torch.sampler import Sampler
 BIG = 64 * 2**20
 """Numbers of the tensor that bandwidth is measured with: 256 MiB in float32."""
 MATRIX = 1024
+BLOCK = 8
+"""Rows of a request in a step that verifies."""
 Work = Callable[[], object]
 
 
@@ -109,7 +112,7 @@ class Profile:
         self.target: TargetModel = engine.scheduler.target
         self.spans = [Span(entry, context, 1) for entry in range(size)]
         self.token_ids = [[1]] * size
-        self.cache = self.target.new_cache(size, context + 1)
+        self.cache = self.target.new_cache(size, context + BLOCK)
         self.cache.keys.normal_()
         self.cache.values.normal_()
         self.runner = TargetRunner(self.target, self.cache, 1)
@@ -149,7 +152,9 @@ class Profile:
             "target": lambda: self.runner(self.token_ids, self.spans, ()),
             "target, plain": self.plain_pass,
             "linear layers": linear,
-            "attention": self.attention(target.layers[0].qkv(x)),
+            "attention": self.attention(1),
+            "of blocks": self.attention(BLOCK),
+            "of blocks, plain": self.attention(BLOCK, plain=True),
             "norms and SwiGLU": self.small(x, target.layers[0].gate_up(x)),
             "head": lambda: target.logits(x),
             "sampling": lambda: Sampler()(requests, [[]] * rows, logits, config.eos_token_ids),
@@ -161,13 +166,18 @@ class Profile:
         self.runner(self.token_ids, self.spans, ())
         self.target.operators = kept
 
-    def attention(self, qkv: Tensor) -> Work:
-        """Rotation, K/V writes and attention of all layers."""
+    def attention(self, width: int, *, plain: bool = False) -> Work:
+        """Rotation, K/V writes and attention of all layers, `width` rows of each request; plain = PyTorch's own."""
         target, config = self.target, self.target.config
+        spans = [Span(entry, self.context, width) for entry in range(self.size)]
+        qkv = target.layers[0].qkv(torch.randn(self.size * width, config.hidden_size, dtype=target.embedding.dtype))
 
         def run() -> None:
-            cos, sin = target.rotary(span_positions(self.spans))
-            attend = target.attention(self.cache, self.spans)
+            cos, sin = target.rotary(span_positions(spans))
+            if plain:
+                attend: object = ragged_attention(self.cache, spans, config.layers, config.num_attention_heads)
+            else:
+                attend = target.attention(self.cache, spans)
             if isinstance(attend, CompiledAttention):
                 for layer in target.layers:
                     attend.rotated(layer.index, qkv, cos, sin, layer.qk_norm)

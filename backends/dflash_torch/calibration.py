@@ -218,6 +218,6 @@ def _key(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -
         drafter.config.model_dump_json(),
         json.dumps(Calibration.model_json_schema()),
         f"{block_size} {entries} {target.embedding.dtype} {len(drafter.hot_tokens or [])}",
-        f"{_machine(target.device)} {torch.__version__} {target.operators.name}",
+        f"{_machine(target.device)} {versions('torch', 'dflash-serve')} {target.operators.name}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]

@@ -93,6 +93,8 @@ READY: Final = 0.01
 """What drafts must gain at least: being ready for them costs an engine that much beside the steps themselves."""
 REST, AWAKE = 64, 8
 """Steps without a draft after which speculation is resting; so many are left after a draft that was only a trial."""
+FEW: Final = 8
+"""Requests up to which that holds; of more, steps are longer, and in proportion fewer of them will do."""
 HELD: Final = 8
 """Steps that a decision may stand for."""
 STANDS: Final = 0.1
@@ -151,7 +153,7 @@ class AutoWidth:
         self.account = Account(trusted=known_survival is not None)
         self._narrow = False
         """This decision prefers the narrowest of what is as good as the best; the next one the widest."""
-        self._off_for = 0
+        self._off_for, self._rest = 0, REST
         self._unlearnt: list[Step] = []
         self._ended: list[Hashable] = []
         """Requests that are forgotten when these are learnt."""
@@ -159,18 +161,19 @@ class AutoWidth:
 
     @property
     def resting(self) -> bool:
-        return self._off_for >= REST
+        return self._off_for >= self._rest
 
     def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
         if not request_ids:
             return []
         self.account.refill()
+        self._rest = max(2 * AWAKE, REST * FEW // max(FEW, len(request_ids)))
         ids, decision = list(request_ids), self._decision
         if decision is None or not decision.holds_for(ids):
             decision = self._decision = self._decide(ids, Context(context_tokens, len(ids)))
         decision.left -= 1
         self.account.curiosity -= decision.price
-        rested = min(self._off_for, REST - AWAKE) if decision.is_trial else 0
+        rested = min(self._off_for, self._rest - AWAKE) if decision.is_trial else 0
         self._off_for = rested if decision.drafts else self._off_for + 1
         return decision.widths.copy() if decision.drafts else [1] * len(ids)
 

@@ -193,6 +193,15 @@ def test_drafts_that_gain_less_than_being_ready_for_them_costs_are_but_trials(ga
     assert (drafted == 1000) if drafts else (drafted < 500)
 
 
+@pytest.mark.parametrize(("requests", "steps"), [(1, 64), (8, 64), (16, 32), (32, 16), (256, 16)])
+def test_the_steps_of_a_crowd_are_longer_and_fewer_of_them_let_speculation_rest(requests: int, steps: int) -> None:
+    policy = AutoWidth(DEAR, 8, known_survival=[0.01] * 7, believed=True)
+    serve(policy, lambda *_: 0, requests, steps - 1, DEAR)
+    assert not policy.resting
+    serve(policy, lambda *_: 0, requests, 1, DEAR)
+    assert policy.resting
+
+
 def test_a_trial_of_nobody_costs_nothing_and_keeps_speculation_awake() -> None:
     """A crowd that lived through a rest cannot be drafted for; who joins while speculation is awake can."""
     policy, off = AutoWidth(NEARLY, 8, known_survival=[0.5] * 7), NEARLY.target[1]
