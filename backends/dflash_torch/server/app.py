@@ -155,10 +155,12 @@ class DrainingServer(uvicorn.Server):
         """Runs until a signal and the end of the drain, or until the engine cannot be started."""
         clock, worker, ticks = asyncio.get_running_loop(), self.handler.worker, 0
         announced = False
-        while not self.handler.draining and worker.state != "broken":
-            if worker.state == "ready" and not announced:
+        while True:
+            if worker.state == "ready" and not announced:  # even if it has answered and is to end by now
                 announced = True
                 log.info("ready: %s answers on %s", self.handler.model, ", ".join(self._addresses()))
+            if self.handler.draining or worker.state == "broken":
+                break
             await self.on_tick(ticks)
             ticks += 1
             await asyncio.sleep(TICK_SECONDS)
