@@ -32,7 +32,8 @@ from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.speculation.allocation import Choices
 from dflash_serve.speculation.belief import Matrix
 from dflash_serve.speculation.costs import Context
-from dflash_serve.speculation.width import AutoWidth, Step
+from dflash_serve.speculation.policy import Step
+from dflash_serve.speculation.width import AutoWidth
 from dflash_serve.training.answers import make_data
 from dflash_serve.training.blocks import lay_out
 from dflash_serve.training.dataset import Example, load_answers, target_features

@@ -32,7 +32,8 @@ from benchmarks.simulator import STEPS, Cell, Load, Neighbour, Oracle, Synthetic
 from dflash_serve.common.provenance import commit, now
 from dflash_serve.speculation.belief import Vector
 from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.width import AutoWidth, FixedWidth, WidthPolicy
+from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
+from dflash_serve.speculation.width import AutoWidth
 
 NEVER = 1.0
 """The acceptance length of a drafter that is never right."""

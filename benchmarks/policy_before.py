@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 from typing import Final
 
 from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.width import Step
+from dflash_serve.speculation.policy import Step
 
 UNINFORMED: Final = 0.5
 
@@ -107,7 +107,9 @@ class AutoWidthBefore:
 
     resting = False
 
-    def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
+    def widths(
+        self, request_ids: Sequence[Hashable], context_tokens: int = 0, undraftable: Collection[Hashable] = ()
+    ) -> list[int]:
         requests = [self._request(request_id) for request_id in request_ids]
         prior = self._batch.conditional()
         survivals = [survival_of(request.estimate.conditional(prior)) for request in requests]

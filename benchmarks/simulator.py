@@ -18,7 +18,7 @@ import numpy as np
 from dflash_serve.speculation.allocation import choices_of
 from dflash_serve.speculation.belief import Integers, Matrix, Vector
 from dflash_serve.speculation.costs import Context, CostModel
-from dflash_serve.speculation.width import FixedWidth, Step, WidthPolicy
+from dflash_serve.speculation.policy import FixedWidth, Step, WidthPolicy
 
 DATA = Path(__file__).with_name("policy")
 STEPS = 500

@@ -16,7 +16,8 @@ from dflash_serve.common.records import read_record
 from dflash_serve.cost_table import given_survival
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts, StepCosts
-from dflash_serve.speculation.width import AutoWidth, Step
+from dflash_serve.speculation.policy import Step
+from dflash_serve.speculation.width import AutoWidth
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dflash_serve.backend import Prompt
 from dflash_serve.errors import UserError
 from dflash_serve.outputs import Chunk, RequestOutput
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.width import FixedWidth
+from dflash_serve.speculation.policy import FixedWidth
 
 from .detokenizer import Answer
 from .sampler import StepResult

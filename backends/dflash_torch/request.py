@@ -47,7 +47,7 @@ class Request:
     verified: int = 0
     """Tokens that went through the target; their K/V is in its cache."""
     injected: int = 0
-    """Tokens whose features are in the drafter's context."""
+    """Leading tokens whose features are in the drafter's context; they stay there, whatever comes behind them."""
     features: list[Tensor] = field(default_factory=list)
     """Features [rows, F*H] of tokens injected..verified, waiting for the next draft."""
     draftable: bool = True
@@ -73,6 +73,8 @@ class Request:
         salt: str,
     ) -> Request:
         """A new request in its cache entry, with the prefix that was copied there."""
+        donor, reused = allocation.donor, allocation.reused
+        injected = min(reused, donor.injected) if donor else 0
         return cls(
             id=number,
             entry=allocation.entry,
@@ -84,10 +86,10 @@ class Request:
             statistics=AcceptanceStatistics(),
             grammar=grammar,
             salt=salt,
-            reused=allocation.reused,
-            verified=allocation.reused,
-            injected=allocation.reused,
-            draftable=allocation.donor is None or allocation.donor.draftable,
+            reused=reused,
+            verified=reused,
+            injected=injected,
+            draftable=injected == reused,
         )
 
     @property
@@ -151,8 +153,8 @@ class KVCacheManager:
         """Takes a free entry for a prompt; only requests of the same salt lend their prefix. One must be free.
 
         Args:
-            draftable_worth: tokens of prefix to be computed again rather than to take them from a request with a gap in
-                the drafter's context, which could not be drafted after.
+            draftable_worth: tokens of prefix to be computed again rather than to take them from a request whose context
+                in the drafter's cache has a gap there, behind which nothing could be drafted.
         """
         donor, reused = self._best_donor(prompt, salt, draftable_worth)
         others = [entry for entry in self.free if donor is None or entry != donor.entry]
@@ -189,9 +191,10 @@ class KVCacheManager:
         for request in self.holds.values():
             if request.salt == salt:
                 shared = common_length(wanted, request.token_ids[: _held(request)])
-                value = shared + draftable_worth * request.draftable
-                if shared and value > most:
-                    best, longest, most = request, shared, value
+                whole = shared if request.draftable else min(shared, request.injected)
+                for length, value in ((whole, whole + draftable_worth), (shared, shared)):
+                    if length and value > most:
+                        best, longest, most = request, length, value
         return best, longest
 
 

@@ -17,8 +17,8 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_serve.speculation.statistics import AcceptanceStatistics
-from dflash_serve.speculation.width import Step, WidthPolicy
 
 from .grammar import Grammar
 from .model_runner import TargetRunner
@@ -155,13 +155,14 @@ class Scheduler:
 
     def _copy_prefix(self, allocation: Allocation) -> None:
         """Target and drafter alike: what the donor has verified but not drafted after yet is injected first."""
-        if allocation.donor is None:
+        donor, reused = allocation.donor, allocation.reused
+        if donor is None:
             return
-        self.cache.copy(allocation.donor.entry, allocation.entry, allocation.reused)
-        if self.speculator is not None and allocation.donor.draftable:
-            if allocation.donor.injected < allocation.reused:
-                self.speculator.inject([allocation.donor])
-            self.speculator.cache.copy(allocation.donor.entry, allocation.entry, allocation.reused)
+        self.cache.copy(donor.entry, allocation.entry, reused)
+        if self.speculator is not None:
+            if donor.injected < reused:
+                self.speculator.inject([donor])
+            self.speculator.cache.copy(donor.entry, allocation.entry, min(reused, donor.injected))
 
     def _draft(self, requests: Sequence[Request], context_tokens: int) -> list[list[int]]:
         """Drafted tokens of each request; [] where it is still in its prompt or its width is 1."""
@@ -169,7 +170,8 @@ class Scheduler:
         decoding = [i for i, request in enumerate(requests) if request.is_decoding]
         if self.speculator is None or not decoding:
             return drafts
-        chosen = self.policy.widths([requests[i].id for i in decoding], context_tokens)
+        undraftable = {requests[i].id for i in decoding if not requests[i].draftable}
+        chosen = self.policy.widths([requests[i].id for i in decoding], context_tokens, undraftable)
         able = {i: width if requests[i].draftable else 1 for i, width in zip(decoding, chosen, strict=True)}
         widths = {i: min(width, requests[i].remaining) for i, width in able.items()}
         wide = [i for i in decoding if widths[i] > 1]
@@ -182,15 +184,16 @@ class Scheduler:
     def _wanted_features(self, requests: Sequence[Request]) -> tuple[int, ...]:
         """The target layers whose outputs are kept; none while speculation rests in a crowd.
 
-        Who lives through such a time is not drafted for any more; who joins later is.
+        Who lives through such a time is not drafted for any more; who joins later is. What waits is injected as it
+        begins: a prefix that all prompts share would else leave nobody to be drafted for, ever.
         """
         if self.speculator is None:
             return ()
         if len(requests) < CROWD or not self.policy.resting:
             return self.speculator.target_layer_ids if any(request.draftable for request in requests) else ()
+        self.speculator.inject(requests)
         for request in requests:
             request.draftable = False
-            request.features.clear()
         return ()
 
     def _verify(

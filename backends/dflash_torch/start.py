@@ -12,7 +12,7 @@ from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.models.target import TargetModel
-from dflash_serve.speculation.width import FixedWidth, WidthPolicy
+from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
 
 from .calibration import cost_of
 from .engine import EmbeddedEngine

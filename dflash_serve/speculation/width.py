@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Sequence
 from itertools import groupby
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,75 +14,8 @@ from dflash_serve.speculation.allocation import choices_of
 from dflash_serve.speculation.belief import Vector
 from dflash_serve.speculation.costs import BelievedCosts, Context, CostModel, LearntCosts, StepCosts
 from dflash_serve.speculation.decision import Decision
+from dflash_serve.speculation.policy import Step
 from dflash_serve.speculation.survival import SurvivalEstimate
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a decoding step came to, request by request."""
-
-    request_ids: Sequence[Hashable]
-    widths: Sequence[int]
-    """Slots verified."""
-    accepted: Sequence[int]
-    """Drafted tokens accepted, less than the width."""
-    seconds: float | None = None
-    """How long the whole step took; None = unknown, or it did other work, too (a prompt)."""
-    context_tokens: int = 0
-    """K/V tokens of all requests together."""
-
-    @property
-    def context(self) -> Context:
-        return Context(self.context_tokens, len(self.request_ids))
-
-
-class WidthPolicy(Protocol):
-    """What an engine asks before each decoding step, and tells after it.
-
-    With several ranks one of them asks and tells the others: what it answers depends on times that it measured.
-    """
-
-    @property
-    def resting(self) -> bool:
-        """Speculation has been off for long: an engine may stop doing what only drafts need."""
-        ...
-
-    def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
-        """Widths for the coming step, one per request; all 1: do not draft."""
-        ...
-
-    def observe(self, step: Step) -> None:
-        """What a step came to. Requests may have got less than was asked for them."""
-        ...
-
-    def forget(self, request_id: Hashable) -> None:
-        """The request has ended."""
-        ...
-
-
-@dataclass(frozen=True)
-class FixedWidth:
-    """Always the same width; `FixedWidth(1)` is speculation off."""
-
-    width: int
-
-    def __post_init__(self) -> None:
-        if self.width < 1:
-            raise ValueError(f"width {self.width}: use 1 (speculation off) to the drafter's block_size")
-
-    @property
-    def resting(self) -> bool:
-        return self.width == 1
-
-    def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
-        return [self.width] * len(request_ids)
-
-    def observe(self, step: Step) -> None:
-        pass
-
-    def forget(self, request_id: Hashable) -> None:
-        pass
-
 
 MARGIN: Final = 0.005
 """What a wider or a narrower block than the best may cost beside it, as a share of the step, to learn of it."""
@@ -95,6 +27,8 @@ REST, AWAKE = 64, 8
 """Steps without a draft after which speculation is resting; so many are left after a draft that was only a trial."""
 FEW: Final = 8
 """Requests up to which that holds; of more, steps are longer, and in proportion fewer of them will do."""
+ASLEEP: Final = 8
+"""How many times as long as it stayed awake only for others to join speculation rests before it wakes for that again."""
 HELD: Final = 8
 """Steps that a decision may stand for."""
 STANDS: Final = 0.1
@@ -154,6 +88,9 @@ class AutoWidth:
         self._narrow = False
         """This decision prefers the narrowest of what is as good as the best; the next one the widest."""
         self._off_for, self._rest = 0, REST
+        """Steps without a draft, and those after which speculation rests."""
+        self._wakes, self._asleep = False, 0
+        """It is awake until all can be drafted for; steps at rest for which it is not to wake."""
         self._unlearnt: list[Step] = []
         self._ended: list[Hashable] = []
         """Requests that are forgotten when these are learnt."""
@@ -163,18 +100,22 @@ class AutoWidth:
     def resting(self) -> bool:
         return self._off_for >= self._rest
 
-    def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
+    def widths(
+        self, request_ids: Sequence[Hashable], context_tokens: int = 0, undraftable: Collection[Hashable] = ()
+    ) -> list[int]:
         if not request_ids:
             return []
         self.account.refill()
         self._rest = max(2 * AWAKE, REST * FEW // max(FEW, len(request_ids)))
         ids, decision = list(request_ids), self._decision
         if decision is None or not decision.holds_for(ids):
-            decision = self._decision = self._decide(ids, Context(context_tokens, len(ids)))
+            decision = self._decision = self._decide(ids, undraftable, Context(context_tokens, len(ids)))
         decision.left -= 1
         self.account.curiosity -= decision.price
         rested = min(self._off_for, self._rest - AWAKE) if decision.is_trial else 0
-        self._off_for = rested if decision.drafts else self._off_for + 1
+        self._off_for = rested if decision.drafts else self._off_for + (not self._wakes)
+        self._asleep = self._asleep + ASLEEP if self._wakes else max(0, self._asleep - self.resting)
+        self._wakes = self._wakes and bool(undraftable)
         return decision.widths.copy() if decision.drafts else [1] * len(ids)
 
     def observe(self, step: Step) -> None:
@@ -187,8 +128,9 @@ class AutoWidth:
             self.account.settle(1 + sum(accepted) / len(widths), self._cost(widths, step.context))
             if self.account.balance <= 0:
                 self._decision = None
-        elif self._decision and self._decision.is_trial:  # but nobody could be drafted for: later
+        elif self._decision and self._decision.is_trial:  # but nobody could be drafted for; who joins now can be
             self.account.curiosity += self._decision.price
+            self._off_for, self._wakes = 0, True
             self._decision = Decision(list(step.request_ids), [1] * len(widths), left=HELD - 1)
         self._unlearnt.append(step)
         if self._decision is None or not self._decision.left:
@@ -199,9 +141,13 @@ class AutoWidth:
         if not self._unlearnt:
             self._learn()
 
-    def _decide(self, request_ids: list[Hashable], context: Context) -> Decision:
+    def _decide(self, request_ids: list[Hashable], undraftable: Collection[Hashable], context: Context) -> Decision:
+        """For those who can be drafted for; for all where none can: whether to wake for others."""
         self._learn()
         known, feared, hoped = self.survival.bounds(request_ids)
+        if 0 < len(undraftable) < len(request_ids):
+            lost = [request_id in undraftable for request_id in request_ids]
+            known[lost], feared[lost], hoped[lost] = 0.0, 0.0, 0.0
         choices = choices_of(known, self.allowed_widths)
         seconds = self.costs.of_steps(choices.rows, choices.drafted, context)
         doubt = np.where(choices.drafted > 0, self.costs.doubt(len(known), choices.rows), 0.0)
@@ -211,7 +157,8 @@ class AutoWidth:
         rate, hoped_for = choices.tokens(known) / paid, choices.tokens(hoped) / paid
         self._narrow = not self._narrow
         payable = self.account.payable(loss, rate, len(known))
-        choice, price, stands = self._choice(rate, hoped_for, cost, payable, doubt, self.account.funds(len(known)))
+        funds = 0.0 if self.resting and self._asleep else self.account.funds(len(known))
+        choice, price, stands = self._choice(rate, hoped_for, cost, payable, doubt, funds)
         drafts, widths = choice > 0, choices.widths(choice).tolist()
         held = self._held(drafts, seconds[choice]) if stands else 1
         is_trial = drafts and not stands

@@ -13,8 +13,8 @@ import torch
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.common.journal import Journal
+from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.statistics import total
-from dflash_serve.speculation.width import FixedWidth
 from dflash_serve.verify.questions import VerifyPlan
 from dflash_serve.verify.subjects import EngineSubject, SubjectPair
 from dflash_serve.verify.verification import Verification

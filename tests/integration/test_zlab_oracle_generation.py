@@ -16,7 +16,7 @@ from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.width import FixedWidth, Step
+from dflash_serve.speculation.policy import FixedWidth, Step
 from dflash_torch.scheduler import Scheduler
 from dflash_torch.speculator import Speculator
 from tests.support.prompts import word_problems

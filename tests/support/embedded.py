@@ -11,7 +11,7 @@ from dflash_serve.backend import Engine, Prompt
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.width import FixedWidth, WidthPolicy
+from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.model_runner import DrafterRunner, TargetRunner
 from dflash_torch.request import Request

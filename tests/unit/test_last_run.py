@@ -10,7 +10,8 @@ from dflash_serve.checkpoint.source import record_survival
 from dflash_serve.cost_table import SURVIVAL
 from dflash_serve.last_run import EVERY, LEAST, KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel, LearntCosts, StepCosts
-from dflash_serve.speculation.width import AutoWidth, Step
+from dflash_serve.speculation.policy import Step
+from dflash_serve.speculation.width import AutoWidth
 
 STEEP = CostModel(target={1: 1.0, 8: 4.0}, draft={1: 1.0})
 """Costs by which only a good drafter is worth a block."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.width import Step, WidthPolicy
+from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_sglang.launch_plan import WIDTH_VARIABLE
 
 from .alarm import Alarm
@@ -61,9 +61,9 @@ class BatchWidths:
             self._known.setdefault(request_id, True)
         while len(self._known) > MOST_REQUESTS:
             self.finished(next(iter(self._known)))
-        wanted = max(self.policy.widths(request_ids, context_tokens), default=1)
-        complete = any(self._known[request_id] for request_id in request_ids)
-        if len(self.offered) > 1 and not (complete and self.alarm.allows()):
+        incomplete = {request_id for request_id in request_ids if not self._known[request_id]}
+        wanted = max(self.policy.widths(request_ids, context_tokens, incomplete), default=1)
+        if len(self.offered) > 1 and not (len(incomplete) < len(request_ids) and self.alarm.allows()):
             wanted = 1
         self.keeps_features = wanted > 1 or not self.policy.resting
         if not self.keeps_features:

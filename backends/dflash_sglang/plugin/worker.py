@@ -17,7 +17,7 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from dflash_serve.cost_table import given_cost
 from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.width import FixedWidth, WidthPolicy
+from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
 from dflash_sglang.launch_plan import narrow_widths
 
 from .calibration import costs_of

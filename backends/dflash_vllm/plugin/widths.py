@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from statistics import median
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from dflash_serve.cost_table import given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts
-from dflash_serve.speculation.width import FixedWidth, Step, WidthPolicy
+from dflash_serve.speculation.policy import FixedWidth, Step, WidthPolicy
 from dflash_vllm.schedule import GUESSED_COSTS
 
 CLEAN, ANY = 4, 32
@@ -96,8 +96,10 @@ class _Unscaled:
     def resting(self) -> bool:
         return False
 
-    def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
-        return self.policy.widths(request_ids, context_tokens)
+    def widths(
+        self, request_ids: Sequence[Hashable], context_tokens: int = 0, undraftable: Collection[Hashable] = ()
+    ) -> list[int]:
+        return self.policy.widths(request_ids, context_tokens, undraftable)
 
     def observe(self, step: Step) -> None:
         if self._ratios is None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -92,7 +92,7 @@ def test_features_do_not_pile_up_while_speculation_does_not_pay(
     monkeypatch.setattr("dflash_torch.scheduler.BACKLOG", 8)
     engine = tiny_engine(folders, width=auto())
     engine.scheduler.policy = type(
-        "Off", (), {**_quiet(), "resting": False, "widths": lambda self, ids, _: [1] * len(ids)}
+        "Off", (), {**_quiet(), "resting": False, "widths": lambda self, ids, *_: [1] * len(ids)}
     )()
     request = engine.scheduler.join([5, 6, 7], GREEDY)
     for _ in range(20):
@@ -142,7 +142,9 @@ class Resting(AutoWidth):
     def resting(self) -> bool:
         return self.rests
 
-    def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
+    def widths(
+        self, request_ids: Sequence[Hashable], context_tokens: int = 0, undraftable: Collection[Hashable] = ()
+    ) -> list[int]:
         return [1 if self.rests else 4] * len(request_ids)
 
 
@@ -167,6 +169,45 @@ def test_a_crowd_keeps_no_features_while_speculation_rests(
     assert all(width == 1 for request in old for width, _ in request.steps)
     assert max(accepted for _, accepted in new.steps) > 0
     assert [request.output_ids for request in [*old, new]] == [*list(truth.values())[:2], next(iter(truth.values()))]
+
+
+@pytest.mark.parametrize("worth", [0, 2048])
+def test_a_prefix_that_all_prompts_share_leaves_newcomers_to_be_drafted_for(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, worth: int
+) -> None:
+    """It was seen before the rest, and those who came meanwhile hand it on; without, nobody could be ever again."""
+    monkeypatch.setattr("dflash_torch.scheduler.CROWD", 1)
+    monkeypatch.setattr("dflash_torch.scheduler.WORTH_IN_A_CROWD", worth)
+    prefix = list(range(10, 50))
+    scheduler = tiny_engine(folders, max_batch_size=3).scheduler
+    scheduler.policy = policy = Resting(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
+    policy.rests = False
+    first = scheduler.join([*prefix, 60], GREEDY)
+    scheduler.step()
+    policy.rests = True
+    scheduler.step()
+    assert (first.injected, first.draftable) == (len(prefix) + 1, False)
+    meanwhile = scheduler.join([*prefix, 61, 62, 63], GREEDY)
+    scheduler.step()
+    assert (meanwhile.reused, meanwhile.injected, meanwhile.draftable) == (len(prefix), len(prefix), False)
+    scheduler.leave(first, sound=False)
+    policy.rests = False
+    new = scheduler.join([*prefix, 61, 62, 64], GREEDY)
+    assert (new.reused, new.draftable) == ((len(prefix), True) if worth else (len(prefix) + 2, False))
+    fresh = tiny_engine(folders, reuse_prefixes=False).scheduler
+    alone = fresh.join([*prefix, 61, 62, 64], GREEDY)
+    for each in (scheduler, fresh):
+        for _ in range(3):
+            each.step()
+    assert new.output_ids[:2] == alone.output_ids[:2]
+    if worth:
+        assert max(width for width, _ in new.steps) > 1
+        assert scheduler.speculator is not None
+        assert fresh.speculator is not None
+        length = min(new.injected, alone.injected)
+        assert length > len(prefix)
+        keys = scheduler.speculator.cache.keys[:, new.entry, :, :length]
+        assert (keys - fresh.speculator.cache.keys[:, alone.entry, :, :length]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(("worth", "borrows"), [(0, True), (2, True), (2048, False)])

@@ -11,7 +11,8 @@ from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.models.compiled.build import find_compiler, load_kernels
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.width import AutoWidth, FixedWidth
+from dflash_serve.speculation.policy import FixedWidth
+from dflash_serve.speculation.width import AutoWidth
 from dflash_torch import calibration
 from dflash_torch.calibration import Calibration
 from dflash_torch.launch import with_operators

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +18,9 @@ from dflash_serve.doctor.examination import Examination
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
-from dflash_serve.speculation.width import AutoWidth, FixedWidth
+from dflash_serve.speculation.width import AutoWidth
 from dflash_torch.faults.reference import ORDERS, EmbeddedReference, in_order
 from tests.support.embedded import answers, tiny_engine
 from tests.support.serving import Running, running
@@ -125,7 +126,9 @@ class Alternating(FixedWidth):
 
     turn = 0
 
-    def widths(self, request_ids: Sequence[Hashable], context_tokens: int = 0) -> list[int]:
+    def widths(
+        self, request_ids: Sequence[Hashable], context_tokens: int = 0, undraftable: Collection[Hashable] = ()
+    ) -> list[int]:
         type(self).turn += 1
         return [1 + type(self).turn % self.width] * len(request_ids)
 

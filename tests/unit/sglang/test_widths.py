@@ -10,7 +10,8 @@ import pytest
 from dflash_serve.cost_table import COST_TABLE, given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.width import AutoWidth, FixedWidth
+from dflash_serve.speculation.policy import FixedWidth
+from dflash_serve.speculation.width import AutoWidth
 from dflash_sglang.launch_plan import WIDTH_VARIABLE, narrow_widths
 from dflash_sglang.plugin.results import StepResult, Steps
 from dflash_sglang.plugin.widths import AUTO, BatchWidths, asked_width

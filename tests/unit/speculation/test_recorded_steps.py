@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.simulator import SERVER, Cell, Replay, replays, run, surfaces
-from dflash_serve.speculation.width import AutoWidth, FixedWidth
+from dflash_serve.speculation.policy import FixedWidth
+from dflash_serve.speculation.width import AutoWidth
 
 SGLANG = next(surface for surface in surfaces() if surface.name == SERVER)
 """What steps cost on SGLang's real server, on two CPU cores."""

@@ -14,15 +14,8 @@ from hypothesis import strategies as st
 
 from dflash_serve.speculation.account import CREDIT, CURIOSITY, DEBT, FORGIVEN, REFILL, START, TRUST
 from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.width import (
-    AWAKE,
-    HELD,
-    REST,
-    AutoWidth,
-    FixedWidth,
-    Step,
-    WidthPolicy,
-)
+from dflash_serve.speculation.policy import FixedWidth, Step, WidthPolicy
+from dflash_serve.speculation.width import AWAKE, HELD, REST, AutoWidth
 
 CHEAP = CostModel(target={1: 1.0, 16: 1.1, 512: 8.0}, draft={1: 0.1, 32: 0.2})
 DEAR = CostModel(target={1: 1.0, 16: 16.0}, draft={1: 0.5})  # a row costs what a token is worth: nothing can pay
@@ -218,6 +211,40 @@ def test_a_trial_of_nobody_costs_nothing_and_keeps_speculation_awake() -> None:
     assert (tried, asleep) == (20, 0)
     assert policy.account.curiosity > funds
     assert max(policy.widths(["new"])) > 1
+
+
+def test_speculation_wakes_for_a_crowd_to_be_drafted_for_and_sleeps_long_after() -> None:
+    """Over HTTP sixteen requests stayed ready for drafts in nine steps of ten, and nobody ever was drafted for."""
+    policy, luck = AutoWidth(NEARLY, 8, known_survival=[0.5] * 7), lucky([0.5] * 7)
+    serve(policy, luck, 16, 10 * REST, NEARLY)
+    ids, undraftable, awake, drafted = list(range(16)), set[int](), 0, 0
+    for number in range(6000):
+        if number % 4 == 0:  # the oldest leaves, another comes
+            gone = ids.pop(0)
+            policy.forget(gone)
+            undraftable.discard(gone)
+            ids.append(16 + number)
+        chosen = policy.widths(ids, 0, frozenset(undraftable))
+        widths = [1 if i in undraftable else width for i, width in zip(ids, chosen, strict=True)]
+        if policy.resting:
+            undraftable.update(ids)
+        accepted = [min(luck(number, i), width - 1) for i, width in zip(ids, widths, strict=True)]
+        policy.observe(Step(ids, widths, accepted, NEARLY.step_seconds(widths)))
+        awake, drafted = awake + (not policy.resting), drafted + (max(widths) > 1)
+    assert drafted > 10
+    assert awake < 0.3 * 6000
+
+
+def test_only_who_can_be_drafted_for_counts_for_what_a_draft_is_worth() -> None:
+    """A draft for one of eight costs nearly as much as for all, and gains an eighth."""
+    cost = CostModel(target={1: 1.0, 8: 1.0, 64: 1.5}, draft={1: 1.0, 8: 1.1})
+    policy = AutoWidth(cost, 8, known_survival=[0.9] * 7, believed=True)
+    ids = list(range(8))
+    assert min(policy.widths(ids)) > 1
+    others = [*range(10, 17), 7]
+    assert policy.widths(others, 0, frozenset(range(10, 17))) == [1] * 8
+    first, *rest = policy.widths(range(20, 28), 0, {20})
+    assert first == 1 < min(rest)
 
 
 def test_a_trial_that_changes_nothing_lets_speculation_rest_again_soon() -> None:

@@ -11,7 +11,8 @@ import pytest
 from dflash_serve.cost_table import COST_TABLE, given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts, StepCosts
-from dflash_serve.speculation.width import AutoWidth, Step, WidthPolicy
+from dflash_serve.speculation.policy import Step, WidthPolicy
+from dflash_serve.speculation.width import AutoWidth
 from dflash_vllm.plugin import steps
 from dflash_vllm.plugin.guards import account
 from dflash_vllm.plugin.steps import StepClock, decoding_steps, is_even, steps_by_width
