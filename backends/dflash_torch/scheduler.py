@@ -185,15 +185,17 @@ class Scheduler:
         """The target layers whose outputs are kept; none while speculation rests in a crowd.
 
         Who lives through such a time is not drafted for any more; who joins later is. What waits is injected as it
-        begins: a prefix that all prompts share would else leave nobody to be drafted for, ever.
+        begins, for who borrows it: a prefix that all prompts share would else leave nobody to be drafted for, ever.
         """
         if self.speculator is None:
             return ()
         if len(requests) < CROWD or not self.policy.resting:
             return self.speculator.target_layer_ids if any(request.draftable for request in requests) else ()
-        self.speculator.inject(requests)
+        if self.cache_manager.reuse:
+            self.speculator.inject(requests)
         for request in requests:
             request.draftable = False
+            request.features.clear()
         return ()
 
     def _verify(

@@ -21,14 +21,16 @@ MARGIN: Final = 0.005
 """What a wider or a narrower block than the best may cost beside it, as a share of the step, to learn of it."""
 TELLING: Final = 1 / 3
 """What a step without a draft must settle, of what is not known of costs, to be tried for that."""
-READY: Final = 0.01
+READY: Final = 0.015
 """What drafts must gain at least: being ready for them costs an engine that much beside the steps themselves."""
 REST, AWAKE = 64, 8
 """Steps without a draft after which speculation is resting; so many are left after a draft that was only a trial."""
 FEW: Final = 8
 """Requests up to which that holds; of more, steps are longer, and in proportion fewer of them will do."""
 ASLEEP: Final = 8
-"""How many times as long as it stayed awake only for others to join speculation rests before it wakes for that again."""
+"""How many times as long as speculation woke for others to join it sleeps before it does so again..."""
+WAKING: Final = 0.05
+"""...but for drafts that gain so much."""
 HELD: Final = 8
 """Steps that a decision may stand for."""
 STANDS: Final = 0.1
@@ -91,6 +93,8 @@ class AutoWidth:
         """Steps without a draft, and those after which speculation rests."""
         self._wakes, self._asleep = False, 0
         """It is awake until all can be drafted for; steps at rest for which it is not to wake."""
+        self._nobody = False
+        """No request of the last step could be drafted for."""
         self._unlearnt: list[Step] = []
         self._ended: list[Hashable] = []
         """Requests that are forgotten when these are learnt."""
@@ -107,6 +111,7 @@ class AutoWidth:
             return []
         self.account.refill()
         self._rest = max(2 * AWAKE, REST * FEW // max(FEW, len(request_ids)))
+        self._nobody = len(undraftable) == len(request_ids)
         ids, decision = list(request_ids), self._decision
         if decision is None or not decision.holds_for(ids):
             decision = self._decision = self._decide(ids, undraftable, Context(context_tokens, len(ids)))
@@ -128,7 +133,8 @@ class AutoWidth:
             self.account.settle(1 + sum(accepted) / len(widths), self._cost(widths, step.context))
             if self.account.balance <= 0:
                 self._decision = None
-        elif self._decision and self._decision.is_trial:  # but nobody could be drafted for; who joins now can be
+        elif self._decision and (self._decision.is_trial or (self._nobody and self._decision.drafts)):
+            # who joins from now on can be drafted for
             self.account.curiosity += self._decision.price
             self._off_for, self._wakes = 0, True
             self._decision = Decision(list(step.request_ids), [1] * len(widths), left=HELD - 1)
@@ -145,19 +151,21 @@ class AutoWidth:
         """For those who can be drafted for; for all where none can: whether to wake for others."""
         self._learn()
         known, feared, hoped = self.survival.bounds(request_ids)
-        if 0 < len(undraftable) < len(request_ids):
+        if undraftable and not self._nobody:
             lost = [request_id in undraftable for request_id in request_ids]
             known[lost], feared[lost], hoped[lost] = 0.0, 0.0, 0.0
+        sleeps = self.resting and self._asleep > 0
+        ready = WAKING if sleeps and self._nobody else READY
         choices = choices_of(known, self.allowed_widths)
         seconds = self.costs.of_steps(choices.rows, choices.drafted, context)
         doubt = np.where(choices.drafted > 0, self.costs.doubt(len(known), choices.rows), 0.0)
         cost = seconds / seconds[0]
         loss = cost - choices.tokens(feared) / len(known)
-        paid = np.where(choices.drafted > 0, seconds, seconds / (1 + READY))
+        paid = np.where(choices.drafted > 0, seconds, seconds / (1 + ready))
         rate, hoped_for = choices.tokens(known) / paid, choices.tokens(hoped) / paid
         self._narrow = not self._narrow
         payable = self.account.payable(loss, rate, len(known))
-        funds = 0.0 if self.resting and self._asleep else self.account.funds(len(known))
+        funds = 0.0 if sleeps else self.account.funds(len(known))
         choice, price, stands = self._choice(rate, hoped_for, cost, payable, doubt, funds)
         drafts, widths = choice > 0, choices.widths(choice).tolist()
         held = self._held(drafts, seconds[choice]) if stands else 1
