@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "numbers.h"
+#include "vectors.h"
 
 #if defined(__AVX512BF16__) && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))  // GCC 12 says 3
 #include <immintrin.h>
@@ -17,16 +17,16 @@
 
 namespace {
 
-constexpr int64_t LANES = 16;  // outputs side by side, for each of which a vector holds one number
+constexpr int64_t BLOCK = 16;  // outputs side by side, on every machine
+constexpr int64_t PARTS = BLOCK / LANES;  // vectors, each of which holds one number for each of its outputs
 constexpr int64_t STRETCH = 256;  // words whose products are summed up before they are added to those of before
-#ifdef __AVX512F__
-constexpr int BLOCKS = 3, ROWS = 8;  // of a tile, whose sums stay in registers
+#if defined(__AVX512F__)
+constexpr int BLOCKS = 3, ROWS = 8;  // of a tile, at most, whose sums and weights stay in registers
+#elif defined(__AVX__) || defined(__aarch64__)
+constexpr int BLOCKS = 1, ROWS = 6;
 #else
-constexpr int BLOCKS = 1, ROWS = 4;
+constexpr int BLOCKS = 1, ROWS = 2;
 #endif
-
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 
 // How weights of LANES outputs are read, word by word, and what a word of them adds to the sums of a row. PER_WORD inputs
 // lie side by side in a word; X is what rows are read as, X_PER_WORD of them for each word.
@@ -73,7 +73,7 @@ typedef Bfloat16 Bfloat16Pairs;
 template <class T, class Weight>
 struct Linear {
     typedef typename Weight::X X;
-    const uint32_t *weights;  // [outputs / LANES, words, LANES]
+    const uint32_t *weights;  // [outputs / BLOCK, words, BLOCK]
     const T *bias;            // [outputs] or null
     const X *x;               // [rows, inputs]
     T *out;                   // [rows, outputs]
@@ -82,21 +82,23 @@ struct Linear {
     // N blocks of outputs from `block` on, of R rows from `row` on.
     template <int N, int R>
     void tile(int64_t block, int64_t row) const {
-        Floats totals[R][N] = {};
+        constexpr int V = N * PARTS;
+        Floats totals[R][V] = {};
         for (int64_t from = 0; from < words; from += STRETCH) {
-            Floats sums[R][N] = {};
+            Floats sums[R][V] = {};
             for (int64_t word = from; word < std::min(words, from + STRETCH); word++) {
-                Weight weight[N];
-                for (int n = 0; n < N; n++) weight[n].load(weights + ((block + n) * words + word) * LANES);
+                Weight weight[V];
+                for (int v = 0; v < V; v++)
+                    weight[v].load(weights + ((block + v / PARTS) * words + word) * BLOCK + v % PARTS * LANES);
                 for (int r = 0; r < R; r++)
-                    for (int n = 0; n < N; n++)
-                        weight[n].add(x + ((row + r) * words + word) * Weight::X_PER_WORD, sums[r][n]);
+                    for (int v = 0; v < V; v++)
+                        weight[v].add(x + ((row + r) * words + word) * Weight::X_PER_WORD, sums[r][v]);
             }
             for (int r = 0; r < R; r++)
-                for (int n = 0; n < N; n++) totals[r][n] += sums[r][n];
+                for (int v = 0; v < V; v++) totals[r][v] += sums[r][v];
         }
         for (int r = 0; r < R; r++)
-            for (int n = 0; n < N; n++) store(row + r, (block + n) * LANES, totals[r][n]);
+            for (int v = 0; v < V; v++) store(row + r, block * BLOCK + v * LANES, totals[r][v]);
     }
 
     void store(int64_t row, int64_t first, Floats sums) const {
@@ -106,33 +108,35 @@ struct Linear {
         }
     }
 
-    // N blocks of outputs of all rows.
+    // R rows or fewer.
+    template <int N, int R>
+    void tile_of(int64_t block, int64_t row, int64_t rows) const {
+        if constexpr (R > 1)
+            if (rows < R) return tile_of<N, R - 1>(block, row, rows);
+        tile<N, R>(block, row);
+    }
+
+    // N blocks of outputs of all rows, which tiles share evenly.
     template <int N>
     void strip(int64_t block, int64_t rows) const {
-        int64_t row = 0;
-        for (; row + ROWS <= rows; row += ROWS) tile<N, ROWS>(block, row);
-        switch (rows - row) {
-            case 1: return tile<N, 1>(block, row);
-            case 2: return tile<N, 2>(block, row);
-            case 3: return tile<N, 3>(block, row);
-            case 4: return tile<N, 4>(block, row);
-            case 5: return tile<N, 5>(block, row);
-            case 6: return tile<N, 6>(block, row);
-            case 7: return tile<N, 7>(block, row);
+        const int64_t tiles = (rows + ROWS - 1) / ROWS;
+        for (int64_t i = 0; i < tiles; i++) {
+            const int64_t row = rows * i / tiles, end = rows * (i + 1) / tiles;
+            tile_of<N, ROWS>(block, row, end - row);
         }
     }
 };
 
-// [outputs, inputs] -> [outputs / LANES, words, LANES], missing outputs zero; inputs fill whole words.
+// [outputs, inputs] -> [outputs / BLOCK, words, BLOCK], missing outputs zero; inputs fill whole words.
 template <class T>
 void pack(const T *weights, uint32_t *packed, int64_t inputs, int64_t outputs) {
     constexpr int64_t PER_WORD = 4 / sizeof(T);
     const int64_t words = inputs / PER_WORD;
-    for (int64_t block = 0; block * LANES < outputs; block++)
+    for (int64_t block = 0; block * BLOCK < outputs; block++)
         for (int64_t word = 0; word < words; word++)
-            for (int64_t i = 0; i < LANES; i++) {
-                uint32_t &place = packed[(block * words + word) * LANES + i];
-                const int64_t output = block * LANES + i;
+            for (int64_t i = 0; i < BLOCK; i++) {
+                uint32_t &place = packed[(block * words + word) * BLOCK + i];
+                const int64_t output = block * BLOCK + i;
                 place = 0;
                 if (output < outputs) std::memcpy(&place, weights + output * inputs + word * PER_WORD, 4);
             }
@@ -157,7 +161,7 @@ void linear(const T *x, const uint32_t *weights, const T *bias, T *out, int64_t 
     const typename Weight::X *as_multiplied = nullptr;
     as_multiplied = rows_as(x, rows * inputs, as_multiplied);
     const Linear<T, Weight> layer{weights, bias, as_multiplied, out, inputs / Weight::PER_WORD, outputs};
-    const int64_t blocks = (outputs + LANES - 1) / LANES, strips = (blocks + BLOCKS - 1) / BLOCKS;
+    const int64_t blocks = (outputs + BLOCK - 1) / BLOCK, strips = (blocks + BLOCKS - 1) / BLOCKS;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t strip = 0; strip < strips; strip++) {
         const int64_t block = strip * BLOCKS, end = std::min(blocks, block + BLOCKS);
