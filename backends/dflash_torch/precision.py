@@ -15,7 +15,7 @@ from dflash_serve.common.files import cache_home
 from dflash_serve.common.provenance import processor
 from dflash_serve.common.records import keep_record, read_record
 from dflash_serve.deployment import Deployment
-from dflash_serve.models.compiled.build import load_kernels
+from dflash_serve.models.compiled.build import kernels_id, load_kernels
 from dflash_serve.models.layers import pack_linear
 from dflash_serve.models.loader import is_stored_in_bfloat16
 from dflash_serve.models.target_config import read_target_config
@@ -63,7 +63,7 @@ def choose_dtype(deployment: Deployment, device: str, *, compiled: bool) -> torc
 def _kept_measurement(inputs: int, outputs: int, *, compiled: bool) -> float:
     """Measured once for each layer and machine: a server started again computes as it did before."""
     machine = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    asked = {"layer": (inputs, outputs), "machine": machine, "operators": "compiled" if compiled else "plain"}
+    asked = {"layer": (inputs, outputs), "machine": machine, "operators": kernels_id() if compiled else "plain"}
     name = hashlib.sha256(repr(sorted(asked.items())).encode()).hexdigest()[:24]
     path = cache_home() / "dtype" / f"{name}.json"
     kept = read_record(path, Measured)

@@ -52,6 +52,12 @@ def load_kernels() -> ctypes.CDLL | None:
         return None
 
 
+def kernels_id() -> str:
+    """Another one for every library that differs: what was measured with one says nothing of another. "none" = plain."""
+    library = load_kernels()
+    return "none" if library is None else Path(library._name).stem
+
+
 class Kernel(Protocol):
     """A function of the library. It returns nothing, and trusts every pointer and size."""
 

@@ -55,6 +55,22 @@ def test_costs_are_measured_once_and_kept(folders: Folders, measured: list[tuple
     assert len(measured) == 1
 
 
+def test_costs_of_other_kernels_are_measured_again(
+    folders: Folders, measured: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after another compiler: a machine that multiplies faster now must not draft by what it took before."""
+    start_engine(deployment(folders))
+    start_engine(deployment(folders).model_copy(update={"engine_args": {"torch": {"operators": "plain"}}}))
+    before = len(measured)
+    monkeypatch.setattr(calibration, "kernels_id", lambda: "others")
+    start_engine(deployment(folders).model_copy(update={"engine_args": {"torch": {"operators": "plain"}}}))
+    assert len(measured) == before
+    if find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    start_engine(deployment(folders))
+    assert len(measured) == before + 1
+
+
 def test_a_cache_that_cannot_be_written_costs_a_measurement_and_no_more(
     folders: Folders, measured: list[tuple[object, ...]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
