@@ -53,7 +53,7 @@ def load_kernels() -> ctypes.CDLL | None:
 
 
 def kernels_id() -> str:
-    """Another one for every library that differs: what was measured with one says nothing of another. "none" = plain."""
+    """Of the compiled library, "none" where there is none: what was measured with one says nothing of another."""
     library = load_kernels()
     return "none" if library is None else Path(library._name).stem
 
