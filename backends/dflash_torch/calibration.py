@@ -20,8 +20,6 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 from dflash_serve.common.files import cache_home
 from dflash_serve.common.provenance import now, processor, versions
 from dflash_serve.common.records import keep_record, read_record
-from dflash_serve.models.compiled.build import kernels_id
-from dflash_serve.models.compiled.operators import CompiledOperators
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.target import TargetModel
@@ -215,13 +213,11 @@ def _machine(device: torch.device) -> str:
 
 def _key(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> str:
     """A digest of everything that changes the costs."""
-    operators = target.operators.name
     parts = [
         target.config.model_dump_json(),
         drafter.config.model_dump_json(),
         json.dumps(Calibration.model_json_schema()),
         f"{block_size} {entries} {target.embedding.dtype} {len(drafter.hot_tokens or [])}",
-        f"{_machine(target.device)} {versions('torch', 'dflash-serve')} {operators}",
-        kernels_id() if operators == CompiledOperators.name else "",
+        f"{_machine(target.device)} {versions('torch', 'dflash-serve')} {target.operators.kernels}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]

@@ -15,7 +15,7 @@ from dflash_serve.common.files import cache_home
 from dflash_serve.common.provenance import processor
 from dflash_serve.common.records import keep_record, read_record
 from dflash_serve.deployment import Deployment
-from dflash_serve.models.compiled.build import kernels_id, load_kernels
+from dflash_serve.models.compiled.build import kernels_id
 from dflash_serve.models.layers import pack_linear
 from dflash_serve.models.loader import is_stored_in_bfloat16
 from dflash_serve.models.target_config import read_target_config
@@ -53,7 +53,6 @@ def choose_dtype(deployment: Deployment, device: str, *, compiled: bool) -> torc
     if not is_stored_in_bfloat16(folder):
         return torch.float32
     config = read_target_config(folder)
-    compiled = compiled and load_kernels() is not None
     faster = _kept_measurement(config.hidden_size, config.intermediate_size, compiled=compiled)
     chosen = torch.bfloat16 if faster >= WORTH else torch.float32
     log.info("%s: a layer of this target takes %.2f times as long in float32 as in bfloat16", chosen, faster)

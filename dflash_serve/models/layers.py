@@ -14,7 +14,7 @@ from dflash_serve.models.compiled.build import kernel, load_kernels
 
 ROWS_HINT = 8
 """The row count oneDNN chooses a layout for: a block. It stays good from 1 row to a prefill."""
-LANES = 16
+BLOCK = 16
 """Outputs that `compiled/linear.cpp` keeps side by side."""
 PER_WORD = {torch.float32: 1, torch.bfloat16: 2}
 """Inputs that it reads at once."""
@@ -86,6 +86,8 @@ class PlainOperators:
     """What stands between a layer's matrix products, in PyTorch's operators."""
 
     name = "plain"
+    kernels = "plain"
+    """Which ones they are, as `kernels_id` says."""
 
     def add_norm(self, h: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """(h + delta, its norm), all [rows, H]; None adds nothing."""
@@ -118,7 +120,7 @@ class CompiledLinear(nn.Module):
         narrow = weight.bfloat16()
         if self.inputs % PER_WORD[torch.bfloat16] == 0 and torch.equal(narrow.to(self.dtype), weight):
             weight = narrow
-        self.packed = weight.new_empty(-(-self.outputs // LANES) * LANES * self.inputs)
+        self.packed = weight.new_empty(-(-self.outputs // BLOCK) * BLOCK * self.inputs)
         pack = kernel(library, f"pack_{_name(weight.dtype)}", "ppll")
         pack(weight.data_ptr(), self.packed.data_ptr(), self.inputs, self.outputs)
         self._run = kernel(library, f"linear_{_name(self.dtype)}_by_{_name(weight.dtype)}", "ppppllli")
@@ -130,7 +132,7 @@ class CompiledLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """A copy, [out, in] as it was."""
-        words = self.packed.view(torch.int32).view(-1, self.inputs // PER_WORD[self.packed.dtype], LANES)
+        words = self.packed.view(torch.int32).view(-1, self.inputs // PER_WORD[self.packed.dtype], BLOCK)
         rows = words.transpose(1, 2).reshape(-1)[: self.outputs * words.shape[1]]
         return rows.view(self.packed.dtype).view(self.outputs, self.inputs).to(self.dtype, copy=True)
 

@@ -53,9 +53,9 @@ def load_kernels() -> ctypes.CDLL | None:
 
 
 def kernels_id() -> str:
-    """Of the compiled library, "none" where there is none: what was measured with one says nothing of another."""
+    """Of the compiled library, "plain" where there is none: what was measured with one says nothing of another."""
     library = load_kernels()
-    return "none" if library is None else Path(library._name).stem
+    return "plain" if library is None else Path(library._name).stem
 
 
 class Kernel(Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor
 from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.models.attention import Attend
 from dflash_serve.models.attention.ragged import ragged_attention
-from dflash_serve.models.compiled.build import Kernel, kernel, load_kernels
+from dflash_serve.models.compiled.build import Kernel, kernel, kernels_id, load_kernels
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import PlainOperators, RMSNorm
 
@@ -39,6 +39,7 @@ class CompiledOperators(PlainOperators):
     name = "compiled"
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.kernels = kernels_id()
         ending = str(dtype).removeprefix("torch.")
         self._add_norm, self._silu_product, self._attend = (
             kernel(library, f"{name}_{ending}", signature)

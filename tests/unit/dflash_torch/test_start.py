@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.models.compiled import operators
 from dflash_serve.models.compiled.build import find_compiler, load_kernels
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.params import SamplingParams
@@ -62,7 +63,7 @@ def test_costs_of_other_kernels_are_measured_again(
     start_engine(deployment(folders))
     start_engine(deployment(folders).model_copy(update={"engine_args": {"torch": {"operators": "plain"}}}))
     before = len(measured)
-    monkeypatch.setattr(calibration, "kernels_id", lambda: "others")
+    monkeypatch.setattr(operators, "kernels_id", lambda: "others")
     start_engine(deployment(folders).model_copy(update={"engine_args": {"torch": {"operators": "plain"}}}))
     assert len(measured) == before
     if find_compiler() is None:

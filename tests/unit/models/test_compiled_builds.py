@@ -25,13 +25,9 @@ LEVELS = {
 """Vectors of 4, 8 and 16 numbers, and whether this machine runs them."""
 
 
-def version(compiler: str | None) -> str:
-    if compiler is None or platform.machine() != "x86_64":
-        return ""
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-
-
-pytestmark = pytest.mark.skipif("Free Software" not in version(find_compiler()), reason="no GCC for x86-64")
+COMPILER = find_compiler() or ""
+IS_GCC = bool(COMPILER) and "Free Software" in build._output(COMPILER, "--version")
+pytestmark = pytest.mark.skipif(not IS_GCC or platform.machine() != "x86_64", reason="no GCC for x86-64")
 
 
 def flags_for(level: str) -> tuple[str, ...]:
@@ -43,10 +39,9 @@ def flags_for(level: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("source", SOURCES)
 def test_vectors_are_what_the_processor_has(source: str, level: str, tmp_path: Path) -> None:
     """Wider ones compile, too, and are ten times as slow: GCC keeps them in memory and says so only if asked."""
-    compiler, path = find_compiler(), Path(build.__file__).with_name(source)
-    assert compiler is not None
+    path = Path(build.__file__).with_name(source)
     asked = "-O0", "-Wvector-operation-performance", "-Werror"
-    argv = [compiler, *flags_for(level), *asked, str(path), "-o", str(tmp_path / "out.o")]
+    argv = [COMPILER, *flags_for(level), *asked, str(path), "-o", str(tmp_path / "out.o")]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -57,11 +52,10 @@ def test_products_of_every_vector_length(level: str, tmp_path: Path, monkeypatch
     """Rows of a block come out bit for bit as they do alone there, too."""
     if not LEVELS[level]():
         pytest.skip("not a processor for it")
-    compiler, path = find_compiler(), tmp_path / "kernels.so"
-    assert compiler is not None
+    path = tmp_path / "kernels.so"
     monkeypatch.setattr(build, "COMPILE", flags_for(level))
     monkeypatch.setattr(build, "SOURCES", {"linear.cpp": SOURCES["linear.cpp"]})
-    build._build(compiler, path)
+    build._build(COMPILER, path)
     monkeypatch.setattr(layers, "load_kernels", lambda: ctypes.CDLL(str(path)))
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     for dtype in (torch.float32, torch.bfloat16):
