@@ -12,11 +12,12 @@ from dflash_serve.backend import Stream
 def in_turns(streams: Mapping[str, Stream], seed: int) -> dict[str, float]:
     """Runs streams of as many requests each to their ends, and returns the seconds of each.
 
-    A chunk of each in turn, in an order that `seed` decides: a step brings every request one, so engines step in turn.
+    A chunk of each in turn, in another order every time: a step brings every request one, so engines step in turn, and
+    none always comes behind the one whose steps empty the caches. `seed` decides the orders.
     """
-    seconds, running = dict.fromkeys(streams, 0.0), list(streams)
-    Random(seed).shuffle(running)
+    seconds, running, luck = dict.fromkeys(streams, 0.0), list(streams), Random(seed)
     while running:
+        luck.shuffle(running)
         for name in running.copy():
             start = perf_counter()
             if next(streams[name], None) is None:

@@ -6,7 +6,6 @@ import ctypes
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from dflash_serve.models import layers
 from dflash_serve.models.compiled import build
 from dflash_serve.models.compiled.build import SOURCES, find_compiler
 from dflash_serve.models.layers import compiled_linear
+from tests.support.linear_layers import assert_is_product
 
 LEVELS = {
     "x86-64-v2": lambda: True,
@@ -64,10 +64,7 @@ def test_products_of_every_vector_length(level: str, tmp_path: Path, monkeypatch
             plain = nn.Linear(inputs, outputs, dtype=dtype).requires_grad_(False)
             ours = compiled_linear(plain)
             assert ours is not None
-            near: Any = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
             for rows in range(1, 20):
                 x = torch.randn(rows, inputs).to(dtype)
-                out = ours(x)
-                exact = x.double() @ plain.weight.double().T + plain.bias.double()
-                torch.testing.assert_close(out.double(), exact, **near)
-                assert torch.equal(out[-1:], ours(x[-1:]))
+                assert_is_product(ours, plain, x)
+                assert torch.equal(ours(x)[-1:], ours(x[-1:]))

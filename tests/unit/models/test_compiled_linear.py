@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from dflash_serve.models.compiled.build import find_compiler
 from dflash_serve.models.layers import CompiledLinear, PackedLinear, compiled_linear, pack_linear
+from tests.support.linear_layers import assert_is_product
 
 DTYPES = (torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -40,11 +40,8 @@ def layer(inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = True) -
 def test_it_is_pytorchs_product(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
     plain, ours = layer(inputs, outputs, dtype, bias=bias)
     assert torch.equal(ours.weight, plain.weight)
-    near: Any = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     for rows in (1, 3, 8, 21):
-        x = torch.randn(rows, inputs).to(dtype)
-        exact = x.double() @ plain.weight.double().T + (plain.bias.double() if bias else 0)
-        torch.testing.assert_close(ours(x).double(), exact, **near)
+        assert_is_product(ours, plain, torch.randn(rows, inputs).to(dtype))
 
 
 @pytest.mark.parametrize(("inputs", "narrow"), [(576, True), (577, False)])
@@ -58,8 +55,8 @@ def test_float32_weights_that_are_bfloat16s_numbers_take_half_the_bytes(inputs: 
     assert ours.packed.dtype == (torch.bfloat16 if narrow else torch.float32)
     assert ours.weight.dtype == torch.float32
     assert torch.equal(ours.weight, plain.weight)
-    torch.testing.assert_close(ours(x).double(), plain.double()(x.double()), rtol=1e-5, atol=1e-5)
-    plain.float().weight[3, 5] += 2**-14  # one number that bfloat16 has not
+    assert_is_product(ours, plain, x)
+    plain.weight[3, 5] += 2**-14  # one number that bfloat16 has not
     again = compiled_linear(plain)
     assert again is not None
     assert again.packed.dtype == torch.float32

@@ -1,0 +1,21 @@
+"""What our compiled linear layers are compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dflash_serve.models.layers import CompiledLinear
+
+NEAR: dict[torch.dtype, dict[str, Any]] = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2},
+}
+
+
+def assert_is_product(ours: CompiledLinear, plain: nn.Linear, x: torch.Tensor) -> None:
+    """`ours` gives what the same layer of PyTorch would in float64, as nearly as its dtype can."""
+    exact = x.double() @ plain.weight.double().T + (0 if plain.bias is None else plain.bias.double())
+    torch.testing.assert_close(ours(x).double(), exact, **NEAR[plain.weight.dtype])
