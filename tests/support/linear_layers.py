@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
-
-from dflash_serve.models.layers import CompiledLinear
+from torch import Tensor, nn
 
 NEAR: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
@@ -15,7 +13,7 @@ NEAR: dict[torch.dtype, dict[str, Any]] = {
 }
 
 
-def assert_is_product(ours: CompiledLinear, plain: nn.Linear, x: torch.Tensor) -> None:
-    """`ours` gives what the same layer of PyTorch would in float64, as nearly as its dtype can."""
+def assert_is_product(out: Tensor, plain: nn.Linear, x: Tensor) -> None:
+    """`out` is what PyTorch's layer makes of x in float64, as nearly as its dtype can be."""
     exact = x.double() @ plain.weight.double().T + (0 if plain.bias is None else plain.bias.double())
-    torch.testing.assert_close(ours(x).double(), exact, **NEAR[plain.weight.dtype])
+    torch.testing.assert_close(out.double(), exact, **NEAR[plain.weight.dtype])
