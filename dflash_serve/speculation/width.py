@@ -21,12 +21,12 @@ MARGIN: Final = 0.005
 """What a wider or a narrower block than the best may cost beside it, as a share of the step, to learn of it."""
 TELLING: Final = 1 / 3
 """What a step without a draft must settle, of what is not known of costs, to be tried for that."""
-READY: Final = 0.015
+READY: Final = 0.025
 """What drafts must gain at least: being ready for them costs an engine that much beside the steps themselves."""
 REST, AWAKE = 64, 8
 """Steps without a draft after which speculation is resting; so many are left after a draft that was only a trial."""
 FEW: Final = 8
-"""Requests up to which that holds; of more, steps are longer, and in proportion fewer of them will do."""
+"""Requests up to which that holds; of more, steps are longer, and with the square of their number fewer will do."""
 ASLEEP: Final = 8
 """How many times as long as speculation woke for others to join it sleeps before it does so again..."""
 WAKING: Final = 0.05
@@ -110,7 +110,7 @@ class AutoWidth:
         if not request_ids:
             return []
         self.account.refill()
-        self._rest = max(2 * AWAKE, REST * FEW // max(FEW, len(request_ids)))
+        self._rest = max(2 * AWAKE, int(REST * min(1.0, FEW / len(request_ids)) ** 2))
         self._nobody = len(undraftable) == len(request_ids)
         ids, decision = list(request_ids), self._decision
         if decision is None or not decision.holds_for(ids):
