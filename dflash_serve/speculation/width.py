@@ -21,7 +21,7 @@ MARGIN: Final = 0.005
 """What a wider or a narrower block than the best may cost beside it, as a share of the step, to learn of it."""
 TELLING: Final = 1 / 3
 """What a step without a draft must settle, of what is not known of costs, to be tried for that."""
-READY: Final = 0.025
+READY: Final = 0.015
 """What drafts must gain at least: being ready for them costs an engine that much beside the steps themselves."""
 REST, AWAKE = 64, 8
 """Steps without a draft after which speculation is resting; so many are left after a draft that was only a trial."""
