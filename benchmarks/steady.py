@@ -83,9 +83,11 @@ def entries(engines: Iterable[EmbeddedEngine], size: int) -> Iterator[None]:
     withheld = [each[size:] for each in free]
     for each in free:
         del each[size:]
-    yield
-    for each, rest in zip(free, withheld, strict=True):
-        each += rest
+    try:
+        yield
+    finally:
+        for each, rest in zip(free, withheld, strict=True):
+            each += rest
 
 
 def run(streams: Mapping[str, Stream], chunks: int, seed: int) -> dict[str, tuple[int, float]]:
