@@ -26,14 +26,13 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
 
 import httpx
-import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from benchmarks.decoding import measured_on, write_report
-from dflash_serve.bench.settings import AUTO, OFF, deployed_variants
+from benchmarks.turns import Turn, show, summary
+from dflash_serve.bench.settings import deployed_variants
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import ServerReading, read_server
 from dflash_serve.common.processes import running_server
@@ -47,13 +46,6 @@ ANSWERS = 32, 128
 """Tokens of the shortest and of the longest: users should not stay in step."""
 WARM_UP = 3
 """Turns of every way that are not counted."""
-
-
-class Turn(NamedTuple):
-    """What a server did while it ran."""
-
-    tokens: float
-    seconds: float
 
 
 class Server(NamedTuple):
@@ -102,7 +94,7 @@ def main(
         "load": {"target": target, "drafter": drafter, "dtype": dtype, "turns": turns, "seconds": seconds},
         "results": results,
     }
-    show(results)
+    show(results, "tokens/s over HTTP, in turns")
     write_report(report, output)
 
 
@@ -208,49 +200,6 @@ def running(server: Server) -> Iterator[None]:
         yield
     finally:
         server.stop()
-
-
-def summary(found: dict[str, list[Turn]]) -> dict[str, Any]:
-    """Speeds; auto beside off and beside the better of the others, with the spread that turns' own scatter gives."""
-    turns = {way: np.array(each) for way, each in found.items()}
-    speed = {way: _speed(each) for way, each in turns.items()}
-    others = {way: figure for way, figure in speed.items() if way != AUTO}
-    better = max(others, key=lambda way: others[way]) if others else None
-    ratios = {}
-    if AUTO in turns:
-        compared = {"auto_over_better": better, "auto_over_off": OFF if OFF in turns else None}
-        ratios = {name: _ratio(turns[AUTO], turns[way]) for name, way in compared.items() if way}
-    return {
-        "tokens_per_second": speed,
-        "better": better,
-        **ratios,
-        "all_turns": {way: [list(turn) for turn in each] for way, each in found.items()},
-    }
-
-
-def _speed(turns: Any) -> float:
-    tokens, seconds = turns.sum(0)
-    return float(tokens / seconds)
-
-
-def _ratio(one: Any, other: Any) -> dict[str, float]:
-    """Of two ways' speeds, and its spread: of a thousand draws of their turns, with those of one moment together."""
-    chance = np.random.default_rng(0)
-    draws = [chance.integers(0, len(one), len(one)) for _ in range(1000)]
-    spread = float(np.std([_speed(one[draw]) / _speed(other[draw]) for draw in draws]))
-    return {"ratio": _speed(one) / _speed(other), "spread": spread}
-
-
-def show(results: list[dict[str, Any]]) -> None:
-    """A row a number of users."""
-    ways = list(results[0]["tokens_per_second"])
-    table = Table("users", *ways, "auto / better", "auto / off", title="tokens/s over HTTP, in turns")
-    for row in results:
-        speeds = [f"{row['tokens_per_second'][way]:.1f}" for way in ways]
-        ratios = [row.get(name) for name in ("auto_over_better", "auto_over_off")]
-        shown = [f"{ratio['ratio']:.3f} ± {ratio['spread']:.3f}" if ratio else "" for ratio in ratios]
-        table.add_row(str(row["users"]), *speeds, *shown)
-    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ As at a server, whoever has an answer asks again at once: answers of 32 to 128 t
 ignored), so that requests do not stay in step; prefill is included, prefix reuse is off. `benchmarks.throughput` starts
 as many together and waits for the last of them, so drafts, of which some requests gain more than others, leave its last
 steps half empty. All ways run at once, a step of each in turn. The first round is not counted; a way's speed is all its
-tokens over all its seconds, and +- is the standard error of the rounds' own ratios.
+tokens over all its seconds.
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ from random import Random
 from time import perf_counter
 from typing import Annotated, Any
 
-import numpy as np
 import typer
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from benchmarks.decoding import measured_on, write_report
+from benchmarks.served import ANSWERS
 from benchmarks.throughput import WAYS, Bench
+from benchmarks.turns import Turn, show, summary
 from dflash_serve import SamplingParams
 from dflash_serve.backend import Stream
 from dflash_serve.common.provenance import versions
 from dflash_torch.engine import EmbeddedEngine
 
-ANSWERS = 32, 128
-"""Tokens of the shortest and of the longest."""
 SHORTEST = 8
 """Steps of an answer, at least, in the mean: of that many prompts none runs out."""
 
@@ -58,7 +55,7 @@ def main(
         "load": {"target": target, "drafter": drafter, "dtype": bench.dtype, "rounds": rounds, "steps": steps},
         "results": results,
     }
-    show(report)
+    show(results, "tokens/s in process, in turns")
     write_report(report, output)
 
 
@@ -73,7 +70,7 @@ def load(bench: Bench, size: int, rounds: int, steps: int) -> dict[str, Any]:
         measured = [run(streams, size * steps, seed=1 + each) for each in track(range(rounds), f"{size} in flight")]
         for stream in streams.values():
             stream.close()
-    return {"concurrency": size, **summary(measured)}
+    return {"users": size, **summary({way: [turn[way] for turn in measured] for way in streams})}
 
 
 @contextmanager
@@ -90,8 +87,8 @@ def entries(engines: Iterable[EmbeddedEngine], size: int) -> Iterator[None]:
             each += rest
 
 
-def run(streams: Mapping[str, Stream], chunks: int, seed: int) -> dict[str, tuple[int, float]]:
-    """So many chunks of every stream, one of each in turn, in another order every time: tokens and seconds of each."""
+def run(streams: Mapping[str, Stream], chunks: int, seed: int) -> dict[str, Turn]:
+    """So many chunks of every stream, one of each in turn, in another order every time."""
     tokens, seconds, order, luck = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0.0), list(streams), Random(seed)
     for _ in range(chunks):
         luck.shuffle(order)
@@ -100,38 +97,7 @@ def run(streams: Mapping[str, Stream], chunks: int, seed: int) -> dict[str, tupl
             chunk = next(streams[way])
             seconds[way] += perf_counter() - start
             tokens[way] += len(chunk.token_ids)
-    return {way: (tokens[way], seconds[way]) for way in streams}
-
-
-def summary(rounds: list[dict[str, tuple[int, float]]]) -> dict[str, Any]:
-    """Speeds over all rounds, `auto` beside the better of the others, and the rounds' own."""
-    speeds = {way: np.array([each[way][0] / each[way][1] for each in rounds]) for way in rounds[0]}
-    overall = {way: sum(each[way][0] for each in rounds) / sum(each[way][1] for each in rounds) for way in rounds[0]}
-    found: dict[str, Any] = {
-        "tokens_per_second": overall,
-        "all_rounds": {way: each.tolist() for way, each in speeds.items()},
-    }
-    others = [way for way in speeds if way != "auto"]
-    if "auto" in speeds and others:
-        better = max(others, key=lambda way: overall[way])
-        ratios = speeds["auto"] / speeds[better]
-        found["auto_over_better"] = overall["auto"] / overall[better]
-        found["standard_error"] = float(ratios.std(ddof=1) / len(ratios) ** 0.5) if len(ratios) > 1 else None
-    return found
-
-
-def show(report: dict[str, Any]) -> None:
-    """A row a number of requests in flight."""
-    table = Table(title=f"Tokens per second, {report['load']['target']}, {report['load']['dtype']}")
-    ways = list(report["results"][0]["tokens_per_second"])
-    for head in ("in flight", *(WAYS[way] for way in ways), "auto / better of the others"):
-        table.add_column(head, justify="right")
-    for row in report["results"]:
-        speeds = [f"{row['tokens_per_second'][way]:.1f}" for way in ways]
-        ratio, error = row.get("auto_over_better"), row.get("standard_error")
-        shown = "" if ratio is None else f"{ratio:.3f}" if error is None else f"{ratio:.3f} ± {error:.3f}"
-        table.add_row(str(row["concurrency"]), *speeds, shown)
-    Console().print(table)
+    return {way: Turn(tokens[way], seconds[way]) for way in streams}
 
 
 if __name__ == "__main__":

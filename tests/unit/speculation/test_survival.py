@@ -41,6 +41,8 @@ def test_a_new_request_is_thought_to_be_like_the_others_and_then_like_itself() -
     simulate(estimate, [0.8, 0.8, 0.8], 4, 400)
     before = estimate.survival(["new"])[0]
     assert before == pytest.approx(estimate.overall(), abs=0.08)
+    estimate.pass_by(25)  # behind its beginning
+    assert estimate.survival(["new"])[0] == pytest.approx(estimate.overall(), abs=0.02)
     for _ in range(8):
         estimate.observe(["new"], np.array([4]), np.array([0]))
     assert estimate.survival(["new"])[0][0] < 0.7 * before[0]
