@@ -1,4 +1,6 @@
-"""What passes cost on this device, measured in a second or two before serving starts.
+"""What steps cost on this device, measured in a second or two before serving starts.
+
+Whole steps, but for their drafts: on a GPU a small model is a fraction of what its host does for a step.
 
 It only seeds the width policy, which follows what steps really take. Noise only ever adds time, so each figure is the
 least of its repetitions, and the repetitions are interleaved: a busy spell hits all row counts alike. The figures are
@@ -10,7 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
 from statistics import median
 from time import perf_counter
 
@@ -21,21 +26,21 @@ from dflash_serve.common.files import cache_home
 from dflash_serve.common.provenance import now, processor, versions
 from dflash_serve.common.records import keep_record, read_record
 from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.costs import CostModel, is_confirmed
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-from .model_runner import TargetRunner
 from .request import Request
+from .scheduler import Scheduler
 from .speculator import Speculator
 from .waiting import CHOSEN_ALREADY
 
 CONTEXT, LONG_CONTEXT = 128, 1024
 """Tokens of context while measuring; the difference gives the price of a token of context."""
 REPETITIONS, MOST_REPETITIONS = 5, 15
-"""Of every pass, and of those whose least time was not met twice."""
+"""Of every step, and of those whose least time was not met twice."""
 ONE_BLOCK = 8
 """Rows up to which they are all one request's."""
 LEAST = 0.1
@@ -72,18 +77,18 @@ def cost_of(target: TargetModel, drafter: Drafter, block_size: int, entries: int
 
 @torch.inference_mode()
 def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> Calibration:
-    """Times a target pass by rows and a drafter pass by requests, up to full batches, over small caches of its own."""
+    """Times steps by rows and a drafter pass by requests, up to full batches, over small caches of its own."""
     long = min(LONG_CONTEXT, target.config.max_position_embeddings - 2 * block_size)
     bench = _Bench(target, drafter, block_size, entries, CONTEXT)
     jobs: dict[tuple[str, int], Callable[[], object]] = {}
     for rows in sorted({*range(1, block_size + 1), *(n * block_size for n in _doubling(entries))}):
-        jobs["target", rows] = bench.target_pass(rows, entries, CONTEXT)
+        jobs["target", rows] = bench.target_step(rows, entries, CONTEXT)
     for requests in _doubling(entries):
         jobs["draft", requests] = bench.draft_pass(requests, CONTEXT)
     if long > CONTEXT:
         alone = _Bench(target, drafter, block_size, 1, long)
         for rows in (1, min(block_size, ONE_BLOCK)):
-            jobs["target_context", rows] = alone.target_pass(rows, 1, long)
+            jobs["target_context", rows] = alone.target_step(rows, 1, long)
         jobs["draft_context", 1] = alone.draft_pass(1, long)
     times = {job: [_seconds(work, target.device) for _ in range(2)][1:] for job, work in jobs.items()}
     for turn in range(1, MOST_REPETITIONS):
@@ -138,7 +143,7 @@ def _slopes(short: Mapping[int, float], long: Mapping[int, float], length: int) 
 
 
 def _contexts(rows: int, entries: int) -> int:
-    """How many requests a target pass of so many rows is made of: one, as long as its block holds them."""
+    """How many requests a step of so many rows is made of: one, as long as its block holds them."""
     return 1 if rows <= ONE_BLOCK else min(rows, entries)
 
 
@@ -151,16 +156,23 @@ class _Bench:
 
     def __init__(self, target: TargetModel, drafter: Drafter, block_size: int, entries: int, context: int) -> None:
         capacity = context + 2 * block_size
-        self.speculator = Speculator(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
-        self.runner = TargetRunner(target, target.new_cache(entries, capacity + block_size), block_size)
+        self.speculator = _FreeDrafts(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
+        self.scheduler = Scheduler(
+            target, self.speculator, FixedWidth(1), max_batch_size=entries, capacity=capacity, reuse_prefixes=False
+        )
 
-    def target_pass(self, rows: int, entries: int, context: int) -> Callable[[], object]:
-        """Rows spread evenly over entries as a batch of blocks would be."""
-        used = _contexts(rows, entries)
-        spans = [Span(entry, context, rows // used + (entry < rows % used)) for entry in range(used)]
-        token_ids = [[1] * span.length for span in spans]
-        layer_ids = self.speculator.target_layer_ids
-        return lambda: self.runner.target.logits(self.runner(token_ids, spans, layer_ids).hidden).argmax(-1)
+    def target_step(self, rows: int, entries: int, context: int) -> Callable[[], object]:
+        """Rows spread evenly over entries as a batch of blocks would be; the drafts are there already."""
+        size = self.speculator.block_size
+        used = max(_contexts(rows, entries), ceil(rows / size))
+        widths = _Widths(size, tuple(rows // used + (entry < rows % used) for entry in range(used)))
+
+        def run() -> object:
+            self.scheduler.policy = widths
+            self.scheduler.running = [_scratch_request(entry, context) for entry in range(used)]
+            return self.scheduler.step()
+
+        return run
 
     def draft_pass(self, requests: int, context: int) -> Callable[[], object]:
         """A draft for each of `requests` requests, a typical number of context rows injected before it."""
@@ -173,19 +185,40 @@ class _Bench:
             scratch = [_scratch_request(entry, context, gained) for entry in range(requests)]
             for request in scratch:
                 request.features.append(features)
-            return speculator.draft(scratch, [speculator.block_size] * requests)
+            return Speculator.draft(speculator, scratch, [speculator.block_size] * requests)
 
         return run
 
 
-def _scratch_request(entry: int, context: int, gained: int) -> Request:
+class _FreeDrafts(Speculator):
+    """Drafts that cost nothing."""
+
+    def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
+        return [[1] * (width - 1) for width in widths]
+
+
+@dataclass(frozen=True)
+class _Widths(FixedWidth):
+    """One for each request."""
+
+    each: tuple[int, ...] = ()
+
+    @property
+    def resting(self) -> bool:
+        return False
+
+    def widths(self, *_: object) -> list[int]:
+        return list(self.each)
+
+
+def _scratch_request(entry: int, context: int, gained: int = 0) -> Request:
     return Request(
-        id=-1,
+        id=entry,
         entry=entry,
         token_ids=[1] * (context + gained + 1),
         prompt_length=1,
-        limit=0,
-        params=SamplingParams(temperature=0),
+        limit=sys.maxsize,
+        params=SamplingParams(temperature=0, ignore_eos=True),
         seed=0,
         statistics=AcceptanceStatistics(),
         verified=context + gained,
@@ -217,6 +250,7 @@ def _key(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -
         target.config.model_dump_json(),
         drafter.config.model_dump_json(),
         json.dumps(Calibration.model_json_schema()),
+        "whole steps",
         f"{block_size} {entries} {target.embedding.dtype} {len(drafter.hot_tokens or [])}",
         f"{_machine(target.device)} {versions('torch', 'dflash-serve')} {target.operators.kernels}",
     ]

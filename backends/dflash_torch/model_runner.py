@@ -1,14 +1,18 @@
 """The passes of target and drafter: ragged on a CPU; on a GPU, decoding steps are padded to few shapes and captured.
 
 A decoding step is some hundred small kernels. Launched one by one they keep a GPU waiting for its host; captured once
-in a CUDA graph and replayed, they are launched together. A graph has fixed shapes, so steps are padded to a few.
-The capture itself was not run on a GPU yet; on a CPU the same work runs uncaptured.
+in a CUDA graph and replayed, they are launched together. A graph has fixed shapes, so steps are padded to a few. What
+has none, a prompt say, goes ragged, and the requests beside it go captured. On a CPU the same work runs uncaptured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +26,6 @@ SHORTEST = 256
 """Keys read at least; lengths double from here."""
 LONGEST = 4096
 """Keys read at most: beyond, reading what is only padding would cost more than launching kernels one by one."""
-WARM_UP = 2
-"""Calls before a capture: libraries set themselves up in the first, which must not be recorded."""
-
 Work = Callable[..., tuple[Tensor, ...]]
 
 
@@ -64,16 +65,40 @@ class StaticPass:
         return self.outputs
 
     def _capture(self) -> None:
-        """CUDA's rule: warm up on a stream of its own, then record what the work launches."""
-        stream = torch.cuda.Stream()
+        """CUDA's rule: once on a stream of its own, for libraries set themselves up, then record what is launched.
+
+        By hand, for `torch.cuda.graph` collects garbage and empties the allocator's cache before every capture.
+        """
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                self.work(*self.inputs)
+        with torch.cuda.stream(stream), _no_garbage_collected():
+            self.work(*self.inputs)
+            torch.cuda.synchronize()
+            graph.capture_begin(pool=_pool())
+            try:
+                self.outputs = self.work(*self.inputs)
+            finally:
+                graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.outputs = self.work(*self.inputs)
+        self.graph = graph
+
+
+@cache
+def _pool() -> Any:
+    """Memory that all graphs share, for no two of them run at once; what they return lies apart."""
+    return torch.cuda.graph_pool_handle()
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """A graph that is destroyed while another is captured spoils it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class TargetRunner:
@@ -89,12 +114,22 @@ class TargetRunner:
         self.static = _prepared(cache, static)
         self.captured: dict[tuple[Shape, tuple[int, ...]], StaticPass] = {}
 
+    def prepare(self, layer_ids: tuple[int, ...]) -> None:
+        """Captures every decoding pass, with the features of these layers and, a row each, without. Nothing may run."""
+        for shape in _shapes(self.cache, self.widest):
+            for features in {layer_ids, ()} if shape.width == 1 else {layer_ids}:
+                self([[0] * shape.width] * shape.requests, _spans_of(shape), features)
+
     def __call__(self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
         """Token ids of each span's rows -> hidden [rows, H] and features [rows, F*H]; K/V goes into the cache."""
-        shape = _shape(self.cache, spans, self.widest) if self.static else None
+        if not self.static:
+            return self._run(rows, spans, layer_ids)
+        fits = [_shape(self.cache, [span], self.widest) is not None for span in spans]
+        if any(fits) and not all(fits):
+            return self._in_two(rows, spans, layer_ids, fits)
+        shape = _shape(self.cache, spans, self.widest)
         if shape is None:
-            token_ids = torch.tensor([token for row in rows for token in row], device=self.target.device)
-            return self._run(token_ids, spans, layer_ids)
+            return self._run(rows, spans, layer_ids)
         table = torch.tensor(padded_table(spans, rows, shape)).to(self.target.device, non_blocking=True)
         key = (shape, layer_ids)
         if key not in self.captured:
@@ -103,7 +138,25 @@ class TargetRunner:
         kept = real_rows(spans, shape)
         return TargetOutput(_rows(hidden, kept), _rows(features[0], kept) if features else None)
 
-    def _run(self, token_ids: Tensor, spans: Sequence[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
+    def _in_two(
+        self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...], fits: Sequence[bool]
+    ) -> TargetOutput:
+        """What has a shape goes captured, the rest ragged; their rows come back in order."""
+        parts: list[TargetOutput] = []
+        order = [n for kind in (True, False) for n, fit in enumerate(fits) if fit is kind]
+        for kind in (True, False):
+            chosen = [n for n in order if fits[n] is kind]
+            parts.append(self([rows[n] for n in chosen], [spans[n] for n in chosen], layer_ids))
+        ends = list(accumulate(spans[n].length for n in order))
+        place = dict(zip(order, ends, strict=True))
+        index = [row for n, span in enumerate(spans) for row in range(place[n] - span.length, place[n])]
+        kept = torch.tensor(index, device=self.target.device)
+        features = [part.features for part in parts if part.features is not None]
+        hidden = torch.cat([part.hidden for part in parts])[kept]
+        return TargetOutput(hidden, torch.cat(features)[kept] if features else None)
+
+    def _run(self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
+        token_ids = torch.tensor([token for row in rows for token in row], device=self.target.device)
         attend = self.target.attention(self.cache, spans)
         output: TargetOutput = self.target(token_ids, span_positions(spans, self.target.device), attend, layer_ids)
         return output
@@ -131,6 +184,13 @@ class DrafterRunner:
         self.embedding, self.cache, self.block_size = embedding, cache, block_size
         self.static = _prepared(cache, static)
         self.captured: dict[tuple[Drafter, Shape], StaticPass] = {}
+
+    def prepare(self, drafter: Drafter) -> None:
+        """Captures every pass. Nothing may run."""
+        size = drafter.rows(self.block_size)
+        for shape in _shapes(self.cache, size):
+            if shape.width == size:
+                self(drafter, [0] * shape.requests, [(span.entry, span.start) for span in _spans_of(shape)])
 
     def __call__(self, drafter: Drafter, anchors: list[int], starts: Sequence[tuple[int, int]]) -> Tensor:
         """Anchors, and (cache entry, position) of each -> hidden [requests * rows, H]; their K/V goes behind it."""
@@ -172,6 +232,11 @@ def _shape(cache: KVCache, spans: Sequence[Span], widest: int) -> Shape | None:
     return shape_of(spans, max_batch_size=cache.entries, widest=widest, capacity=cache.capacity)
 
 
+def _shapes(cache: KVCache, widest: int) -> list[Shape]:
+    """The largest first: the smaller ones find its memory."""
+    return shapes(max_batch_size=cache.entries, widest=widest, capacity=cache.capacity)[::-1]
+
+
 def _positions(table: Tensor, shape: Shape) -> Tensor:
     """[N, W] from the table's starts."""
     return table[:, 1:2] + torch.arange(shape.width, device=table.device)
@@ -179,6 +244,21 @@ def _positions(table: Tensor, shape: Shape) -> Tensor:
 
 def _rows(tensor: Tensor, kept: list[int] | None) -> Tensor:
     return tensor if kept is None else tensor[kept]
+
+
+def _spans_of(shape: Shape) -> list[Span]:
+    """Requests that need this shape."""
+    return [Span(entry, shape.length - shape.width, shape.width) for entry in range(shape.requests)]
+
+
+def shapes(*, max_batch_size: int, widest: int, capacity: int) -> list[Shape]:
+    """All that `shape_of` may find, from small to large."""
+    return [
+        Shape(requests, width, length)
+        for length in _sizes(SHORTEST, min(capacity, LONGEST))
+        for requests in _sizes(1, max_batch_size)
+        for width in _sizes(1, widest)
+    ]
 
 
 def shape_of(spans: Sequence[Span], *, max_batch_size: int, widest: int, capacity: int) -> Shape | None:
@@ -219,9 +299,14 @@ def real_rows(spans: Sequence[Span], shape: Shape) -> list[int] | None:
     return [n * shape.width + row for n, span in enumerate(spans) for row in range(span.length)]
 
 
+def _sizes(first: int, last: int) -> list[int]:
+    """first, 2 first, 4 first, ..., last."""
+    sizes = [min(first, last)]
+    while sizes[-1] < last:
+        sizes.append(min(2 * sizes[-1], last))
+    return sizes
+
+
 def _at_least(number: int, first: int, last: int) -> int:
-    """The first of first, 2 first, 4 first, ..., last that is not below `number`."""
-    size = first
-    while size < number:
-        size *= 2
-    return min(size, last)
+    """The first of those that is not below `number`."""
+    return next(size for size in _sizes(first, last) if size >= number)

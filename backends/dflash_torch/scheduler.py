@@ -7,6 +7,7 @@ request; prefill is the case of a long pending part and no draft.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -25,6 +26,8 @@ from .model_runner import TargetRunner
 from .request import Allocation, KVCacheManager, Request
 from .sampler import Sampler, StepResult, last_rows
 from .speculator import Speculator
+
+log = logging.getLogger(__name__)
 
 CROWD = 8
 """Requests from which on keeping features costs a noticeable part of a step (1 % of it at 32, injection as much)."""
@@ -74,6 +77,23 @@ class Scheduler:
     def free_entries(self) -> list[int]:
         """Cache entries without a running request."""
         return self.cache_manager.free
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """On a GPU, captures all that decoding steps may be made of, so that no request waits for it."""
+        if not self.target_runner.static:
+            return
+        start, speculator = perf_counter(), self.speculator
+        self.target_runner.prepare(speculator.target_layer_ids if speculator else ())
+        if speculator:
+            speculator.drafter_runner.prepare(speculator.drafter)
+        log.info("captured %d CUDA graphs in %.1f s", self._prepared, perf_counter() - start)
+
+    @property
+    def _prepared(self) -> int:
+        """Passes of fixed shapes so far."""
+        runners = self.target_runner, self.speculator and self.speculator.drafter_runner
+        return sum(len(runner.captured) for runner in runners if runner)
 
     @torch.inference_mode()
     def join(
@@ -132,7 +152,7 @@ class Scheduler:
     @torch.inference_mode()
     def step(self) -> list[StepResult]:
         """One step of every running request; finished ones leave."""
-        start, requests = perf_counter(), list(self.running)
+        start, prepared, requests = perf_counter(), self._prepared, list(self.running)
         decoding = [request for request in requests if request.is_decoding]
         context_tokens = sum(request.verified for request in decoding)
         drafts = self._draft(requests, context_tokens)
@@ -142,8 +162,9 @@ class Scheduler:
         results = [accepted.get(index) or StepResult(request, []) for index, request in enumerate(requests)]
         for index, result in enumerate(results):
             self._commit(result, len(pending[index]), drafts[index], features[index])
-        # Every token is on the host by now; a step that also took in a prompt says nothing of decoding steps.
-        seconds = perf_counter() - start if len(decoding) == len(requests) else None
+        # Every token is on the host by now; a step that took in a prompt, too, or captured a graph is like no other.
+        is_usual = len(decoding) == len(requests) and self._prepared == prepared
+        seconds = perf_counter() - start if is_usual else None
         self._observe(decoding, seconds, context_tokens)
         return [self._finish(result) for result in results]
 

@@ -40,6 +40,7 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
         speculator = Speculator(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
         policy = _policy(deployment, speculator, entries)
     scheduler = Scheduler(target, speculator, policy, max_batch_size=entries, capacity=capacity)
+    scheduler.prepare()
     return EmbeddedEngine(scheduler, load_tokenizer(model.model, model.revision))
 
 

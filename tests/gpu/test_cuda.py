@@ -31,7 +31,11 @@ def test_graphs_change_no_token(folders: tuple[Path, Path], temperature: float) 
     params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=3)
     captured = tiny_engine(folders, device="cuda")
     found = []
-    for engine in (tiny_engine(folders), with_passes(tiny_engine(folders, device="cuda"), static=False), captured):
+    for engine in (
+        tiny_engine(folders, device="cpu"),
+        with_passes(tiny_engine(folders, device="cuda"), static=False),
+        captured,
+    ):
         found.append([output.token_ids for output in answers(engine, PROMPTS, params)])
     assert found[0] == found[1] == found[2]
     assert any(work.graph is not None for work in captured.scheduler.target_runner.captured.values())

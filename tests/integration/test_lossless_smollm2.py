@@ -34,7 +34,7 @@ Answers = list[list[int]]
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("smollm2", "smollm2", width=8, max_model_len=1024, max_batch_size=BATCH)
+    return LLM("smollm2", "smollm2", width=8, dtype="float32", max_model_len=1024, max_batch_size=BATCH)
 
 
 @pytest.fixture(scope="module")

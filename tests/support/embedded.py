@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from dflash_torch.request import Request
 from dflash_torch.scheduler import Scheduler
 from dflash_torch.speculator import Speculator
 
+DEVICE = os.environ.get("DFLASH_SERVE_TEST_DEVICE", "cpu")
+"""Where the miniature runs; what holds on a CPU must hold on `cuda`."""
 PROMPTS = ["the quick brown fox", "the quick dog", '{"name": [1', "over", "fox fox fox lazy"]
 
 
@@ -66,7 +69,7 @@ def tiny_engine(
     truth: Mapping[tuple[int, ...], list[int]] | None = None,
     reuse_prefixes: bool = True,
     prefill_rows: int = 1024,
-    device: str = "cpu",
+    device: str = DEVICE,
     dtype: torch.dtype = torch.float32,
 ) -> EmbeddedEngine:
     """The pair of `write_tiny_pair`, running; width 1 = no speculator at all."""

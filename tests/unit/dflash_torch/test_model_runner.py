@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,25 @@ from dflash_serve.models.attention.flashinfer import FlashInferAttention, window
 from dflash_serve.models.attention.padded import PaddedAttention
 from dflash_serve.models.attention.ragged import RaggedAttention
 from dflash_serve.models.kv_cache import KVCache, Span
+from dflash_serve.speculation.policy import FixedWidth, Step
 from dflash_torch.model_runner import LONGEST, Shape, padded_table, real_rows, shape_of
+from dflash_torch.model_runner import shapes as shapes_of_all
 from tests.support import fake_flashinfer
 from tests.support.embedded import answers, tiny_engine, with_passes
 
 PROMPTS = [[10 + n, 20, 30 + n, 40, *range(n)] for n in range(5)]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 KINDS = [AttentionKind(causal=causal, window=window) for causal in (True, False) for window in (None, 10, 2)]
+
+
+@dataclass(frozen=True)
+class Watched(FixedWidth):
+    """Notes what steps are said to have taken."""
+
+    seen: list[float | None] = field(default_factory=list)
+
+    def observe(self, step: Step) -> None:
+        self.seen.append(step.seconds)
 
 
 def filled_cache() -> KVCache:
@@ -81,6 +95,45 @@ def test_shapes_are_few() -> None:
         for width in (1, 2, 4, 8, 10)
         for length in (256, 512, 1024, 2048, 4096)
     }
+    assert set(shapes_of_all(**limits)) == shapes
+    small = {"max_batch_size": 1, "widest": 1, "capacity": 100}
+    assert shapes_of_all(**small) == [shape_of([Span(0, 30, 1)], **small)] == [Shape(1, 1, 100)]
+
+
+def test_all_that_decoding_takes_is_captured_ahead(folders: tuple[Path, Path]) -> None:
+    engine = with_passes(tiny_engine(folders, max_batch_size=3), static=True)
+    scheduler = engine.scheduler
+    assert scheduler.speculator is not None
+    scheduler.prepare()
+    passes = scheduler.target_runner.captured, scheduler.speculator.drafter_runner.captured
+    ahead = [set(captured) for captured in passes]
+    assert all(ahead)
+    expected = answers(tiny_engine(folders, max_batch_size=3), PROMPTS, GREEDY)
+    assert [one.token_ids for one in answers(engine, PROMPTS, GREEDY)] == [one.token_ids for one in expected]
+    assert [set(captured) for captured in passes] == ahead
+
+
+def test_a_prompt_goes_ragged_and_leaves_the_others_captured(folders: tuple[Path, Path]) -> None:
+    ragged, static = (with_passes(tiny_engine(folders), static=static).scheduler for static in (False, True))
+    rows = [[5, 7, 7], list(range(20, 45)), [9], list(range(50, 59))]
+    spans = [Span(entry, 0, len(row)) for entry, row in enumerate(rows)]
+    expected, found = (s.target_runner(rows, spans, s.speculator.target_layer_ids) for s in (ragged, static))  # type: ignore[union-attr]
+    torch.testing.assert_close(found.hidden, expected.hidden)
+    torch.testing.assert_close(found.features, expected.features)
+    assert [shape for shape, _ in static.target_runner.captured] == [Shape(2, 4, 256)]
+
+
+def test_a_step_that_captures_says_nothing_of_what_others_take(folders: tuple[Path, Path]) -> None:
+    policy = Watched(4)
+    scheduler = with_passes(tiny_engine(folders, width=policy), static=True).scheduler
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    scheduler.join(PROMPTS[0], params)
+    while len(policy.seen) < 3:
+        scheduler.step()
+    scheduler.join(PROMPTS[1][:1], params)  # no more rows than a block: another shape, and no prefill by itself
+    while len(policy.seen) < 6:
+        scheduler.step()
+    assert [seconds is None for seconds in policy.seen] == [True, False, False, True, True, False]
 
 
 @pytest.mark.parametrize(
