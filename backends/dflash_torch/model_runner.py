@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,19 +22,9 @@ from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.target import TargetModel, TargetOutput
 
-SHORTEST = 256
-"""Keys read at least; lengths double from here."""
-LONGEST = 4096
-"""Keys read at most: beyond, reading what is only padding would cost more than launching kernels one by one."""
+from .shapes import Shape, padded_table, real_rows, shape_of, shapes
+
 Work = Callable[..., tuple[Tensor, ...]]
-
-
-class Shape(NamedTuple):
-    """N requests of W rows each, which attend over the first `length` positions of their cache entries."""
-
-    requests: int
-    width: int
-    length: int
 
 
 class StaticPass:
@@ -118,7 +108,7 @@ class TargetRunner:
         """Captures every decoding pass, with the features of these layers and, a row each, without. Nothing may run."""
         for shape in _shapes(self.cache, self.widest):
             for features in {layer_ids, ()} if shape.width == 1 else {layer_ids}:
-                self([[0] * shape.width] * shape.requests, _spans_of(shape), features)
+                self([[0] * shape.width] * shape.requests, shape.spans, features)
 
     def __call__(self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
         """Token ids of each span's rows -> hidden [rows, H] and features [rows, F*H]; K/V goes into the cache."""
@@ -190,7 +180,7 @@ class DrafterRunner:
         size = drafter.rows(self.block_size)
         for shape in _shapes(self.cache, size):
             if shape.width == size:
-                self(drafter, [0] * shape.requests, [(span.entry, span.start) for span in _spans_of(shape)])
+                self(drafter, [0] * shape.requests, [(span.entry, span.start) for span in shape.spans])
 
     def __call__(self, drafter: Drafter, anchors: list[int], starts: Sequence[tuple[int, int]]) -> Tensor:
         """Anchors, and (cache entry, position) of each -> hidden [requests * rows, H]; their K/V goes behind it."""
@@ -244,69 +234,3 @@ def _positions(table: Tensor, shape: Shape) -> Tensor:
 
 def _rows(tensor: Tensor, kept: list[int] | None) -> Tensor:
     return tensor if kept is None else tensor[kept]
-
-
-def _spans_of(shape: Shape) -> list[Span]:
-    """Requests that need this shape."""
-    return [Span(entry, shape.length - shape.width, shape.width) for entry in range(shape.requests)]
-
-
-def shapes(*, max_batch_size: int, widest: int, capacity: int) -> list[Shape]:
-    """All that `shape_of` may find, from small to large."""
-    return [
-        Shape(requests, width, length)
-        for length in _sizes(SHORTEST, min(capacity, LONGEST))
-        for requests in _sizes(1, max_batch_size)
-        for width in _sizes(1, widest)
-    ]
-
-
-def shape_of(spans: Sequence[Span], *, max_batch_size: int, widest: int, capacity: int) -> Shape | None:
-    """The smallest shape that holds these spans; None where none does (a prefill, a context too long or too full).
-
-    Args:
-        max_batch_size: most requests of a step.
-        widest: most rows of a request in a decoding step, B.
-        capacity: positions of a cache entry.
-    """
-    rows = max(span.length for span in spans)
-    if rows > widest:
-        return None
-    width = _at_least(rows, 1, widest)
-    end = max(span.start for span in spans) + width
-    if end > min(capacity, LONGEST):
-        return None
-    return Shape(_at_least(len(spans), 1, max_batch_size), width, _at_least(end, SHORTEST, capacity))
-
-
-def padded_table(spans: Sequence[Span], rows: Sequence[Sequence[int]], shape: Shape) -> list[list[int]]:
-    """[entry, start, numbers...] for each of N requests; the last one is repeated: it writes the same K/V again.
-
-    Args:
-        rows: numbers of each span, as many as it has rows or fewer than W; filled up with 0.
-    """
-    table = [
-        [span.entry, span.start, *numbers, *[0] * (shape.width - len(numbers))]
-        for span, numbers in zip(spans, rows, strict=True)
-    ]
-    return table + [table[-1]] * (shape.requests - len(table))
-
-
-def real_rows(spans: Sequence[Span], shape: Shape) -> list[int] | None:
-    """Which of the N x W rows are the spans' own; None = all of them, in order."""
-    if len(spans) == shape.requests and all(span.length == shape.width for span in spans):
-        return None
-    return [n * shape.width + row for n, span in enumerate(spans) for row in range(span.length)]
-
-
-def _sizes(first: int, last: int) -> list[int]:
-    """first, 2 first, 4 first, ..., last."""
-    sizes = [min(first, last)]
-    while sizes[-1] < last:
-        sizes.append(min(2 * sizes[-1], last))
-    return sizes
-
-
-def _at_least(number: int, first: int, last: int) -> int:
-    """The first of those that is not below `number`."""
-    return next(size for size in _sizes(first, last) if size >= number)
