@@ -236,8 +236,8 @@ class Scheduler:
         output = self.target_runner(blocks, spans, layer_ids)
         if output.features is None:
             return output.hidden, [None] * len(blocks)
-        if len(output.features) == len(blocks):  # a row each: one copy for all
-            return output.hidden, list(output.features.clone().split(1))
+        if max(lengths) <= self.target_runner.widest:  # one copy for all
+            return output.hidden, list(output.features.clone().split(lengths))
         own = zip(requests, output.features.split(lengths), strict=True)
         return output.hidden, [rows.clone() if request.draftable else None for request, rows in own]
 

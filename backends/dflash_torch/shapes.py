@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 from dflash_serve.models.kv_cache import Span
@@ -30,9 +31,9 @@ def shapes(*, max_batch_size: int, widest: int, capacity: int) -> list[Shape]:
     """All that `shape_of` may find, from small to large."""
     return [
         Shape(requests, width, length)
-        for length in _sizes(SHORTEST, min(capacity, LONGEST))
-        for requests in _sizes(1, max_batch_size)
-        for width in _sizes(1, widest)
+        for length in sizes(SHORTEST, min(capacity, LONGEST))
+        for requests in sizes(1, max_batch_size)
+        for width in sizes(1, widest)
     ]
 
 
@@ -74,14 +75,15 @@ def real_rows(spans: Sequence[Span], shape: Shape) -> list[int] | None:
     return [n * shape.width + row for n, span in enumerate(spans) for row in range(span.length)]
 
 
-def _sizes(first: int, last: int) -> list[int]:
+@cache
+def sizes(first: int, last: int) -> tuple[int, ...]:
     """first, 2 first, 4 first, ..., last."""
-    sizes = [min(first, last)]
-    while sizes[-1] < last:
-        sizes.append(min(2 * sizes[-1], last))
-    return sizes
+    found = [min(first, last)]
+    while found[-1] < last:
+        found.append(min(2 * found[-1], last))
+    return tuple(found)
 
 
 def _at_least(number: int, first: int, last: int) -> int:
     """The first of those that is not below `number`."""
-    return next(size for size in _sizes(first, last) if size >= number)
+    return next(size for size in sizes(first, last) if size >= number)

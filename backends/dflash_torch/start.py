@@ -19,6 +19,7 @@ from .engine import EmbeddedEngine
 from .launch import own_arguments
 from .precision import choose_dtype
 from .scheduler import Scheduler
+from .shapes import sizes
 from .speculator import Speculator
 
 
@@ -68,4 +69,6 @@ def _policy(deployment: Deployment, speculator: Speculator, entries: int) -> Wid
     assert deployment.drafter is not None
     cost = cost_of(speculator.target, speculator.drafter, speculator.block_size, entries)
     folder = drafter_folder(deployment.drafter.model, deployment.drafter.revision)
-    return KeptWidth(cost, speculator.block_size, LastRun(folder, deployment.target.model))
+    # Padded passes take as long as the widest block in them for everyone.
+    shared = sizes(1, speculator.block_size) if speculator.drafter_runner.static else None
+    return KeptWidth(cost, speculator.block_size, LastRun(folder, deployment.target.model), shared)

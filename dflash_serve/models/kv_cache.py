@@ -25,7 +25,14 @@ class Span(NamedTuple):
 
 def span_positions(spans: Sequence[Span], device: torch.device | None = None) -> Tensor:
     """Positions of a flat batch's rows, int64 [rows]."""
-    return torch.cat([torch.arange(s.start, s.start + s.length, device=device) for s in spans])
+    if len(spans) == 1:
+        return torch.arange(spans[0].start, spans[0].start + spans[0].length, device=device)
+    return torch.tensor([place for s in spans for place in range(s.start, s.start + s.length)], device=device)
+
+
+def span_entries(spans: Sequence[Span], device: torch.device | None = None) -> Tensor:
+    """Cache entries of a flat batch's rows, int64 [rows]."""
+    return torch.tensor([s.entry for s in spans for _ in range(s.length)], device=device)
 
 
 class KVCache:
@@ -76,12 +83,14 @@ class KVCache:
 
     def write_all(self, spans: Sequence[Span], k: Tensor, v: Tensor) -> None:
         """Stores k, v [rows, layers, kv_heads, head_dim] of a flat batch in every layer at once."""
-        row = 0
-        for entry, start, length in spans:
-            end = start + length
-            self.keys[:, entry, :, start:end] = k[row : row + length].permute(1, 2, 0, 3)
-            self.values[:, entry, :, start:end] = v[row : row + length].permute(1, 2, 0, 3)
-            row += length
+        if len(spans) == 1:
+            entry, start, length = spans[0]
+            self.keys[:, entry, :, start : start + length] = k.permute(1, 2, 0, 3)
+            self.values[:, entry, :, start : start + length] = v.permute(1, 2, 0, 3)
+            return
+        entries, positions = span_entries(spans, k.device), span_positions(spans, k.device)
+        self.keys[:, entries, :, positions] = k.to(self.keys.dtype)
+        self.values[:, entries, :, positions] = v.to(self.values.dtype)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The first `length` positions of an entry into another; the same entry is left as it is."""

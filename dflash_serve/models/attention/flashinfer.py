@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.models.kv_cache import KVCache, Span, span_positions
+from dflash_serve.models.kv_cache import KVCache, Span, span_entries, span_positions
 
 WORKSPACE = 128 * 2**20
 """Bytes that its planner asks for."""
@@ -43,9 +43,7 @@ class FlashInferAttention:
     def __init__(self, cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind], heads: int) -> None:
         device = cache.keys.device
         self.cache, self.kinds = cache, kinds
-        entries, _, lengths = torch.tensor(spans).unbind(dim=1)
-        self.row_entries = entries.repeat_interleave(lengths).to(device)
-        self.row_positions = span_positions(spans).to(device)
+        self.row_entries, self.row_positions = span_entries(spans, device), span_positions(spans, device)
         self.wrappers = {kind: self._plan(spans, kind, heads) for kind in set(kinds)}
 
     def _plan(self, spans: Sequence[Span], kind: AttentionKind, heads: int) -> Any:

@@ -14,7 +14,7 @@ from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.width import AutoWidth
-from dflash_torch import calibration
+from dflash_torch import calibration, model_runner
 from dflash_torch.calibration import Calibration
 from dflash_torch.launch import with_operators
 from dflash_torch.start import start_engine
@@ -54,6 +54,19 @@ def test_costs_are_measured_once_and_kept(folders: Folders, measured: list[tuple
         assert isinstance(policy, AutoWidth)
         assert policy.costs.measured == COST
     assert len(measured) == 1
+
+
+def test_where_passes_are_padded_all_is_captured_ahead_and_a_step_has_one_width(
+    folders: Folders, measured: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = start_engine(deployment(folders)).scheduler
+    assert isinstance(scheduler.policy, AutoWidth)
+    assert (scheduler.policy.allowed_widths, scheduler.target_runner.captured) == (None, {})
+    monkeypatch.setattr(model_runner, "_prepared", lambda cache, static: True)  # as on a GPU
+    scheduler = start_engine(deployment(folders)).scheduler
+    assert isinstance(scheduler.policy, AutoWidth)
+    assert scheduler.policy.allowed_widths == (1, 2, 4)
+    assert {shape.width for shape, _ in scheduler.target_runner.captured} == {1, 2, 4}
 
 
 def test_costs_of_other_kernels_are_measured_again(
