@@ -1,8 +1,8 @@
 """Whether a deployment fits into this machine's memory, by arithmetic, before anything is loaded. Needs no torch.
 
 A K/V cache is reserved at once and backed by the system as it fills: too large a one would start and be killed later.
-GPUs are read through cuda-python's NVML: no torch, no CUDA context, nothing allocated. That part
-was not run on a GPU yet; a test holds the names used against the installed cuda-bindings (written for 13.5).
+GPUs are read through cuda-python's NVML: no torch, no CUDA context, nothing allocated. It ran on an H200 with
+cuda-bindings 13.3; a test holds the names used against the installed ones (written for 13.5).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the embedded engine records into its CUDA graphs, on a device without data: one decoding step.
 
 Shown: shapes and dtypes of target and drafter passes, that they stay on the device and never wait for the host, without
-which no graph could hold them. Not shown, and never run on a GPU: the capture itself, and any number.
+which no graph could hold them. Not shown: the capture itself, and any number (`tests/gpu` does).
 """
 
 from __future__ import annotations
