@@ -8,8 +8,9 @@ has none, a prompt say, goes ragged, and the requests beside it go captured. On 
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_serve.errors import first_line
 from dflash_serve.models.attention.padded import PaddedAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
@@ -24,13 +26,14 @@ from dflash_serve.models.target import TargetModel, TargetOutput
 
 from .shapes import Shape, padded_table, real_rows, shape_of, shapes
 
+log = logging.getLogger(__name__)
 Work = Callable[..., tuple[Tensor, ...]]
 
 
 class StaticPass:
     """A function of tensors of fixed shapes: captured in a CUDA graph at its first call, or just called on a CPU.
 
-    What it returns is overwritten by the next call.
+    What it returns is overwritten by the next call. Without the memory for a graph it is called, slowly, on a GPU too.
 
     Args:
         work: reads the inputs it is called with, and tensors that stay where they are.
@@ -40,17 +43,21 @@ class StaticPass:
     def __init__(self, work: Work, inputs: Sequence[Tensor]) -> None:
         self.work = work
         self.inputs = [torch.empty_like(tensor) for tensor in inputs]
+        self.captures = self.inputs[0].device.type == "cuda"
         self.graph: torch.cuda.CUDAGraph | None = None
         self.outputs: tuple[Tensor, ...] = ()
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         for kept, given in zip(self.inputs, inputs, strict=True):
             kept.copy_(given)
-        if self.inputs[0].device.type != "cuda":
-            return self.work(*self.inputs)
+        if self.captures and self.graph is None:
+            try:
+                self._capture()
+            except torch.OutOfMemoryError as error:
+                self.captures = False
+                log.warning("no memory for a CUDA graph, its kernels are launched one by one: %s", first_line(error))
         if self.graph is None:
-            self._capture()
-        assert self.graph is not None
+            return self.work(*self.inputs)
         self.graph.replay()
         return self.outputs
 
@@ -67,8 +74,11 @@ class StaticPass:
             graph.capture_begin(pool=_pool())
             try:
                 self.outputs = self.work(*self.inputs)
-            finally:
-                graph.capture_end()
+            except torch.OutOfMemoryError:
+                with suppress(RuntimeError):  # which says that the capture is broken
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = graph
 

@@ -41,6 +41,19 @@ def test_graphs_change_no_token(folders: tuple[Path, Path], temperature: float) 
     assert any(work.graph is not None for work in captured.scheduler.target_runner.captured.values())
 
 
+def test_all_graphs_are_captured_ahead(folders: tuple[Path, Path]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    engine = tiny_engine(folders, device="cuda")
+    engine.scheduler.prepare()
+    passes = engine.scheduler.target_runner.captured
+    ahead = set(passes)
+    found = [output.token_ids for output in answers(engine, PROMPTS, params)]
+    expected = answers(tiny_engine(folders, device="cpu"), PROMPTS, params)
+    assert found == [output.token_ids for output in expected]
+    assert set(passes) == ahead
+    assert all(work.graph is not None for work in passes.values())
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 32])
 def test_flashinfer_attends_as_we_do(causal: bool, window: int | None) -> None:

@@ -16,6 +16,7 @@ from dflash_serve.models.attention.padded import PaddedAttention
 from dflash_serve.models.attention.ragged import RaggedAttention
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.speculation.policy import FixedWidth, Step
+from dflash_torch.model_runner import StaticPass
 from dflash_torch.shapes import LONGEST, Shape, padded_table, real_rows, shape_of
 from dflash_torch.shapes import shapes as shapes_of_all
 from tests.support import fake_flashinfer
@@ -111,6 +112,23 @@ def test_all_that_decoding_takes_is_captured_ahead(folders: tuple[Path, Path]) -
     expected = answers(tiny_engine(folders, max_batch_size=3), PROMPTS, GREEDY)
     assert [one.token_ids for one in answers(engine, PROMPTS, GREEDY)] == [one.token_ids for one in expected]
     assert [set(captured) for captured in passes] == ahead
+
+
+def test_without_memory_for_a_graph_a_pass_is_launched_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = []
+
+    def capture(work: StaticPass) -> None:
+        tried.append(work)
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr(StaticPass, "_capture", capture)
+    double = StaticPass(lambda x: (2 * x,), [torch.zeros(3)])
+    double.captures = True  # as on a GPU
+    assert [double(torch.full((3,), n))[0].tolist() for n in (1.0, 2.0)] == [[2.0] * 3, [4.0] * 3]
+    assert len(tried) == 1
+    assert "launched one by one: CUDA out of memory" in caplog.text
 
 
 def test_a_prompt_goes_ragged_and_leaves_the_others_captured(folders: tuple[Path, Path]) -> None:
