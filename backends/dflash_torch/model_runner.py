@@ -136,7 +136,7 @@ class TargetRunner:
             self.captured[key] = StaticPass(lambda table: self._work(table, shape, layer_ids), [table])
         hidden, *features = self.captured[key](table)
         kept = real_rows(spans, shape)
-        return TargetOutput(_rows(hidden, kept), _rows(features[0], kept) if features else None)
+        return TargetOutput(hidden[kept], features[0][kept] if features else None)
 
     def _in_two(
         self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...], fits: Sequence[bool]
@@ -203,7 +203,8 @@ class DrafterRunner:
         key = (drafter, shape)
         if key not in self.captured:
             self.captured[key] = StaticPass(lambda table: self._work(drafter, table, shape), [table])
-        return _rows(self.captured[key](table)[0], real_rows(spans, shape))
+        hidden: Tensor = self.captured[key](table)[0][real_rows(spans, shape)]
+        return hidden
 
     def _run(self, drafter: Drafter, anchors: Tensor, spans: Sequence[Span]) -> Tensor:
         noise, attend = drafter.noise(anchors, self.embedding, self.block_size), drafter.attention(self.cache, spans)
@@ -240,7 +241,3 @@ def _shapes(cache: KVCache, widest: int) -> list[Shape]:
 def _positions(table: Tensor, shape: Shape) -> Tensor:
     """[N, W] from the table's starts."""
     return table[:, 1:2] + torch.arange(shape.width, device=table.device)
-
-
-def _rows(tensor: Tensor, kept: list[int] | None) -> Tensor:
-    return tensor if kept is None else tensor[kept]

@@ -68,10 +68,10 @@ def padded_table(spans: Sequence[Span], rows: Sequence[Sequence[int]], shape: Sh
     return table + [table[-1]] * (shape.requests - len(table))
 
 
-def real_rows(spans: Sequence[Span], shape: Shape) -> list[int] | None:
-    """Which of the N x W rows are the spans' own; None = all of them, in order."""
-    if len(spans) == shape.requests and all(span.length == shape.width for span in spans):
-        return None
+def real_rows(spans: Sequence[Span], shape: Shape) -> slice | list[int]:
+    """Which of the N x W rows are the spans' own."""
+    if all(span.length == shape.width for span in spans):
+        return slice(len(spans) * shape.width)
     return [n * shape.width + row for n, span in enumerate(spans) for row in range(span.length)]
 
 

@@ -62,13 +62,14 @@ class Speculator:
         hidden = self.drafter_runner(self.drafter, anchors, [(request.entry, request.verified) for request in requests])
         first, size = self.drafter.first_row, self.drafter.rows(self.block_size)
         counts = [width - 1 for width in widths]
-        rows = [n * size + first + slot for n, count in enumerate(counts) for slot in range(count)]
+        if min(counts) == max(counts):  # nothing has to be looked up on the device
+            hidden = hidden.unflatten(0, (-1, size))[:, first : first + counts[0]].flatten(0, 1)
+        else:
+            hidden = hidden[[n * size + first + slot for n, count in enumerate(counts) for slot in range(count)]]
         grammars = [request.grammar for request in requests]
         if self.hot_head is None or any(grammar is not None for grammar in grammars):
-            return self.propose(self.drafter, self.target.draft_logits, hidden[rows], anchors, counts, grammars)
-        return self.hot_head.target_ids(
-            self.propose(self.drafter, self.hot_head, hidden[rows], anchors, counts, grammars)
-        )
+            return self.propose(self.drafter, self.target.draft_logits, hidden, anchors, counts, grammars)
+        return self.hot_head.target_ids(self.propose(self.drafter, self.hot_head, hidden, anchors, counts, grammars))
 
     def inject(self, requests: Sequence[Request]) -> None:
         """Writes the context K/V of tokens verified since the last time; nothing older is recomputed."""
