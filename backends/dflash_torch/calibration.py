@@ -14,7 +14,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import ceil
 from statistics import median
 from time import perf_counter
@@ -34,6 +33,7 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from .request import Request
 from .scheduler import Scheduler
+from .shapes import sizes
 from .speculator import Speculator
 from .waiting import CHOSEN_ALREADY
 
@@ -81,9 +81,9 @@ def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int
     long = min(LONG_CONTEXT, target.config.max_position_embeddings - 2 * block_size)
     bench = _Bench(target, drafter, block_size, entries, CONTEXT)
     jobs: dict[tuple[str, int], Callable[[], object]] = {}
-    for rows in sorted({*range(1, block_size + 1), *(n * block_size for n in _doubling(entries))}):
+    for rows in sorted({*range(1, block_size + 1), *(n * block_size for n in sizes(1, entries))}):
         jobs["target", rows] = bench.target_step(rows, entries, CONTEXT)
-    for requests in _doubling(entries):
+    for requests in sizes(1, entries):
         jobs["draft", requests] = bench.draft_pass(requests, CONTEXT)
     if long > CONTEXT:
         alone = _Bench(target, drafter, block_size, 1, long)
@@ -147,10 +147,6 @@ def _contexts(rows: int, entries: int) -> int:
     return 1 if rows <= ONE_BLOCK else min(rows, entries)
 
 
-def _doubling(limit: int) -> list[int]:
-    return sorted({limit, *(2**i for i in range(limit.bit_length()) if 2**i <= limit)})
-
-
 class _Bench:
     """Target and drafter over caches of their own, with made-up contexts in them."""
 
@@ -158,17 +154,21 @@ class _Bench:
         capacity = context + 2 * block_size
         self.speculator = _FreeDrafts(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
         self.scheduler = Scheduler(
-            target, self.speculator, FixedWidth(1), max_batch_size=entries, capacity=capacity, reuse_prefixes=False
+            target,
+            self.speculator,
+            FixedWidth(block_size),
+            max_batch_size=entries,
+            capacity=capacity,
+            reuse_prefixes=False,
         )
 
     def target_step(self, rows: int, entries: int, context: int) -> Callable[[], object]:
         """Rows spread evenly over entries as a batch of blocks would be; the drafts are there already."""
-        size = self.speculator.block_size
-        used = max(_contexts(rows, entries), ceil(rows / size))
-        widths = _Widths(size, tuple(rows // used + (entry < rows % used) for entry in range(used)))
+        used = max(_contexts(rows, entries), ceil(rows / self.speculator.block_size))
+        drafts = [[1] * (rows // used + (entry < rows % used) - 1) for entry in range(used)]
 
         def run() -> object:
-            self.scheduler.policy = widths
+            self.speculator.ready = drafts
             self.scheduler.running = [_scratch_request(entry, context) for entry in range(used)]
             return self.scheduler.step()
 
@@ -193,22 +193,10 @@ class _Bench:
 class _FreeDrafts(Speculator):
     """Drafts that cost nothing."""
 
+    ready: Sequence[list[int]] = ()
+
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
-        return [[1] * (width - 1) for width in widths]
-
-
-@dataclass(frozen=True)
-class _Widths(FixedWidth):
-    """One for each request."""
-
-    each: tuple[int, ...] = ()
-
-    @property
-    def resting(self) -> bool:
-        return False
-
-    def widths(self, *_: object) -> list[int]:
-        return list(self.each)
+        return list(self.ready)
 
 
 def _scratch_request(entry: int, context: int, gained: int = 0) -> Request:

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -122,14 +121,11 @@ class TargetRunner:
 
     def __call__(self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
         """Token ids of each span's rows -> hidden [rows, H] and features [rows, F*H]; K/V goes into the cache."""
-        if not self.static:
-            return self._run(rows, spans, layer_ids)
-        fits = [_shape(self.cache, [span], self.widest) is not None for span in spans]
-        if any(fits) and not all(fits):
-            return self._in_two(rows, spans, layer_ids, fits)
-        shape = _shape(self.cache, spans, self.widest)
+        shape = _shape(self.cache, spans, self.widest) if self.static else None
         if shape is None:
-            return self._run(rows, spans, layer_ids)
+            fits = [self.static and _shape(self.cache, [span], self.widest) is not None for span in spans]
+            mixed = any(fits) and not all(fits)
+            return self._in_two(rows, spans, layer_ids, fits) if mixed else self._run(rows, spans, layer_ids)
         table = torch.tensor(padded_table(spans, rows, shape)).to(self.target.device, non_blocking=True)
         key = (shape, layer_ids)
         if key not in self.captured:
@@ -142,18 +138,16 @@ class TargetRunner:
         self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...], fits: Sequence[bool]
     ) -> TargetOutput:
         """What has a shape goes captured, the rest ragged; their rows come back in order."""
-        parts: list[TargetOutput] = []
-        order = [n for kind in (True, False) for n, fit in enumerate(fits) if fit is kind]
+        hidden: dict[int, Tensor] = {}
+        features: dict[int, Tensor] = {}
         for kind in (True, False):
-            chosen = [n for n in order if fits[n] is kind]
-            parts.append(self([rows[n] for n in chosen], [spans[n] for n in chosen], layer_ids))
-        ends = list(accumulate(spans[n].length for n in order))
-        place = dict(zip(order, ends, strict=True))
-        index = [row for n, span in enumerate(spans) for row in range(place[n] - span.length, place[n])]
-        kept = torch.tensor(index, device=self.target.device)
-        features = [part.features for part in parts if part.features is not None]
-        hidden = torch.cat([part.hidden for part in parts])[kept]
-        return TargetOutput(hidden, torch.cat(features)[kept] if features else None)
+            chosen = [n for n, fit in enumerate(fits) if fit is kind]
+            part = self([rows[n] for n in chosen], [spans[n] for n in chosen], layer_ids)
+            lengths = [spans[n].length for n in chosen]
+            hidden.update(zip(chosen, part.hidden.split(lengths), strict=True))
+            if part.features is not None:
+                features.update(zip(chosen, part.features.split(lengths), strict=True))
+        return TargetOutput(_in_order(hidden), _in_order(features) if features else None)
 
     def _run(self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
         token_ids = torch.tensor([token for row in rows for token in row], device=self.target.device)
@@ -236,6 +230,11 @@ def _shape(cache: KVCache, spans: Sequence[Span], widest: int) -> Shape | None:
 def _shapes(cache: KVCache, widest: int) -> list[Shape]:
     """The largest first: the smaller ones find its memory."""
     return shapes(max_batch_size=cache.entries, widest=widest, capacity=cache.capacity)[::-1]
+
+
+def _in_order(rows: dict[int, Tensor]) -> Tensor:
+    """Requests' rows by their number, in one."""
+    return torch.cat([rows[n] for n in sorted(rows)])
 
 
 def _positions(table: Tensor, shape: Shape) -> Tensor:
