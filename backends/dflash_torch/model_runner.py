@@ -73,7 +73,7 @@ class StaticPass:
             graph.capture_begin(pool=_pool())
             try:
                 self.outputs = self.work(*self.inputs)
-            except torch.OutOfMemoryError:
+            except BaseException:
                 with suppress(RuntimeError):  # which says that the capture is broken
                     graph.capture_end()
                 raise
