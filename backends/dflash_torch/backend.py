@@ -12,15 +12,16 @@ from dflash_serve.backend import Command, Engine, Prompt
 from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.checkpoint.reader import read_drafter
-from dflash_serve.checkpoint.source import drafter_folder, local_folder, target_folder, target_source
-from dflash_serve.checkpoint.target import read_target_shape
+from dflash_serve.checkpoint.source import drafter_folder, target_folder, target_source
+from dflash_serve.checkpoint.target import read_target_shape, target_configuration
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.processes import LookingBackend
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import Deployment, Model
 from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems
 from dflash_serve.doctor.evidence import DiagnosableBackend, Steps
 from dflash_serve.errors import Problem, raise_problems
 from dflash_serve.models.target_config import read_target_config
+from dflash_serve.models.target_tensors import quantisation_problems, read_target_headers
 from dflash_serve.preview import Preview
 from dflash_serve.speculation.params import SamplingParams
 
@@ -65,9 +66,9 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         """
         target, drafter = deployment.target, deployment.drafter
         source = target_source(target.model)
-        read_target_config(local_folder(source, target.revision, files=["config.json"]))
         shape = replace(read_target_shape(source, target.revision), name=target.model)
         problems = [*_unsupported(deployment), *argument_problems(deployment), *length_problems(deployment, shape)]
+        problems += _target_problems(target.model_copy(update={"model": str(source)}))
         if drafter is None:
             return problems
         config, quantization = read_drafter(drafter.model, drafter.revision)
@@ -153,6 +154,16 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
     def look(self) -> Mapping[str, str]:
         """How threads wait."""
         return waiting_here()
+
+
+def _target_problems(target: Model) -> list[Problem]:
+    """Obstacles to reading a target. Of a hub id only the configuration is read here: its weights are fetched later."""
+    folder, problems = target_configuration(target), list[Problem]()
+    config = read_target_config(folder)
+    if not Path(target.model).is_dir():
+        return quantisation_problems(folder, {})
+    read_target_headers(folder, config, problems)
+    return problems
 
 
 def _unsupported(deployment: Deployment) -> list[Problem]:

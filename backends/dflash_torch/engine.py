@@ -38,6 +38,8 @@ class OutputQueue:
     """Finished requests by the index of their prompt."""
     failure: BaseException | None = None
     """What ended its requests, where a step of the engine failed."""
+    failed: UserError | None = None
+    """Why one of its requests ended without an output; the others go on."""
     closed: bool = False
     """Nobody listens: its requests are to be ended."""
 
@@ -56,7 +58,7 @@ class EngineStream:
     """The chunks of a few prompts as steps end, and their outputs; a `dflash_serve.backend.Stream`.
 
     Asking for the next chunk runs a step of the engine where none is there yet. A stream that is closed, or that
-    nothing refers to any more, ends its own requests.
+    nothing refers to any more, ends its own requests. A UserError at its end says that a request of it failed.
     """
 
     def __init__(self, engine: EmbeddedEngine, queue: OutputQueue) -> None:
@@ -74,7 +76,7 @@ class EngineStream:
                     self._queue.failure
                 )
             if self._queue.closed or not self._queue.unfinished:
-                raise StopIteration
+                raise self._queue.failed or StopIteration
             self._engine.step()
         return self._queue.chunks.popleft()
 
@@ -224,10 +226,15 @@ class EmbeddedEngine:
         chunk = answer.advance(result)
         if answer.detokenizer.stopped and result.request in self.scheduler.running:
             self.scheduler.leave(result.request)
-        if chunk.finish_reason is not None:
+        failure = result.request.failure
+        if chunk.finish_reason is not None or failure is not None:
             del self._answers[result.request.id]
-            queue.outputs[answer.index] = answer.output()
             queue.unfinished -= 1
+        if failure is not None:
+            do = "check the target's files, and hardware.dtype"
+            queue.failed = UserError(failure, where=f"prompt {answer.index}", do=do)
+        elif chunk.finish_reason is not None:
+            queue.outputs[answer.index] = answer.output()
         if chunk.token_ids or chunk.finish_reason:
             queue.chunks.append(chunk)
 

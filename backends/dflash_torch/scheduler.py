@@ -262,7 +262,7 @@ class Scheduler:
             self._record(request, 1 + len(draft), accepted)
         request.verified += pending + accepted
         request.token_ids += result.token_ids
-        if features is not None and self.speculator is not None and request.draftable:
+        if features is not None and self.speculator is not None and request.draftable and request.failure is None:
             request.features.append(features[: pending + accepted])
             if request.verified - request.injected >= BACKLOG:
                 self.speculator.inject([request])
@@ -286,6 +286,15 @@ class Scheduler:
         request.cut(len(result.token_ids) - count)
         if request.finish_reason is None and request.failure is None and request.remaining <= 0:
             request.finish_reason = "length"
-        if request.finish_reason is not None or request.failure is not None:
+        if request.failure is not None:
+            self._discard(request)
+        elif request.finish_reason is not None:
             self.leave(request)
         return result.first(count)
+
+    def _discard(self, request: Request) -> None:
+        """Lets a request go that could not go on; what it leaves in the K/V caches may be NaN."""
+        self.leave(request, sound=False)
+        self.cache.clear(request.entry)
+        if self.speculator is not None:
+            self.speculator.cache.clear(request.entry)

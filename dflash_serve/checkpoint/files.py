@@ -11,7 +11,7 @@ from pathlib import Path
 from dflash_serve.errors import Problem, first_line, raise_problems
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-AGAIN = "download the drafter again"
+AGAIN = "download it again"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
 LARGEST_HEADER = 100_000_000
 """Bytes; the safetensors library's own limit."""

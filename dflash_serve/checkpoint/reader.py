@@ -155,7 +155,8 @@ def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tu
                 for name, piece in checkpoint.pieces.items():
                     if piece.file == file:
                         tensor = _cut(opened.get_tensor(piece.stored_name), piece)
-                        _check_finite(name, tensor, file, problems)
+                        unusable = finite_problem(name, tensor, file, "download the drafter again, or train it again")
+                        problems += [unusable] if unusable else []
                         if name == D2T:
                             _check_maps(tensor, checkpoint, problems)
                         yield name, tensor
@@ -182,12 +183,14 @@ def _cut(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor if piece.rows is None else tensor[piece.rows]
 
 
-def _check_finite(name: str, tensor: Tensor, file: Path, problems: list[Problem]) -> None:
+def finite_problem(name: str, tensor: Tensor, file: Path, do: str) -> Problem | None:
+    """The problem of a tensor with NaN or infinite values; None where all are finite."""
     values = tensor.float() if tensor.element_size() == 1 else tensor  # PyTorch cannot ask FP8 itself
-    bad = tensor.numel() - int(values.isfinite().sum())
-    if bad:
-        what = f"tensor {name} has {bad} values that are NaN or infinite, of {tensor.numel()}"
-        problems.append(Problem(what, str(file), "download the drafter again, or train it again"))
+    # An extreme is NaN or infinite where any value is. Asking every value takes 50 times as long (on a CPU).
+    if not values.numel() or all(extreme.isfinite() for extreme in values.aminmax()):
+        return None
+    bad = values.numel() - int(values.isfinite().sum())
+    return Problem(f"tensor {name} has {bad} values that are NaN or infinite, of {values.numel()}", str(file), do)
 
 
 def load_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_serve.checkpoint.files import load_object
-from dflash_serve.checkpoint.quantization import QUANT_CONFIG
+from dflash_serve.checkpoint.quantization import IN_CONFIG, QUANT_CONFIG
 from dflash_serve.checkpoint.source import local_folder
 from dflash_serve.deployment import Model, Quantization
 from dflash_serve.errors import UserError
@@ -159,9 +159,9 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
     """
     raw = load_object(folder / "config.json", kind="target")
     shape, inner = _shape(raw, folder, model.model), language_model(raw)
-    recipe = _recipe(raw, inner, folder)
+    recipe = read_recipe(raw, folder)
     heads = _size(inner, "num_attention_heads", 1)
-    native = _native(recipe)
+    native = native_format(recipe)
     return TargetLayout(
         shape=shape,
         architecture=_architecture(raw),
@@ -186,12 +186,13 @@ def _architecture(raw: Mapping[str, object]) -> str:
     return str(named[0]) if isinstance(named, list) and named else "unknown"
 
 
-def _recipe(raw: Mapping[str, object], inner: Mapping[str, object], folder: Path) -> Mapping[str, object]:
-    """How its weights are quantised: inside config.json, or in ModelOpt's file beside it."""
-    for holder in (raw, inner):
-        inside = holder.get("quantization_config")
-        if isinstance(inside, dict):
-            return inside
+def read_recipe(raw: Mapping[str, object], folder: Path) -> Mapping[str, object]:
+    """How a target's weights are quantised: inside its config.json `raw`, or in ModelOpt's file beside it; {} = not."""
+    for holder in (raw, language_model(raw)):
+        for key in (IN_CONFIG, "compression_config"):  # the second is what compressed-tensors wrote at first
+            inside = holder.get(key)
+            if isinstance(inside, dict):
+                return inside
     beside = folder / QUANT_CONFIG
     recipe = load_object(beside, kind="target").get("quantization") if beside.is_file() else None
     return recipe if isinstance(recipe, dict) else {}
@@ -203,8 +204,14 @@ def _penalises(folder: Path) -> bool:
     return any(defaults.get(name, neutral) not in (neutral, None) for name, neutral in PENALTIES.items())
 
 
-def _native(recipe: Mapping[str, object]) -> str | None:
-    words = [str(recipe[key]).lower() for key in ("quant_method", "quant_algo", "format") if recipe.get(key)]
+def recipe_words(recipe: Mapping[str, object]) -> list[str]:
+    """The names by which a recipe calls its method, algorithm and storage, in lower case."""
+    return [str(recipe[key]).lower() for key in ("quant_method", "quant_algo", "format") if recipe.get(key)]
+
+
+def native_format(recipe: Mapping[str, object]) -> str | None:
+    """fp8, nvfp4, mxfp4, or the method's name; None = unquantised."""
+    words = recipe_words(recipe)
     for name, marks in FORMATS.items():
         if any(mark in word for word in words for mark in marks):
             return name

@@ -97,3 +97,8 @@ class KVCache:
         if source != target:
             self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
             self.values[:, target, :, :length] = self.values[:, source, :, :length]
+
+    def clear(self, entry: int) -> None:
+        """Zeroes an entry. Padded passes read behind a sequence's end, where NaN would spoil a later one."""
+        self.keys[:, entry].zero_()
+        self.values[:, entry].zero_()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +10,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
+from dflash_serve.checkpoint.files import AGAIN, Header, read_headers
+from dflash_serve.checkpoint.matching import FLOATS
+from dflash_serve.checkpoint.reader import finite_problem, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import target_folder
-from dflash_serve.errors import UserError
+from dflash_serve.errors import Problem, UserError, raise_problems
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.hot_tokens import read_hot_tokens, takes_hot_tokens
 from dflash_serve.models.target import TargetModel
 from dflash_serve.models.target_config import TargetConfig, read_target_config
+from dflash_serve.models.target_tensors import quantisation_problems, read_target_headers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,22 +97,18 @@ def _load_weights(folder: Path, *, dtype: torch.dtype, device: torch.device | st
     """Builds the model of `folder` and fills every parameter.
 
     Raises:
-        UserError: a tensor is missing or misshapen, a file is truncated, or there are no safetensors.
+        UserError: the target is quantised; a tensor is missing, left over, misshapen or has a NaN or infinite value; a
+            file is truncated, or there are no safetensors.
     """
-    config = read_target_config(folder)
+    config, problems = read_target_config(folder), list[Problem]()
+    weights = _Weights(read_target_headers(folder, config, problems))
+    raise_problems(problems)
     with torch.device("meta"):
         model = TargetModel(config)
-    tensors = _Tensors(folder)
     state = {}
-    for name, parameter in model.named_parameters():
-        tensor = torch.cat([tensors[source] for source in sources(name, config)])
-        if tensor.shape != parameter.shape:
-            raise UserError(
-                f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(parameter.shape)}",
-                where=str(folder),
-                do="use weights and config.json of one model",
-            )
-        state[name] = tensor.to(device=device, dtype=dtype)
+    for name, _ in model.named_parameters():
+        parts = (weights.finite(source, device).to(dtype) for source in sources(name, config))
+        state[name] = torch.cat(list(parts))
     model.load_state_dict(state, assign=True, strict=False)
     if config.tie_word_embeddings:
         model.head.weight = model.embedding
@@ -122,15 +120,18 @@ def head_weight(name: str, revision: str | None = None) -> Tensor:
     """The target's head [V, H] alone: its `lm_head`, or its embedding where both are one.
 
     Raises:
-        UserError: there is neither.
+        UserError: there is neither, or it is quantised.
     """
-    tensors = _Tensors(target_folder(name, revision))
+    folder = target_folder(name, revision)
+    headers = _headers(folder)
     for ending in ("lm_head.weight", "embed_tokens.weight"):
-        found = [stored for stored in tensors.files if stored.endswith(ending)]
+        found = [stored for stored in headers if stored.endswith(ending)]
         if len(found) == 1:
-            return tensors[found[0]]
+            if headers[found[0]].dtype not in FLOATS:
+                raise_problems(quantisation_problems(folder, headers))
+            return _Weights(headers)[found[0]]
     do = "give the target's folder or hub id"
-    raise UserError("neither lm_head.weight nor embed_tokens.weight", where=str(tensors.folder), do=do)
+    raise UserError("neither lm_head.weight nor embed_tokens.weight", where=str(folder), do=do)
 
 
 def sources(name: str, config: TargetConfig) -> list[str]:
@@ -153,45 +154,41 @@ def is_stored_in_bfloat16(folder: Path) -> bool:
     Raises:
         UserError: there are no usable safetensors.
     """
-    return _Tensors(folder).dtypes() == {"BF16"}
+    return {header.dtype for header in _headers(folder).values()} == {"BF16"}
 
 
-class _Tensors:
-    """Tensors of a folder by name, read lazily from one file or from shards."""
+def _headers(folder: Path) -> dict[str, Header]:
+    problems: list[Problem] = []
+    headers = read_headers(folder, problems)
+    raise_problems(problems)
+    return headers
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.files = dict(self._index())
 
-    def _index(self) -> Iterator[tuple[str, Path]]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.exists():
-            for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-                yield name, self.folder / file
-            return
-        single = self.folder / "model.safetensors"
-        if not single.exists():
-            raise UserError("no model.safetensors", where=str(self.folder), do="give a folder with safetensors weights")
-        with self._open(single) as file:
-            yield from ((name, single) for name in file.keys())  # noqa: SIM118 - not a dict
+class _Weights:
+    """Tensors by name, read lazily; each file is opened once."""
 
-    def _open(self, path: Path) -> safe_open:
-        try:
-            return safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"cannot be read ({error})", where=str(path), do="download the file again") from None
-
-    def dtypes(self) -> set[str]:
-        """As safetensors names them."""
-        found: set[str] = set()
-        for path in set(self.files.values()):
-            with self._open(path) as file:
-                found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - not a dict
-        return found
+    def __init__(self, headers: Mapping[str, Header]) -> None:
+        self.headers = headers
+        self._open: dict[Path, safe_open] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.files:
-            raise UserError(f"tensor {name} is missing", where=str(self.folder), do="use a complete checkpoint")
-        with self._open(self.files[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+        path = self.headers[name].file
+        try:
+            if path not in self._open:
+                self._open[path] = safe_open(path, framework="pt")
+            tensor: Tensor = self._open[path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"cannot be read ({error})", where=str(path), do=AGAIN) from None
+        return tensor
+
+    def finite(self, name: str, device: torch.device | str) -> Tensor:
+        """The tensor on a device.
+
+        Raises:
+            UserError: it has a NaN or infinite value.
+        """
+        tensor = self[name].to(device)
+        problem = finite_problem(name, tensor, self.headers[name].file, AGAIN)
+        if problem is not None:
+            raise problem.error()
+        return tensor

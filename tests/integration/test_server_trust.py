@@ -15,6 +15,7 @@ from urllib.parse import urlparse
 
 import httpx
 import pytest
+import torch
 from fastapi.routing import APIRoute
 
 from dflash_torch.server.app import create_app
@@ -250,6 +251,22 @@ def test_a_step_that_fails_mid_stream_ends_the_stream_with_an_error_event(served
         events = [line.removeprefix("data: ") for line in lines if line]
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logits_that_are_not_finite_fail_their_request_alone(tiny_folders: Folders, stream: bool) -> None:
+    engine = tiny_engine(tiny_folders)
+    broken = SHORT | {"prompt": [9, 200, 7], "stream": stream}
+    with running(engine) as server, torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        engine.scheduler.target.embedding[200] = float("nan")
+        other = pool.submit(post, server.url, LONG)
+        response = post(server.url, broken)
+        assert response.status_code == 500
+        assert error(response)["message"] == "the target's logits are NaN or infinite"
+        assert other.result().json()["usage"]["completion_tokens"] == LONG["max_tokens"]
+        until(server.idle)
+        ended = f'finished_reason="error",model_name="{MODEL}"}} 1.0'
+        assert ended in httpx.get(f"{server.url}/metrics").text
 
 
 def test_those_that_waited_are_not_failed_by_anothers_step(narrow: Running, narrow_gate: Gate) -> None:

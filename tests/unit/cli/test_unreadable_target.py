@@ -1,0 +1,103 @@
+"""Each command that computes with a target refuses one that it cannot read: one line, exit code 2, no answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_serve import LLM
+from dflash_serve.errors import UserError
+from tests.support.command_line import call
+from tests.support.quantised_target import WEIGHTS, write_quantised_target
+from tests.support.tiny_target import write_tiny_pair
+
+Arguments = Callable[[Path, Path, Path], tuple[object, ...]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def quantised(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_quantised_target(pair[0], tmp_path_factory.mktemp("fp8") / "target", "FP8 by block")
+
+
+def prompts(folder: Path) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "the fox"}) + "\n")
+    return path
+
+
+def trained(target: Path, drafter: Path, folder: Path) -> tuple[object, ...]:
+    recipe = {
+        "target": {"model": str(target)},
+        "data": {"prompts": [{"kind": "file", "name": "foxes", "path": str(prompts(folder))}]},
+        "drafter": {"num_layers": 1, "block_size": 4, "mask_token_id": 3, "target_layer_ids": [0, 2]},
+        "training": {"steps": 2},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return "train", folder / "recipe.yaml", "--output", folder / "out"
+
+
+COMMANDS: dict[str, Arguments] = {
+    "serve": lambda t, d, _: ("serve", "--target", t, "--drafter", d),
+    "generate": lambda t, d, _: ("generate", "hello", "--target", t, "--drafter", d, "--raw"),
+    "generate without a drafter": lambda t, _, __: ("generate", "hello", "--target", t, "--raw"),
+    "evaluate": lambda t, d, f: ("evaluate", "--task", f"mine={prompts(f)}", "--target", t, "--drafter", d),
+    "verify": lambda t, d, f: ("verify", "--target", t, "--drafter", d, "--output", f / "report.json"),
+    "train": trained,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_quantised_target_is_one_line_and_exit_code_2(
+    command: str,
+    pair: tuple[Path, Path],
+    quantised: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("os.execvpe", Mock(side_effect=AssertionError("a server was started")))
+    arguments = COMMANDS[command](quantised, pair[1], tmp_path)
+    capfd.readouterr()
+    assert call(monkeypatch, *arguments) == 2
+    told = capfd.readouterr()
+    assert told.out == ""
+    (line,) = told.err.splitlines()
+    assert f"{quantised}: the target is quantised (FP8 by block; its recipe says fp8)" in line
+
+
+def test_a_rehearsal_shows_the_same_problem(
+    pair: tuple[Path, Path], quantised: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "serve", "--target", quantised, "--drafter", pair[1], "--dry-run") == 2
+    assert f"{quantised}: the target is quantised (FP8 by block" in " ".join(capfd.readouterr().out.split())
+
+
+def test_so_does_the_python_api(pair: tuple[Path, Path], quantised: Path) -> None:
+    with pytest.raises(UserError, match="the target is quantised"):
+        LLM(str(quantised), str(pair[1]))
+
+
+def test_logits_that_overflow_end_an_answer_with_one_line(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every weight is finite, and the logits are not."""
+    for file in pair[0].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / WEIGHTS)
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], 3e38)
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    capfd.readouterr()
+    given = ("--target", tmp_path, "--drafter", pair[1], "--raw", "--dtype", "float32", "--width", 4)
+    assert call(monkeypatch, "generate", "hello", *given) == 2
+    assert "the target's logits are NaN or infinite" in capfd.readouterr().err.splitlines()[-1]

@@ -1,0 +1,133 @@
+"""The embedded engine reads a target's tensors all, and as they are, or refuses it in one line before it computes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+from dflash_serve.models.loader import head_weight, load_target
+from dflash_torch import backend
+from tests.support.quantised_target import LAYOUTS, WEIGHTS, write_quantised_target
+from tests.support.tiny import edit_json
+from tests.support.tiny_target import write_tiny_target
+
+Tensors = dict[str, Tensor]
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_target(tmp_path_factory.mktemp("tiny") / "target")
+
+
+def changed(plain: Path, folder: Path, change: Callable[[Tensors], object]) -> Path:
+    """A copy of a target with other tensors."""
+    shutil.copytree(plain, folder)
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+    return folder
+
+
+def checked(target: Path | str) -> list[str]:
+    return [str(problem) for problem in backend.check(Deployment.model_validate({"target": {"model": str(target)}}))]
+
+
+def refused(target: Path) -> str:
+    """The line that `check` and loading alike give."""
+    (told,) = checked(target)
+    with pytest.raises(UserError) as error:
+        load_target(str(target))
+    assert str(error.value) == told
+    return told
+
+
+@pytest.mark.parametrize("recipe", ["quantization_config", "compression_config", "hf_quant_config.json", None])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_quantised_target_is_refused_by_its_scheme(
+    plain: Path, tmp_path: Path, layout: str, recipe: str | None
+) -> None:
+    said, _, scheme = LAYOUTS[layout]
+    target = write_quantised_target(plain, tmp_path / "target", layout, recipe=recipe)
+    told = refused(target)
+    assert told.startswith(f"{target}: the target is quantised (")
+    assert "use its unquantised checkpoint" in told
+    if recipe is not None:
+        assert f"({scheme}; its recipe says {said['quant_method']}" in told
+    elif layout != "bitsandbytes":  # whose tensors alone do not tell the scheme
+        assert f"({scheme}; tensor model.layers.0." in told
+
+
+@pytest.mark.parametrize(("layout", "scheme"), [(layout, scheme) for layout, (_, _, scheme) in LAYOUTS.items()])
+def test_a_quantised_hub_target_is_refused_before_its_weights_are_fetched(
+    plain: Path, tmp_path: Path, layout: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = write_quantised_target(plain, tmp_path / "target", layout)
+    (target / WEIGHTS).unlink()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(target))
+    (told,) = checked("someone/model")
+    known = {"INT8": "compressed-tensors", "INT4": "compressed-tensors", "FP8 per tensor": "FP8"}
+    assert f"the target is quantised ({known.get(scheme, scheme)};" in told
+
+
+def test_a_quantised_head_is_not_taken_for_a_plain_one(plain: Path, tmp_path: Path) -> None:
+    def quantise(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+
+    with pytest.raises(UserError, match=r"the target is quantised \(FP8; tensor lm_head\.weight is F8_E4M3"):
+        head_weight(str(changed(plain, tmp_path / "target", quantise)))
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "model.mtp.fc.weight"])
+def test_a_tensor_that_would_not_be_read_is_refused(plain: Path, tmp_path: Path, name: str) -> None:
+    told = refused(changed(plain, tmp_path / "target", lambda tensors: tensors.update({name: torch.ones(64)})))
+    assert f"tensor {name} [64] is not part of" in told
+
+
+@pytest.mark.parametrize("name", [UP, "lm_head.weight", "model.norm.weight", "model.layers.3.input_layernorm.weight"])
+def test_a_missing_tensor_is_refused(plain: Path, tmp_path: Path, name: str) -> None:
+    told = refused(changed(plain, tmp_path / "target", lambda tensors: tensors.pop(name)))
+    assert f"tensor {name} " in told
+    assert "is missing; use a complete checkpoint" in told
+
+
+def test_a_tensor_of_another_shape_is_refused(plain: Path, tmp_path: Path) -> None:
+    told = refused(changed(plain, tmp_path / "target", lambda tensors: tensors.update({UP: torch.ones(40, 32)})))
+    assert f"tensor {UP} has shape [40, 32], config.json asks for [48, 32]" in told
+
+
+def test_what_can_be_computed_again_may_be_left_over(plain: Path, tmp_path: Path) -> None:
+    def add(tensors: Tensors) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    target = changed(plain, tmp_path / "target", add)
+    edit_json(target / "config.json", {"tie_word_embeddings": True})
+    assert checked(target) == []
+    model = load_target(str(target))
+    assert torch.equal(model.logits(model.norm.weight), model.embedding @ model.norm.weight)
+
+
+@pytest.mark.parametrize("name", [UP, "model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_value_that_is_not_finite_is_refused(
+    plain: Path, tmp_path: Path, name: str, value: float, dtype: torch.dtype
+) -> None:
+    def spoil(tensors: Tensors) -> None:
+        for each, tensor in tensors.items():
+            tensors[each] = tensor.to(dtype)
+        tensors[name][3, 5] = value
+
+    target = changed(plain, tmp_path / "target", spoil)
+    count = load_file(target / WEIGHTS)[name].numel()
+    with pytest.raises(UserError, match=rf"tensor {name} has 1 values that are NaN or infinite, of {count}"):
+        load_target(str(target))
