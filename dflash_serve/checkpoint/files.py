@@ -26,6 +26,8 @@ class Header:
     """safetensors' name: BF16, F32, F8_E4M3, I8, ..."""
     shape: tuple[int, ...]
     bytes: int
+    start: int = 0
+    """Offset of its data in the file."""
 
 
 def read_object(path: Path, problems: list[Problem], *, kind: str = "drafter") -> Mapping[str, object] | None:
@@ -127,7 +129,8 @@ def _parse(path: Path) -> dict[str, Header]:
     headers, end = {}, 8 + length
     for name, entry in entries.items():
         start, stop = entry["data_offsets"]
-        headers[name] = Header(path, str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), stop - start)
+        shape = tuple(int(n) for n in entry["shape"])
+        headers[name] = Header(path, str(entry["dtype"]), shape, stop - start, 8 + length + start)
         end = max(end, 8 + length + stop)
     if end != size:
         raise ValueError(f"its tensors need {end} bytes, the file has {size}")

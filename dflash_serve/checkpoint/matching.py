@@ -14,6 +14,7 @@ from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.dialects import SUPPORTED, head_of_tensor
 from dflash_serve.checkpoint.dialects.dialect import PLAIN_DRAFTER
 from dflash_serve.checkpoint.files import Header
+from dflash_serve.checkpoint.manifest import NAME
 from dflash_serve.errors import Problem
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ STORED_AS: Mapping[Format, str] = {"fp8": "F8_E4M3", "nvfp4": "U8"}
 """safetensors' dtype of a quantised weight."""
 SCALES = ("weight_scale", "weight_scale_2", "input_scale")
 """What ModelOpt puts beside a quantised weight."""
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Products that engines multiply as one, and that some checkpoints store as one; the parts in order of their rows."""
 BLOCK = 16
 """Values along the input that share an NVFP4 scale."""
 PACKED = (
@@ -203,10 +209,44 @@ def proper_name(name: str) -> str:
 def parts_of(name: str) -> list[str]:
     """What a checkpoint's tensor holds of ours, in order: itself, or the pieces of a fused one."""
     name = proper_name(name)
-    for fused, pieces in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+    for fused, pieces in FUSED.items():
         if f".{fused}." in name:
             return [name.replace(f".{fused}.", f".{piece}.") for piece in pieces]
     return [name]
+
+
+def scale_problems(headers: Mapping[str, Header], format: Format, folder: Path) -> list[Problem]:
+    """The problem of products in `FUSED` groups that do not share their scales; reads those numbers from the files.
+
+    An engine has one scale for a fused product. TensorRT-LLM asserts that the NVFP4 parts agree; SGLang and vLLM take
+    the largest, which makes the other parts' weights too large. All three round FP8 parts again to the largest, which
+    costs some accuracy: ModelOpt's exporter relies on it, so that only what `dflash-serve build` wrote is refused.
+    """
+    if format == "fp8" and not (folder / NAME).is_file():
+        return []
+    shared = ("weight_scale_2" if format == "nvfp4" else "weight_scale", "input_scale")
+    found: dict[tuple[str, str, str], set[bytes]] = {}
+    for name, header in headers.items():
+        module, _, tensor = proper_name(name).rpartition(".")
+        parent, _, product = module.rpartition(".")
+        for fused, parts in FUSED.items():
+            if product in parts and tensor in shared:
+                found.setdefault((parent, fused, tensor), set()).add(_stored_bytes(header))
+    apart = list(dict.fromkeys((parent, fused) for (parent, fused, _), values in found.items() if len(values) > 1))
+    if not apart:
+        return []
+    parent, fused = apart[0]
+    what = f"{', '.join(FUSED[fused])} of {parent} do not share their scales"
+    what += f", nor do {len(apart) - 1} other groups" if len(apart) > 1 else ""
+    what += "; engines multiply them as one product with one scale"
+    do = "build it again with `dflash-serve build` (0.1.0 wrote such scales), or use the bf16 drafter"
+    return [Problem(what, str(folder), do)]
+
+
+def _stored_bytes(header: Header) -> bytes:
+    with header.file.open("rb") as file:
+        file.seek(header.start)
+        return file.read(header.bytes)
 
 
 def stored_tensors(

@@ -17,7 +17,7 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import Dialect, parse
 from dflash_serve.checkpoint.files import Header, read_headers, read_object
 from dflash_serve.checkpoint.heads import MASK_EMBEDDING
-from dflash_serve.checkpoint.matching import D2T, SCALES, T2D, Piece, match_tensors, proper_name
+from dflash_serve.checkpoint.matching import D2T, SCALES, T2D, Piece, match_tensors, proper_name, scale_problems
 from dflash_serve.checkpoint.quantization import IN_CONFIG, Quantization, find_quantization, plain_only
 from dflash_serve.checkpoint.source import drafter_source, local_folder
 from dflash_serve.errors import Problem, raise_problems
@@ -96,6 +96,8 @@ def _describe(folder: Path, weight_problems: list[Problem]) -> Checkpoint:
     before = len(checkpoint.problems)
     checkpoint.quantization = find_quantization(raw, folder, checkpoint.problems)
     understood = len(checkpoint.problems) == before
+    if checkpoint.quantization is not None:
+        checkpoint.problems += scale_problems(checkpoint.headers, checkpoint.quantization.format, folder)
     plain = {key: value for key, value in raw.items() if key != IN_CONFIG}  # the dialects differ in all but this key
     stored = {proper_name(name) for name in checkpoint.headers}
     config, checkpoint.dialect = parse(plain, folder / "config.json", checkpoint.problems, stored=stored)

@@ -23,8 +23,6 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import DIALECTS
 from dflash_serve.checkpoint.files import INDEX, SINGLE
 from dflash_serve.checkpoint.formats import (
-    FP4_MAX,
-    FP8_MAX,
     GROUP,
     Format,
     QuantizedTensor,
@@ -32,7 +30,7 @@ from dflash_serve.checkpoint.formats import (
     quantize,
     relative_error,
 )
-from dflash_serve.checkpoint.matching import SCALES
+from dflash_serve.checkpoint.matching import FUSED, SCALES
 from dflash_serve.checkpoint.quantization import QUANT_CONFIG
 from dflash_serve.checkpoint.reader import load_tensors, load_weights, open_checkpoint
 from dflash_serve.common.extras import import_extra
@@ -78,17 +76,17 @@ def quantized_state(tensors: Mapping[str, Tensor], ranges: Mapping[str, Tensor],
         root = _skeleton(tensors)
         mtq.quantize(root, modelopt_configuration(format))
         state = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items() if not _is_product(name)}
-        for name in filter(_is_product, tensors):
-            module = name.removesuffix(".weight")
-            linear: Any = root.get_submodule(module)
+        names = (name.removesuffix(".weight") for name in filter(_is_product, tensors))
+        products: dict[str, Any] = {name: root.get_submodule(name) for name in names}
+        for module, linear in products.items():
             linear.input_quantizer.amax = ranges[module].float()
+        _share_scales(products)
+        for module, linear in products.items():
             scale, scale_2 = utils.get_weight_scaling_factor(linear), utils.get_weight_scaling_factor_2(linear)
             kind, block = utils.get_quantization_format(linear), utils.get_weight_block_size(linear)
-            state[name] = utils.to_quantized_weight(linear.weight, scale, kind, scale_2, block).detach()
+            state[f"{module}.weight"] = utils.to_quantized_weight(linear.weight, scale, kind, scale_2, block).detach()
             state[f"{module}.weight_scale"] = scale.detach().squeeze() if format == "fp8" else scale.detach()
-            # Of the activations: amax / 448, and NVFP4's second level another 6.
-            largest = FP8_MAX * (FP4_MAX if format == "nvfp4" else 1.0)
-            state[f"{module}.input_scale"] = ranges[module].float().reshape(()) / largest
+            state[f"{module}.input_scale"] = utils.get_activation_scaling_factor(linear).float().squeeze()
             if scale_2 is not None:
                 state[f"{module}.weight_scale_2"] = scale_2.detach().float().squeeze()
     return state
@@ -96,6 +94,19 @@ def quantized_state(tensors: Mapping[str, Tensor], ranges: Mapping[str, Tensor],
 
 def _is_product(name: str) -> bool:
     return name.startswith("layers.") and name.endswith("_proj.weight")
+
+
+def _share_scales(modules: Mapping[str, Any]) -> None:
+    """Gives products that engines fuse (`FUSED`) one range of weights and one of inputs, before they are encoded.
+
+    ModelOpt's exporter of targets does so for NVFP4 and not for FP8, whose parts engines would round again.
+    """
+    fuse = import_extra("engines", "modelopt.torch.export.quant_utils").preprocess_linear_fusion
+    for parent in {module.rpartition(".")[0]: None for module in modules}:
+        for parts in FUSED.values():
+            group = [modules.get(f"{parent}.{part}") for part in parts]
+            if None not in group:
+                fuse(group)
 
 
 def _skeleton(tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -136,7 +147,9 @@ def quantize_target(work: Work, format: Format) -> Measured:
     """Steps `target-fp8` and `target-nvfp4`: the quantised target, and how far each tensor is from its source."""
     with quietly():
         export = import_extra("engines", "modelopt.torch.export").export_hf_checkpoint
-        export(quantized_model(work, format), export_dir=work.folder)
+        model = quantized_model(work, format)
+        _share_scales(dict(model.named_modules()))
+        export(model, export_dir=work.folder)
     for name in CARRIED:
         if (work.inputs["target"] / name).is_file():
             (work.folder / name).write_bytes((work.inputs["target"] / name).read_bytes())

@@ -114,7 +114,8 @@ def _targets(recipe: Recipe) -> Iterator[Step]:
             return quantize_target(work, format)
 
         about = f"weights and activations in {format.upper()}, K/V in FP8"
-        yield Step(f"target-{format}", target, ("target", "answers"), {"format": format}, MODELOPT, 2, about)
+        revision = 3 if format == "fp8" else 2  # NVFP4 is written as before
+        yield Step(f"target-{format}", target, ("target", "answers"), {"format": format}, MODELOPT, revision, about)
     if build.checkpoints:
         wanted = build.checkpoints
 
@@ -137,7 +138,7 @@ def _drafters(recipe: Recipe) -> Iterator[Step]:
             return quantize_drafter(work, format)
 
         needs = ("drafter", "drafter-ranges")
-        yield Step(f"drafter-{format}", drafter, needs, {"format": format}, MODELOPT, 2, "in ModelOpt's layout")
+        yield Step(f"drafter-{format}", drafter, needs, {"format": format}, MODELOPT, 3, "in ModelOpt's layout")
 
 
 def _graphs(recipe: Recipe) -> Iterator[Step]:

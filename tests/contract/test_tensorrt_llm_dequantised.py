@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_serve.checkpoint.formats import Format, dequantized, quantize
+from dflash_serve.checkpoint.formats import Format, dequantized
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import assemble
 from dflash_serve.errors import UserError
@@ -20,7 +20,7 @@ from dflash_tensorrt_llm.plugin import dequantised
 from dflash_tensorrt_llm.plugin.weights import Layout, context_weight
 from tests.support.fake_tensorrt_llm import FOLDER
 from tests.support.fake_tensorrt_llm.drafting import FakeTarget, Pretrained, by_core, by_worker, logits_processor
-from tests.support.tiny import random_tensors, tiny_drafter_config
+from tests.support.tiny import quantized_state, random_tensors, tiny_drafter_config
 
 CONFIG = tiny_drafter_config(intermediate_size=64)
 
@@ -33,14 +33,13 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-def quantised_state(format: Format | None, growth: float = 1.0) -> dict[str, Tensor]:
-    """Layers and projections get very different scales: without them, nothing would fit."""
-    state: dict[str, Tensor] = {}
-    for name, tensor in random_tensors(CONFIG).items():
-        module = name.removesuffix(".weight")
-        grown = tensor * (4.0 if "v_proj" in name else 1.0) * (3.0 if ".1." in name else 1.0) * growth
-        state |= quantize(grown, format).state(module) if format and "_proj" in name else {name: tensor}
-    return state
+def quantised_state(format: Format, growth: float = 1.0, *, fused: bool = True) -> dict[str, Tensor]:
+    """Layers and projections differ much in size: without their scales, nothing would fit."""
+    grown = {
+        name: tensor * (4.0 if "v_proj" in name else 1.0) * (3.0 if ".1." in name else 1.0) * growth
+        for name, tensor in random_tensors(CONFIG).items()
+    }
+    return quantized_state(grown, format, torch.tensor(0.01), fused=fused)
 
 
 def configs(*, rank: int = 0, size: int = 1, data: bool = False) -> tuple[Any, Any]:
@@ -68,11 +67,20 @@ def distance(found: Tensor, state: dict[str, Tensor], format: Format, target: Fa
     return float((found - core).norm() / core.norm())
 
 
-@pytest.mark.parametrize(("format", "bound"), [("fp8", 0.1), ("nvfp4", 1e-4)])
-def test_it_drafts_what_the_core_drafts(format: Format, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP8 within what upstream's second rounding of fused weights costs."""
-    target, state = FakeTarget(CONFIG, torch.float32), quantised_state(format)
+@pytest.mark.parametrize(
+    ("format", "fused", "bound"), [("fp8", True, 1e-4), ("fp8", False, 0.1), ("nvfp4", True, 1e-4)]
+)
+def test_it_drafts_what_the_core_drafts(
+    format: Format, fused: bool, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused FP8 weights are rounded again: with shared scales that changes nothing."""
+    target, state = FakeTarget(CONFIG, torch.float32), quantised_state(format, fused=fused)
     assert distance(drafts(built(format, monkeypatch), state, target), state, format, target) < bound
+
+
+def test_upstream_does_not_load_fused_nvfp4_parts_with_scales_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match="weight_scale_2 should be same for all the weights"):
+        built("nvfp4", monkeypatch).load_weights(quantised_state("nvfp4", fused=False))
 
 
 def test_upstreams_own_forgets_the_scales(monkeypatch: pytest.MonkeyPatch) -> None:

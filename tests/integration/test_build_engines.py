@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,14 @@ from dflash_engines.quantize import (
 )
 from dflash_engines.recipe import Checkpoints
 from dflash_engines.trtllm_checkpoint import write_checkpoints
-from dflash_serve.checkpoint.formats import Format, QuantizedTensor, quantize
+from dflash_serve.checkpoint.formats import Format, QuantizedTensor
 from dflash_serve.checkpoint.manifest import read_manifest
+from dflash_serve.checkpoint.matching import FUSED
 from dflash_serve.checkpoint.reader import load_weights, read_drafter
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
+from tests.support.engine_readers import FUSED_BY
+from tests.support.tiny import quantized_state as stand_in
 from tests.support.tiny import random_tensors, tiny_drafter_config, write_tiny_drafter
 
 FORMATS: list[Format] = ["fp8", "nvfp4"]
@@ -92,16 +95,37 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_our_formats_are_modelopts_bit_for_bit(format: Format) -> None:
+    """Every tensor, scales included, is as the drafters that tests write without ModelOpt have it."""
     tensors = random_tensors(tiny_drafter_config(), dtype=torch.bfloat16)
     ranges = {name.removesuffix(".weight"): torch.tensor(3.0) for name in tensors}
-    state = quantized_state(tensors, ranges, format)
-    name = "layers.0.mlp.up_proj"
-    ours = quantize(tensors[f"{name}.weight"], format)
-    theirs = QuantizedTensor(
-        format, state[f"{name}.weight"], state[f"{name}.weight_scale"], state.get(f"{name}.weight_scale_2")
-    )
-    assert torch.equal(ours.dequantize(), theirs.dequantize())
-    assert torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8))
+    theirs = quantized_state(tensors, ranges, format)
+    largest = 448 * (6 if format == "nvfp4" else 1)
+    ours = stand_in(tensors, format, torch.tensor(3.0 / largest))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert tensor.dtype == ours[name].dtype, name
+        assert torch.equal(*(stored.flatten().view(torch.uint8) for stored in (tensor, ours[name]))), name
+
+
+@pytest.mark.parametrize("engine", FUSED_BY)
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_engine_reads_a_drafters_fused_products_to_the_bit(format: Format, engine: str, bench: Bench) -> None:
+    _, weights = load_weights(bench.folders[f"drafter-{format}"])
+    for names in fused_groups(weights):
+        parts = [weight for name in names if isinstance(weight := weights[name], QuantizedTensor)]
+        assert len(parts) == len(names)
+        assert len({float(part.input_scale) for part in parts if part.input_scale is not None}) == 1
+        assert torch.equal(FUSED_BY[engine](parts), torch.cat([part.dequantize() for part in parts]))
+
+
+def fused_groups(tensors: Collection[str]) -> list[list[str]]:
+    """The names of the weights that engines fuse, group by group."""
+    return [
+        [name.replace(f".{parts[0]}.", f".{part}.") for part in parts]
+        for parts in FUSED.values()
+        for name in tensors
+        if name.endswith(f".{parts[0]}.weight")
+    ]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -143,6 +167,32 @@ def test_a_quantised_target_stays_within_the_formats_error(format: Format, bench
     assert {"model.layers.0.self_attn.k_proj.k_scale", "model.layers.7.self_attn.v_proj.v_scale"} <= names
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_targets_fused_products_share_their_scales(format: Format, bench: Bench) -> None:
+    """Of a dense target and of one with experts, in each of them."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = Bench(bench.root / f"experts-{format}")
+    experts.root.mkdir()
+    experts.folders |= {"target": experts.root / "target", "answers": bench.folders["answers"]}
+    config = Qwen3MoeConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=16,
+        moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(experts.folders["target"])
+    experts.run("quantised", lambda work: quantize_target(work, format))
+    if f"target-{format}" not in bench.folders:
+        bench.run(f"target-{format}", lambda work: quantize_target(work, format))
+    for folder, groups in ((bench.folders[f"target-{format}"], 16), (experts.folders["quantised"], 2 + 8)):
+        tensors = read_checkpoint(folder)
+        found = fused_groups(tensors)
+        assert len(found) == groups
+        for names in found:
+            for scale in ("weight_scale_2" if format == "nvfp4" else "weight_scale", "input_scale"):
+                values = {float(tensors[name.removesuffix("weight") + scale]) for name in names}
+                assert len(values) == 1, (names[0], scale)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_exported_target_reloads_in_transformers_and_says_the_same(format: Format, bench: Bench) -> None:
@@ -161,7 +211,7 @@ def test_an_exported_target_reloads_in_transformers_and_says_the_same(format: Fo
 
     source = {name: tensor.clone() for name, tensor in source.items()}
     exported = decoded(read_checkpoint(bench.folders[f"target-{format}"]))
-    ours = {n: quantize(t, format).dequantize() if n.endswith("_proj.weight") else t for n, t in source.items()}
+    ours = decoded(stand_in(source, format))
     assert 0 < error(exported) < 1.25 * error(ours)
 
 

@@ -1,12 +1,16 @@
-"""How each engine reads a drafter's config.json: its own rules, transcribed, with the lines they stand in."""
+"""How each engine reads a drafter's config.json and its fused weights: its own rules, transcribed, with their lines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from dflash_serve.checkpoint.config import AttentionKind
+from dflash_serve.checkpoint.formats import FP8_MAX, QuantizedTensor
 
 Raw = Mapping[str, Any]
 SLIDING = "sliding_attention"
@@ -96,3 +100,41 @@ def tensorrt_llm_quantization(raw: Raw) -> str | None:
 
 
 READERS: Mapping[str, Callable[[Raw], Reading]] = {"vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm}
+
+
+def fused_by_tensorrt_llm(parts: Sequence[QuantizedTensor]) -> Tensor:
+    """The weight [out, in] of a fused product: `_torch/modules/linear.py` @00bbf71e.
+
+    `NVFP4LinearMethod.load_weight_scales` asserts; `FP8QDQLinearMethod.rescale_fused_weights` takes the largest.
+    """
+    if parts[0].format == "nvfp4":
+        for name in ("weight_scale_2", "input_scale"):
+            scales = [part.state("")[f".{name}"] for part in parts]
+            assert all(torch.equal(scale, scales[0]) for scale in scales), f"The {name} should be same for all"
+    return _by_largest(parts, torch.float32)
+
+
+def fused_by_sglang(parts: Sequence[QuantizedTensor]) -> Tensor:
+    """SGLang 0.5.23: `layers/quantization/modelopt_quant.py:619` (FP8) and :1888 (NVFP4).
+
+    vLLM 0.32 has the same two: `model_executor/layers/quantization/modelopt.py:2150` and :2062, with a warning.
+    """
+    return _by_largest(parts, torch.float16)
+
+
+def _by_largest(parts: Sequence[QuantizedTensor], between: torch.dtype) -> Tensor:
+    """One scale for all: FP8 parts are decoded to `between` and rounded again, NVFP4 parts keep their bits."""
+    if parts[0].format == "nvfp4":
+        largest = torch.stack([part.scale_2 for part in parts if part.scale_2 is not None]).max()
+        return torch.cat([QuantizedTensor("nvfp4", p.values, p.scale, largest).dequantize() for p in parts])
+    largest = torch.stack([part.scale for part in parts]).max()
+    decoded = torch.cat([part.values.to(between) * part.scale for part in parts])
+    again = (decoded.float() / largest).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return QuantizedTensor("fp8", again, largest).dequantize()
+
+
+FUSED_BY: Mapping[str, Callable[[Sequence[QuantizedTensor]], Tensor]] = {
+    "vllm": fused_by_sglang,
+    "sglang": fused_by_sglang,
+    "tensorrt-llm": fused_by_tensorrt_llm,
+}

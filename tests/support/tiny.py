@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.formats import Format, quantize
+from dflash_serve.checkpoint.matching import FUSED
 from dflash_serve.checkpoint.reader import open_checkpoint, weight_problems
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import Problem
@@ -73,19 +74,44 @@ def write_tiny_drafter(
     return folder
 
 
-def write_quantized_drafter(folder: Path, format: Format, config: DrafterConfig | None = None) -> Path:
-    """Writes a random drafter in FP8 or NVFP4 as `build` does: scales, quantization_config and hf_quant_config.json."""
+def write_quantized_drafter(
+    folder: Path, format: Format, config: DrafterConfig | None = None, *, fused: bool = True
+) -> Path:
+    """Writes a random drafter in FP8 or NVFP4 as `build` does: scales, quantization_config and hf_quant_config.json.
+
+    `fused` as for `quantized_state`.
+    """
     config = config or tiny_drafter_config(intermediate_size=64)
     write_tiny_drafter(folder, config)
-    state: dict[str, Tensor] = {}
-    for name, tensor in random_tensors(config).items():
-        module = name.removesuffix(".weight")
-        state |= quantize(tensor, format, torch.tensor(0.01)).state(module) if _is_product(name) else {name: tensor}
+    state = quantized_state(random_tensors(config), format, torch.tensor(0.01), fused=fused)
     save_file(state, folder / "model.safetensors")
     facts = {"quant_algo": format.upper(), "kv_cache_quant_algo": None, "exclude_modules": ["fc"]}
     edit_json(folder / "config.json", {"quantization_config": {"quant_method": "modelopt", **facts, "ignore": ["fc"]}})
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": facts}))
     return folder
+
+
+def quantized_state(
+    tensors: Mapping[str, Tensor], format: Format, input_scale: Tensor | None = None, *, fused: bool = True
+) -> dict[str, Tensor]:
+    """A drafter's tensors as `build` stores them: products that engines fuse share their scales.
+
+    With `fused` false every product has scales of its own, as 0.1.0 wrote them.
+    """
+    state: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        parent, _, product = name.removesuffix(".weight").rpartition(".")
+        group = next((parts for parts in FUSED.values() if fused and product in parts), (product,))
+        if not _is_product(name):
+            state[name] = tensor
+        elif product == group[0]:
+            rows = [tensors[f"{parent}.{part}.weight"] for part in group]
+            whole, start = quantize(torch.cat(rows), format, input_scale), 0
+            for part, weight in zip(group, rows, strict=True):
+                stored = whole.rows(start, start + len(weight)).state(f"{parent}.{part}")
+                state |= {key: value.clone() for key, value in stored.items()}  # a file has no shared storage
+                start += len(weight)
+    return state
 
 
 def _is_product(name: str) -> bool:

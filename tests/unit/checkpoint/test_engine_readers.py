@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
+import torch
 
 from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.formats import Format, QuantizedTensor
+from dflash_serve.checkpoint.matching import FUSED
+from dflash_serve.checkpoint.reader import assemble, load_weights
 from dflash_serve.errors import UserError
 from dflash_tensorrt_llm.launch_plan import beyond_built_in
 from dflash_tensorrt_llm.releases import Release
-from tests.support.engine_readers import READERS, Raw
-from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, tiny_drafter_config
+from tests.support.engine_readers import FUSED_BY, READERS, Raw
+from tests.support.tiny import (
+    FULL,
+    SLIDING,
+    SLIDING_BOTH_WAYS,
+    quantized_state,
+    random_tensors,
+    tiny_drafter_config,
+    write_quantized_drafter,
+)
 
 CAUSAL = AttentionKind(causal=True)
 LAYERS: Mapping[str, tuple[AttentionKind, ...]] = {
@@ -70,3 +83,29 @@ def test_zlabs_causality_is_explicit_wherever_one_key_can_say_it(case: str) -> N
 def test_a_speculators_export_of_full_layers_is_not_made_causal_by_vllm() -> None:
     """With `sliding_window_non_causal: false` vLLM 0.32 and 0.33 make every layer causal: acceptance 2.51 -> 2.28."""
     assert written("speculators", "full")["sliding_window_non_causal"] is True
+
+
+def fused_groups(weights: Mapping[str, object]) -> Iterator[list[QuantizedTensor]]:
+    """The parts of every product that engines fuse, in layers 0 and 1."""
+    for index in range(2):
+        for parent, fused in (("self_attn", "qkv_proj"), ("mlp", "gate_up_proj")):
+            found = [weights[f"layers.{index}.{parent}.{part}.weight"] for part in FUSED[fused]]
+            yield [part for part in found if isinstance(part, QuantizedTensor)]
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("engine", FUSED_BY)
+def test_an_engine_reads_fused_quantised_weights_to_the_bit(engine: str, format: Format, tmp_path: Path) -> None:
+    _, weights = load_weights(write_quantized_drafter(tmp_path / "d", format))
+    for parts in fused_groups(weights):
+        assert torch.equal(FUSED_BY[engine](parts), torch.cat([part.dequantize() for part in parts]))
+
+
+def test_scales_of_their_own_are_asserted_against_or_read_wrongly() -> None:
+    config = tiny_drafter_config(intermediate_size=64)
+    state = quantized_state(random_tensors(config), "nvfp4", torch.tensor(0.01), fused=False)
+    for parts in fused_groups(assemble(state, config, "nvfp4")):
+        meant = torch.cat([part.dequantize() for part in parts])
+        assert (FUSED_BY["vllm"](parts) - meant).norm() > 0.01 * meant.norm()
+        with pytest.raises(AssertionError, match="weight_scale_2 should be same"):
+            FUSED_BY["tensorrt-llm"](parts)

@@ -22,6 +22,7 @@ from dflash_serve.checkpoint.reader import (
 )
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter
+from tests.support.built import seal
 from tests.support.tiny import (
     edit_json,
     problems_of,
@@ -155,6 +156,37 @@ def test_a_fused_projection_is_cut_with_its_scales(format: Format, tmp_path: Pat
     plain = dequantized(load_weights(folder)[1], torch.float32)
     assert torch.equal(plain["layers.0.mlp.gate_proj.weight"], fused.dequantize()[:64])
     assert torch.equal(plain["layers.0.mlp.up_proj.weight"], fused.dequantize()[64:])
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_fused_products_with_scales_of_their_own_are_named(format: Format, tmp_path: Path) -> None:
+    """As `build` 0.1.0 wrote them: TensorRT-LLM would not load them, SGLang and vLLM would read them wrongly."""
+    folder = seal(write_quantized_drafter(tmp_path / "d", format, fused=False))
+    (problem,) = problems_of(folder)
+    assert "gate_proj, up_proj of layers.0.mlp do not share their scales, nor do 3 other groups" in str(problem)
+    assert (problem.where, "build it again with `dflash-serve build`" in problem.do) == (str(folder), True)
+    for read in (load_weights, read_drafter):
+        with pytest.raises(UserError, match="do not share their scales"):
+            read(folder)
+
+
+def test_an_fp8_drafter_of_others_may_leave_the_rounding_to_the_engine(tmp_path: Path) -> None:
+    """ModelOpt's exporter leaves FP8 parts their own scales, and every engine reads them."""
+    assert problems_of(write_quantized_drafter(tmp_path / "d", "fp8", fused=False)) == []
+
+
+@pytest.mark.parametrize("scale", ["input_scale", "weight_scale_2"])
+def test_one_scale_that_differs_is_enough(scale: str, tmp_path: Path) -> None:
+    folder = write_quantized_drafter(tmp_path / "d", "nvfp4")
+    state = load_file(folder / "model.safetensors")
+    state[f"layers.1.mlp.up_proj.{scale}"] *= 1.5
+    save_file(state, folder / "model.safetensors")
+    assert [problem.what.split(";")[0] for problem in problems_of(folder)] == [
+        "gate_proj, up_proj of layers.1.mlp do not share their scales"
+    ]
+    state[f"layers.1.mlp.gate_proj.{scale}"] *= 1.5
+    save_file(state, folder / "model.safetensors")
+    assert problems_of(folder) == []
 
 
 def test_a_quantization_config_that_is_no_object_is_refused(tmp_path: Path) -> None:

@@ -19,8 +19,11 @@ from tests.support.tiny_target import SPECIALS, write_tiny_target
 @pytest.fixture(scope="module", params=["fp8", "nvfp4"])
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A deployment with a drafter as a build leaves it."""
-    format: Format = request.param
-    folder = tmp_path_factory.mktemp("built")
+    return deployment(tmp_path_factory.mktemp("built"), request.param)
+
+
+def deployment(folder: Path, format: Format, *, fused: bool = True) -> Path:
+    """The file of a deployment with a quantised drafter; `fused` as for `quantized_state`."""
     target = write_tiny_target(folder / "target")
     config = tiny_drafter_config(
         block_size=4,
@@ -31,7 +34,7 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         max_position_embeddings=256,
         intermediate_size=64,
     )
-    drafter = seal(write_quantized_drafter(folder / f"drafter-{format}", format, config))
+    drafter = seal(write_quantized_drafter(folder / f"drafter-{format}", format, config, fused=fused))
     path = folder / "deployment.yaml"
     path.write_text(
         yaml.safe_dump(
@@ -52,3 +55,17 @@ def test_a_quantised_drafter_is_rendered(file: Path, form: str) -> None:
     result = CliRunner().invoke(app, words)
     assert result.exception is None, result.exception
     assert f"drafter-{file.read_text().split('quantization: ')[1].split()[0]}" in result.stdout
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("backend", ["tensorrt-llm", "sglang", "vllm"])
+def test_a_drafter_that_0_1_0_built_is_refused_with_the_step_to_rebuild(
+    backend: str, format: Format, tmp_path: Path
+) -> None:
+    """Its q/k/v and gate/up have scales of their own."""
+    file = deployment(tmp_path, format, fused=False)
+    result = CliRunner().invoke(app, ["serve", str(file), "--backend", backend, "--dry-run"])
+    assert result.exit_code != 0
+    said = " ".join((result.output + str(result.exception)).split())
+    assert "gate_proj, up_proj of layers.0.mlp do not share their scales, nor do 3 other groups" in said
+    assert "build it again with `dflash-serve build`" in said

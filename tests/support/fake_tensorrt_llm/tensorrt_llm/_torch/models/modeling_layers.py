@@ -1,6 +1,7 @@
 """Decoder layers with fused, quantised Linears, as a drafter of TensorRT-LLM has them (modules/linear.py).
 
-As upstream: FP8 parts of a fused product are rounded again to the largest of their scales; NVFP4 block scales are
+As upstream: FP8 parts of a fused product are rounded again to the largest of their scales; NVFP4 parts must have one
+`weight_scale_2` and one `input_scale` (`NVFP4LinearMethod.load_weight_scales` @00bbf71e). NVFP4 block scales are
 rearranged as they are loaded (here: reversed), so that the parameters are no longer what the checkpoint said.
 """
 
@@ -25,10 +26,10 @@ class Linear(nn.Module):
         self.weight: Any = None
         self.bias: Any = None
         self.scale: Any = None
-        self.scale_2: list[Tensor] = []
+        self.scale_2: Any = None
 
     def load(self, parts: list[dict[str, Tensor]]) -> None:
-        self.weight, self.scale_2 = torch.cat([part["weight"] for part in parts]), []
+        self.weight = torch.cat([part["weight"] for part in parts])
         scales = [part["weight_scale"] for part in parts if "weight_scale" in part]
         if self.weight.dtype == torch.float8_e4m3fn:
             self.scale = torch.stack([scale.reshape(()) for scale in scales]).max()
@@ -36,17 +37,23 @@ class Linear(nn.Module):
             self.weight = torch.cat(again).to(torch.float8_e4m3fn)
         elif self.weight.dtype == torch.uint8:
             self.scale = torch.cat(scales).flip(0)
-            self.scale_2 = [part["weight_scale_2"].expand(len(part["weight"])) for part in parts]
+            self.scale_2 = _only("weight_scale_2", parts)
+            _only("input_scale", parts)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         if weight.dtype == torch.float8_e4m3fn:
             weight = weight.float() * self.scale
         elif weight.dtype == torch.uint8:
-            one = torch.tensor(1.0)
-            weight = QuantizedTensor("nvfp4", weight, self.scale.flip(0), one).dequantize()
-            weight = weight * torch.cat(self.scale_2)[:, None]
+            weight = QuantizedTensor("nvfp4", weight, self.scale.flip(0), self.scale_2).dequantize()
         return F.linear(x, weight.to(x.dtype))
+
+
+def _only(name: str, parts: list[dict[str, Tensor]]) -> Tensor | None:
+    """The scale that all parts of a fused product have; None where none has one."""
+    found = [part[name] for part in parts if name in part]
+    assert all(torch.equal(scale, found[0]) for scale in found), f"The {name} should be same for all the weights"
+    return found[0] if found else None
 
 
 class Norm(nn.Module):
