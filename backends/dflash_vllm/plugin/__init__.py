@@ -1,31 +1,43 @@
 """What vLLM loads into each of its processes (entry point `vllm.general_plugins`): drafters that are loaded strictly.
 
 vLLM only logs what fails while a plug-in is loaded; that this one took effect is asked where it can stop the server: by
-our schedulers and by our metrics (`proof`).
+our schedulers and by our metrics (`proof`). vLLM loads us into every server of an environment, so beside a release that
+we do not know nothing is done but one line of log, and servers that draft by other methods are left alone (`is_ours`).
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from dflash_vllm.facts import TESTED, installed_version, is_supported
 
 logger = logging.getLogger(__name__)
 STRICT = {"DFlashDraftModel": "StrictDFlash", "DFlash2DraftModel": "StrictDFlash2"}
 """Architectures of drafters -> our classes of them."""
+METHODS = ("dflash", "dspark")
+"""vLLM's methods for drafters that we know."""
 
 
 def register() -> None:
     """Puts our classes in the place of vLLM's; the entry point, called in every process, maybe more than once."""
     version = installed_version() or "unknown"
     if not is_supported(version):
-        logger.error("dflash-serve: vLLM %s is not supported, tested %s", version, TESTED)
+        logger.warning("dflash-serve does nothing here: vLLM %s is not supported, tested %s", version, TESTED)
         return
     from vllm import ModelRegistry
 
     for architecture, name in STRICT.items():
         # By name: importing the class here would choose a platform too early.
         ModelRegistry.register_model(architecture, f"{__name__}.model:{name}")
+
+
+def is_ours(vllm_config: Any) -> bool:
+    """Whether a server drafts by a drafter that we know, or has our scheduler; False beside an unknown release."""
+    asked = vllm_config.speculative_config
+    if not is_supported(installed_version() or "") or asked is None:
+        return False
+    return asked.method in METHODS or f"{__name__}.scheduler" in str(vllm_config.scheduler_config.scheduler_cls)
 
 
 def proof() -> None:

@@ -16,41 +16,34 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from dflash_vllm.facts import SLOTS_ACCEPTED, SLOTS_OFFERED, STEPS
 
-from . import proof
+from . import is_ours, proof
 from .steps import steps_by_width
 
 logger = logging.getLogger(__name__)
 
 
 class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
-    """Counts the slots and the widths of every step.
+    """Counts the slots and the widths of every step, of servers that are ours.
 
     Raises:
-        ValueError: it speculates, and our plug-in was not loaded.
+        ValueError: the server is ours, and our plug-in was not loaded.
     """
 
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        self.speculates = vllm_config.speculative_config is not None
-        self.labels = (str(vllm_config.model_config.served_model_name), str(engine_index))
-        if self.speculates:
+    def __init__(self, vllm_config: Any, engine_index: int = 0, *_: Any, **__: Any) -> None:
+        self.counts = is_ours(vllm_config)
+        if self.counts:
             proof()
+            self.labels = (str(vllm_config.model_config.served_model_name), str(engine_index))
 
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
-        **_: Any,
-    ) -> None:
+    def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any) -> None:
         """Counts one step of the engine. What a stat logger raises would end vLLM's engine, so this never does."""
-        if not self.speculates:
+        if not self.counts:
             return
         try:
             self._record(getattr(scheduler_stats, "spec_decoding_stats", None), iteration_stats)
         except Exception:
             logger.exception("dflash-serve: slots and widths are no longer counted")
-            self.speculates = False
+            self.counts = False
 
     def _record(self, drafting: Any, iteration: Any) -> None:
         """vLLM tells of the requests that drafted, and of the tokens that came."""
@@ -74,6 +67,9 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
     def log_engine_initialized(self) -> None:
         """Says nothing."""
 
+
+# Otherwise a method that a later release asks of every stat logger ends servers that we do nothing for.
+SpeculationMetrics.__abstractmethods__ = frozenset()
 
 HELP: Mapping[str, str] = {
     STEPS: "Decoding steps of one request, by width (the anchor counted; 1 = no draft).",

@@ -1,13 +1,17 @@
 """vLLM's schedulers with widths that follow the load: at every step our policy says how many tokens are drafted.
 
 The choice is made in the one process that schedules for all ranks, so they all draft the same. Drafts of step t are
-verified by step t + 1; a width chosen now shows its result then.
+verified by step t + 1; a width chosen now shows its result then. A policy that fails is given up: whole blocks are
+drafted from then on, which is slower at most.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,9 @@ from dflash_vllm.schedule import GUESSED_COSTS
 from . import proof
 from .resting import spare_the_scheduler
 from .steps import StepClock, decoding_steps, is_even
-from .widths import make_widths
+from .widths import LiveWidths, make_widths
+
+logger = logging.getLogger(__name__)
 
 
 class _Lookup:
@@ -58,7 +64,9 @@ class _FollowsLoad:
         wide = sorted({drafted + 1 for drafted in host.dynamic_sd_lookup[1:] if drafted})
         run = _last_run(host.vllm_config)
         policy = partial(KeptWidth, block_size=host.num_spec_tokens + 1, run=run, allowed_widths=wide)
-        self.widths = make_widths(policy, run.costs())
+        self.widths: LiveWidths | None = make_widths(policy, run.costs())
+        """None = the policy has failed."""
+        self._whole_block = max(wide, default=1)
         self._clock = StepClock()
         self._accepted: dict[str, int] = {}
         host.dynamic_sd_lookup = _Lookup(self)
@@ -69,10 +77,12 @@ class _FollowsLoad:
 
     def drafted_tokens(self) -> int:
         """How many tokens this step drafts for each request."""
-        running = self.running  # type: ignore[attr-defined]
-        drafted = self.widths.choose([request.request_id for request in running], _context_tokens(running)) - 1
-        self.drafts_nothing = not drafted
-        return drafted
+        running, width = self.running, self._whole_block  # type: ignore[attr-defined]
+        with self._giving_up():
+            if self.widths is not None:
+                width = self.widths.choose([request.request_id for request in running], _context_tokens(running))
+        self.drafts_nothing = width == 1
+        return width - 1
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._clock.scheduled()
@@ -88,12 +98,27 @@ class _FollowsLoad:
         self._accepted = {}
         tokens = _context_tokens(self.running)  # type: ignore[attr-defined]
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-        steps = decoding_steps(scheduler_output, self._accepted)
-        is_clean = is_even(scheduler_output, steps)
-        self.widths.verified(steps, seconds=seconds if is_clean else None, context_tokens=tokens)
-        self.widths.finished(list(scheduler_output.finished_req_ids))
+        with self._giving_up():
+            self._learn(scheduler_output, seconds, tokens)
         self._clock.settled(busy=bool(self.running))  # type: ignore[attr-defined]
         return outputs
+
+    def _learn(self, scheduler_output: Any, seconds: float | None, context_tokens: int) -> None:
+        if self.widths is None:
+            return
+        steps = decoding_steps(scheduler_output, self._accepted)
+        is_clean = is_even(scheduler_output, steps)
+        self.widths.verified(steps, seconds=seconds if is_clean else None, context_tokens=context_tokens)
+        self.widths.finished(list(scheduler_output.finished_req_ids))
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Does without the policy if it fails: what is raised here would end vLLM's engine, and all its requests."""
+        try:
+            yield
+        except Exception:
+            logger.exception("dflash-serve: the choice of widths failed; whole blocks are drafted from now on")
+            self.widths = None
 
 
 class WidthScheduler(_FollowsLoad, Scheduler):  # type: ignore[misc]

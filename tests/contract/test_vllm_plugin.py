@@ -1,0 +1,172 @@
+"""Our plug-in inside servers that are not ours, beside releases that we do not know, and with a policy that fails."""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Callable
+from importlib import import_module
+from logging import LogRecord
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.width import AutoWidth
+from dflash_vllm.schedule import GUESSED_COSTS
+
+pytest.importorskip("vllm")
+
+OURS = "dflash_vllm.plugin.scheduler.AsyncWidthScheduler"
+
+
+def server(method: str | None, scheduler: object = None) -> Any:
+    """What a stat logger reads of vLLM's configuration."""
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method) if method else None,
+        scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
+        model_config=SimpleNamespace(served_model_name="m"),
+    )
+
+
+def our_lines(caplog: pytest.LogCaptureFixture) -> list[LogRecord]:
+    return [record for record in caplog.records if record.name.startswith("dflash_")]
+
+
+@pytest.fixture
+def without_our_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's registry as it is where our plug-in took no effect."""
+    from dflash_vllm.plugin import STRICT
+    from vllm import ModelRegistry
+
+    monkeypatch.setattr(ModelRegistry, "models", {k: v for k, v in ModelRegistry.models.items() if k not in STRICT})
+
+
+@pytest.fixture
+def beside_an_unknown_release(without_our_classes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_vllm.facts.version", lambda _: "0.34.0")
+
+
+def logger_class() -> Callable[..., Any]:
+    """Ours, found as vLLM finds it."""
+    from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
+
+    (ours,) = [one for one in load_stat_logger_plugin_factories() if one.__module__ == "dflash_vllm.plugin.metrics"]
+    return ours  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("beside_an_unknown_release")
+@pytest.mark.parametrize("method", [None, "mtp", "eagle3", "dflash"])
+def test_beside_an_unknown_release_nothing_is_done_but_one_line_of_log(
+    method: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dflash_vllm.plugin import STRICT, register
+    from vllm import ModelRegistry
+
+    register()
+    assert not STRICT.keys() & ModelRegistry.models.keys()
+    made = logger_class()(server(method), 0)
+    made.record(None, SimpleNamespace(), None, 0)
+    assert [record.levelname for record in our_lines(caplog)] == ["WARNING"]
+    assert "vLLM 0.34.0 is not supported" in caplog.text
+
+
+@pytest.mark.usefixtures("beside_an_unknown_release")
+def test_what_a_later_release_asks_more_of_stat_loggers_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.metrics import loggers
+
+    class Later(loggers.StatLoggerBase):  # type: ignore[misc]
+        @abstractmethod
+        def record_something_new(self) -> None: ...
+
+    import_module("dflash_vllm.plugin.metrics")
+    monkeypatch.delitem(sys.modules, "dflash_vllm.plugin.metrics")
+    monkeypatch.setattr(loggers, "StatLoggerBase", Later)
+    made = logger_class()(server("mtp"), 0)
+    made.record(None, SimpleNamespace(), None, 0, "an argument that is new")
+    made.record_something_new()
+
+
+@pytest.mark.usefixtures("without_our_classes")
+@pytest.mark.parametrize("method", [None, "mtp", "eagle3", "ngram"])
+def test_a_server_that_drafts_otherwise_is_left_alone(method: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    made = logger_class()(server(method), 0)
+    made.record(SimpleNamespace(spec_decoding_stats="nothing that could be counted"), SimpleNamespace())
+    assert our_lines(caplog) == []
+
+
+@pytest.mark.usefixtures("without_our_classes")
+@pytest.mark.parametrize("ours", [server("dflash"), server("dspark"), server("eagle3", OURS)])
+def test_a_server_of_ours_without_our_classes_does_not_start(ours: Any) -> None:
+    with pytest.raises(ValueError, match="the plug-in dflash_serve was not loaded"):
+        logger_class()(ours, 0)
+
+
+def test_our_scheduler_is_known_as_text_and_as_a_class() -> None:
+    from dflash_vllm.plugin import is_ours
+    from dflash_vllm.plugin.scheduler import AsyncWidthScheduler
+
+    assert is_ours(server("eagle3", AsyncWidthScheduler))
+    assert is_ours(server("eagle3", OURS))
+    assert not is_ours(server("eagle3", "vllm.v1.core.sched.async_scheduler.AsyncScheduler"))
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ours over vLLM's own class, of which only what is called of it is left; blocks of 8 slots, two requests."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from dflash_vllm.plugin import scheduler as module
+
+    def begin(host: Any) -> None:
+        host.dynamic_sd_lookup, host.num_spec_tokens = [0, 7, 3, 1], 7
+        host.scheduler_config = SimpleNamespace(async_scheduling=False)
+        host.vllm_config = None
+        host.running = [SimpleNamespace(request_id=name, num_computed_tokens=9) for name in ("a", "b")]
+
+    run = SimpleNamespace(costs=lambda: None, survival=lambda: None, drafter=None, keep=lambda *_: None)
+    guess = CostModel(target={1: 1.0, 64: 1.0}, draft={1: 0.1, 64: 0.1})
+    monkeypatch.setenv(GUESSED_COSTS, guess.model_dump_json())
+    monkeypatch.setattr("dflash_serve.last_run.recorded_survival", lambda _: None)
+    monkeypatch.setattr(module, "_last_run", lambda _: run)
+    monkeypatch.setattr(module, "proof", lambda: None)
+    monkeypatch.setattr(module, "spare_the_scheduler", lambda: None)
+    monkeypatch.setattr(Scheduler, "__init__", begin)
+    monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: "vLLM's answer")
+    return module.WidthScheduler()
+
+
+def step(scheduler: Any) -> int:
+    """A step of both requests through vLLM's table and back; its drafted tokens."""
+    drafted: int = scheduler.dynamic_sd_lookup[2]
+    output = SimpleNamespace(
+        num_scheduled_tokens={"a": drafted + 1, "b": drafted + 1},
+        scheduled_spec_decode_tokens={name: [0] * drafted for name in ("a", "b") if drafted},
+        scheduled_new_reqs=[],
+        finished_req_ids={"one that ended"},
+        num_spec_tokens_to_schedule=drafted,
+    )
+    assert scheduler.update_from_output(output, None) == "vLLM's answer"
+    return drafted
+
+
+@pytest.mark.parametrize("method", ["widths", "observe", "forget"])
+def test_a_policy_that_fails_is_logged_once_and_blocks_are_whole_from_then_on(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    for _ in range(40):
+        step(scheduler)
+    calls = []
+
+    def fail(*_: Any) -> Any:
+        calls.append(method)
+        raise ValueError("a width that no step has")
+
+    monkeypatch.setattr(AutoWidth, method, fail)
+    step(scheduler)
+    assert [step(scheduler) for _ in range(5)] == [7] * 5
+    assert len(calls) == 1
+    (failed,) = our_lines(caplog)
+    assert "whole blocks are drafted from now on" in failed.getMessage()
+    assert failed.exc_info is not None
