@@ -43,10 +43,32 @@ class EngineParser(argparse.ArgumentParser):
             return str(error)
         return None
 
+    def flag(self, name: str) -> str | None:
+        """The engine's own spelling of a name with dashes or underscores, hidden flags included; None: no such flag."""
+        spellings = (f"--{name}", f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}")
+        return next((one for one in spellings if one in self._option_string_actions), None)
+
     def action(self, name: str) -> argparse.Action | None:
         """The flag of a name, with dashes or underscores; None where there is none."""
-        spellings = (f"--{name}", f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}")
-        return next((self._option_string_actions[one] for one in spellings if one in self._option_string_actions), None)
+        return self._option_string_actions.get(self.flag(name) or "")
+
+    def opposite(self, flag: str) -> str | None:
+        """The flag that turns off what `flag` turns on, or on what it turns off; None where there is none.
+
+        Args:
+            flag: as the engine spells it. Engines pair `--x` with `--no-x`, and `--enable-x` with `--disable-x`.
+        """
+        pair = self._option_string_actions[flag]
+        if not isinstance(pair, argparse.BooleanOptionalAction):
+            return None
+
+        def sets(option: str) -> object:
+            told = argparse.Namespace()
+            pair(self, told, [], option)
+            return getattr(told, pair.dest)
+
+        ours = (option for option, action in self._option_string_actions.items() if action is pair)
+        return next((option for option in ours if sets(option) is not sets(flag)), None)
 
     @property
     def names(self) -> list[str]:
@@ -142,15 +164,13 @@ def parser_problems(
 
 
 def _words(parser: EngineParser | None, name: str, value: JsonValue) -> list[str]:
-    action = parser.action(name) if parser else None
-    flag = f"--{name}"
-    if action is not None:
-        flag = next((one for one in action.option_strings if one[2:].replace("-", "_") == name.replace("-", "_")), flag)
+    action, known = (parser.action(name), parser.flag(name)) if parser else (None, None)
+    flag = known or f"--{name}"
     if value is True and (action is None or action.nargs in (0, "?")):
         return [flag]
-    if value is False and action is not None and action.nargs == 0:
-        negated = f"--no-{flag[2:]}"
-        return [negated] if negated in action.option_strings else []  # off is what it is unless given
+    if value is False and parser is not None and action is not None and action.nargs == 0:
+        opposite = parser.opposite(flag)
+        return [opposite] if opposite else []  # off is what it is unless given
     if isinstance(value, list):
         return [flag, *(_text(one) for one in value)]
     return [flag, _text(value)]

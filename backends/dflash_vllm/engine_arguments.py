@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import cache
 from importlib import import_module
@@ -10,12 +11,17 @@ from pathlib import Path
 
 from dflash_serve.engine_args import ArgumentTable, EngineParser, ParserNames, by_spelling, pinned_parser
 
-from .facts import installed_version, is_supported
+from .facts import Release, installed_version, is_supported, parse_release
 from .launch_plan import LaunchPlan
 
 PINNED = Path(__file__).with_name("flags.json")
 """The flags of vLLM 0.32.0 as its own parser describes them, and the parsers of answers that it registers."""
 PINNED_RELEASE = "0.32.0"
+COMMAND_LINE: Mapping[Release | None, str] = {
+    (0, 32): "vllm.entrypoints.launchers.cli_args",
+    (0, 33): "vllm.entrypoints.common.cli_args",
+}
+"""Supported release -> its module with `make_arg_parser`."""
 SPECULATION = "`speculation` and `drafter` say how it drafts"
 LISTENING = "--host and --port of `dflash-serve serve`"
 COPIES = "parallel.data"
@@ -99,13 +105,14 @@ def argument_table(plan: LaunchPlan) -> ArgumentTable:
 
 @cache
 def _parser() -> EngineParser:
-    """The installed vLLM's own, else the pinned one."""
-    if installed_version() is None:
+    """The installed vLLM's own; the pinned one if none is installed, or a release that is not supported."""
+    command_line = COMMAND_LINE.get(parse_release(installed_version() or ""))
+    if command_line is None:
         return pinned_parser(PINNED)
     with redirect_stdout(sys.stderr):  # where vLLM's log goes as soon as it is imported; ours is for our answers
         flexible = import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
         parser: EngineParser = type("VLLMParser", (EngineParser, flexible), {})()
-        import_module("vllm.entrypoints.launchers.cli_args").make_arg_parser(parser)
+        import_module(command_line).make_arg_parser(parser)
         registered = {
             "tool-call-parser": import_module("vllm.tool_parsers").ToolParserManager.list_registered(),
             "reasoning-parser": import_module("vllm.reasoning").ReasoningParserManager.list_registered(),

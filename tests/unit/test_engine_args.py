@@ -50,6 +50,8 @@ def test_keys_become_the_engines_own_spelling() -> None:
 
 def test_false_turns_a_flag_off_in_its_own_words() -> None:
     assert TABLE.words({"trust-remote-code": False, "overlap": False}) == ["--no-overlap"]
+    assert TABLE.words({"no_overlap": False}) == ["--overlap"]
+    assert TABLE.words({"no_overlap": True}) == ["--no-overlap"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import yaml
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_vllm import VLLMBackend
+from dflash_vllm.engine_arguments import _parser
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 
 CHOSEN_BY_US = {"enforce-eager"}
@@ -112,6 +113,17 @@ def test_one_that_vllm_has_not_is_refused_with_its_neighbour(fields: dict[str, A
     assert "did you mean gpu-memory-utilization?" in said
     (said,) = problems(fields, engine_args={"vllm": {"gpu-memory-utilization": "much"}})
     assert "invalid float value" in said
+
+
+def test_beside_a_release_that_is_not_supported_arguments_are_held_against_the_pinned_list(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its parser stands is not known; that the release is not supported is what there is to say."""
+    monkeypatch.setattr("dflash_vllm.facts.version", lambda _: "0.34.0")
+    _parser.cache_clear()
+    found = problems(fields, engine_args={"vllm": {"enable-lora": True}}, serving={"reasoning_parser": "qwen3"})
+    _parser.cache_clear()
+    assert found == ["vllm: vLLM 0.34.0 is not supported, tested 0.32-0.33; pip install 'vllm==0.33.*'"]
 
 
 def test_parsers_are_named_by_family_and_translated(fields: dict[str, Any]) -> None:
