@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -169,7 +169,7 @@ class _Weights:
 
     def __init__(self, headers: Mapping[str, Header]) -> None:
         self.headers = headers
-        self._open: dict[Path, safe_open] = {}
+        self._open: dict[Path, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         path = self.headers[name].file
