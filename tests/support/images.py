@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .chart import ROOT
-from .helm import CACHE
+from .pinned_wheels import CACHE
 
 DOCKER = ROOT / "deploy" / "docker"
 RELEASES = {(3, 11): "bookworm", (3, 13): "trixie"}

