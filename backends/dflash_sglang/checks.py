@@ -64,11 +64,11 @@ def _drafter_problems(plan: LaunchPlan, drafter: DrafterConfig) -> Iterator[Prob
 
 
 def _widths(plan: LaunchPlan) -> Iterator[Problem]:
-    """A width that was asked for and does not run; `auto` verifies whole blocks then, and the preview says so."""
+    """Problems of a width that cannot be served. `auto` verifies whole blocks then, and a note of the preview says so."""
     width = plan.deployment.speculation.width
-    if plan.verifies_whole_blocks and isinstance(width, int) and width not in (1, plan.block_size):
-        what = f"SGLang verifies whole blocks of {plan.block_size} slots with a {plan.family} drafter, not {width}"
-        yield Problem(what, "speculation.width", f"set it to {plan.block_size}, auto or off, or use --backend torch")
+    if plan.whole_blocks_with is not None and isinstance(width, int) and width not in (1, plan.block_size):
+        what = f"SGLang verifies whole blocks of {plan.block_size} slots with {plan.whole_blocks_with}, not {width}"
+        yield Problem(what, "speculation.width", f"set it to {plan.block_size}, auto or off")
     if plan.algorithm == DSPARK and plan.deployment.speculation.draft_window is not None:
         yield Problem("SGLang's DSPARK has no window of its own", "speculation.draft_window", "leave it out")
 
@@ -124,12 +124,6 @@ def _unsupported(plan: LaunchPlan) -> Iterator[Problem]:
     if parallel.context > 1:
         what = "context parallelism is not covered by this backend"
         yield Problem(what, "parallel.context", "set it to 1, or use the tensorrt-llm backend")
-    if plan.target.recurrent and plan.width is not None:
-        what = f"{plan.target.architecture} has recurrent layers, whose states SGLang keeps for whole blocks only"
-        yield Problem(what, "speculation.width", f"set it to {plan.block_size}")
-    if parallel.attention_data and plan.width is not None:
-        what = "with data-parallel attention every device must take the same width, which only a fixed one does"
-        yield Problem(what, "speculation.width", f"set it to {plan.block_size}")
 
 
 def _heads(plan: LaunchPlan) -> Iterator[Problem]:

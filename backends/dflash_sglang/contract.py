@@ -52,6 +52,7 @@ RESULT = (
 )
 LOAD_WEIGHTS = "sglang.srt.models.dflash.DFlashDraftModel.load_weights"
 QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
+ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 RECAPTURE = "sglang.srt.model_executor.model_runner.ModelRunner.recapture_decode_cuda_graph"
 
 OF_MAIN = (
@@ -79,6 +80,9 @@ OF_SCHEDULER = (
     Foreign(RESULT, ("result", "batch")),
     Foreign(LOAD_WEIGHTS, ("weights",)),
     Foreign(QUEUE, ("req", "is_retracted")),
+    Foreign(ROW_HEADROOM),
+    Foreign("sglang.srt.mem_cache.allocation_sizing.get_alloc_page_size"),
+    Foreign("sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode"),
     Foreign(
         "sglang.srt.managers.schedule_batch.Req",
         ("rid", "origin_input_text", "origin_input_ids", "sampling_params"),

@@ -107,15 +107,23 @@ class LaunchPlan:
         return "no" if self.drafter is None else self.drafter.family
 
     @property
-    def verifies_whole_blocks(self) -> bool:
-        """Whether the drafter's heads leave no choice of widths."""
-        return self.drafter is not None and verifies_whole_blocks(self.drafter)
+    def whole_blocks_with(self) -> str | None:
+        """The part of the deployment with which SGLang verifies whole blocks only; None: any width can be verified."""
+        if self.drafter is None:
+            return None
+        parts = {
+            f"a {self.family} drafter": verifies_whole_blocks(self.drafter),
+            "one half of a disaggregated pair": self.is_half,
+            "recurrent layers in the target": self.target.recurrent,
+            "data-parallel attention": self.deployment.parallel.attention_data,
+        }
+        return next((part for part, is_there in parts.items() if is_there), None)
 
     @property
     def width(self) -> int | str | None:
         """What our worker is asked for; None = SGLang's own whole blocks (or nothing), which need nothing of ours."""
         asked = self.deployment.speculation.width
-        whole = asked == self.block_size or self.is_half or self.verifies_whole_blocks
+        whole = asked == self.block_size or self.whole_blocks_with is not None
         return None if self.drafter is None or whole else asked
 
     @property

@@ -53,7 +53,7 @@ def _choices(plan: LaunchPlan) -> Iterator[Choice]:
     if plan.drafter is not None:
         ours = plan.width is not None
         why = "our worker in SGLang serves it" if ours else f"SGLang's own {plan.family}: the width never changes"
-        width = plan.block_size if plan.verifies_whole_blocks else speculation.width
+        width = plan.block_size if plan.whole_blocks_with is not None else speculation.width
         yield Choice("speculation.width", str(width), why)
     if gpu is None:
         yield Choice("hardware.gpu", "not named", "memory is not checked, and SGLang chooses the attention kernels")
@@ -79,5 +79,5 @@ def _notes(plan: LaunchPlan) -> Iterator[str]:
         yield "SGLang's own DSPARK serves it alone: our plug-in counts no slots there and refuses no request"
     elif plan.drafter is not None and plan.width is None:
         yield "requests with penalties are refused: SGLang's own DFlash would not apply them"
-    if plan.is_half and plan.deployment.speculation.width == "auto":
-        yield f"one half of a pair verifies the whole block of {plan.block_size}: a width that follows cost needs both"
+    if plan.whole_blocks_with is not None and plan.deployment.speculation.width == "auto":
+        yield f"SGLang verifies whole blocks of {plan.block_size} slots with {plan.whole_blocks_with}: auto changes nothing"

@@ -53,6 +53,7 @@ class Runner:
         self.attn_backend, self.decode_cuda_graph_runner = "whole blocks' attention", "whole blocks' graphs"
         self.captured: list[dict[str, Any]] = []
         self.free, self.takes, self.fails_at = 80.0, 0.5, -1
+        self.model_config = SimpleNamespace(vocab_size=2**17)
 
     def _get_attention_backend(self, init_new_workspace: bool) -> str:
         assert init_new_workspace
@@ -77,6 +78,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     settings = Settings()
     fake = SimpleNamespace(model_runner=Runner(settings), block_size=BLOCK, device="cuda", gpu_id=0)
+    fake._prewarm_batch_size = lambda block_size: fake.rehearsed
+    fake.rehearsed = 1
     graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend="full")))
     monkeypatch.setattr(states, "current_platform", SimpleNamespace(is_out_of_tree=lambda: False))
     monkeypatch.setattr(states, "get_exec", lambda: SimpleNamespace(graph=graph))
@@ -119,12 +122,23 @@ def test_widths_that_do_not_fit_are_left_out_the_least_useful_first(
     assert list(build_states(worker, NARROW, Alone())) == built
 
 
+def test_memory_is_left_for_the_rehearsal_of_sampling_that_follows(worker: Any) -> None:
+    """Of 2048 requests here: six tensors of 16,384 rows and 131,072 columns in float32, which are 48 GB."""
+    from dflash_sglang.plugin.states import build_states
+
+    worker.rehearsed, worker.model_runner.free, worker.model_runner.takes = 2048, 1.5 + 48, 1.4
+    assert list(build_states(worker, NARROW, Alone())) == [1]
+    worker.model_runner.free = 1.5 + 47
+    assert list(build_states(worker, NARROW, Alone())) == []
+
+
 @pytest.mark.parametrize("width", NARROW)
 def test_a_width_that_fails_leaves_whole_blocks(worker: Any, width: int) -> None:
-    from dflash_sglang.plugin.states import CannotBuildError, build_states
+    from dflash_sglang.plugin.ranks import RankError
+    from dflash_sglang.plugin.states import build_states
 
     worker.model_runner.fails_at = width
-    with pytest.raises(CannotBuildError, match=f"width {width}: out of memory"):
+    with pytest.raises(RankError, match=f"width {width}: out of memory"):
         build_states(worker, NARROW, Alone())
     assert worker.model_runner.init_new_workspace is False
     assert worker.model_runner.settings.speculative_num_draft_tokens == BLOCK
@@ -132,7 +146,8 @@ def test_a_width_that_fails_leaves_whole_blocks(worker: Any, width: int) -> None
 
 def test_ranks_decide_together(worker: Any) -> None:
     """This rank has memory and succeeds; another one is short of it, or fails."""
-    from dflash_sglang.plugin.states import CannotBuildError, build_states
+    from dflash_sglang.plugin.ranks import RankError
+    from dflash_sglang.plugin.states import build_states
 
     class Short(Alone):
         def least(self, value: float) -> float:
@@ -143,7 +158,7 @@ def test_ranks_decide_together(worker: Any) -> None:
             return False
 
     assert build_states(worker, NARROW, Short()) == {}
-    with pytest.raises(CannotBuildError, match="width 1: another rank failed"):
+    with pytest.raises(RankError, match="width 1: another rank failed"):
         build_states(worker, NARROW, Failing())
     assert worker.model_runner.captured == []
 

@@ -36,7 +36,8 @@ PROMPTS = [
 LONG = "the quick brown fox jumps over the lazy dog " * 4
 PREFIX = LONG * 2
 """Longer than the largest page."""
-BLOCK = 8
+BLOCK = 16
+CONTEXT = 512
 SCHEMA = json.dumps({"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]})
 IN_STEP = "--disable-overlap-schedule"
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
@@ -57,6 +58,7 @@ class Way:
     ranks: int = 1
     cost: object = None
     counts_penalties: bool = True
+    samples: bool = True
 
 
 def mixed(page: int) -> tuple[str, ...]:
@@ -65,8 +67,12 @@ def mixed(page: int) -> tuple[str, ...]:
 
 
 WAYS = {
-    "DFLASH, two tokenizers": Way(
-        {"width": BLOCK}, ("--tokenizer-worker-num", "2"), {**STRICT, **SLOW_TOKENIZERS}, counts_penalties=False
+    "DFLASH, two tokenizers, no sampling kernel": Way(
+        {"width": BLOCK},
+        ("--tokenizer-worker-num", "2"),
+        {**STRICT, **SLOW_TOKENIZERS, "SGLANG_CPU_SAMPLING": "absent"},
+        counts_penalties=False,
+        samples=False,
     ),
     "automatic, retracting, windowed": Way(
         {"width": "auto", "draft_window": 16}, ("--page-size", "1"), {**STRICT, **RETRACTING}, cost=CHEAP
@@ -75,12 +81,14 @@ WAYS = {
     "narrow, paged, windowed, chunked, in step": Way({"width": 3, "draft_window": 16}, (*mixed(16), IN_STEP), STRICT),
     "two ranks": Way({"width": "auto"}, env=STRICT, ranks=2, cost=CHEAP),
     "two ranks, one short of memory": Way({"width": "auto"}, env={"SGLANG_CPU_FAULT": "memory:1"}, ranks=2, cost=CHEAP),
-    "two ranks, one of which fails": Way({"width": 3}, env={"SGLANG_CPU_FAULT": "width 3:1"}, ranks=2),
+    "two ranks, one of which fails, paged": Way(
+        {"width": 3}, ("--page-size", "16"), env={"SGLANG_CPU_FAULT": "width 3:1"}, ranks=2
+    ),
 }
 
 
 def pair(folder: Path) -> tuple[Path, Path]:
-    target = write_tiny_target(folder / "target", family="qwen3", positions=512)
+    target = write_tiny_target(folder / "target", family="qwen3", positions=CONTEXT)
     vocab_size = json.loads((target / "config.json").read_text())["vocab_size"]
     config = tiny_drafter_config(
         block_size=BLOCK,
@@ -88,7 +96,7 @@ def pair(folder: Path) -> tuple[Path, Path]:
         target_layer_ids=(0, 1, 2),
         mask_token_id=SPECIALS.index("<mask>"),
         vocab_size=vocab_size,
-        max_position_embeddings=512,
+        max_position_embeddings=CONTEXT,
     )
     return target, write_tiny_drafter(folder / "drafter", config)
 
@@ -133,6 +141,7 @@ def truth(servers: Mapping[str, Berth]) -> dict[str, Any]:
         "logprobs": [entry[0] for entry in logprobs],
         "schema": server.generate(PROMPTS[1], 40, json_schema=SCHEMA, ignore_eos=False)["text"],
         "penalised": penalised(server),
+        "to the end": to_the_end(server),
     }
     servers["plain"].left.set()
     return found
@@ -146,11 +155,28 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-def penalised(server: Server) -> list[list[int]]:
+NEARLY_GREEDY = {"temperature": 1e-4}
+"""The most probable token by far, but found by sampling."""
+
+
+def penalised(server: Server, **how: Any) -> list[list[int]]:
     """Answers with penalties, and one without among them, all at once."""
-    asked = [(prompt, more) for prompt in PROMPTS[:3] for more in PENALTIES]
+    asked = [(prompt, {**more, **how}) for prompt in PROMPTS[:3] for more in PENALTIES]
     with ThreadPoolExecutor(len(asked)) as pool:
         return [answer["output_ids"] for answer in pool.map(lambda one: server.generate(one[0], 40, **one[1]), asked)]
+
+
+def to_the_end(server: Server) -> list[list[int]]:
+    """Answers that fill the context, some at once: rows of requests lie side by side in one table."""
+
+    def to_the_end_of(prompt: str) -> list[int]:
+        taken = server.generate(prompt, 1)["meta_info"]["prompt_tokens"]
+        tokens: list[int] = server.generate(prompt, CONTEXT - taken)["output_ids"]
+        return tokens
+
+    prompts = [LONG * 11 + end for end in PROMPTS[2:5]]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(to_the_end_of, prompts))
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -191,7 +217,19 @@ def test_a_json_schema_is_kept_to(server: Server, truth: dict[str, Any]) -> None
     assert answer["text"] == truth["schema"]
 
 
-def test_sampled_requests_are_refused_where_they_would_be_answered_greedily(server: Server) -> None:
+def test_sampled_requests_are_answered_or_refused_where_they_would_be_answered_greedily(
+    server: Server, way: Way, truth: dict[str, Any]
+) -> None:
+    if way.samples:
+        sampled = [{"temperature": 0.8}, {"temperature": 1.2, "top_p": 0.9, "top_k": 20}, {"temperature": 1}, {}] * 2
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:  # greedy requests beside sampled ones, in the same steps
+            asked = list(zip(PROMPTS, sampled, strict=True))
+            found = list(pool.map(lambda one: server.generate(one[0], **one[1])["output_ids"], asked))
+        assert [len(tokens) for tokens in found] == [24] * 8
+        greedy = [at for at, how in enumerate(sampled) if not how]
+        assert [found[at] for at in greedy] == [truth["tokens"][at] for at in greedy]
+        assert len({tuple(server.generate(PROMPTS[0], temperature=1.5)["output_ids"]) for _ in range(3)}) > 1
+        return
     with pytest.raises(urllib.error.HTTPError) as refused:
         server.generate("the", temperature=0.8)
     assert refused.value.code == 400
@@ -203,6 +241,7 @@ def test_penalties_are_counted_as_without_speculation_or_refused(
 ) -> None:
     if way.counts_penalties:
         assert penalised(server) == truth["penalised"]
+        assert penalised(server, **NEARLY_GREEDY) == truth["penalised"]
         return
     for asked in PENALTIES[:3]:
         with pytest.raises(urllib.error.HTTPError) as refused:
@@ -215,6 +254,21 @@ def test_penalties_matter_here(truth: dict[str, Any]) -> None:
     """Else the test above could not fail."""
     for at in range(3):
         assert all(truth["penalised"][at * 4 + i] != truth["penalised"][at * 4 + 3] for i in (0, 1))
+
+
+def test_sampling_finds_the_most_probable_tokens_where_nothing_else_is_probable(
+    server: Server, way: Way, truth: dict[str, Any]
+) -> None:
+    if way.samples:
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            found = list(pool.map(lambda one: server.generate(one, **NEARLY_GREEDY)["output_ids"], PROMPTS))
+        assert found == truth["tokens"]
+
+
+def test_requests_that_fill_the_context_write_into_their_own_rows_only(server: Server, truth: dict[str, Any]) -> None:
+    assert to_the_end(server) == truth["to the end"]
+    assert server.tokens(PROMPTS, streams=8) == truth["tokens"]
+    assert_nothing_leaks(server)
 
 
 def test_a_rank_that_fails_alone_leaves_whole_blocks_on_all(server: Server, way: Way) -> None:
@@ -283,7 +337,9 @@ def test_what_sglang_reports_is_what_we_count(server: Server) -> None:
     assert accepted == sum(answer["spec_num_correct_drafts"] for answer in answers)
 
 
-def test_the_drafters_time_is_measured(server: Server) -> None:
+def test_the_drafters_time_is_measured(server: Server, way: Way) -> None:
+    if way == WAYS["automatic, measured, paged, chunked"]:
+        pytest.skip("by its costs a draft may never pay")
     assert server.metric(f"{DRAFT_SECONDS}_sum") > 0
 
 

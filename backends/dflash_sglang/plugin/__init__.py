@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dflash_serve.cost_table import given_cost
+from dflash_serve.cost_table import given_cost, given_survival
 from dflash_serve.errors import Problem, UserError, refuse
 from dflash_sglang.contract import (
     CREATE_WORKER,
@@ -21,6 +21,7 @@ from dflash_sglang.contract import (
     QUEUE,
     RESOLUTION,
     RESULT,
+    ROW_HEADROOM,
     WORKER,
     Foreign,
     breaches,
@@ -78,6 +79,7 @@ def width_problems(server_args: Any) -> list[Problem]:
         width = asked_width()
         if width == AUTO:
             given_cost()
+            given_survival()
     except UserError as error:
         return [Problem(error.what, error.where, error.do)]
     if width is None or not server_args.enable_lora:
@@ -118,11 +120,23 @@ def watch_worker() -> None:
     from .results import STEPS
 
     STRICT.active = True
+    HookRegistry.register(ROW_HEADROOM, room_for_a_step, HookType.AROUND)
     HookRegistry.register(LOAD_WEIGHTS, STRICT, HookType.AROUND)
     HookRegistry.register(RESULT, STEPS.on_result, HookType.AROUND)
     HookRegistry.register(QUEUE, guarded, HookType.AROUND)
     HookRegistry.register(f"{WORKER}.__init__", on_worker_built, HookType.AROUND)
     HookRegistry.apply_hooks()
+
+
+def room_for_a_step(headroom: Callable[[], int]) -> int:
+    """Entries of a request's row beyond its context: at least what a decoding step reserves at any page size.
+
+    SGLang 0.5.23 makes this room only for pages of several tokens. With pages of one token a request that comes to
+    the end of its context then writes into the next request's row (sglang#33579).
+    """
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size, get_alloc_reserve_per_decode
+
+    return max(headroom(), get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
 
 
 def on_worker_built(build: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -52,7 +52,7 @@ def costs_of(worker: HostWorker, widths: list[int], run: RunStep, ranks: Ranks) 
         widths: the widths it verifies at, 1 and B among them.
     """
     path = cache_home() / "cost" / f"sglang-{_key(worker, widths, ranks)}.json"
-    kept = ranks.from_first(read_record(path, CostModel) if ranks.is_first else None)
+    kept = ranks.from_first("the kept costs", lambda: read_record(path, CostModel))
     if kept is not None:
         return kept
     cost, spread = measure(worker, widths, run, ranks)
@@ -92,9 +92,11 @@ def measure(worker: HostWorker, widths: list[int], run: RunStep, ranks: Ranks) -
     times: dict[Job, list[float]] = {job: [] for job in jobs}
     for turn in range(1 + MOST_REPETITIONS):  # interleaved: a busy spell hits all alike; the first one warms up
         again = [job for job in jobs if turn <= REPETITIONS or not is_confirmed(times[job])]
-        for job in ranks.from_first(again):
-            with made_up_batch(worker, job[0], job[2]) as batch:
-                seconds = _timed(lambda job=job, batch=batch: run(batch, job[1]), worker.device)  # type: ignore[misc]
+        for job in ranks.from_first("the steps to time", lambda again=again: again):  # type: ignore[misc]
+            with ExitStack() as stack:
+                made_up = made_up_batch(worker, job[0], job[2])
+                batch = ranks.together("a batch to time", lambda: stack.enter_context(made_up))
+                seconds = ranks.together("a timed step", lambda: _timed(lambda: run(batch, job[1]), worker.device))
             if turn:
                 times[job].append(seconds)
     least = ranks.slowest(torch.tensor([min(times[job]) for job in jobs], dtype=torch.float64)).tolist()

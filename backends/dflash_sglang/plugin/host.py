@@ -31,6 +31,7 @@ class HostWorker(Protocol):
     _draft_block_spec_info: Any
     _draft_sampler: Any
     _need_mamba_verify_commit: bool
+    _prewarm_batch_size: Callable[[int], int]
     _target_logits_processor: Any
     _use_triton_accept_bonus: bool
     _accept_block: Callable[..., Any]

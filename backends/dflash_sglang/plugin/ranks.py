@@ -1,20 +1,26 @@
-"""What the tensor-parallel ranks of a server decide together, so that no two of them ever do different things.
+"""Decisions that the tensor-parallel ranks of a server take together, so that all of them do the same.
 
-Everything here goes over the host (gloo), where a rank that does not come can be waited for with an end: SGLang's own
-device collectives would wait for ever.
+All of them are exchanged on the host (gloo), with a time limit. SGLang's own device collectives have none.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
+logger = logging.getLogger(__name__)
 PATIENCE = timedelta(minutes=5)
 """How long the others are waited for at start-up; beyond, this rank raises, and SGLang ends the server."""
 T = TypeVar("T")
+
+
+class RankError(Exception):
+    """Something failed on this rank or on another one; all ranks raise it."""
 
 
 class Ranks:
@@ -40,17 +46,39 @@ class Ranks:
             distributed.monitored_barrier(self.group, timeout=PATIENCE)
         return self.least(float(ok)) == 1.0
 
+    def together(self, what: str, make: Callable[[], T]) -> T:
+        """Gives what `make` gives on this rank, if no rank's `make` failed.
+
+        Raises:
+            RankError: it failed on one.
+            RuntimeError: a rank did not come.
+        """
+        made, error = None, None
+        try:
+            made = make()
+        except Exception as failure:
+            error = failure
+            logger.exception("dflash-serve: %s", what)
+        if not self.all_agree(error is None):
+            raise RankError(f"{what}: {error or 'another rank failed'}") from error
+        return made  # type: ignore[return-value]
+
     def slowest(self, seconds: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' values, one by one."""
         return self._reduced(seconds, distributed.ReduceOp.MAX)
 
-    def from_first(self, value: T) -> T:
-        """The first rank's value, anything that can be pickled: start-up only."""
-        if not self.several:
-            return value
-        box = [value]
-        distributed.broadcast_object_list(box, group=self.group, group_src=0)
-        return box[0]
+    def from_first(self, what: str, make: Callable[[], T]) -> T:
+        """Gives what `make` gives on the first rank, anything that can be pickled: start-up only.
+
+        Raises:
+            RankError: it failed there.
+        """
+        value = self.together(what, lambda: make() if self.is_first else None)
+        if self.several:
+            box = [value]
+            distributed.broadcast_object_list(box, group=self.group, group_src=0)
+            value = box[0]
+        return value  # type: ignore[return-value]
 
     def number_from_first(self, value: int) -> int:
         """The first rank's number: once a step."""

@@ -8,10 +8,10 @@ verification. They are made when SGLang has taken its K/V cache, from what is le
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.platforms import current_platform
@@ -26,13 +26,10 @@ FIRST_GB = 1.5
 """What the first width is taken to need; every further one needs what the largest so far has taken."""
 PREFILL_MB = 0.5
 """Left free for each token of the largest prefill (`--chunked-prefill-size`): activations, features, logits."""
+REHEARSED = 6
+"""Logits, scaled logits, probabilities, renormalised ones and their sort, drafts' (`dflash_utils`, read in 0.5.23)."""
 LEAST_FREE_GB = 1.0
 """Left free in any case."""
-T = TypeVar("T")
-
-
-class CannotBuildError(Exception):
-    """A width's attention or graphs failed, on this rank or another."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +46,16 @@ def build_states(worker: HostWorker, widths: Iterable[int], ranks: Ranks) -> dic
     """One for each width for which there is memory, the most useful first; call it when SGLang has captured its graphs.
 
     Raises:
-        CannotBuildError: one failed, on whatever rank; all ranks raise it.
+        RankError: attention or graphs of a width could not be made on one rank; all ranks raise it.
     """
     states: dict[int, WidthState] = {}
-    needed = FIRST_GB
+    needed, reserve = FIRST_GB, reserve_gb(worker)
     for width in by_use(widths):
         free = ranks.least(free_gb(worker))
-        if free < needed + reserve_gb():
+        if free < needed + reserve:
             left = sorted(set(widths) - set(states))
-            text = "dflash-serve: no memory for widths %s: %.1f GB are free, one needs %.1f beside %.1f for prefills"
-            logger.warning(text, left, free, needed, reserve_gb())
+            text = "dflash-serve: no memory for widths %s: %.1f GB are free, one needs %.1f beside %.1f to serve"
+            logger.warning(text, left, free, needed, reserve)
             break
         states[width] = _build(worker, width, ranks)
         needed = max(needed if width != next(iter(states)) else 0.1, free - ranks.least(free_gb(worker)))
@@ -75,33 +72,25 @@ def free_gb(worker: HostWorker) -> float:
     return float(get_available_gpu_memory(worker.device, worker.gpu_id))
 
 
-def reserve_gb() -> float:
-    """What must stay free for prefills to come."""
-    return float(max(LEAST_FREE_GB, (get_schedule().chunked_prefill_size or 0) * PREFILL_MB / 1024))
+def reserve_gb(worker: HostWorker) -> float:
+    """Memory that must stay free, in GB: for prefills, and for the rehearsal of sampling that follows us at start-up.
+
+    SGLang's `prewarm_sampling` holds `REHEARSED` tensors [requests * B, V] in float32 at once.
+    """
+    rows = worker._prewarm_batch_size(worker.block_size) * worker.block_size
+    rehearsal = REHEARSED * 4 * rows * worker.model_runner.model_config.vocab_size / 2**30
+    prefills = (get_schedule().chunked_prefill_size or 0) * PREFILL_MB / 1024
+    return float(max(LEAST_FREE_GB, prefills, rehearsal))
 
 
 def _build(worker: HostWorker, width: int, ranks: Ranks) -> WidthState:
     """Attention first, on all ranks; graphs (whose capture waits for all ranks) only where all have got so far."""
     with get_spec().override(speculative_num_draft_tokens=width):
-        attention = _together(ranks, width, lambda: _attention(worker))
-        graphs = _together(ranks, width, lambda: _capture(worker, attention, width)) if may_capture() else None
+        attention = ranks.together(f"width {width}", lambda: _attention(worker))
+        graphs = None
+        if may_capture():
+            graphs = ranks.together(f"width {width}", lambda: _capture(worker, attention, width))
     return WidthState(width, attention, graphs)
-
-
-def _together(ranks: Ranks, width: int, make: Callable[[], T]) -> T:
-    """What `make` makes, if it does so on every rank.
-
-    Raises:
-        CannotBuildError: it failed on one.
-    """
-    made, error = None, None
-    try:
-        made = make()
-    except Exception as failure:
-        error = failure
-    if not ranks.all_agree(error is None):
-        raise CannotBuildError(f"width {width}: {error or 'another rank failed'}") from error
-    return made  # type: ignore[return-value]
 
 
 def _attention(worker: HostWorker) -> Any:

@@ -32,21 +32,12 @@ class WidthStep:
     Args:
         state: what the target verifies with; None = SGLang's own, for whole blocks.
         penalties: the counts of the batch's penalised requests; None = it has none.
-        keep_features: whether the drafter gets the context features of what was verified; without them the step is
-            plain decoding, and what the drafter proposes for these requests later is worth little.
     """
 
     def __init__(
-        self,
-        worker: HostWorker,
-        width: int,
-        state: WidthState | None,
-        *,
-        penalties: Penalties | None = None,
-        keep_features: bool = True,
+        self, worker: HostWorker, width: int, state: WidthState | None, *, penalties: Penalties | None = None
     ) -> None:
-        self.worker, self.width, self.state = worker, width, state
-        self.penalties, self.keep_features = penalties, keep_features
+        self.worker, self.width, self.state, self.penalties = worker, width, state, penalties
 
     def run(self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None) -> Any:
         """Drafts, verifies, accepts, publishes and injects; gives SGLang's result."""
@@ -63,16 +54,15 @@ class WidthStep:
             best = self._best(batch, logits)
             if best is None:
                 self._constrain(batch, logits.next_token_logits, tokens, tree, grammar_barrier)
-            _, gained, bonus, out_tokens = self._accept(batch, tokens, logits, best)
+            _, gained, bonus, out_tokens = self._accept(batch, draft_input, tokens, logits, best)
         lengths = prefix + gained.to(prefix.dtype)
         if self.penalties is not None:
             self.penalties.settle(batch.reqs, tokens, gained)
         _report(batch, logits, draft_input, out_tokens, gained, width)
         if on_publish is not None:
             on_publish(lengths)
-        if self.keep_features:
-            with STEPS.part("inject"):
-                self._inject(logits, kv_plan, prefix, gained)
+        with STEPS.part("inject"):
+            self._inject(logits, kv_plan, prefix, gained)
         logits.hidden_states = None  # large, and not to be copied to the host
         return GenerationBatchResult(
             logits_output=logits,
@@ -150,14 +140,18 @@ class WidthStep:
         if mask is not None:
             mask.apply(logits)
 
-    def _accept(self, batch: Any, tokens: Any, logits: Any, best: Any) -> tuple[Any, Any, Any, Any]:
-        """Accepted drafts [n], tokens gained [n], the bonus tokens [n], and what was gained [n, w]."""
+    def _accept(self, batch: Any, draft_input: Any, tokens: Any, logits: Any, best: Any) -> tuple[Any, Any, Any, Any]:
+        """Accepted drafts [n], tokens gained [n], the bonus tokens [n], and what was gained [n, w].
+
+        `draft_input` is the batch's own of before the verification, which puts its input in that place
+        (`DFlashVerifyInput.prepare_for_verify`); sampling reads top-k bounds from it.
+        """
         with _judging(self.worker, self.width):
             accepted, gained, bonus, out_tokens, _ = self.worker._accept_block(
                 candidates=tokens,
                 next_token_logits=logits.next_token_logits,
                 sampling_info=batch.sampling_info,
-                draft_input=batch.spec_info,
+                draft_input=draft_input,
                 prefix_lens=batch.seq_lens,
                 bs=len(tokens),
                 target_predict=best,
@@ -165,7 +159,10 @@ class WidthStep:
         return accepted, gained, bonus, out_tokens
 
     def _inject(self, logits: Any, kv_plan: Any, prefix: Any, gained: Any) -> None:
-        """Writes the drafter's K/V of the accepted rows at the target's own entries: prefixes stay reusable."""
+        """Writes the drafter's K/V of the accepted rows at the target's own entries.
+
+        A step that does not draft writes them, too: SGLang's radix cache hands these entries to later requests.
+        """
         entries = self.worker._draft_write_ids(kv_plan)
         self.worker._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=logits.hidden_states,

@@ -36,20 +36,13 @@ def asked_width(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 class BatchWidths:
-    """One width for a whole batch, from a policy that speaks of requests.
-
-    While the policy rests, the drafter gets no context features, and a step is plain decoding. What it would draft
-    later for requests that lived through such a time says nothing about it: they are drafted for only beside others,
-    and the policy does not hear of it.
-    """
+    """One width for a whole batch, from a policy that gives each request a width of its own."""
 
     def __init__(self, policy: WidthPolicy, offered: Collection[int], alarm: Alarm | None = None) -> None:
         self.policy, self.offered = policy, sorted(offered)
         self.alarm = alarm or Alarm()
-        self.keeps_features = True
-        """Whether the drafter is to get the context features of the step that was last chosen a width for."""
-        self._known: dict[str, bool] = {}
-        """Requests, and whether the drafter has all their features."""
+        self._running: dict[str, None] = {}
+        """Requests that have not ended, oldest first."""
 
     def choose(self, request_ids: Sequence[str], context_tokens: int = 0) -> int:
         """The width of the coming step: the smallest offered one that is enough for every request.
@@ -57,26 +50,17 @@ class BatchWidths:
         Args:
             context_tokens: K/V tokens of all requests together.
         """
-        for request_id in request_ids:
-            self._known.setdefault(request_id, True)
-        while len(self._known) > MOST_REQUESTS:
-            self.finished(next(iter(self._known)))
-        incomplete = {request_id for request_id in request_ids if not self._known[request_id]}
-        wanted = max(self.policy.widths(request_ids, context_tokens, incomplete), default=1)
-        if len(self.offered) > 1 and not (len(incomplete) < len(request_ids) and self.alarm.allows()):
+        self._running.update(dict.fromkeys(request_ids))
+        while len(self._running) > MOST_REQUESTS:
+            self.finished(next(iter(self._running)))
+        wanted = max(self.policy.widths(request_ids, context_tokens), default=1)
+        if len(self.offered) > 1 and not self.alarm.allows():
             wanted = 1
-        self.keeps_features = wanted > 1 or not self.policy.resting
-        if not self.keeps_features:
-            self._known.update(dict.fromkeys(request_ids, False))
         return next((width for width in self.offered if width >= wanted), self.offered[-1])
 
     def verified(self, step: StepResult) -> None:
         """Learns from a step."""
-        known = [
-            (request_id, count)
-            for request_id, count in step.accepted
-            if self._known.get(request_id, False) or (step.width == 1 and request_id in self._known)
-        ]
+        known = [(request_id, count) for request_id, count in step.accepted if request_id in self._running]
         whole = len(known) == step.requests  # else its time is not that of these rows
         ids, counts = [request_id for request_id, _ in known], [count for _, count in known]
         was = self.alarm.raised
@@ -88,5 +72,5 @@ class BatchWidths:
 
     def finished(self, request_id: str) -> None:
         """Forgets a request."""
-        self._known.pop(request_id, None)
+        self._running.pop(request_id, None)
         self.policy.forget(request_id)

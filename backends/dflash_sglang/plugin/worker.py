@@ -24,9 +24,9 @@ from .calibration import costs_of
 from .host import worker_problems
 from .metrics import unwatched
 from .penalties import Penalties
-from .ranks import Ranks
+from .ranks import RankError, Ranks
 from .results import STEPS
-from .states import CannotBuildError, WidthState, build_states
+from .states import WidthState, build_states
 from .step import WidthStep
 from .widths import BatchWidths, asked_width
 
@@ -69,17 +69,13 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         narrow = narrow_widths(self.block_size) if fixed is None else [fixed]
         try:
             self.states = build_states(self, narrow, self.ranks)
-        except CannotBuildError as error:
-            return str(error)
-        if (fixed or 1) not in self.states:
-            return "there is no memory for another width"
-        self._whole_graphs = self.model_runner.decode_cuda_graph_runner
-        offered = {fixed} if fixed is not None else {*self.states, self.block_size}
-        try:
+            if (fixed or 1) not in self.states:
+                return "there is no memory for another width"
+            self._whole_graphs = self.model_runner.decode_cuda_graph_runner
+            offered = {fixed} if fixed is not None else {*self.states, self.block_size}
             cost = None if fixed is not None else self._costs()
-        except Exception as error:
-            logger.exception("dflash-serve: costs could not be measured")
-            return f"costs could not be measured ({error})"
+        except RankError as error:
+            return str(error)
         self.widths = BatchWidths(self._policy(cost, sorted(offered)), offered)
         if self.ranks.is_first:  # which decides for all
             STEPS.listeners.append(self.widths)
@@ -95,7 +91,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
 
     def _costs(self) -> CostModel:
         """The first rank's table where it was given one, else what all measure together."""
-        cost = self.ranks.from_first(given_cost() if self.ranks.is_first else None)
+        cost = self.ranks.from_first("the cost table", given_cost)
         if cost is None:
             with unwatched(self.draft_model_runner):
                 cost = costs_of(self, sorted({*self.states, self.block_size}), self._step, self.ranks)
@@ -115,9 +111,9 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
             return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
         context = _context_tokens(batch)
         with STEPS.part("policy"):
-            width, features = self._decided(batch, context)
+            width = self._decided(batch, context)
         penalties = self.penalties if self.counts_penalties and self.penalties.concern(batch.reqs) else None
-        result = self._step(batch, width, on_publish, grammar_barrier, penalties=penalties, keep_features=features)
+        result = self._step(batch, width, on_publish, grammar_barrier, penalties)
         STEPS.launched(result, context_tokens=context)
         return result
 
@@ -127,16 +123,14 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         width: int,
         on_publish: Any = None,
         grammar_barrier: Any = None,
-        *,
         penalties: Penalties | None = None,
-        keep_features: bool = True,
     ) -> Any:
         """One decoding step: SGLang's own code for a whole block without penalties, else ours."""
         if width == self.block_size and penalties is None:
             with STEPS.part("whole"):
                 return super().forward_batch_generation(batch, on_publish, grammar_barrier)
         self._validate_phase1_sampling_support(batch)
-        step = WidthStep(self, width, self.states.get(width), penalties=penalties, keep_features=keep_features)
+        step = WidthStep(self, width, self.states.get(width), penalties=penalties)
         return step.run(batch, on_publish, grammar_barrier)
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
@@ -144,21 +138,19 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         if self.widths is not None:
             self.widths.finished(rid)
 
-    def _decided(self, batch: Any, context: int) -> tuple[int, bool]:
-        """The width of the coming step, and whether the drafter gets its features: the first rank's choice."""
+    def _decided(self, batch: Any, context: int) -> int:
+        """The width of the coming step: the first rank's choice."""
         if self.widths is not None and self.model_runner.decode_cuda_graph_runner is not self._whole_graphs:
             self.states, self.widths = {}, None
             logger.warning(
                 WHOLE, "SGLang has captured its CUDA graphs again, and those of other widths are out of date"
             )
         if self.widths is None:
-            return self.block_size, True
+            return self.block_size
         choice = 0
         if self.ranks.is_first:
-            width = self.widths.choose([str(request.rid) for request in batch.reqs], context)
-            choice = width if self.widths.keeps_features else -width
-        choice = self.ranks.number_from_first(choice)
-        return abs(choice), choice > 0
+            choice = self.widths.choose([str(request.rid) for request in batch.reqs], context)
+        return self.ranks.number_from_first(choice)
 
 
 def whole_only(worker: WidthWorker) -> str | None:

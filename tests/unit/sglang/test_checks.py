@@ -76,10 +76,26 @@ def test_each_fault_is_found_and_says_what_to_do(
     assert message in whats(deploy(target, drafter, **change))
 
 
-def test_an_automatic_width_and_data_parallel_attention_exclude_each_other(target: Path, drafter: Path) -> None:
-    both = {"parallel__attention_data": True, "parallel__tensor": 8, "hardware__count": 8}
-    assert "every device must take the same width" in whats(deploy(target, drafter, **both))
-    assert whats(deploy(target, drafter, **both, speculation__width=8)) == ""
+DATA_PARALLEL = {"parallel__attention_data": True, "parallel__tensor": 8, "hardware__count": 8}
+RECURRENT = {"layer_types": ["linear_attention", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "part"),
+    [({}, DATA_PARALLEL, "data-parallel attention"), (RECURRENT, {}, "recurrent layers in the target")],
+)
+def test_auto_verifies_whole_blocks_where_no_other_width_is_served(
+    target: Path, drafter: Path, config: dict[str, Any], change: dict[str, Any], part: str
+) -> None:
+    edit_json(target / "config.json", config)
+    automatic = deploy(target, drafter, **change)
+    assert whats(automatic) == ""
+    shown = SGLangBackend().preview(automatic, target.parent / "prepared")
+    assert f"SGLang verifies whole blocks of 8 slots with {part}: auto changes nothing" in shown.notes
+    assert ("speculation.width", "8") in [(choice.key, choice.value) for choice in shown.choices]
+    assert whats(deploy(target, drafter, **change, speculation__width=8)) == ""
+    found = whats(deploy(target, drafter, **change, speculation__width=3))
+    assert f"SGLang verifies whole blocks of 8 slots with {part}, not 3" in found
 
 
 def test_experts_are_shared_by_all_devices_or_none(tmp_path: Path, drafter: Path) -> None:

@@ -95,11 +95,12 @@ def assign_entries(
     out_cache_loc: Tensor,
     batch_size: int,
 ) -> None:
-    """Notes the new K/V entries of each request in its row."""
-    taken = 0
+    """Notes the new K/V entries of each request in its row; as on a GPU nothing keeps them from the next row."""
+    taken, table = 0, req_to_token.view(-1)
     spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     for row, start, end in spans:
-        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+        at = row * req_to_token.shape[1]
+        table[at + start : at + end] = out_cache_loc[taken : taken + end - start].to(table.dtype)
         taken += end - start
 
 

@@ -1,0 +1,71 @@
+"""Two tensor-parallel ranks, as processes of gloo: a failure of one at start-up is a failure of both, and nothing hangs."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.multiprocessing.spawn import start_processes
+
+FAILING = 1
+"""The rank on which memory is short."""
+
+
+def both_told(rank: int, folder: str, failing: str) -> None:
+    """Measures costs on one of two ranks, and notes what it was told."""
+    from dflash_sglang.plugin import calibration
+    from dflash_sglang.plugin.ranks import RankError, Ranks
+
+    torch.set_num_threads(1)
+    store = distributed.FileStore(f"{folder}/store", 2)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    ranks = Ranks(SimpleNamespace(cpu_group=distributed.group.WORLD, world_size=2, rank_in_group=rank))
+
+    @contextmanager
+    def made_up_batch(*_: Any) -> Any:
+        if rank == FAILING and failing == "batch":
+            raise MemoryError("no memory for a batch")
+        yield None
+
+    def step(batch: Any, width: int) -> None:
+        if failing == "table" or (rank == FAILING and failing == "step"):
+            raise MemoryError("no memory for a step")
+
+    calibration.made_up_batch = made_up_batch
+    config = SimpleNamespace(context_len=512)
+    runner = SimpleNamespace(max_running_requests=2, model_config=config)
+    worker: Any = SimpleNamespace(model_runner=runner, device=torch.device("cpu"))
+    try:
+        if failing == "table":
+            ranks.from_first("the cost table", lambda: step(None, 1))
+        calibration.measure(worker, [1, 4], step, ranks)
+        told = "measured"
+    except RankError as error:
+        told = str(error)
+    Path(folder, f"rank{rank}").write_text(told)
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("failing", "here", "there"),
+    [
+        ("batch", "a batch to time: another rank failed", "a batch to time: no memory for a batch"),
+        ("step", "a timed step: another rank failed", "a timed step: no memory for a step"),
+        ("table", "the cost table: no memory for a step", "the cost table: another rank failed"),
+        ("nothing", "measured", "measured"),
+    ],
+)
+def test_costs_are_measured_on_all_ranks_or_on_none(tmp_path: Path, failing: str, here: str, there: str) -> None:
+    start = time.monotonic()
+    import dflash_sglang.plugin.calibration  # once, before the fork: SGLang takes seconds to import
+
+    assert dflash_sglang.plugin.calibration
+    start_processes(both_told, (str(tmp_path), failing), nprocs=2, start_method="fork")
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == [here, there]
+    assert time.monotonic() - start < 60
