@@ -64,7 +64,7 @@ def _drafter_problems(plan: LaunchPlan, drafter: DrafterConfig) -> Iterator[Prob
 
 
 def _widths(plan: LaunchPlan) -> Iterator[Problem]:
-    """Problems of a width that cannot be served. `auto` verifies whole blocks then, and a note of the preview says so."""
+    """Problems of a width that cannot be served; `auto` verifies whole blocks then, and a note says so."""
     width = plan.deployment.speculation.width
     if plan.whole_blocks_with is not None and isinstance(width, int) and width not in (1, plan.block_size):
         what = f"SGLang verifies whole blocks of {plan.block_size} slots with {plan.whole_blocks_with}, not {width}"

@@ -80,4 +80,5 @@ def _notes(plan: LaunchPlan) -> Iterator[str]:
     elif plan.drafter is not None and plan.width is None:
         yield "requests with penalties are refused: SGLang's own DFlash would not apply them"
     if plan.whole_blocks_with is not None and plan.deployment.speculation.width == "auto":
-        yield f"SGLang verifies whole blocks of {plan.block_size} slots with {plan.whole_blocks_with}: auto changes nothing"
+        whole = f"whole blocks of {plan.block_size} slots with {plan.whole_blocks_with}"
+        yield f"SGLang verifies {whole}: auto changes nothing"

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks, as processes of gloo: a failure of one at start-up is a failure of both, and nothing hangs."""
+"""Two tensor-parallel ranks, as processes of gloo: what fails on one at start-up fails on both, and nothing hangs."""
 
 from __future__ import annotations
 

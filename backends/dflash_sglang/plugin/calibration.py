@@ -93,15 +93,25 @@ def measure(worker: HostWorker, widths: list[int], run: RunStep, ranks: Ranks) -
     for turn in range(1 + MOST_REPETITIONS):  # interleaved: a busy spell hits all alike; the first one warms up
         again = [job for job in jobs if turn <= REPETITIONS or not is_confirmed(times[job])]
         for job in ranks.from_first("the steps to time", lambda again=again: again):  # type: ignore[misc]
-            with ExitStack() as stack:
-                made_up = made_up_batch(worker, job[0], job[2])
-                batch = ranks.together("a batch to time", lambda: stack.enter_context(made_up))
-                seconds = ranks.together("a timed step", lambda: _timed(lambda: run(batch, job[1]), worker.device))
+            seconds = _together_timed(worker, job, run, ranks)
             if turn:
                 times[job].append(seconds)
     least = ranks.slowest(torch.tensor([min(times[job]) for job in jobs], dtype=torch.float64)).tolist()
     spread = ranks.slowest(torch.tensor([median(median(t) / min(t) - 1 for t in times.values())], dtype=torch.float64))
     return tabulate(dict(zip(jobs, least, strict=True))), float(spread)
+
+
+def _together_timed(worker: HostWorker, job: Job, run: RunStep, ranks: Ranks) -> float:
+    """Seconds of one step on this rank.
+
+    Raises:
+        RankError: its batch could not be made, or the step failed, on one rank.
+    """
+    requests, width, context = job
+    made_up = made_up_batch(worker, requests, context)
+    with ExitStack() as stack:
+        batch = ranks.together("a batch to time", lambda: stack.enter_context(made_up))
+        return ranks.together("a timed step", lambda: _timed(lambda: run(batch, width), worker.device))
 
 
 def tabulate(seconds: Mapping[Job, float]) -> CostModel:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.policy import Step, WidthPolicy
+from dflash_serve.speculation.policy import FixedWidth, Step, WidthPolicy
 from dflash_sglang.launch_plan import WIDTH_VARIABLE
 
 from .alarm import Alarm
 from .results import STEPS, StepResult
 
+logger = logging.getLogger(__name__)
 MOST_REQUESTS = 65536
 """Beyond so many the oldest requests are forgotten: SGLang does not tell of the end of aborted ones."""
 AUTO = 0
@@ -51,9 +54,11 @@ class BatchWidths:
             context_tokens: K/V tokens of all requests together.
         """
         self._running.update(dict.fromkeys(request_ids))
+        wanted = self.offered[-1]
         while len(self._running) > MOST_REQUESTS:
             self.finished(next(iter(self._running)))
-        wanted = max(self.policy.widths(request_ids, context_tokens), default=1)
+        with self._giving_up():
+            wanted = max(self.policy.widths(request_ids, context_tokens), default=1)
         if len(self.offered) > 1 and not self.alarm.allows():
             wanted = 1
         return next((width for width in self.offered if width >= wanted), self.offered[-1])
@@ -68,9 +73,20 @@ class BatchWidths:
         if self.alarm.raised != was:
             STEPS.report_alarm(self.alarm.raised)
         widths = [step.width] * len(known)
-        self.policy.observe(Step(ids, widths, counts, step.seconds if whole else None, step.context_tokens))
+        with self._giving_up():
+            self.policy.observe(Step(ids, widths, counts, step.seconds if whole else None, step.context_tokens))
 
     def finished(self, request_id: str) -> None:
         """Forgets a request."""
         self._running.pop(request_id, None)
-        self.policy.forget(request_id)
+        with self._giving_up():
+            self.policy.forget(request_id)
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Replaces a policy that fails by the widest width: an error here would end the scheduler and all requests."""
+        try:
+            yield
+        except Exception:
+            logger.exception("dflash-serve: the choice of widths failed; blocks of one width are verified from now on")
+            self.policy = FixedWidth(self.offered[-1])

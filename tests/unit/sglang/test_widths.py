@@ -78,6 +78,29 @@ def test_requests_that_have_ended_are_forgotten() -> None:
     assert told == []
 
 
+@pytest.mark.parametrize("failing", ["widths", "observe", "forget"])
+def test_a_policy_that_fails_is_replaced_by_whole_blocks(failing: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        resting = False
+
+        def widths(self, request_ids: Any, *_: Any) -> list[int]:
+            return [2 // (failing != "widths")] * len(request_ids)
+
+        def observe(self, step: Any) -> None:
+            assert failing != "observe"
+
+        def forget(self, request_id: Any) -> None:
+            assert failing != "forget"
+
+    widths = BatchWidths(Failing(), [1, 2, 8])
+    for _ in range(3):
+        width = widths.choose(["a"])
+        widths.verified(StepResult(width, 1, [("a", 0)], 1.0))
+        widths.finished("b")
+    assert widths.choose(["a"]) == 8
+    assert caplog.text.count("the choice of widths failed") == 1
+
+
 def test_widths_are_few_and_end_with_the_block() -> None:
     assert narrow_widths(8) == [1, 2, 4]
     assert narrow_widths(10) == [1, 2, 4, 8]
