@@ -188,10 +188,10 @@ class House:
         yield "lines", str(sum(lines.values()))
         yield "file, median", f"{statistics.median(lines.values()):g} lines"
         yield "file, longest", f"{lines[longest]} lines ({longest})"
-        yield "files over 300 lines", str(sum(length > 300 for length in lines.values()))
+        yield "files over 500 lines", str(sum(length > 500 for length in lines.values()))
         yield "function, median", f"{statistics.median(functions.values()):g} lines"
         yield "function, longest", f"{functions[worst]} lines ({worst[0]}.{worst[1]})"
-        yield "functions over 40 lines", str(sum(length > 40 for length in functions.values()))
+        yield "functions over 60 lines", str(sum(length > 60 for length in functions.values()))
         yield "modules with one importer", f"{len(single)} ({len(own)} of them in its own package)"
         small = [name for name in own if lines[name] < 40]
         yield "  of these under 40 lines", f"{len(small)} {' '.join(sorted(small))}".strip()
