@@ -119,14 +119,13 @@ test-clients: .venv/test .venv-clients/ready
 # take from vLLM is held against 0.33's Python, too (tests/support/vllm_python.py: 336 MB are fetched once, 57 MB kept).
 VLLM_BIN := .venv-vllm/bin
 VLLM_CPU := tests/support/vllm_cpu
-VLLM_CONTRACT := tests/contract/test_vllm_arguments.py tests/contract/test_vllm_plugin.py \
-  tests/contract/test_vllm_resting.py tests/contract/test_draft_methods.py
+VLLM_CONTRACT := tests/contract/test_vllm_arguments.py tests/contract/test_vllm_plugin.py tests/contract/test_draft_methods.py
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/ready
-	$(VLLM_BIN)/python -m pytest tests/vllm $(VLLM_CONTRACT)
+	$(VLLM_BIN)/$(PYTEST) tests/vllm $(VLLM_CONTRACT)
 	other=$$($(VLLM_BIN)/python -m tests.support.vllm_python) && PYTHONPATH=$$other \
-	  $(VLLM_BIN)/python -m pytest $(VLLM_CONTRACT) tests/unit/vllm tests/vllm/test_refusals.py
+	  $(VLLM_BIN)/$(PYTEST) $(VLLM_CONTRACT) tests/unit/vllm tests/vllm/test_refusals.py
 
 # The doctor at that server, against drafters with a fault: six minutes on two cores.
 .PHONY: test-vllm-doctor
