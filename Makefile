@@ -119,7 +119,8 @@ test-clients: .venv/test .venv-clients/ready
 # take from vLLM is held against 0.33's Python, too (tests/support/vllm_python.py: 336 MB are fetched once, 57 MB kept).
 VLLM_BIN := .venv-vllm/bin
 VLLM_CPU := tests/support/vllm_cpu
-VLLM_CONTRACT := tests/contract/test_vllm_arguments.py tests/contract/test_vllm_plugin.py tests/contract/test_draft_methods.py
+VLLM_CONTRACT := tests/contract/test_vllm_arguments.py \
+  tests/contract/test_vllm_plugin.py tests/contract/test_draft_methods.py
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/ready

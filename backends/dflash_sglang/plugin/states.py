@@ -64,7 +64,7 @@ def build_states(worker: HostWorker, widths: Iterable[int], ranks: Ranks) -> dic
 
 
 def by_use(widths: Iterable[int]) -> list[int]:
-    """Widths by use: 1 first, because `auto` may not be slower than no speculation; then 4; then from narrow to wide."""
+    """Widths by use: 1 first, because `auto` may not be slower than no speculation; then 4; then narrow to wide."""
     return sorted(widths, key=lambda width: (width != 1, width != 4, width))
 
 
