@@ -3,11 +3,11 @@
     python -m benchmarks.policy [--seeds 4] [--part all] [--output benchmarks/results/policy.json]
     python -m benchmarks.policy --sensitivity --part tuned --seeds 1
 
-A situation is a cost surface (this project's bundled pair on two CPU cores, in the embedded engine and in SGLang's server,
-where all requests of a step have one width; Qwen3-8B on three GPUs), a number of requests, a context length and a kind of
-requests. Each run plays, on the same luck, every fixed width, the policy from a cold start with costs measured some 20 %
-wrongly, and an oracle that knows true survival and true costs. Figures are ratios of tokens per second, means over seeds: of
-the first 100 steps, and of 500.
+A situation is a cost surface (this project's bundled pair on two CPU cores, in the embedded engine and in SGLang's
+server, where all requests of a step have one width; Qwen3-8B on three GPUs), a number of requests, a context length and
+a kind of requests. Each run plays, on the same luck, every fixed width, the policy from a cold start with costs measured
+some 20 % wrongly, and an oracle that knows true survival and true costs. Figures are ratios of tokens per second, means
+over seeds: of the first 100 steps, and of 500.
 
 The policy's constants are chosen on one half of the situations (`tuned`) and judged on the other one (`held out`).
 """
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -40,7 +40,6 @@ LEAST = {"auto / best fixed, 100 steps": 0.95, "auto / best fixed": 0.97, "auto 
 """Goals of every situation."""
 Make = Callable[[int], WidthPolicy | Oracle]
 Ratios = dict[str, float]
-Part = Literal["all", "tuned", "held out"]
 
 
 def grid() -> list[Cell]:
@@ -63,11 +62,11 @@ def grid() -> list[Cell]:
     return cells
 
 
-def parts(cells: Sequence[Cell]) -> dict[Cell, Part]:
-    """Half of the situations for tuning and half for judging, by a fixed seed."""
+def halves(cells: Sequence[Cell]) -> dict[str, str]:
+    """The half of each situation, tuned or held out, by a fixed seed."""
     order = np.random.default_rng(SPLIT_SEED).permutation(len(cells))
     tuned = set(order[: len(cells) // 2].tolist())
-    return {cell: "tuned" if place in tuned else "held out" for place, cell in enumerate(cells)}
+    return {described(cell): "tuned" if place in tuned else "held out" for place, cell in enumerate(cells)}
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,8 @@ def main(
     sensitivity: Annotated[bool, typer.Option(help="Half and twice each constant of the policy.")] = False,
 ) -> None:
     """Play every situation."""
-    whose = parts(grid())
-    cells = [cell for cell, its in whose.items() if part in ("all", its) and only in described(cell)]
+    whose = halves(grid())
+    cells = [cell for cell in grid() if part in ("all", whose[described(cell)]) and only in described(cell)]
     runs = [seeds * (4 if cell.requests == 1 else 2 if cell.requests <= 4 else 1) for cell in cells]
     with ProcessPoolExecutor(workers) as pool:
 
@@ -165,20 +164,20 @@ def means(results: Sequence[Result]) -> dict[str, float]:
     return {name: float(np.mean([r.ratios[name] for r in results if name in r.ratios])) for name in names}
 
 
-def by_part(results: Sequence[Result], whose: dict[Cell, Part]) -> dict[str, list[Result]]:
+def by_part(results: Sequence[Result], whose: dict[str, str]) -> dict[str, list[Result]]:
     """Results of all situations and of each half."""
-    halves = {part: [r for r in results if whose[r.cell] == part] for part in ("tuned", "held out")}
-    return {"all": list(results), **{part: some for part, some in halves.items() if some}}
+    found = {part: [r for r in results if whose[described(r.cell)] == part] for part in ("tuned", "held out")}
+    return {"all": list(results), **{part: some for part, some in found.items() if some}}
 
 
-def show(results: Sequence[Result], whose: dict[Cell, Part]) -> None:
+def show(results: Sequence[Result], whose: dict[str, str]) -> None:
     """The situations that miss a goal, and a summary."""
     console, table = Console(), Table("situation", "half", "best", *LEAST, "auto / oracle")
     for result in results:
         if missed(result):
             figures = [result.ratios.get(name) for name in (*LEAST, "auto / oracle")]
             cells = ("" if figure is None else f"{figure:.3f}" for figure in figures)
-            table.add_row(described(result.cell), whose[result.cell], str(result.best), *cells)
+            table.add_row(described(result.cell), whose[described(result.cell)], str(result.best), *cells)
     console.print(table)
     for part, some in by_part(results, whose).items():
         for name, figure in means(some).items():
@@ -189,23 +188,23 @@ def show(results: Sequence[Result], whose: dict[Cell, Part]) -> None:
         )
 
 
-def write(results: Sequence[Result], whose: dict[Cell, Part], seeds: int, output: Path) -> None:
+def write(results: Sequence[Result], whose: dict[str, str], seeds: int, output: Path) -> None:
     """The JSON."""
-    halves = {
+    summary = {
         part: {"situations": len(some), "reach all goals": sum(not missed(each) for each in some), "means": means(some)}
         for part, some in by_part(results, whose).items()
     }
     rows = [
         {
             "cell": described(r.cell),
-            "half": whose[r.cell],
+            "half": whose[described(r.cell)],
             "best fixed width": r.best,
             **{name: round(ratio, 4) for name, ratio in r.ratios.items()},
         }
         for r in results
     ]
     made = {"commit": commit(), "at": now(), "steps": STEPS, "seeds": seeds, "split seed": SPLIT_SEED}
-    report = {"made": made, "least": LEAST, "halves": halves, "cells": rows}
+    report = {"made": made, "least": LEAST, "halves": summary, "cells": rows}
     output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -14,21 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
-from dflash_serve.speculation.costs import NO_CONTEXT, Context, Floats, Integers
+from dflash_serve.speculation.costs import Context, CostModel, Floats, Integers
 
 TIE: Final = 1e-12
-
-
-class Costs(Protocol):
-    """What steps cost: a `CostModel`, or one that follows what is served."""
-
-    def of_steps(self, rows: Integers, drafted: Integers, context: Context = NO_CONTEXT) -> Floats:
-        """Seconds of steps that verify `rows` and draft for `drafted` requests, 0 = no draft; all [M]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +67,7 @@ class Choices:
 
 def choose_widths(
     survivals: Sequence[Sequence[float]],
-    cost: Costs,
+    cost: CostModel,
     *,
     allowed_widths: Sequence[int] | None = None,
     context_tokens: int = 0,
@@ -109,7 +101,7 @@ def choices_of(survival: Floats, allowed_widths: Sequence[int] | None) -> Choice
 
 
 def widths_by_batch(
-    survival: Sequence[float], cost: Costs, allowed_widths: Sequence[int], max_batch_size: int
+    survival: Sequence[float], cost: CostModel, allowed_widths: Sequence[int], max_batch_size: int
 ) -> list[tuple[int, int, int]]:
     """For every batch size the one of the allowed widths with the most tokens per second; among equals the narrowest.
 

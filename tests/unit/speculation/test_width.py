@@ -205,7 +205,8 @@ def test_speculation_resumes_for_requests_to_come_where_those_of_now_cannot_be_d
         assert policy.widths(ids, 0, set(ids)) == [1] * 16
         policy.observe(Step(ids, [1] * 16, [0] * 16, CHEAP.step_seconds([1] * 16)))
         assert not policy.resting
-    assert max(policy.widths([*ids[1:], "new"], 0, set(ids))) > 1
+    others = [f"new {i}" for i in range(12)]
+    assert max(policy.widths([*ids[:4], *others], 0, set(ids[:4]))) > 1
     assert policy.budget.trials == TRIALS
 
 
