@@ -173,7 +173,7 @@ def serve(surface: Surface, lanes: int, answers: list[Answer], kind: str, seed: 
         accepted = [min(int(one.accepted[at]), width - 1) for one, at, width in zip(work, place, widths, strict=True)]
         took = float(surface.of_steps(np.array([sum(widths)]), np.array([drafted]), lanes, context)[0])
         policy.observe(Step(ids, widths, accepted, None, context))
-        policy.costs.observe(
+        policy.times.observe(
             sum(widths), drafted, Context(context, lanes), took
         )  # a draft costs what it costs, trimmed or not
         tokens, seconds = tokens + sum(accepted) + lanes, seconds + took

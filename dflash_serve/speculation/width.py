@@ -2,7 +2,7 @@
 
 1. P(slot k accepted | slots before it accepted) = logistic(odds_k + offset): odds_k from counts of the slot, one offset
    for each request (`AcceptanceEstimate`). The survival of slot k is the product over slots 1..k.
-2. Seconds of a step = measured seconds x exp(correction). A Kalman filter learns the corrections (`StepTimes`).
+2. Seconds of a step = measured seconds x exp(correction). A Kalman filter learns the corrections (`TimeEstimate`).
 3. The policy takes the choice of widths (`allocation.choices_of`) with the highest rate = expected tokens / seconds...
 4. ...or a wider one, if it would be faster were acceptance one standard error better. Every other decision takes the
    narrowest choice that is as fast as the best: acceptance and times are learnt on both sides of the best choice.
@@ -99,7 +99,7 @@ class AcceptanceEstimate:
         return found[:, :1], found[:, 1:]
 
 
-class StepTimes:
+class TimeEstimate:
     """A `CostModel` corrected by what served steps took.
 
     Corrections are Gaussian logarithms that return to their prior in the course of MEMORY steps: those of 1, 2, 4, ...
@@ -194,7 +194,7 @@ class AutoWidth:
     Args:
         cost: measured seconds; its draft cost must include everything that speculation adds to a step.
         block_size, allowed_widths: B, the widest width, and those that the engine can run (as for `choose_widths`).
-        known_survival, believed, learnt: as for `AcceptanceEstimate` and `StepTimes`.
+        known_survival, believed, learnt: as for `AcceptanceEstimate` and `TimeEstimate`.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class AutoWidth:
             raise ValueError(f"allowed_widths {list(allowed_widths)}: use widths from 1 to {block_size}")
         self.block_size, self.allowed_widths = block_size, allowed_widths
         self.acceptance = AcceptanceEstimate(block_size - 1, known_survival)
-        self.times, self.budget = StepTimes(cost, learnt, believed=believed), Budget()
+        self.times, self.budget = TimeEstimate(cost, learnt, believed=believed), Budget()
         self._ids: list[Hashable] = []  # the decision: requests, widths, steps that it stands yet, a step's price
         self._widths: list[int] = []
         self._left, self._price, self._is_trial, self._narrow = 0, 0.0, False, False
