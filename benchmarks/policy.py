@@ -5,8 +5,8 @@
 
 A situation is a cost surface (this project's bundled pair on two CPU cores, in the embedded engine and in SGLang's
 server, where all requests of a step have one width; Qwen3-8B on three GPUs), a number of requests, a context length and
-a kind of requests. Each run plays, on the same luck, every fixed width, the policy from a cold start with costs that are
-some 20 % off, and an oracle that knows true survival and true costs. Figures are ratios of tokens per second, means
+a kind of requests. Each run plays on the same luck: every fixed width; the policy, from a cold start with costs that
+are some 20 % off; and an oracle that knows true survival and true costs. Figures are ratios of tokens per second, means
 over seeds: of the first 100 steps, and of 500.
 
 The policy's constants are chosen on one half of the situations (`tuned`) and judged on the other one (`held out`).

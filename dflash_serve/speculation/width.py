@@ -52,8 +52,9 @@ class AcceptanceEstimate:
     def __init__(self, slots: int, known: Sequence[float] | None = None) -> None:
         self._tests, self._accepted = np.zeros(slots), np.zeros(slots)
         self.offsets: dict[Hashable, tuple[float, float]] = {}  # means and variances, by request
-        pairs = zip([1.0, *(known or [])], known or [], strict=False)
-        self._known = [min(0.98, max(0.02, share / before)) for before, share in pairs if before > 0][:slots]
+        pairs, tests = zip([1.0, *(known or [])], known or [], strict=False), 2 * NEIGHBOUR_TESTS
+        shares = [min(1.0, share / before) for before, share in pairs if before > 0][:slots]
+        self._known = [(tests * share + 0.5) / (tests + 1) for share in shares]  # never 0 or 1
 
     def survival(self, request_ids: Sequence[Hashable], errors: float = 0.0) -> Floats:
         """[N, slots], were the odds of all slots so many standard errors better than known."""
@@ -290,8 +291,7 @@ class AutoWidth:
         best, hoped[0] = int(np.argmax(np.where(allowed, rate, 0.0))), 0.0
         wish = int(np.argmax(hoped))
         error, settled = self.times.uncertainty(requests, int(choices.rows[best or wish]))
-        if not best and hoped[wish] * exp(error) <= rate[0]:  # times may be better than known, too
-            wish = 0
+        wish = wish if best or hoped[wish] * exp(error) > rate[0] else 0  # times may be better than known, too
         price = (1 - rate / rate[best]) * cost
         payable = allowed & (price <= (0.0 if cools else self.budget.for_trial))
         if best:
