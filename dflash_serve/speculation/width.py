@@ -67,18 +67,16 @@ class AcceptanceEstimate:
 
     def observe(self, request_ids: Sequence[Hashable], widths: Integers, accepted: Integers) -> None:
         """Learns from a step: it tests slots up to the first rejection and none beyond the width."""
-        slot, odds, (mean, variance) = np.arange(len(self._tests)), self._odds()[0], self._offset(request_ids)
+        slot, (mean, variance) = np.arange(len(self._tests)), self._offset(request_ids)
         tested = slot < np.minimum(accepted + 1, widths - 1)[:, None]
-        expected = tested * _logistic(odds + mean)
-        surprise = (tested & (slot < accepted[:, None])) - expected
+        good = tested & (slot < accepted[:, None])
+        expected = _logistic(self._odds()[0] + mean)
         keep, prior = exp(-1 / MEMORY), OFFSET_SPREAD**2
         information = 1 / (prior + keep**2 * (variance - prior))
-        information += (expected * (1 - expected)).sum(1, keepdims=True)
-        mean = keep * mean + surprise.sum(1, keepdims=True) / information
+        information += (tested * expected * (1 - expected)).sum(1, keepdims=True)
+        mean = keep * mean + (good - tested * expected).sum(1, keepdims=True) / information
         self.offsets.update(zip(request_ids, np.hstack([mean, 1 / information]).tolist(), strict=True))
-        tests = tested.sum(0)  # what offsets explain says nothing about the slots
-        self._tests, like_a_new_request = keep * self._tests + tests, tests * _logistic(odds) + surprise.sum(0)
-        self._accepted = np.clip(keep * self._accepted + like_a_new_request, 0.0, self._tests)
+        self._tests, self._accepted = keep * self._tests + tested.sum(0), keep * self._accepted + good.sum(0)
 
     def forget(self, request_id: Hashable) -> None:
         self.offsets.pop(request_id, None)
@@ -159,9 +157,8 @@ class TimeEstimate:
         """Standard error of log(time with a draft / time without), and the part that one step without would tell."""
         off = _weights(requests, 0)
         ratio, told = _weights(rows, requests) - off, self._covariance @ off
-        return sqrt(max(0.0, float(ratio @ self._covariance @ ratio))), abs(float(ratio @ told)) / sqrt(
-            float(off @ told) + self._noise**2
-        )
+        error = sqrt(max(0.0, float(ratio @ self._covariance @ ratio)))
+        return error, abs(float(ratio @ told)) / sqrt(float(off @ told) + self._noise**2)
 
 
 class Budget:
