@@ -24,21 +24,22 @@ from dflash_serve.speculation.allocation import choices_of
 from dflash_serve.speculation.costs import NO_CONTEXT, NODES, Context, CostModel, Floats, Integers, LearntCosts
 from dflash_serve.speculation.policy import Step
 
-START = 2.5  # Balance at first.
-DEBT = 6.0  # Largest overdraft, and largest balance.
-REFILL = 0.003  # Share of all steps that may go into learning. Rates that differ by less count as equal.
-TRIALS = 0.75  # Largest budget of trials of choices that are slower as known.
-LEAST_GAIN = 0.015  # Least gain of a draft: storing context features costs 1.5 % of a step (measured over HTTP).
-HOLD = 8  # Most steps for which a decision stands.
-HOLD_SECONDS = 0.1  # A decision takes some 0.5 ms: 0.5 % of this.
-PAUSE_AFTER = 256  # Tokens decoded without a draft after which speculation pauses.
-PRIOR = 0.73  # Acceptance of slot 1 of an unknown drafter.
-NEIGHBOUR_TESTS = 10.0  # Most tests that a slot's acceptance counts as for the next slot.
-OFFSET_SPREAD = 0.6  # Standard deviation of requests' offsets.
-SPREAD = 0.2  # Standard deviation of corrections.
-NOISE = 0.05  # Standard deviation of the logarithm of a step's time, before any is known.
-SURPRISE = 3.0  # Standard deviations from which a step's time is surprising.
-MEMORY = 1000.0  # Steps after which what was learnt has 1/e of its weight.
+# [Half, twice: change of auto / best fixed width in 100 and 500 steps, per mille; 36 tuning situations; below 2: noise.]
+START = 2.5  # Balance at first; a useless drafter loses all of it. [+0.6 +0.1, +1.1 -0.1]
+DEBT = 6.0  # Largest overdraft, and largest balance. [-1.5 -2.3, -0.2 -0.1]
+REFILL = 0.003  # Share of steps to learn with; rates that differ by less count as equal. [-0.9 +0.3, -0.6 -1.5]
+TRIALS = 0.75  # Largest budget of trials of choices that are slower as known. [-5.4 -6.6, +0.1 +0.0]
+LEAST_GAIN = 0.015  # Storing context features costs 1.5 % of a step (measured over HTTP). [+1.2 +0.8, -4.4 -1.3]
+HOLD = 8  # Most steps for which a decision stands. [+0.9 +0.1, -4.4 -0.3]
+HOLD_SECONDS = 0.1  # A decision takes some 0.5 ms, 0.5 % of this. [+1.3 +0.0, -3.4 -1.6]
+PAUSE_AFTER = 256  # Tokens without a draft before a pause: 16 steps of 16 requests. Not simulated: features are free.
+PRIOR = 0.73  # Acceptance of slot 1 of an unknown drafter. [-3.1 -1.0; for 0.865 -1.7 -2.1]
+NEIGHBOUR_TESTS = 10.0  # Most tests that a slot's acceptance counts as for the next slot. [-1.6 -1.4, -2.8 -0.7]
+OFFSET_SPREAD = 0.6  # Standard deviation of requests' offsets. [-4.4 -12.0, +0.4 +0.1]
+SPREAD = 0.2  # Standard deviation of corrections: calibrations are some 20 % off. [-1.0 -1.3, +1.1 -1.3]
+NOISE = 0.05  # Standard deviation of log(a step's time), before any is known. [-0.1 -0.7, -1.6 -2.1]
+SURPRISE = 3.0  # Standard deviations from which a step's time is surprising. [-6.1 -1.1, +0.0 -0.4]
+MEMORY = 1000.0  # Steps after which what was learnt has 1/e of its weight. [+0.0 -1.1, +1.4 -0.9]
 
 
 class AcceptanceEstimate:
@@ -294,8 +295,7 @@ class AutoWidth:
         wish = wish if best or hoped[wish] * exp(error) > rate[0] else 0  # times may be better than known, too
         price = (1 - rate / rate[best]) * cost
         payable = allowed & (price <= (0.0 if cools else self.budget.for_trial))
-        if best:
-            payable &= rate >= (1 - REFILL) * rate[best]
+        payable &= rate >= (1 - REFILL) * rate[best] * (best > 0)  # off is left for anything that is payable
         self._narrow, choice, self._is_trial = not self._narrow, best, False
         if best and self._narrow:
             self._is_trial = log(rate[best] / rate[0]) < settled
