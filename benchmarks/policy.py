@@ -15,7 +15,7 @@ The policy's constants are chosen on one half of the situations (`tuned`) and ju
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,14 +137,20 @@ def main(
         results = played()
         show(results, whose)
         if sensitivity:
-            for name, value in vars(width).items():
-                if name.isupper() and isinstance(value, int | float):
-                    for factor in (0.5, 2):
-                        changed = means(played(((name, type(value)(factor * value)),)))
-                        differences = (f"{changed[ratio] - figure:+.4f}" for ratio, figure in means(results).items())
-                        print(f"{name:16s} x {factor:<4}", *differences, flush=True)
+            for name, value in half_and_twice():
+                changed = means(played(((name, value),)))
+                differences = (f"{changed[ratio] - figure:+.4f}" for ratio, figure in means(results).items())
+                print(f"{name:16s} {value:<7g}", *differences, flush=True)
     if output is not None:
         write(results, whose, seeds, output)
+
+
+def half_and_twice() -> Iterator[tuple[str, float]]:
+    """Names of the policy's own constants with other values; a probability goes half the way to 1 instead of twice."""
+    for name, value in vars(width).items():
+        if name.isupper() and isinstance(value, int | float) and name != "NODES":
+            yield name, type(value)(value / 2)
+            yield name, (1 + value) / 2 if name == "PRIOR" else 2 * value
 
 
 def described(cell: Cell) -> str:

@@ -24,7 +24,7 @@ from dflash_serve.speculation.allocation import choices_of
 from dflash_serve.speculation.costs import NO_CONTEXT, NODES, Context, CostModel, Floats, Integers, LearntCosts
 from dflash_serve.speculation.policy import Step
 
-# [Half, twice: change of auto / best fixed width in 100 and 500 steps, per mille; 36 tuning situations; below 2: noise.]
+# [Half, twice: change of auto / best fixed width in 100 and 500 steps, per mille; 36 tuning situations; 2 is noise.]
 START = 2.5  # Balance at first; a useless drafter loses all of it. [+0.6 +0.1, +1.1 -0.1]
 DEBT = 6.0  # Largest overdraft, and largest balance. [-1.5 -2.3, -0.2 -0.1]
 REFILL = 0.003  # Share of steps to learn with; rates that differ by less count as equal. [-0.9 +0.3, -0.6 -1.5]
