@@ -67,7 +67,7 @@ bench: .venv/test
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache
 
-# The build pipeline with the real ModelOpt and onnxruntime, in an environment of its own (several GB).
+# The build pipeline with the real ModelOpt, in an environment of its own (several GB).
 .PHONY: test-engines
 test-engines: .venv-engines/ready
 	.venv-engines/bin/python -m pytest tests/integration/test_build_engines.py

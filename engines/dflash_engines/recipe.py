@@ -62,8 +62,6 @@ class Build(Frozen):
     """The same of the drafter."""
     calibration: Calibration = Calibration()
     checkpoints: Checkpoints | None = None
-    onnx: bool = False
-    """The drafter in plain operators, checked against the core; nothing serves it."""
     commands: tuple[Literal["edge-llm"], ...] = ()
     acceptance: Acceptance | None = None
 

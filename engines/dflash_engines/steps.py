@@ -19,7 +19,6 @@ from .pipeline import Measured, Source, Step, Work
 from .recipe import Format, Recipe
 
 MODELOPT = ("nvidia-modelopt", "torch", "transformers")
-ONNX = ("onnx", "onnxruntime", "onnxscript", "torch")
 CALIBRATION, ACCEPTANCE = "calibration prompts", "acceptance prompts"
 SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 """Files of a model that its digest covers."""
@@ -69,16 +68,15 @@ def _prompts(path: Path) -> Source:
 
 def make_steps(recipe: Recipe) -> list[Step]:
     """Every step in an order in which each comes after what it needs."""
-    return [*_calibration(recipe), *_targets(recipe), *_drafters(recipe), *_graphs(recipe), *_last(recipe)]
+    return [*_calibration(recipe), *_targets(recipe), *_drafters(recipe), *_last(recipe)]
 
 
 def _calibration(recipe: Recipe) -> Iterator[Step]:
     build, deployment = recipe.build, recipe.deployment
-    needs_drafter_ranges = bool(build.drafter or build.onnx)
     free = build.calibration.free
     if free and (build.target or build.checkpoints):
         raise UserError("a target is calibrated on data", where="build.calibration.free", do="set it to false")
-    if build.target or build.checkpoints or (needs_drafter_ranges and not free):
+    if build.target or build.checkpoints or (build.drafter and not free):
         given = build.calibration
         parameters = {"count": given.count, "max_tokens": given.max_tokens, "length": deployment.limits.max_model_len}
         needs = ("target", *([CALIBRATION] if given.prompts else []))
@@ -92,7 +90,7 @@ def _calibration(recipe: Recipe) -> Iterator[Step]:
             return answer(work, deployment, given)
 
         yield Step("answers", answers, needs, parameters, ("torch",), about=about)
-    if needs_drafter_ranges:
+    if build.drafter:
 
         def ranges(work: Work) -> Measured:
             from .calibration import drafter_ranges, free_ranges
@@ -139,18 +137,6 @@ def _drafters(recipe: Recipe) -> Iterator[Step]:
 
         needs = ("drafter", "drafter-ranges")
         yield Step(f"drafter-{format}", drafter, needs, {"format": format}, MODELOPT, 3, "in ModelOpt's layout")
-
-
-def _graphs(recipe: Recipe) -> Iterator[Step]:
-    if recipe.build.onnx:
-
-        def onnx(work: Work) -> Measured:
-            from .onnx_export import export_and_check
-
-            return export_and_check(work)
-
-        about = "block and context in plain operators, checked against the core; nothing serves them"
-        yield Step("onnx", onnx, ("drafter", "drafter-ranges"), {}, ONNX, about=about)
 
 
 def _last(recipe: Recipe) -> Iterator[Step]:

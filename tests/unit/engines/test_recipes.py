@@ -39,6 +39,7 @@ def write(folder: Path, text: str) -> Path:
     [
         ("build: {engines: [sm89]}", "unknown key build.engines"),
         ("build: {rtx: [sm120]}", "unknown key build.rtx"),
+        ("build: {onnx: true}", "unknown key build.onnx"),
         ("build: {drafters: [fp8]}", r"unknown key build.drafters; did you mean build.drafter\?"),
         ("buld: {}", r"unknown key buld; did you mean build\?"),
         ("build: {drafter: [int4]}", "build.drafter"),
@@ -85,8 +86,8 @@ def test_a_plan_costs_no_torch() -> None:
 
 def test_a_drafter_alone_is_built_without_its_target(tmp_path: Path) -> None:
     """What gpt-oss and Kimi need: nobody wants to fetch 600 GB to quantise 6."""
-    steps = make_steps(load_recipe(write(tmp_path, "build: {drafter: [fp8], onnx: true, calibration: {free: true}}")))
-    assert [step.name for step in steps] == ["drafter-ranges", "drafter-fp8", "onnx"]
+    steps = make_steps(load_recipe(write(tmp_path, "build: {drafter: [fp8], calibration: {free: true}}")))
+    assert [step.name for step in steps] == ["drafter-ranges", "drafter-fp8"]
     assert all("target" not in step.needs for step in steps)
     with pytest.raises(UserError, match="a target is calibrated on data"):
         make_steps(load_recipe(write(tmp_path, "build: {target: [fp8], calibration: {free: true}}")))
