@@ -1,7 +1,7 @@
-"""The target's own answers, and how large the drafter's activations get on them.
+"""Calibration data: the target's own answers, and the largest activations of the drafter on them.
 
-Post-training quantisation is calibrated on what the model will see: prompts followed by the target's greedy answers.
-Without a file of prompts the target answers a few openers of ours.
+Post-training quantisation is calibrated on text that the model will see: prompts followed by the target's greedy
+answers. Without a file of prompts the target answers a few built-in openers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What a recipe asks for: the sources it starts from, its steps in order, and a Deployment for each drafter made."""
+"""Sources and steps of a recipe, in order, and a Deployment for each drafter that was built."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,13 +21,14 @@ from .pipeline import Measured, Source, Step, Work
 from .recipe import Format, Recipe
 
 MODELOPT = ("nvidia-modelopt", "torch", "transformers")
+LABEL = "not built here: Edge-LLM builds for the GPU that it finds"
 CALIBRATION, ACCEPTANCE = "calibration prompts", "acceptance prompts"
 SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 """Files of a model that its digest covers."""
 
 
 def find_sources(recipe: Recipe) -> dict[str, Source]:
-    """Target, drafter and prompts, as far as a step needs them, with digests of what they hold.
+    """Target, drafter and prompts, as far as a step needs them, with digests of their contents.
 
     Raises:
         UserError: one cannot be found, or trtllm-build would not serve the target.
@@ -37,7 +40,7 @@ def find_sources(recipe: Recipe) -> dict[str, Source]:
     if any("target" in step.needs for step in make_steps(recipe)):
         folder = target_folder(target.model, target.revision)
         if recipe.build.checkpoints:
-            from .rank_config import refuse
+            from .trtllm_checkpoint import refuse
 
             refuse(import_extra("engines", "transformers").AutoConfig.from_pretrained(folder))
         sources["target"] = _model(target, folder)
@@ -59,7 +62,6 @@ def _model(model: Model, folder: Path) -> Source:
 
 
 def _prompts(path: Path) -> Source:
-    """A JSONL file of prompts as a source."""
     if not path.is_file():
         raise UserError("no such file of prompts", where=str(path), do="correct the recipe, or unset its variable")
     digest = sha256(path)
@@ -67,7 +69,7 @@ def _prompts(path: Path) -> Source:
 
 
 def make_steps(recipe: Recipe) -> list[Step]:
-    """Every step in an order in which each comes after what it needs."""
+    """All steps of a recipe, each after those that it needs."""
     return [*_calibration(recipe), *_targets(recipe), *_drafters(recipe), *_last(recipe)]
 
 
@@ -142,15 +144,9 @@ def _drafters(recipe: Recipe) -> Iterator[Step]:
 def _last(recipe: Recipe) -> Iterator[Step]:
     build, deployment = recipe.build, recipe.deployment
     if build.commands:
-
-        def commands(work: Work) -> Measured:
-            from .commands import write_commands
-
-            return write_commands(work)
-
         needs = ("drafter", *(f"drafter-{f}" for f in build.drafter))
         about = "of TensorRT Edge-LLM: written down, not built here"
-        yield Step("commands", commands, needs, {"kinds": list(build.commands)}, revision=3, about=about)
+        yield Step("commands", write_commands, needs, {"kinds": list(build.commands)}, revision=3, about=about)
     if build.acceptance and build.acceptance.prompts:
         wanted = build.acceptance
 
@@ -164,6 +160,28 @@ def _last(recipe: Recipe) -> Iterator[Step]:
         needs = ("target", "drafter", ACCEPTANCE, *(f"drafter-{format}" for format in build.drafter))
         about = "of every drafter, against bf16"
         yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 3, about)
+
+
+def write_commands(work: Work) -> Measured:
+    """Step `commands`: commands of TensorRT Edge-LLM, NVIDIA's runtime for small devices; nothing is run."""
+    commands = _edge_llm(work.inputs)
+    fields = {"label": LABEL, "commands": commands}
+    (work.folder / "commands.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    lines = [f"# {name}\n{shlex.join(argv)}\n" for name, argv in commands.items()]
+    (work.folder / "commands.sh").write_text("\n".join([f"# {LABEL}\n", *lines]), encoding="utf-8")
+    return {"label": LABEL, "commands": len(commands)}
+
+
+def _edge_llm(inputs: Mapping[str, object]) -> dict[str, list[str]]:
+    # Edge-LLM 0.11 exports and builds target and drafter together; it refuses tensor parallelism.
+    drafters = sorted(name for name in inputs if name.startswith("drafter-") and name != "drafter-ranges")
+    commands = {}
+    for name in drafters or ["drafter"]:
+        export = ["tensorrt-edgellm-export", "--dflash-base", "--dflash-draft", "--dflash-draft-dir", name]
+        commands[f"edge-llm export {name}"] = [*export, "TARGET", f"edge-{name}"]
+        build = ["tensorrt-edgellm-build", "--spec-type", "dflash", "--draft-model-dir", f"edge-{name}/draft"]
+        commands[f"edge-llm build {name}"] = [*build, f"edge-{name}/base"]
+    return commands
 
 
 def write_deployments(recipe: Recipe, sources: Mapping[str, Source], output: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from dflash_engines.calibration import read_prompts
+from dflash_engines.pipeline import Work
 from dflash_engines.recipe import load_recipe
-from dflash_engines.steps import make_steps
+from dflash_engines.steps import LABEL, make_steps, write_commands
 from dflash_serve.deployment import GPUS
 from dflash_serve.errors import UserError
 
@@ -103,3 +105,11 @@ def test_a_recipe_builds_for_its_own_gpu_and_names_no_other(path: Path) -> None:
     for step in make_steps(recipe):
         named = {int(number) for number in re.findall(r"SM(\d+)", step.about)}
         assert named <= {gpu.compute}, step.about
+
+
+def test_each_quantised_drafter_is_exported_and_built(tmp_path: Path) -> None:
+    inputs = {"drafter": tmp_path, "drafter-fp8": tmp_path, "drafter-ranges": tmp_path}
+    write_commands(Work(tmp_path, inputs, lambda line: None))
+    written = json.loads((tmp_path / "commands.json").read_text())
+    assert written["label"] == LABEL
+    assert list(written["commands"]) == ["edge-llm export drafter-fp8", "edge-llm build drafter-fp8"]
