@@ -21,12 +21,9 @@ from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Model
 from dflash_serve.planning import tables
-from dflash_serve.planning.calibration import ALL, MeasuredCell, fit
-from dflash_serve.planning.constants import Constants, constants_of
-from dflash_serve.planning.prediction import Load, Predictor
+from dflash_serve.planning.prediction import ALL, Load, MeasuredCell, Predictor, fit
 from dflash_serve.planning.question import specification
-from dflash_serve.planning.roofline import Roofline
-from dflash_serve.planning.step_times import Pair, Split
+from dflash_serve.planning.step_times import Constants, Pair, Roofline, Split, constants_of
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "plan-published"

@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from statistics import mean
 from typing import Any
 
-from dflash_serve.planning.acceptance import ExpectedAcceptance, from_length
-from dflash_serve.planning.constants import Constants, constants_of
-from dflash_serve.planning.prediction import Load, OperatingPoint, Predictor
+from dflash_serve.planning.prediction import ExpectedAcceptance, Load, OperatingPoint, Predictor, from_length
 from dflash_serve.planning.search import fastest, front
-from dflash_serve.planning.step_times import Split
+from dflash_serve.planning.step_times import Constants, Split, constants_of
 
 TIMES = Callable[..., Any]
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)

@@ -16,11 +16,8 @@ from dflash_serve.deployment import PER_NODE, Deployment, Model
 from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems
 from dflash_serve.errors import Problem, UserError, did_you_mean, first_line, raise_problems
 from dflash_serve.planning import tables
-from dflash_serve.planning.acceptance import ExpectedAcceptance
-from dflash_serve.planning.constants import Constants
-from dflash_serve.planning.prediction import Load
-from dflash_serve.planning.roofline import SPECIFICATIONS, Roofline
-from dflash_serve.planning.step_times import Pair, Specification, Split, StepTimes
+from dflash_serve.planning.prediction import ExpectedAcceptance, Load
+from dflash_serve.planning.step_times import SPECIFICATIONS, Constants, Pair, Roofline, Specification, Split, StepTimes
 
 USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
 """Of a DFlash drafter, as z-lab publishes most of them."""

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_serve.errors import UserError
-from dflash_serve.planning.acceptance import ExpectedAcceptance
-from dflash_serve.planning.prediction import OperatingPoint, Predictor
+from dflash_serve.planning.prediction import ExpectedAcceptance, OperatingPoint, Predictor
 from dflash_serve.planning.question import Objective, PlanQuestion, step_times_of
 from dflash_serve.planning.step_times import Split
 

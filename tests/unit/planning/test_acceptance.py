@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.errors import UserError
-from dflash_serve.planning.acceptance import BAND, band, from_length, from_report, of_task
+from dflash_serve.planning.prediction import BAND, band, from_length, from_report, of_task
 from tests.house import ROOT
 
 MEASURED = ROOT / "benchmarks" / "results"

@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 
 from dflash_serve.errors import UserError
-from dflash_serve.planning.calibration import ALL, calibrate
-from dflash_serve.planning.constants import constants_of
-from dflash_serve.planning.prediction import Load, Predictor
-from dflash_serve.planning.roofline import SPECIFICATIONS, Roofline
-from dflash_serve.planning.step_times import Split
+from dflash_serve.planning.prediction import ALL, Load, Predictor, calibrate
+from dflash_serve.planning.step_times import SPECIFICATIONS, Roofline, Split, constants_of
 from tests.house import ROOT
 from tests.support.planned import planned_pair
 

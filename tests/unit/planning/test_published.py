@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.planning.calibration import ALL
-from dflash_serve.planning.constants import constants_of
 from dflash_serve.planning.plan import ROOFLINE_ERROR
+from dflash_serve.planning.prediction import ALL
+from dflash_serve.planning.step_times import constants_of
 from tests.house import ROOT
 
 RESULT: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "plan-published.json").read_text())
