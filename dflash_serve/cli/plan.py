@@ -1,4 +1,4 @@
-"""`dflash-serve plan`: what to run on which GPUs and what to expect of it, before anything runs."""
+"""`dflash-serve plan`: split, width and batch for given GPUs, with expected figures, before anything runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TOP = 12
 """Lines of a front in the terminal, at most."""
 Gpu = Annotated[str | None, Option(help="Kind of GPU: h100, h200, b200, b300, gb200, gb300.")]
-Count = Annotated[int | None, Option(help="GPUs there are. [default: hardware.count, or 1]", min=1)]
+Count = Annotated[int | None, Option(help="Number of GPUs. [default: hardware.count, or 1]", min=1)]
 Tensor = Annotated[int | None, Option(help="GPUs that share every layer. [default: the best]", min=1)]
 Expert = Annotated[int | None, Option(help="GPUs that share out the experts. [default: the best]", min=1)]
 Isl = Annotated[int, Option(help="Mean prompt, in tokens.", min=1)]
@@ -75,7 +75,6 @@ def plan(
 def _answer(
     question: PlanQuestion, calibration: Calibration | None, output: Path, *, as_json: bool, quiet: bool
 ) -> None:
-    """Plans, writes, tells."""
     from dflash_serve.common.files import require_writable
     from dflash_serve.planning.plan import JSON, can_follow, make_plan, write_plan
 
@@ -136,7 +135,7 @@ def _acceptances(given: dict[str, Any], target: str, block_size: int) -> list[Ex
 
 
 def _calibrated(question: PlanQuestion, report: Path | None) -> tuple[PlanQuestion, Calibration | None]:
-    """The question with constants of a bench, of the split that the deployment says; the same where there is none."""
+    # The question with constants fitted to a bench of the split that the deployment has.
     if report is None:
         return question, None
     from dflash_serve.planning.prediction import Predictor, calibrate

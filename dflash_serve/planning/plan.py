@@ -1,4 +1,4 @@
-"""The answer: what to run, what it gives, what plain decoding gives, and how far all of that is to be trusted."""
+"""The answer of `dflash-serve plan`: the chosen way of running, its figures and errors, and the files of a plan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ROOFLINE_ERROR = 0.3
 
 @dataclass(frozen=True)
 class Plan:
-    """All that follows from a question."""
+    """The answer to a question, derived from all points that were priced."""
 
     found: Exploration
 
@@ -59,12 +59,12 @@ class Plan:
 
     @cached_property
     def curves(self) -> dict[str, list[OperatingPoint]]:
-        """At the acceptance that is known, or in the middle of the band."""
+        """Points at the known acceptance, or at the middle of the band."""
         return self.found.curves[self._middle]
 
     @cached_property
     def chosen(self) -> OperatingPoint:
-        """The most tokens/s/GPU within the limits; `auto` where it is as good to 1 %, for it follows the load."""
+        """The most tokens/s/GPU within the limits. `auto` is preferred up to 1 %: it follows the load."""
         objective = self.question.objective
         found = best((point for each in self.curves.values() for point in each), objective)
         follows = best(self.curves.get(AUTO, ()), objective)
@@ -82,7 +82,7 @@ class Plan:
 
     @cached_property
     def plain_fastest(self) -> OperatingPoint:
-        """Where the plain curve ends."""
+        """The point of plain decoding with the most tokens/s/user."""
         return fastest(self.curves[OFF])
 
     @cached_property
@@ -102,12 +102,12 @@ class Plan:
 
     @property
     def stops_at(self) -> int | None:
-        """Requests from which on the fixed width is slower than none, at the chosen split."""
+        """Number of requests from which the fixed width is slower than plain decoding, at the chosen split."""
         points = self.curves[fixed(self.question.block_size)]
         return stops_paying(points, self.curves[OFF], self.chosen.split)
 
     def error(self, point: OperatingPoint) -> float:
-        """How far its tokens/s may be off, relatively: the mean error where such figures were held against others'."""
+        """Relative error of its tokens/s: the mean error of such figures against published measurements."""
         constants = self.question.constants
         own = constants.plain_error if point.width == 1 else constants.error
         by_hand = point.step.roofline > 0 and point.step.measured == 0
@@ -122,12 +122,12 @@ class Plan:
 
     @property
     def copies(self) -> int:
-        """Of the model, on all GPUs that there are."""
+        """Copies of the model on all GPUs."""
         return self.question.count // self.chosen.split.tensor
 
     @property
     def cost_model(self) -> CostModel:
-        """What `width: auto` starts from."""
+        """The cost table that `width: auto` starts from."""
         return self.found.predictors[self.chosen.split].cost_model(self.chosen.batch, self.found.widths)
 
     def verdict(self) -> list[str]:
@@ -176,7 +176,7 @@ class Plan:
         )
 
     def cautions(self) -> list[str]:
-        """What a careful reader has to know."""
+        """Limits and assumptions of this plan, one sentence each."""
         return list(self._cautions())
 
     def _cautions(self) -> Iterator[str]:
@@ -220,12 +220,12 @@ def make_plan(question: PlanQuestion, *, can_follow: bool = True) -> Plan:
 
 
 def copies_in_one_server(plan: Plan) -> int:
-    """Copies that one server runs; the rest are replicas."""
+    """Copies of the model in one server. All other copies are replicas of that server."""
     return plan.copies if backend(plan.question.backend).facts.data_parallel else 1
 
 
 def deployment_of(plan: Plan) -> Deployment | None:
-    """The chosen way as a Deployment, on top of what was asked; None = no drafter was named, so it would be half."""
+    """The given deployment with the chosen split, width and limits; None = no drafter was named."""
     asked, chosen = plan.question.deployment, plan.chosen
     if asked.drafter is None:
         return None
@@ -241,15 +241,15 @@ def deployment_of(plan: Plan) -> Deployment | None:
 
 
 def as_yaml(deployment: Deployment, plan: Plan) -> str:
-    """A file for `serve`, its defaults left out."""
+    """YAML for `serve`; defaults are left out."""
     told = "".join(f"# {line}\n" for line in plan.verdict())
-    rest = plan.copies - copies_in_one_server(plan)
-    told += f"# One of {plan.copies} servers alike: `dflash-serve deploy` makes replicas.\n" if rest else ""
+    replicas = plan.copies - copies_in_one_server(plan)
+    told += f"# One of {plan.copies} servers alike: `dflash-serve deploy` makes replicas.\n" if replicas else ""
     return told + yaml.safe_dump(deployment.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
 
 
 def refusals(plan: Plan) -> list[Problem]:
-    """What the engine's own checks say of the Deployment."""
+    """Problems that the engine's checks find in the Deployment."""
     deployment = deployment_of(plan)
     if deployment is None:
         return []
@@ -260,7 +260,7 @@ def refusals(plan: Plan) -> list[Problem]:
 
 
 def can_follow(backend_name: str, deployment: Deployment) -> bool:
-    """Whether the engine takes `width: auto` for this pair."""
+    """True where the engine can run `width: auto` for this pair."""
     if deployment.drafter is None:
         return True
     automatic = Deployment.model_validate(
@@ -274,7 +274,7 @@ def can_follow(backend_name: str, deployment: Deployment) -> bool:
 
 
 def bench_command(plan: Plan, folder: str) -> str:
-    """The command that would check the plan, and whose report `--calibrate` reads."""
+    """The command that measures the planned deployment; `--calibrate` reads its report."""
     chosen, asked = plan.chosen, plan.question
     loads = sorted({1, *(max(1, chosen.batch >> shift) for shift in range(0, 7, 2))})
     variants = "off,fixed" + (",auto" if chosen.variant == "auto" else "")
@@ -299,7 +299,7 @@ def next_steps(plan: Plan, folder: str) -> Iterator[str]:
 
 
 def row(plan: Plan, point: OperatingPoint) -> dict[str, Any]:
-    """One line of the tables: what is run, what it gives, between what bounds, and whence."""
+    """One operating point as JSON: settings, figures with bounds, and the provenance of its step time."""
     error = plan.error(point)
     return {
         "variant": point.variant,
@@ -369,7 +369,7 @@ def _refused(plan: Plan) -> list[str]:
 
 
 def fronts(plan: Plan) -> dict[str, list[OperatingPoint]]:
-    """The best of each variant, by rising interactivity."""
+    """The Pareto front of each variant, by rising interactivity."""
     return {name: front(points)[::-1] for name, points in plan.curves.items()}
 
 

@@ -29,7 +29,7 @@ PRESETS = "published_acceptance.json"
 BAND = (3.0, 4.5, 6.0)
 """Acceptance lengths of a whole block that published drafters have, from chat to mathematics."""
 AS_IT_IS = "as it is"
-"""What `evaluate`'s reports call a drafter with its own features."""
+"""Name of a drafter with its own features in reports of `evaluate`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def from_length(length: float, block_size: int, source: str, *, measured_at: int
 
 
 def _ratio_of(length: float, slots: int) -> float:
-    """p of 1 + p + ... + p^(slots-1) = length, by bisection: it rises with p."""
+    # p of 1 + p + ... + p^(slots-1) = length, by bisection: the sum rises with p.
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -72,7 +72,7 @@ def _ratio_of(length: float, slots: int) -> float:
 
 
 def band(block_size: int) -> list[ExpectedAcceptance]:
-    """What drafters that nobody measured may do."""
+    """A low, middle and high acceptance, for a drafter that has not been measured."""
     source = "nothing is known of this drafter's acceptance: a band, not a prediction"
     return [from_length(min(length, 0.9 * block_size), block_size, source) for length in BAND]
 
@@ -144,7 +144,7 @@ def _of_evaluation(tasks: Mapping[str, Any], task: str | None, path: Path) -> tu
 
 
 def _of_bench(points: Sequence[Any]) -> list[float | None]:
-    """Of the point that verified most slots, and of those the one that did so most often."""
+    # From the point that verified most slots; among these, from the one with most verifications.
     counted = []
     for point in points:
         try:
@@ -170,7 +170,7 @@ LEAST = 1e-6
 
 @dataclass(frozen=True)
 class Load:
-    """What requests are like: means, in tokens."""
+    """Mean lengths of requests, in tokens."""
 
     isl: int
     """Prompt."""
@@ -185,7 +185,7 @@ class Load:
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """One way of running, and what it gives."""
+    """A variant at one split, batch and width, with its predicted figures."""
 
     variant: str
     """`off`, `fixed B` or `auto`."""
@@ -205,7 +205,7 @@ class OperatingPoint:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Prices points of one split."""
+    """Predicts operating points of one split."""
 
     times: StepTimes
     constants: Constants
@@ -235,14 +235,14 @@ class Predictor:
         return (one + more).times(self.constants.scale) + self.constants.of_step(0, speculates=False)
 
     def prefill_share(self, arriving: float) -> Milliseconds:
-        """What a step pays on average for `arriving` prompts a step."""
+        """Mean prefill time in a step, for `arriving` prompts a step."""
         interrupted = 1 - exp(-arriving)
         return self.prefill(arriving / interrupted).times(interrupted)
 
     def point(
         self, variant: str, batch: int, width: int, tokens: float, step: Milliseconds | None = None
     ) -> OperatingPoint:
-        """What a batch gives that gains `tokens` a request and step."""
+        """The operating point of a batch whose requests each gain `tokens` a step."""
         step = step or self.step(batch, width)
         whole = step + self.prefill_share(batch * tokens / self.load.osl)
         user = 1e3 * tokens / whole.total
@@ -262,13 +262,13 @@ class Predictor:
         return [self.point(variant, b, width, tokens, step) for b, step in zip(batches, steps, strict=True)]
 
     def auto(self, batch: int, widths: Sequence[int], acceptance: ExpectedAcceptance) -> int:
-        """The width that our own policy would choose for such a batch, were these its costs."""
+        """The width that the width policy chooses for such a batch at these costs."""
         survival = acceptance.survival[: self.block_size - 1]
         wide = [width for width in widths if width > 1]
         return choose_widths([survival] * batch, self._cost_of_batch(batch, wide), allowed_widths=wide)[0]
 
     def _cost_of_batch(self, batch: int, widths: Sequence[int]) -> CostModel:
-        """Seconds of this batch alone, the context in them."""
+        # Seconds of this batch alone, context included.
         scale = self.constants.scale
         plain, own = (self.constants.of_step(batch, speculates=each).total for each in (False, True))
         target = {batch * width: (scale * self._verified(batch, width).total + plain) / 1e3 for width in (1, *widths)}
@@ -276,9 +276,9 @@ class Predictor:
         return CostModel(target=target, draft={batch: max(LEAST, draft / 1e3)})
 
     def cost_model(self, batch: int, widths: Sequence[int]) -> CostModel:
-        """What `width: auto` may start from on a server of at most `batch` requests, before it has measured.
+        """Cost table for `width: auto` on a server of at most `batch` requests, used before it has measured.
 
-        The engine's milliseconds a request, which a table over rows cannot hold, are those of a full batch.
+        A table over rows cannot hold the engine's milliseconds a request; those of a full batch are taken.
         """
         scale, context = self.constants.scale, self.load.context
         plain, own = (self.constants.of_step(batch, speculates=each).total for each in (False, True))
@@ -296,7 +296,6 @@ class Predictor:
 
 
 def _doubled(most: int) -> list[int]:
-    """1, 2, 4, ... and the last one itself."""
     return sorted({most, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)})
 
 
@@ -312,7 +311,7 @@ class MeasuredCell:
 
     label: str
     predictor: Predictor
-    """Its constants do not matter."""
+    """Its constants are not used."""
     batch: int
     width: int
     tokens: float
@@ -418,7 +417,7 @@ def _report(path: Path) -> Mapping[str, Any]:
 
 
 def _cells(report: Mapping[str, Any], predictor: Predictor, copies: int) -> tuple[list[MeasuredCell], list[str]]:
-    """Points at a fixed width; those of `auto` mix widths and tell no step's time."""
+    # Points at a fixed width only: a point of `auto` mixes widths, so it does not give a step's time.
     cells, skipped = [], []
     for point in report["points"]:
         try:

@@ -28,7 +28,7 @@ class Milliseconds:
     """A time and its provenance: the parts add up to it."""
 
     measured: float = 0.0
-    """From a table of operators that somebody ran on this GPU, interpolated between its points."""
+    """From a table of operators that were measured on this GPU, interpolated between its points."""
     interpolated: float = 0.0
     """Composed of measured and modelled parts, or transferred from another table."""
     roofline: float = 0.0
@@ -62,7 +62,7 @@ class Milliseconds:
 
 @dataclass(frozen=True)
 class Split:
-    """How one copy of the model is laid over GPUs."""
+    """Tensor and expert parallelism of one copy of the model."""
 
     tensor: int = 1
     expert: int = 1
@@ -78,21 +78,21 @@ class Pair:
 
     model: Model
     folder: Path
-    """It has the target's config.json."""
+    """Folder with the target's config.json."""
     layout: TargetLayout
     drafter: DrafterConfig
     assumed: str | None = None
-    """What was assumed of the drafter, where none was named."""
+    """The assumption about the drafter, where none was named."""
     kv_bytes_each: float = 2.0
-    """Of one number of the target's K/V cache."""
+    """Bytes of one number in the target's K/V cache."""
 
 
 class StepTimes(Protocol):
-    """What one split on one GPU takes; no engine's own time is in it."""
+    """Step times of one split on one GPU, without the engine's own time."""
 
     @property
     def basis(self) -> str:
-        """Where the figures come from, in words."""
+        """The source of the figures, in words."""
         ...
 
     def verify(self, batch: int, width: int, context: int) -> Milliseconds:
@@ -142,14 +142,14 @@ OF_BANDWIDTH, OF_FLOPS = 0.8, 0.7
 ALL_REDUCE_MS = 0.008
 """Latency of one all-reduce among GPUs of one node."""
 MEMORY_SHARE = 0.85
-"""Of a GPU's memory, for weights and K/V."""
+"""Share of a GPU's memory for weights and K/V."""
 FASTER = {"fp8": 2.0, "nvfp4": 4.0, "mxfp4": 4.0}
 BITS = {"fp8": 8.0, "nvfp4": 4.5, "mxfp4": 4.25}
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """`StepTimes` by hand."""
+    """`StepTimes` from the data sheet."""
 
     pair: Pair
     on: Specification
@@ -194,7 +194,7 @@ class Roofline:
 
     @property
     def _active_parameters(self) -> float:
-        """Weights that one token goes through."""
+        # Parameters that one token is multiplied with.
         layout = self.pair.layout
         chosen = layout.experts_per_token / layout.experts if layout.experts else 0.0
         dense = layout.weight_bytes - layout.expert_bytes
@@ -203,7 +203,7 @@ class Roofline:
         return 8 * (dense / outside + layout.expert_bytes * chosen / inside)
 
     def _weights(self, rows: int) -> float:
-        """Bytes read: of experts, those that some row goes through, were they chosen independently."""
+        # Bytes read. An expert is read where some row uses it; rows are taken as choosing independently.
         layout = self.pair.layout
         if not layout.experts:
             return float(layout.weight_bytes)
@@ -211,7 +211,7 @@ class Roofline:
         return layout.weight_bytes - layout.expert_bytes * (1 - touched)
 
     def _pass(self, read: float, parameters: float, rows: int, cached: float, depth: float) -> Milliseconds:
-        """`depth`: layers, as a share of the target's."""
+        # `depth`: number of layers relative to the target's.
         on, tensor = self.on, self.split.tensor
         speed = on.flops * (FASTER.get(self._precision, 1.0) if on.gpu.is_blackwell else 1.0)
         memory = (read + cached) / tensor / (OF_BANDWIDTH * on.bandwidth)
@@ -228,7 +228,7 @@ Evidence = Literal["fitted", "implied", "assumed", "calibrated"]
 
 
 class Constants(Frozen):
-    """Of one engine in one mode:
+    """Own time of one engine in one mode, in milliseconds:
 
     plain step = scale * verify(b, 1) + plain_step + plain_request * b
     speculative step = scale * (verify(b, w) + draft(b, B)) + speculative_step + speculative_request * b
@@ -251,11 +251,11 @@ class Constants(Frozen):
     """fitted: to published or measured rows; implied: by a few cells; assumed: bounded by cross-checks alone;
     calibrated: to a bench of the user's."""
     source: str
-    """Which rows, or where from."""
+    """The rows that were fitted, or another origin."""
     plain_error: Annotated[float, Field(gt=0, lt=1)]
     """Mean relative error of tokens/s without speculation, where it was held against measurements."""
     error: Annotated[float, Field(gt=0, lt=1)]
-    """The same with speculation, on targets, engines or GPUs that the fit had not seen where there are any."""
+    """Mean relative error with speculation, on targets, engines or GPUs outside the fit where there are any."""
 
     def of_step(self, batch: int, *, speculates: bool) -> Milliseconds:
         """The engine's part of a step."""
@@ -272,7 +272,7 @@ class ConstantsFile(Frozen):
 
 
 def known_constants() -> list[Constants]:
-    """Those that come with this package."""
+    """Sets that come with this package."""
     text = (files(__package__) / FILE).read_text(encoding="utf-8")
     return ConstantsFile.model_validate_json(text).sets
 
