@@ -46,7 +46,7 @@ docs: .venv/test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: .venv/test
-	$(BIN)/python benchmarks/decoding.py
+	$(BIN)/python -m benchmarks.decoding
 
 .venv/demo: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -1,6 +1,6 @@
 """Published DFlash tables predicted side by side, with errors; constants fitted on named rows only.
 
-`python -m benchmarks.plan_published` writes results/plan-published.{json,md}; needs the extra [plan]; under a minute.
+`python -m benchmarks.plan_published` writes results/plan-published.json; needs the extra [plan]; under a minute.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.plan_report import as_markdown
-from benchmarks.plan_seeds import seeds
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.common.files import write_whole
@@ -26,7 +24,7 @@ from dflash_serve.planning.question import specification
 from dflash_serve.planning.step_times import Constants, Pair, Roofline, Split, constants_of
 
 HERE = Path(__file__).parent
-RESULT = HERE / "results" / "plan-published"
+RESULT = HERE / "results" / "plan-published.json"
 DATA: dict[str, Any] = json.loads((HERE / "plan" / "published.json").read_text())
 FITTED = "fitted"
 TOLERANCE = 0.15
@@ -141,15 +139,6 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def left_out(found: Sequence[Case], start: Constants) -> dict[str, Any]:
-    """Each fitted target predicted by constants that were fitted to the others."""
-    out = {}
-    for target in dict.fromkeys(case.target for case in found):
-        constants = fit(both([case for case in found if case.target != target]), start)
-        out[target] = summary([case.line(constants) for case in found if case.target == target])
-    return out
-
-
 def measured_curve(constants: Constants) -> dict[str, Any]:
     """gpt-oss-120b without speculation on B200s: step times by SGLang's tables against the points measured with
     TensorRT-LLM (prompts of 1,024 tokens, TP 1 to 8) that the library ships; raw, and with scale and step fitted.
@@ -181,25 +170,6 @@ def measured_curve(constants: Constants) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def next_engine(constants: Constants) -> list[dict[str, Any]]:
-    """SGLang's second speculative engine: what each published cell leaves for the engine's own milliseconds."""
-    out = []
-    for row in DATA["next_engine"]["rows"]:
-        group = {**DATA["next_engine"], "role": "implied", "name": "spec v2"}
-        times = times_of(row["target"], group["gpu"], group["engine"])
-        predictor = Predictor(times, constants, Load(*DATA["tasks"][row["task"]]), row["block"])
-        (batch,), (rate,), (before,) = row["concurrency"], row["dflash"], row["before"]
-        share = predictor.prefill_share(batch * row["tau"] / predictor.load.osl).total
-        kernels = predictor.step(batch, row["block"]).total - constants.of_step(batch, speculates=True).total
-        own = {name: round(1e3 * batch * row["tau"] / value - share - kernels, 2)
-               for name, value in (("v1", before), ("v2", rate))}  # fmt: skip
-        v2 = replace(predictor, constants=constants_of("sglang", "sglang-spec-v2"))
-        told = batch * v2.point("", batch, row["block"], row["tau"]).interactivity
-        out.append({"concurrency": batch, "published": rate, "predicted": round(told),
-                    "error": round(told / rate - 1, 4), "engine_ms_left": own})  # fmt: skip
-    return out
-
-
 def main() -> None:
     """Fits, predicts, writes."""
     start = constants_of("sglang", "sglang-spec-v1")
@@ -217,18 +187,13 @@ def main() -> None:
         "groups": {name: {"source": group["source"], "role": group["role"], **summary(lines[name])}
                    for group in DATA["groups"] for name in (group["name"],)},
         "held_out": summary(held),
-        "held_out_without_h100": summary([line for line in held if line["group"] != "one cell on H100"]),
-        "left_out": left_out(groups[FITTED], start),
         "roofline": {"constants": {name: getattr(hand, name) for name in names},
                      "refitted": summary([case.line(hand) for case in by_hand]),
                      "constants_of_the_tables": summary([case.line(constants) for case in by_hand])},
         "plain_curve": measured_curve(constants_of("tensorrt-llm", None)),
-        "next_engine": next_engine(constants),
-        "seeds": seeds(times_of, constants),
         "lines": [line for found in lines.values() for line in found],
     }  # fmt: skip
-    write_whole(RESULT.with_suffix(".json"), json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    write_whole(RESULT.with_suffix(".md"), as_markdown(result))
+    write_whole(RESULT, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
