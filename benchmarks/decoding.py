@@ -17,12 +17,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from benchmarks.peers import Bench, Ids
-from benchmarks.turns import Console, measured_on, write_report
-from dflash_serve.common.provenance import versions
+from benchmarks.turns import write_report
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from tests.support.prompts import human_eval, word_problems
 
@@ -45,13 +45,6 @@ def main(
         for messages in track(many, f"{task}: four ways in turns")
     ]
     results = [summary(task, [row for row in rows if row["task"] == task]) for task in tasks]
-    report = {
-        "environment": measured_on(),
-        "versions": versions("torch", "transformers", "dflash", "dflash-serve"),
-        "load": {"target": "SmolLM2-135M-Instruct", "dtype": bench.engine.dtype, "batch": 1, "tokens": tokens},
-        "results": results,
-        "prompts": rows,
-    }
     table = Table("task", *WAYS.values(), *RATIOS, "τ", "same tokens", title="tokens/s, medians")
     for row in results:
         figures = [f"{speed:.1f}" for speed in row["tokens_per_second"].values()]
@@ -60,7 +53,7 @@ def main(
         shown = "off" if length is None else f"{length:.2f}"
         table.add_row(row["task"], *figures, shown, f"{row['same_tokens']} of {row['prompts']}")
     Console().print(table)
-    write_report(report, output)
+    write_report({"dtype": bench.engine.dtype, "batch": 1, "tokens": tokens}, results, output, prompts=rows)
 
 
 def measure(bench: Bench, ids: Ids) -> dict[str, Any]:

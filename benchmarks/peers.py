@@ -4,12 +4,10 @@
     python -m benchmarks.peers --ways HF --server llama.cpp=http://127.0.0.1:8080
 
 In this process: ours without speculation and with `width: auto`; Hugging Face `generate` over one padded batch; z-lab's
-`dflash_generate`, one request at a time. A `--server NAME=URL` is any running OpenAI-compatible server: all users ask
-at once and read streams. Start it with the same weights, and write down how:
-`--note NAME="llama-server -m model-f32.gguf -t 2 -np 32"`.
-
-Every answer has exactly `--tokens` tokens (greedy, the end of sequence ignored); prompts are computed whole. Rounds are
-interleaved and each begins with another way. Figures are medians over rounds, the time to first token over users too.
+`dflash_generate`, one request at a time. A `--server` is any running OpenAI-compatible server with the same weights;
+say how it was started: `--note NAME="llama-server -m model-f32.gguf -t 2 -np 32"`. Every answer has exactly `--tokens`
+tokens (greedy, the end of sequence ignored); prompts are computed whole. Rounds are interleaved and each begins with
+another way. Figures are medians over rounds, the time to first token over users too.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
+from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.turns import Console, measured_on, write_report
+from benchmarks.turns import write_report
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import drafter_source, target_folder
-from dflash_serve.common.provenance import versions
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_torch.engine import EmbeddedEngine
 from tests.support.prompts import word_problems
@@ -74,20 +72,14 @@ def main(
         turns = [n % len(names) for n in range(rounds)]
         measured = [bench.round(asked, names[n:] + names[:n]) for n in track(turns, f"{size} users")]
         results.append({"users": size, **summary(measured, names)})
-    report = {
-        "environment": measured_on(),
-        "versions": versions("torch", "transformers", "dflash", "dflash-serve"),
-        "load": {"target": "SmolLM2-135M-Instruct", "dtype": dtype, "tokens": tokens, "rounds": rounds},
-        "notes": dict(text.partition("=")[::2] for text in note or []),
-        "results": results,
-    }
+    notes = dict(text.partition("=")[::2] for text in note or [])
     table = Table("users", "way", "tokens/s", "first token, s", "ours, off / it", "ours, auto / it")
     for row in results:
         for name, speed in row["tokens_per_second"].items():
             ratios = (f"{row[ratio][name]:.2f}" for ratio in ("off_over", "auto_over"))
             table.add_row(str(row["users"]), name, f"{speed:.1f}", f"{row['ttft_seconds'][name]:.2f}", *ratios)
     Console().print(table)
-    write_report(report, output)
+    write_report({"dtype": dtype, "tokens": tokens, "rounds": rounds}, results, output, notes=notes)
 
 
 class Bench:
@@ -123,9 +115,8 @@ class Bench:
             timed = self.ways[name](prompts)
             speed = timed.tokens / (perf_counter() - start)
             assert timed.tokens == len(prompts) * self.tokens, f"{timed.tokens} tokens came"
-            found[name] = {
-                "tokens_per_second": speed, "ttft_seconds": median(timed.first), "answers": timed.answers,
-            }  # fmt: skip
+            ttft = median(timed.first)
+            found[name] = {"tokens_per_second": speed, "ttft_seconds": ttft, "answers": timed.answers}
         return found
 
     def ours(self, engine: EmbeddedEngine, prompts: list[Ids]) -> Timed:

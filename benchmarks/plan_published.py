@@ -8,11 +8,10 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.target import read_target_layout
@@ -26,7 +25,6 @@ from dflash_serve.planning.step_times import Constants, Pair, Roofline, Split, c
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "plan-published.json"
 DATA: dict[str, Any] = json.loads((HERE / "plan" / "published.json").read_text())
-FITTED = "fitted"
 TOLERANCE = 0.15
 
 
@@ -54,38 +52,23 @@ def times_of(name: str, gpu: str, engine: str, tensor: int = 1, *, by_hand: bool
     return Roofline(pair, on, Split(tensor)) if by_hand else tables.Tables(pair, on, Split(tensor), engine)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A published cell: tokens/s without and with DFlash, or their ratio; None = not published."""
+class Case(NamedTuple):
+    """A published cell: its row, tokens/s without and with DFlash (None = not published) and their ratio."""
 
-    group: str
-    held_out: bool
-    target: str
-    task: str
-    concurrency: int
-    tau: float
-    block: int
-    base: float | None
-    dflash: float | None
+    row: dict[str, Any]
     speedup: float
     plain: MeasuredCell
     wide: MeasuredCell
 
     def line(self, constants: Constants) -> dict[str, Any]:
         """Published beside predicted."""
-        base, dflash = self.plain.predicted(constants), self.wide.predicted(constants)
-        ratio = dflash / base
-        keys = ("group", "held_out", "target", "task", "concurrency", "tau", "block", "base", "dflash")
-        return {
-            **{key: getattr(self, key) for key in keys},
-            "predicted_base": round(base),
-            "base_error": None if self.base is None else round(base / self.base - 1, 4),
-            "predicted_dflash": round(dflash),
-            "dflash_error": None if self.dflash is None else round(dflash / self.dflash - 1, 4),
-            "speedup": round(self.speedup, 2),
-            "predicted_speedup": round(ratio, 2),
-            "speedup_error": round(ratio / self.speedup - 1, 4),
-        }
+        out = dict(self.row)
+        for key, cell in (("base", self.plain), ("dflash", self.wide)):
+            told, published = cell.predicted(constants), self.row[key]
+            out |= {f"predicted_{key}": round(told), f"{key}_error": published and round(told / published - 1, 4)}
+        ratio = self.wide.predicted(constants) / self.plain.predicted(constants)
+        figures = {"speedup": round(self.speedup, 2), "predicted_speedup": round(ratio, 2)}
+        return {**out, **figures, "speedup_error": round(ratio / self.speedup - 1, 4)}
 
 
 def cases(group: Mapping[str, Any], start: Constants, *, by_hand: bool = False) -> Iterator[Case]:
@@ -94,33 +77,17 @@ def cases(group: Mapping[str, Any], start: Constants, *, by_hand: bool = False) 
         times = times_of(row["target"], group["gpu"], group["engine"], group.get("tensor", 1), by_hand=by_hand)
         load = Load(*DATA["tasks"][row["task"]])
         predictor = Predictor(times, start, load, row["block"], Split(group.get("tensor", 1)))
+        told = {"group": group["name"], "held_out": group["role"] != "in sample"}
+        told |= {key: row[key] for key in ("target", "task", "tau", "block")}
         for place, batch in enumerate(row["concurrency"]):
-            yield _case(group, row, place, batch, predictor)
-
-
-def _case(group: Mapping[str, Any], row: Mapping[str, Any], place: int, batch: int, predictor: Predictor) -> Case:
-    def given(key: str) -> float | None:
-        return row[key][place] if key in row else None
-
-    base, dflash, ratio = given("base"), given("dflash"), given("speedup")
-    if base and dflash:
-        ratio = dflash / base
-    base = base or (dflash / ratio if dflash and ratio else None)
-    dflash = dflash or (base * ratio if base and ratio else None)
-    assert ratio is not None
-    label = f"{row['target']} {row['task']} {batch}"
-    plain = MeasuredCell(label, predictor, batch, 1, 1.0, base or 1.0)
-    wide = MeasuredCell(label, predictor, batch, row["block"], row["tau"], dflash or 1.0)
-    held_out = group["role"] != "in sample"
-    return Case(
-        group["name"], held_out, row["target"], row["task"], batch, row["tau"], row["block"], base, dflash, ratio,
-        plain, wide,
-    )  # fmt: skip
-
-
-def both(found: Sequence[Case]) -> list[MeasuredCell]:
-    """The cells that constants are fitted to."""
-    return [cell for case in found for cell in (case.plain, case.wide)]
+            base, dflash, ratio = (row[key][place] if key in row else None for key in ("base", "dflash", "speedup"))
+            ratio = dflash / base if base and dflash else ratio
+            base = base or (dflash / ratio if dflash else None)
+            dflash = dflash or (base * ratio if base else None)
+            label = f"{row['target']} {row['task']} {batch}"
+            plain = MeasuredCell(label, predictor, batch, 1, 1.0, base or 1.0)
+            wide = MeasuredCell(label, predictor, batch, row["block"], row["tau"], dflash or 1.0)
+            yield Case({**told, "concurrency": batch, "base": base, "dflash": dflash}, ratio, plain, wide)
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -131,8 +98,6 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if known:
             out[key.removesuffix("_error")] = {
                 "mean_error": round(mean(map(abs, known)), 4),
-                "bias": round(mean(known), 4),
-                "worst": max(known, key=abs),
                 "within_15": sum(abs(error) <= TOLERANCE for error in known),
                 "cells": len(known),
             }
@@ -163,10 +128,7 @@ def measured_curve(constants: Constants) -> dict[str, Any]:
         "points": len(cells),
         **{f"{name}_mean_error": round(mean(abs(cell.error(each)) for cell in cells), 4)
            for name, each in (("raw", raw), ("fitted", fitted))},
-        "fitted_within_15": sum(abs(cell.error(fitted)) <= TOLERANCE for cell in cells),
         "scale": fitted.scale, "plain_step": fitted.plain_step,
-        "cells": [{"cell": cell.label, "measured": round(cell.rate), "raw": round(cell.predicted(raw)),
-                   "fitted": round(cell.predicted(fitted))} for cell in cells],
     }  # fmt: skip
 
 
@@ -174,22 +136,18 @@ def main() -> None:
     """Fits, predicts, writes."""
     start = constants_of("sglang", "sglang-spec-v1")
     groups = {group["name"]: list(cases(group, start)) for group in DATA["groups"]}
-    constants = fit(both(groups[FITTED]), start)
+    constants = fit([cell for case in groups["fitted"] for cell in (case.plain, case.wide)], start)
     lines = {name: [case.line(constants) for case in found] for name, found in groups.items()}
     held = [line for found in lines.values() for line in found if line["held_out"]]
     by_hand = list(cases(DATA["groups"][0], start, by_hand=True))
-    hand = fit(both(by_hand), start)
-    names = ALL
     result = {
         "command": "python -m benchmarks.plan_published",
         "basis": times_of("qwen3-8b", "b200", "sglang").basis,
-        "constants": {name: getattr(constants, name) for name in names},
-        "groups": {name: {"source": group["source"], "role": group["role"], **summary(lines[name])}
-                   for group in DATA["groups"] for name in (group["name"],)},
+        "constants": {name: getattr(constants, name) for name in ALL},
+        "groups": {group["name"]: {"source": group["source"], "role": group["role"], **summary(lines[group["name"]])}
+                   for group in DATA["groups"]},
         "held_out": summary(held),
-        "roofline": {"constants": {name: getattr(hand, name) for name in names},
-                     "refitted": summary([case.line(hand) for case in by_hand]),
-                     "constants_of_the_tables": summary([case.line(constants) for case in by_hand])},
+        "roofline": {"constants_of_the_tables": summary([case.line(constants) for case in by_hand])},
         "plain_curve": measured_curve(constants_of("tensorrt-llm", None)),
         "lines": [line for found in lines.values() for line in found],
     }  # fmt: skip

@@ -18,7 +18,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -29,12 +29,11 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.turns import ANSWERS, Turn, measured_on, show, summary, write_report
+from benchmarks.turns import ANSWERS, Turn, show, summary, write_report
 from dflash_serve.bench.settings import deployed_variants
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import ServerReading, read_server
 from dflash_serve.common.processes import running_server
-from dflash_serve.common.provenance import versions
 from dflash_serve.deployment import Deployment
 from dflash_torch.backend import EmbeddedBackend
 from tests.support.prompts import Messages, human_eval
@@ -63,8 +62,6 @@ def main(
     ways: Annotated[str, typer.Option(help="off, fixed, auto or widths, comma-separated.")] = "off,fixed,auto",
     turns: Annotated[int, typer.Option(help="Turns of every way, beside those of the warm-up.")] = 12,
     seconds: Annotated[float, typer.Option(help="Seconds of one turn.")] = 5.0,
-    target: Annotated[str, typer.Option(help="Hub id, folder, or the bundled smollm2.")] = "smollm2",
-    drafter: Annotated[str, typer.Option(help="Hub id, folder, or the bundled smollm2.")] = "smollm2",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "float32",
     output: Annotated[Path | None, typer.Option(help="File for the JSON.")] = None,
 ) -> None:
@@ -72,8 +69,8 @@ def main(
     sizes = [int(size) for size in users.split(",")]
     deployment = Deployment.model_validate(
         {
-            "target": {"model": target},
-            "drafter": {"model": drafter},
+            "target": {"model": "smollm2"},
+            "drafter": {"model": "smollm2"},
             "hardware": {"gpu": "none", "dtype": dtype},
             "limits": {"max_batch_size": max(sizes), "max_model_len": 1024},
         }
@@ -84,14 +81,8 @@ def main(
         for size in sizes:
             found = asyncio.run(Load(servers, size, seconds).turns(turns))
             results.append({"users": size, **summary(found)})
-    report = {
-        "environment": measured_on() | {"servers": dict(env)},
-        "versions": versions("torch", "dflash-serve"),
-        "load": {"target": target, "drafter": drafter, "dtype": dtype, "turns": turns, "seconds": seconds},
-        "results": results,
-    }
     show(results, "tokens/s over HTTP, in turns")
-    write_report(report, output)
+    write_report({"dtype": dtype, "turns": turns, "seconds": seconds}, results, output, servers=dict(env))
 
 
 def start(deployment: Deployment, ways: list[str], stack: ExitStack) -> tuple[dict[str, Server], Mapping[str, str]]:
@@ -141,15 +132,17 @@ class Load:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
             for server in self.servers.values():
-                await _until_idle(server)
+                while (await _reading(server)).running:  # before the next clients come
+                    await asyncio.sleep(0.1)
                 server.stop()
         return found
 
     async def _turn(self, server: Server) -> Turn:
-        with running(server):
-            before = await _reading(server)
-            await asyncio.sleep(self.seconds)
-            after = await _reading(server)
+        server.go_on()
+        before = await _reading(server)
+        await asyncio.sleep(self.seconds)
+        after = await _reading(server)
+        server.stop()
         assert before.generated is not None
         assert after.generated is not None
         return Turn(after.generated - before.generated, after.seconds - before.seconds)
@@ -176,24 +169,8 @@ async def _user(client: httpx.AsyncClient, server: Server, work: Iterator[tuple[
                 pass
 
 
-async def _until_idle(server: Server) -> None:
-    # Requests of clients that have gone must end before the next clients come.
-    while (await _reading(server)).running:
-        await asyncio.sleep(0.1)
-
-
 async def _reading(server: Server) -> ServerReading:
     return await asyncio.to_thread(read_server, server.url)
-
-
-@contextmanager
-def running(server: Server) -> Iterator[None]:
-    """The server runs until the block ends."""
-    server.go_on()
-    try:
-        yield
-    finally:
-        server.stop()
 
 
 if __name__ == "__main__":

@@ -10,22 +10,20 @@ of each in turn. The first round is not counted; a way's speed is all its tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from time import perf_counter
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.progress import track
 
 from benchmarks.throughput import Bench
 from benchmarks.throughput import summary as bursts
-from benchmarks.turns import ANSWERS, Console, Turn, measured_on, show, summary, write_report
+from benchmarks.turns import ANSWERS, in_turns, show, summary, write_report
 from dflash_serve import SamplingParams
-from dflash_serve.backend import Stream
-from dflash_serve.common.provenance import versions
 from dflash_torch.engine import EmbeddedEngine
 
 SHORTEST = 8
@@ -43,25 +41,18 @@ def main(
 ) -> None:
     """Measure all ways side by side, SmolLM2 with the bundled drafter."""
     sizes = [int(size) for size in concurrency.split(",")]
-    chosen = [way for way in ("off", "fixed", "auto") if way in ways.split(",")]
     tokens = 96 if burst else ANSWERS[1]
-    bench = Bench("smollm2", "smollm2", chosen, tokens=tokens, most=max(sizes), dtype=dtype)
+    bench = Bench("smollm2", "smollm2", ways.split(","), tokens=tokens, most=max(sizes), dtype=dtype)
     if burst:
         bench.round(min(sizes), 0)  # warm-up, not counted
         results = [{"concurrency": size, **bursts([bench.round(size, n) for n in range(rounds)])} for size in sizes]
     else:
         results = [load(bench, size, rounds, steps) for size in sizes]
-    report = {
-        "environment": measured_on(),
-        "versions": versions("torch", "dflash-serve"),
-        "load": {"target": "smollm2", "dtype": bench.dtype, "rounds": rounds, "steps": steps},
-        "results": results,
-    }
     if burst:
         Console().print_json(data=[{name: row[name] for name in row if name != "all_rounds"} for row in results])
     else:
         show(results, "tokens/s in process, in turns")
-    write_report(report, output)
+    write_report({"dtype": bench.dtype, "rounds": rounds, "steps": steps, "burst": burst}, results, output)
 
 
 def load(bench: Bench, size: int, rounds: int, steps: int) -> dict[str, Any]:
@@ -71,8 +62,9 @@ def load(bench: Bench, size: int, rounds: int, steps: int) -> dict[str, Any]:
     params = [SamplingParams(temperature=0, max_tokens=chance.randint(*ANSWERS), ignore_eos=True) for _ in prompts]
     with limited(bench.engines.values(), size):
         streams = {way: engine.stream(prompts, params) for way, engine in bench.engines.items()}
-        run(streams, size * steps, seed=0)
-        measured = [run(streams, size * steps, seed=1 + each) for each in track(range(rounds), f"{size} in flight")]
+        in_turns(streams, 0, size * steps)
+        numbers = track(range(rounds), f"{size} in flight")
+        measured = [in_turns(streams, 1 + number, size * steps) for number in numbers]
         for stream in streams.values():
             stream.close()
     return {"users": size, **summary({way: [turn[way] for turn in measured] for way in streams})}
@@ -90,20 +82,6 @@ def limited(engines: Iterable[EmbeddedEngine], size: int) -> Iterator[None]:
     finally:
         for each, others in zip(free, withheld, strict=True):
             each += others
-
-
-def run(streams: Mapping[str, Stream], chunks: int, seed: int) -> dict[str, Turn]:
-    """`chunks` chunks of every stream, one of each in turn, in another order every time."""
-    tokens, seconds, order = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0.0), list(streams)
-    chance = Random(seed)
-    for _ in range(chunks):
-        chance.shuffle(order)
-        for way in order:
-            start = perf_counter()
-            chunk = next(streams[way])
-            seconds[way] += perf_counter() - start
-            tokens[way] += len(chunk.token_ids)
-    return {way: Turn(tokens[way], seconds[way]) for way in streams}
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ class Bench:
         prompts = [self.prompts[n % len(self.prompts)] for n in range(size)]
         params = [SamplingParams(temperature=0, max_tokens=self.tokens, ignore_eos=True)] * size
         streams = {way: engine.stream(prompts, params) for way, engine in self.engines.items()}
-        seconds = in_turns(streams, number)
-        return {way: self._figures(stream.outputs(), seconds[way]) for way, stream in streams.items()}
+        turns = in_turns(streams, number)
+        return {way: self._figures(stream.outputs(), turns[way].seconds) for way, stream in streams.items()}
 
     def _figures(self, outputs: list[RequestOutput], seconds: float) -> dict[str, Any]:
         assert all(len(output.token_ids) == self.tokens for output in outputs)

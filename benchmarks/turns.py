@@ -21,7 +21,7 @@ from rich.table import Table
 
 from dflash_serve.backend import Stream
 from dflash_serve.bench.settings import AUTO, OFF
-from dflash_serve.common.provenance import commit, processor
+from dflash_serve.common.provenance import commit, processor, versions
 
 ANSWERS = 32, 128
 """Tokens of the shortest and of the longest answer: requests should not stay in step."""
@@ -34,20 +34,25 @@ class Turn(NamedTuple):
     seconds: float
 
 
-def in_turns(streams: Mapping[str, Stream], seed: int) -> dict[str, float]:
-    """Runs streams of equally many requests to their ends, a chunk of each in turn; returns the seconds of each.
+def in_turns(streams: Mapping[str, Stream], seed: int, chunks: int | None = None) -> dict[str, Turn]:
+    """Runs streams by a chunk of each in turn, `chunks` times or to their ends.
 
     The order changes with every turn, so that no way always runs after the one whose steps empty the caches.
     """
-    seconds, running, chance = dict.fromkeys(streams, 0.0), list(streams), Random(seed)
-    while running:
+    tokens, seconds, running = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0.0), list(streams)
+    chance, turn = Random(seed), 0
+    while running and turn != chunks:
+        turn += 1
         chance.shuffle(running)
-        for name in running.copy():
+        for way in running.copy():
             start = perf_counter()
-            if next(streams[name], None) is None:
-                running.remove(name)
-            seconds[name] += perf_counter() - start
-    return seconds
+            chunk = next(streams[way], None)
+            seconds[way] += perf_counter() - start
+            if chunk is None:
+                running.remove(way)
+            else:
+                tokens[way] += len(chunk.token_ids)
+    return {way: Turn(tokens[way], seconds[way]) for way in streams}
 
 
 def summary(found: dict[str, list[Turn]]) -> dict[str, Any]:
@@ -89,9 +94,11 @@ def show(results: list[dict[str, Any]], title: str) -> None:
     Console().print(table)
 
 
-def measured_on() -> dict[str, str | int]:
-    """Processor or GPU, cores, threads, waiting policy, Python and commit."""
-    return {
+def write_report(load: Mapping[str, Any], results: list[Any], output: Path | None, **more: Any) -> None:
+    """Writes load and results with environment and versions as JSON; `output` None = no file."""
+    if output is None:
+        return
+    environment: dict[str, Any] = {
         "processor": processor(),
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
@@ -100,10 +107,7 @@ def measured_on() -> dict[str, str | int]:
         "python": platform.python_version(),
         "commit": commit() or "unknown",
     }
-
-
-def write_report(report: dict[str, Any], output: Path | None) -> None:
-    """Writes the JSON; its folder is made. None = no file."""
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report, indent=1) + "\n")
+    found = versions("torch", "transformers", "dflash", "dflash-serve")
+    report = {"environment": environment, "versions": found, "load": load, **more, "results": results}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=1) + "\n")
