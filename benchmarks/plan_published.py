@@ -87,7 +87,7 @@ def cases(group: Mapping[str, Any], start: Constants, *, by_hand: bool = False) 
             label = f"{row['target']} {row['task']} {batch}"
             plain = MeasuredCell(label, predictor, batch, 1, 1.0, base or 1.0)
             wide = MeasuredCell(label, predictor, batch, row["block"], row["tau"], dflash or 1.0)
-            yield Case({**told, "concurrency": batch, "base": base, "dflash": dflash}, ratio, plain, wide)
+            yield Case({**told, "concurrency": batch, "base": base, "dflash": dflash}, ratio or 0.0, plain, wide)
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
