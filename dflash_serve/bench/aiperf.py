@@ -212,9 +212,7 @@ class Aiperf:
 
     def environment(self) -> dict[str, str]:
         """The environment of aiperf. The key is in it, so that no process list shows it."""
-        env = {
-            name: value for name, value in os.environ.items() if name != KEY
-        }  # it may belong to another server
+        env = {name: value for name, value in os.environ.items() if name != KEY}  # it may belong to another server
         if self.api_key:
             env[KEY] = self.api_key
         if self.tokenizer and Path(self.tokenizer).is_dir():
