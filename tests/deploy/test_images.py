@@ -96,9 +96,9 @@ def test_a_layers_kernels_are_linked_where_a_read_only_pod_can_write(image: Imag
 
 
 @pytest.mark.parametrize("image", ["engines"], indirect=True)
-def test_the_builders_image_has_what_quantises_and_exports(image: Image, tmp_path: Path) -> None:
+def test_the_builders_image_has_what_quantises(image: Image, tmp_path: Path) -> None:
     with idle(image, tmp_path) as running:
-        done = running.run("python3", "-c", "import modelopt.torch.quantization, onnx, onnxruntime", timeout=300)
+        done = running.run("python3", "-c", "import modelopt.torch.quantization", timeout=300)
         assert done.returncode == 0, done.stderr
         assert running.run("dflash-serve", "build", "--help").returncode == 0
 
