@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from dflash_serve.backend import backend as backend_named
-from tests.deploy.test_chart_golden import case
 from tests.support.chart import (
     BACKENDS,
     Manifest,
+    case,
     config,
     of_kind,
     only,

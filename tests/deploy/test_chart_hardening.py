@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.test_chart_golden import CASES, case
-from tests.support.chart import Manifest, of_kind, pods, render
+from tests.support.chart import CASES, Manifest, case, of_kind, pods, render
 
 RESTRICTED_VOLUMES = {
     *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"),

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.test_chart_golden import case
-from tests.support.chart import CHART, DIGEST, RECIPES, Manifest, of_kind, only, render, server_pod, values
+from tests.support.chart import CHART, DIGEST, RECIPES, Manifest, case, of_kind, only, render, server_pod, values
 from tests.support.offline_hub import offline_hub
 from tests.support.scheduler import Cluster, StuckError, without_hooks
 

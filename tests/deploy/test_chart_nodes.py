@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.test_chart_golden import case
-from tests.support.chart import CHART, ROOT, Manifest, of_kind, only, pods, render, server, server_pod, values
+from tests.support.chart import CHART, ROOT, Manifest, case, of_kind, only, pods, render, server, server_pod, values
 
 CHECK = CHART / "files" / "check.py"
 NOBODY = 10001

@@ -16,8 +16,7 @@ import pytest
 from typer.main import get_group
 
 from dflash_serve.cli.main import app
-from tests.deploy.test_chart_golden import case
-from tests.support.chart import CHART, config, pods, render
+from tests.support.chart import CHART, case, config, pods, render
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, running
 from tests.support.tiny_target import write_tiny_pair

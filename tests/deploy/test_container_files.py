@@ -10,6 +10,7 @@ import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dockerfile_parse import DockerfileParser
@@ -18,9 +19,10 @@ from packaging.requirements import Requirement
 import dflash_serve
 from dflash_serve.backend import backend
 from dflash_serve.deploying.chart import KNOWN as BACKENDS
-from dflash_serve.deploying.workload import USER, WRITABLE, Workload
-from dflash_serve.deployment import Deployment, Model
+from tests.support.chart import render, server, server_pod, values
 
+USER = 10001
+WRITABLE = {"/models", "/prepared", "/cache", "/tmp"}
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
 EACH = pytest.mark.parametrize("name", BACKENDS)
@@ -54,6 +56,11 @@ def variables(name: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(\S+)", " ".join(last_stage(name)["ENV"])))
 
 
+def charts_server(name: str) -> dict[str, Any]:
+    """The server's container in the chart."""
+    return server(render(values(name, {"target": {"model": "x"}})))
+
+
 @EVERY
 def test_hadolint_has_nothing_to_say(name: str) -> None:
     argv = [str(Path(sys.executable).with_name("hadolint")), str(path_of(name))]
@@ -81,8 +88,12 @@ def test_nothing_is_built_on_what_is_not_pinned(name: str) -> None:
 def test_it_runs_without_rights_and_owns_only_what_it_writes(name: str) -> None:
     stage = last_stage(name)
     assert stage["USER"][-1] == f"{USER}:{USER}"
+    pod = server_pod(render(values("torch", {"target": {"model": "x"}})))["spec"]
+    assert pod["securityContext"]["runAsUser"] == USER
+    mounts = pod["containers"][0]["volumeMounts"]
+    assert {m["mountPath"] for m in mounts if not m.get("readOnly")} - {"/dev/shm"} == WRITABLE
     owned = next(value for value in stage["RUN"] if f"install -d -o {USER} -g {USER}" in value).split(f"-g {USER} ")[1]
-    assert set(owned.split()) == set(WRITABLE) - {"/tmp"}
+    assert set(owned.split()) == WRITABLE - {"/tmp"}
     assert stage["WORKDIR"] == ["/cache"]
 
 
@@ -91,7 +102,7 @@ def test_the_entry_point_is_ours_and_no_shell(name: str) -> None:
     stage = last_stage(name)
     assert json.loads(stage["ENTRYPOINT"][0]) == ["dflash-serve"]
     command = " ".join(json.loads(stage["CMD"][0])).replace("=", " ")
-    wanted = Workload("x", name, Deployment(target=Model(model="x"))).command
+    wanted = [*charts_server(name)["command"], *charts_server(name)["args"]]
     assert set(command.split()) <= set(" ".join(wanted).replace("=", " ").split())
     assert "SHELL" not in stage
 
@@ -107,7 +118,7 @@ def test_it_asks_the_server_how_it_is(name: str) -> None:
 
 @EACH
 def test_it_sets_what_the_pod_sets(name: str) -> None:
-    wanted = Workload("x", name, Deployment(target=Model(model="x"))).environment
+    wanted = {variable["name"]: variable["value"] for variable in charts_server(name)["env"]}
     assert wanted.items() <= variables(name).items()
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.deploying.workload import USER
 from tests.support.container import Container, Spec, container
 from tests.support.images import OLD, TORCH, Buildah, Image
 
 LAYERS = ("sglang", "vllm", "tensorrt-llm")
 CUBINS = "def get_cubin_dir():\n    return '/usr/local/lib/flashinfer_cubin/cubins'\n"
+USER = 10001
 SLEEP = ["python3", "-c", "import time; time.sleep(600)"]
 
 

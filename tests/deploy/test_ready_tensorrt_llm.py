@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from tests.deploy.test_chart_golden import case
 from tests.deploy.test_chart_probes import ready
-from tests.support.chart import render, server
+from tests.support.chart import case, render, server
 from tests.support.fake_trtllm_serve import FakeTrtllmServe
 
 ROUTE = "/health"
