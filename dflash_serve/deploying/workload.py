@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import yaml
 
-from dflash_serve.backend import EngineFacts, ServerBackend, server_backend
+from dflash_serve.backend import EngineFacts, server_backend
 from dflash_serve.checkpoint.config import weight_bytes
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_source
@@ -35,19 +34,14 @@ class Workload:
     replicas: int = 1
     """Servers of this deployment, each on GPUs of its own."""
 
-    @cached_property
-    def server(self) -> ServerBackend:
-        """The backend.
-
-        Raises:
-            UserError: it is not installed, or has no server.
-        """
-        return server_backend(self.backend)
-
     @property
     def facts(self) -> EngineFacts:
-        """Paths, metric names and flags of the engine."""
-        return self.server.facts
+        """Paths, metric names and flags of the engine.
+
+        Raises:
+            UserError: the backend is not installed, or has no server.
+        """
+        return server_backend(self.backend).facts
 
     @property
     def fields(self) -> Document:

@@ -233,8 +233,8 @@ def test_the_acceptance_gate_opens_at_the_baseline_and_not_below(pair: tuple[Pat
     with running(tiny_engine(pair, width=4)) as tiny:
         asked = [f"--url={tiny.url}", f"--model={MODEL}", "--tokens=8"]
         code, said = script(ACCEPTANCE, *asked, "--at-least=1")
-        assert (code, "tokens per verification, wanted are 1.00" in said) == (0, True), said
+        assert (code, "tokens per verification; the minimum is 1.00" in said) == (0, True), said
         code, said = script(ACCEPTANCE, *asked, "--at-least=3")
-        assert (code, "tokens per verification, wanted are 3.00" in said) == (1, True), said
+        assert (code, "tokens per verification; the minimum is 3.00" in said) == (1, True), said
     code, said = script(ACCEPTANCE, *asked, "--at-least=1")
     assert (code, said.startswith("no acceptance: ")) == (1, True), said
