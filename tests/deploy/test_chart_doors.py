@@ -1,4 +1,4 @@
-"""What a cluster needs besides our values: doors into the pod that take Kubernetes' own words, and stay strict."""
+"""Values that pass Kubernetes' own objects on: volumes, variables, containers, schedulers and labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a pod may take to come and to go."""
+"""Times that a pod has for loading and for ending."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_changed_deployment_is_a_new_pod_and_a_changed_chart_is_none() -> None
     assert not of_the_chart & template()["metadata"]["labels"].keys()
     mounted = render(values("sglang", given, tests={"acceptance": {"atLeast": 2}}))
     assert "acceptance.py" in config(mounted)
-    assert server_pod(mounted) == template()  # what only tests read restarts nobody
+    assert server_pod(mounted) == template()  # a file that only tests read restarts no server
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -169,7 +169,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_the_embedded_server_says_that_a_random_drafter_does_not_fit(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """And is asked with the first of its keys."""
+    """The probe uses the first key of the file."""
     keys = tmp_path / "keys"
     keys.write_text("# clients\n\nfirst\nsecond\n")
     with running(tiny_engine(pair, width=4), api_key_file=keys) as tiny:
@@ -191,7 +191,7 @@ def test_an_answer_that_breaks_off_or_is_empty_fails_helm_test() -> None:
 
 
 def test_helm_tests_commands_get_whole_and_streamed_answers(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """As the pods are told to, but for the address, the model and where the key lies."""
+    """With the pods' own arguments, except address, model and the path of the key."""
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     manifests = render(case("torch-on-a-cpu"))

@@ -1,4 +1,4 @@
-"""What the container files promise, read from the files: there is no container engine here to build them with."""
+"""Properties of the container files, read from the files; test_images.py builds them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_hadolint_has_nothing_to_say(name: str) -> None:
 
 @EVERY
 def test_nothing_is_built_on_what_is_not_pinned(name: str) -> None:
-    """The base has no default, and a build stage that the rest needs refuses one without a digest."""
+    """The base has no default, and a build stage that all others need refuses one without a digest."""
     argument = BASE[name]
     steps = parsed(name)
     assert ("ARG", argument) in steps
@@ -140,7 +140,7 @@ def test_nothing_is_fetched_from_a_url_and_no_cache_is_kept(name: str) -> None:
 
 
 def copied(name: str) -> set[str]:
-    """What the builder takes from this repository."""
+    """Paths of this repository that the builder copies."""
     steps = [value for instruction, value in parsed(name) if instruction == "COPY" and not value.startswith("--from")]
     return {word for value in steps for word in value.split()[:-1]}
 
@@ -163,7 +163,7 @@ def test_flashinfers_kernels_are_linked_as_root_and_the_link_is_proven_as_the_us
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_helm_tests_verify_and_acceptance_have_what_they_import(name: str) -> None:
-    """They run in the server's image."""
+    """The chart's scripts run in the server's image."""
     installs = [value for instruction, value in parsed(name) if instruction == "RUN" and "install" in value]
     assert any("prove]" in value for value in installs)
 

@@ -1,4 +1,4 @@
-"""A backend that we have never heard of is deployed in every form: all that is its own comes from its facts."""
+"""A backend of another package is deployed too: the values describe its engine by its facts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ acme = Acme()
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside ours, found by its entry point like any other."""
+    """Installed beside ours, and found by its entry point."""
     point = EntryPoint("acme", f"{__name__}:acme", registry.GROUP)
     monkeypatch.setattr(type(point), "load", _load)
     found = EntryPoints([*entry_points(group=registry.GROUP), point])

@@ -1,4 +1,4 @@
-"""What a tag would publish: the workflow is well formed, pins what it runs, and forgets no image; the chart can be
+"""The release workflow is well formed, pins its actions and builds every image; the chart can be
 pushed to a registry and installed from there."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_it_builds_signs_and_describes_every_image_for_both_architectures() -> N
 
 @pytest.mark.parametrize("layer", HELMS, ids=lambda layer: layer.helm)
 def test_the_charts_job_pushes_to_a_closed_registry_and_signs_what_it_pushed(layer: Layer, tmp_path: Path) -> None:
-    """Its own lines, with the docker login that it has; cosign, which reads no login of helm's, notes its words."""
+    """Runs the workflow's own lines with its docker login; a stand-in for cosign writes its arguments down."""
     job = WORKFLOW["jobs"]["chart"]
     assert any(step.get("uses", "").startswith("docker/login-action@") for step in job["steps"])
     (step,) = [step for step in job["steps"] if "helm push" in step.get("run", "")]
