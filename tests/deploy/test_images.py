@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.deploying.workload import USER
 from tests.support.container import Container, Spec, container
 from tests.support.images import OLD, TORCH, Buildah, Image
 
 LAYERS = ("sglang", "vllm", "tensorrt-llm")
 CUBINS = "def get_cubin_dir():\n    return '/usr/local/lib/flashinfer_cubin/cubins'\n"
+USER = 10001
 SLEEP = ["python3", "-c", "import time; time.sleep(600)"]
 
 
 @pytest.fixture(scope="module")
 def engine_base(buildah: Buildah, python_base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What an engine's own image is to our layer: Python, pip, packages of its own, FlashInfer's kernels; no engine."""
+    """A base image like an engine's: Python, pip, packages and FlashInfer's kernels, without an engine."""
     context = tmp_path_factory.mktemp("engine")
     (context / "flashinfer_cubin.py").write_text(CUBINS)
     lines = [
