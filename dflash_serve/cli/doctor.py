@@ -16,7 +16,7 @@ from dflash_serve.cli import options
 from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.cli.figures import number, survival_text
 from dflash_serve.common.extras import need
-from dflash_serve.common.journal import resumable
+from dflash_serve.common.store import resumable
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 
@@ -146,8 +146,8 @@ def _examine(
         return backend.first_difference(engine, pair.target, pair.drafter, pair.prompts[0])
 
     belongs_to = _belongs_to(pair, engine, width) | ({} if steps is None else {"steps": [dict(one) for one in steps]})
-    with resumable(output, belongs_to, "finished probes", resume=resume) as journal:
-        examination = Examination(reference, journal, advance)
+    with resumable(output, belongs_to, "finished probes", resume=resume) as store:
+        examination = Examination(reference, store, advance)
         report: SuspectReport | PairReport
         if told is not None:
             observation = replace(told.observation, errors=reference.order_errors())

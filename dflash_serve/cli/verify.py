@@ -14,7 +14,7 @@ from dflash_serve.backend import EMBEDDED, Prompt, backend, server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.common.extras import need
-from dflash_serve.common.journal import resumable
+from dflash_serve.common.store import resumable
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
 from dflash_serve.prompts import read_prompt_set
@@ -191,9 +191,9 @@ def _run(plan: VerifyPlan, prompts: Sequence[Prompt], pair: SubjectPair, output:
     from dflash_serve.verify.verification import Verification
 
     belongs_to = {"plan": plan.model_dump(mode="json"), "subjects": pair.descriptions}
-    with resumable(output, belongs_to, "finished answers", resume=resume) as journal:
+    with resumable(output, belongs_to, "finished answers", resume=resume) as store:
         with _progress(quiet=told.quiet) as progress:
-            findings = Verification(plan, prompts, pair, journal, progress).run()
+            findings = Verification(plan, prompts, pair, store, progress).run()
         report = report_of(plan, pair.descriptions, findings)
         write_report(report, output)
     console = Console(highlight=False, quiet=told.as_json)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dflash_serve.common.frozen import Frozen
-from dflash_serve.common.journal import Journal
+from dflash_serve.common.store import Store
 from dflash_serve.doctor.corrections import Alternative, Correction, corrections, fewest_prompts
 from dflash_serve.doctor.diagnosis import HEALTHY, Hypothesis, Verdict, diagnose
 from dflash_serve.doctor.evidence import Fault, Observation, Prediction, Reference
@@ -15,7 +15,7 @@ from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 SOUND = "as it is"
-"""Name of the sound prediction in the journal."""
+"""Name of the sound prediction in the store."""
 
 
 class AcceptanceFigures(Frozen):
@@ -102,7 +102,7 @@ class Examination:
     """
 
     reference: Reference
-    journal: Journal
+    store: Store
     show: Callable[[str, int], None] = lambda name, count: None
 
     def hypotheses(self) -> list[Hypothesis]:
@@ -177,11 +177,11 @@ class Examination:
     def _kept(self, fault: str | None, count: int) -> Prediction:
         name = fault or SOUND
         self.show(name, count)
-        kept = self.journal.get(name)
+        kept = self.store.get(name)
         if kept is None:
             prediction = self.reference.predict(fault)
             kept = {"counts": [one.to_dict() for one in prediction.counts], "answers": list(prediction.answers)}
-            self.journal.put(name, kept)
+            self.store.put(name, kept)
         return Prediction(tuple(map(AcceptanceStatistics.from_dict, kept["counts"])), tuple(kept["answers"]))
 
 

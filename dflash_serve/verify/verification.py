@@ -13,7 +13,7 @@ from zlib import crc32
 from dflash_serve.backend import Prompt
 from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.http import RefusedError
-from dflash_serve.common.journal import Journal
+from dflash_serve.common.store import Store
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
@@ -24,7 +24,7 @@ from dflash_serve.verify.subjects import Subject, SubjectPair
 from dflash_serve.verify.tokens import TOP, AnswerPair, Piece, ScoredAnswer, TokenComparison, again, compare_tokens
 
 UNIT, ACCEPTANCE = "unit", "acceptance"
-"""Names in the journal."""
+"""Names in the store."""
 PROBE = SamplingParams(temperature=0, max_tokens=32)
 """One answer long enough for a server that speculates to draft."""
 Progress = Callable[[str, int], None]
@@ -32,21 +32,21 @@ Progress = Callable[[str, int], None]
 
 
 class AnswerRecord:
-    """What both sides answered, by side, case and index, in a journal; what they refused is kept until the end only."""
+    """What both sides answered, by side, case and index, in a store; what they refused is kept until the end only."""
 
-    def __init__(self, journal: Journal) -> None:
-        self.journal = journal
+    def __init__(self, store: Store) -> None:
+        self.store = store
         self.refused: dict[str, str] = {}
         """Case -> what the server said."""
 
     @property
     def unit(self) -> str:
         """What answers are made of: token ids, tokens, or characters."""
-        return str(self.journal.get(UNIT, "nothing"))
+        return str(self.store.get(UNIT, "nothing"))
 
     def missing(self, side: str, case: Case, count: int) -> list[int]:
         """Which of the first `count` answers there are not."""
-        return [index for index in range(count) if _key(side, case, index) not in self.journal]
+        return [index for index in range(count) if _key(side, case, index) not in self.store]
 
     def keep(self, side: str, case: Case, index: int, reply: Reply) -> None:
         """Keeps an answer.
@@ -55,16 +55,16 @@ class AnswerRecord:
             UserError: the sides name tokens in different ways, so everything would differ.
         """
         if reply.pieces:
-            if UNIT not in self.journal:
-                self.journal.put(UNIT, reply.unit)
+            if UNIT not in self.store:
+                self.store.put(UNIT, reply.unit)
             if self.unit != reply.unit:
                 what = f"the side {side} speculation gives {reply.unit}, the other {self.unit}"
                 raise UserError(what, where="verify", do="compare two servers of the same engine and version")
-        self.journal.put(_key(side, case, index), list(reply.pieces))
+        self.store.put(_key(side, case, index), list(reply.pieces))
 
     def answers(self, side: str, case: Case, count: int) -> list[list[Piece]]:
         """The first `count` of them."""
-        return [self.journal[_key(side, case, index)] for index in range(count)]
+        return [self.store[_key(side, case, index)] for index in range(count)]
 
     def pairs(self, case: Case, count: int) -> list[AnswerPair]:
         """Both sides' first `count` answers, with what they said when asked again."""
@@ -75,26 +75,26 @@ class AnswerRecord:
         ]
 
     def _score(self, side: str, case: Case, index: int) -> ScoredAnswer | None:
-        kept = self.journal.get(_again(side, case, index))
+        kept = self.store.get(_again(side, case, index))
         return None if kept is None else ScoredAnswer(**kept)
 
     def is_scored(self, side: str, case: Case, index: int) -> bool:
         """Whether it was asked again, with log-probabilities."""
-        return _again(side, case, index) in self.journal
+        return _again(side, case, index) in self.store
 
     def keep_score(self, side: str, case: Case, index: int, scored: ScoredAnswer | None) -> None:
         """Keeps what came of asking again; None = the engine did not say."""
-        self.journal.put(_again(side, case, index), None if scored is None else vars(scored))
+        self.store.put(_again(side, case, index), None if scored is None else vars(scored))
 
     def keep_acceptance(self, now: AcceptanceStatistics) -> None:
         """Adds a run's acceptance to that of the interrupted runs before it; unknown where one's is."""
         kept = self.acceptance
-        self.journal.put(ACCEPTANCE, (now if kept is None else total([kept, now])).to_dict())
+        self.store.put(ACCEPTANCE, (now if kept is None else total([kept, now])).to_dict())
 
     @property
     def acceptance(self) -> AcceptanceStatistics | None:
         """What was kept of it; None = nothing."""
-        return AcceptanceStatistics.from_dict(self.journal[ACCEPTANCE]) if ACCEPTANCE in self.journal else None
+        return AcceptanceStatistics.from_dict(self.store[ACCEPTANCE]) if ACCEPTANCE in self.store else None
 
 
 class Verification:
@@ -102,7 +102,7 @@ class Verification:
 
     Args:
         prompts: greedy cases take the first `plan.prompts` of them, each sampled case one.
-        journal: finished answers; what it has is not asked again.
+        store: finished answers; what it has is not asked again.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class Verification:
         plan: VerifyPlan,
         prompts: Sequence[Prompt],
         pair: SubjectPair,
-        journal: Journal,
+        store: Store,
         progress: Progress = lambda what, count: None,
     ) -> None:
         self.plan, self.prompts, self.pair, self.progress = plan, prompts, pair, progress
-        self.record = AnswerRecord(journal)
+        self.record = AnswerRecord(store)
         self.asked_with = 0
         """Answers that the speculating side gave in this run."""
 

@@ -12,7 +12,7 @@ import pytest
 
 from dflash_serve.cli.main import run
 from dflash_serve.client.endpoint import Endpoint
-from dflash_serve.common.journal import Journal
+from dflash_serve.common.store import Store
 from dflash_serve.doctor.evidence import Fault, Observation, Prediction, interview, widths_of
 from dflash_serve.doctor.examination import Examination
 from dflash_serve.errors import UserError
@@ -227,7 +227,7 @@ class Silent:
 
 
 def test_prompts_for_which_nothing_is_drafted_are_one_line() -> None:
-    examination = Examination(Silent(), Journal(None, {}))
+    examination = Examination(Silent(), Store(None, {}))
     with pytest.raises(UserError, match="nothing is drafted"):
         examination.examine_suspect(Observation.of_length(2.0))
     with pytest.raises(UserError, match="nothing is drafted"):
