@@ -28,17 +28,16 @@ from benchmarks.simulator import Surface, surfaces
 from dflash_serve.checkpoint.heads import ConfidenceConfig
 from dflash_serve.common.provenance import commit, now
 from dflash_serve.models.drafter_heads import ConfidenceHead
-from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
+from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.speculation.allocation import Choices
 from dflash_serve.speculation.belief import Matrix
 from dflash_serve.speculation.costs import Context
 from dflash_serve.speculation.policy import Step
 from dflash_serve.speculation.width import AutoWidth
-from dflash_serve.training.answers import make_data
-from dflash_serve.training.blocks import lay_out
-from dflash_serve.training.dataset import Example, load_answers, target_features
+from dflash_serve.training.answers import answer_engine, make_data
+from dflash_serve.training.blocks import SlotForward, lay_out
+from dflash_serve.training.data import Example, load_answers, target_features
 from dflash_serve.training.recipe import Recipe
-from dflash_serve.training.slots import SlotForward
 
 Integers = NDArray[np.int64]
 OPENERS = ("", "", "What is", "How", "Why", "Explain", "Write a Python function that", "List", "Tell me about")
@@ -202,7 +201,7 @@ def main(
 ) -> None:
     """Prints tokens per second by those of `auto` as it is."""
     asked = recipe(count)
-    manifest = make_data(asked, load_target("smollm2"), load_tokenizer("smollm2"), work, lambda *_: None)
+    manifest = make_data(asked, lambda: answer_engine(asked, "cpu"), work, lambda *_: None)
     examples, _ = load_answers(work, manifest, validation_share=0.0, seed=0)
     answers, shares = measured(examples[:answers_used])
     kinds, rows = ("head", "own", "known"), []

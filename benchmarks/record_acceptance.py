@@ -19,9 +19,8 @@ from torch import Tensor
 from benchmarks.simulator import DATA
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.models.loader import load_drafter
-from dflash_serve.training.blocks import lay_out
-from dflash_serve.training.dataset import target_features
-from dflash_serve.training.slots import SlotForward
+from dflash_serve.training.blocks import SlotForward, lay_out
+from dflash_serve.training.data import target_features
 from dflash_torch.engine import EmbeddedEngine
 from tests.support.prompts import Messages, chat, human_eval, word_problems
 

@@ -91,7 +91,7 @@ def mend_folder(folder: Path) -> None:
 
 
 def read_record(path: Path, kind: type[Record]) -> Record | None:
-    """Reads a record of earlier measurements, such as those in the cache folder; None if it is missing or unreadable."""
+    """Reads a record of earlier measurements; None if it is missing or unreadable."""
     try:
         return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError):
