@@ -168,10 +168,10 @@ class Runs:
 
     Args:
         output: the bench's folder.
-        request: what every request asks for.
+        request: settings of every request.
 
     Attributes:
-        changed: by variant, how the settings of its kept runs differ from those of this bench, which measures it anew.
+        changed: by variant, the settings in which its kept runs differ from this bench, which measures it anew.
 
     Raises:
         UserError: the folder cannot be written, or holds a file that is not a store.

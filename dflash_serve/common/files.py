@@ -21,7 +21,7 @@ Record = TypeVar("Record", bound=BaseModel)
 
 
 def cache_home() -> Path:
-    """Our private cache folder; follows XDG_CACHE_HOME."""
+    """The cache folder of dflash-serve; follows XDG_CACHE_HOME."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "dflash-serve"
 
@@ -36,7 +36,7 @@ def write_whole(path: Path, content: str | bytes, *, do: str = "name another pla
     """Writes a file (text as UTF-8) under a scratch name beside it, then renames: no reader sees half of it.
 
     Args:
-        do: what the user can do where it cannot be written.
+        do: advice for the user if it cannot be written.
         private: only the owner may read it.
 
     Raises:

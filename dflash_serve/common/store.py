@@ -1,7 +1,7 @@
-"""The one resumable store: named results on disk, under a key of what made them.
+"""The one resumable store: named results on disk under a key of what made them.
 
-A key is the digest of everything that a result depends on. Results are reused only under their own key; with another
-one a command starts anew, says why, and leaves the old results where they are.
+A key is the digest of everything that a result depends on. Results are reused under their own key only. With another
+key a command starts anew and says which settings differ; the old results stay.
 
 * `Store`: JSON values, one a line, in an append-only file. A kill can cut the last line only, and that line is dropped.
 * `ResultFolders`: folders named NAME-KEY, written beside and renamed, so that a name means a whole result.
@@ -47,8 +47,8 @@ class Store:
         made_by: all settings that the values depend on, as JSON. Values under other settings stay in the file unread.
 
     Attributes:
-        changed: how the settings of the values in the file differ from `made_by`; None where none differ, or where
-            some values are under `made_by`.
+        changed: the settings in which the values in the file differ from `made_by`; None if some are under `made_by`,
+            or there are none.
 
     Raises:
         UserError: the file cannot be read or written, or is not a store.
@@ -163,7 +163,7 @@ class ResultFolders:
         self.root = root
 
     def path(self, name: str, key: str) -> Path:
-        """Where the result is, or will be."""
+        """The folder of a result, finished or not."""
         return self.root / f"{name}-{key[:KEY_LENGTH]}"
 
     def get(self, name: str, key: str) -> Path | None:

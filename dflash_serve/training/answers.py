@@ -58,7 +58,7 @@ Report = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
-class Question:
+class Request:
     """A prompt to continue."""
 
     index: int
@@ -70,7 +70,7 @@ class Question:
 class Completion:
     """A continued prompt. `ended`: by a stop token (kept, the last one); `looped`: cut because it repeated itself."""
 
-    question: Question
+    request: Request
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
     looped: bool = False
@@ -125,8 +125,8 @@ def make_data(recipe: Recipe, open_engine: Callable[[], Engine], folder: Path, r
         manifest = DataManifest(recipe_sha256=wanted, target=recipe.target.model, **counts)
     writer = _Writer(folder, manifest, recipe.data.answers.shard_size)
     deadline = inf if minutes is None else writer.began + minutes * 60
-    questions = _questions(recipe, prompts, writer.done, deadline)
-    for completion in ask(engine, questions, recipe.data.answers.max_batch_size):
+    requests = _requests(recipe, prompts, writer.done, deadline)
+    for completion in ask(engine, requests, recipe.data.answers.max_batch_size):
         if writer.add(completion):
             report("answers", writer.save(finished=False))
     # A dropped answer is asked for again when an unfinished run goes on.
@@ -174,14 +174,14 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...
     return tuple(tokenizer.encode(rendered, add_special_tokens=False))
 
 
-def ask(engine: Engine, questions: Iterator[Question], at_once: int) -> Iterator[Completion]:
-    """Completions as they end, with up to `at_once` questions in the engine; one that repeats itself is cut."""
+def ask(engine: Engine, requests: Iterator[Request], at_once: int) -> Iterator[Completion]:
+    """Completions as they end, with up to `at_once` requests in the engine; one that repeats itself is cut."""
     running: list[tuple[Stream, Completion]] = []  # a stream each, so that one answer can be ended early
     while True:
         # Refilled some at a time: a prefill of one prompt costs nearly as much as one of many.
         if len(running) <= at_once - max(1, at_once // 16):
-            for question in islice(questions, at_once - len(running)):
-                running.append((engine.stream([question.prompt], [question.params]), Completion(question)))
+            for request in islice(requests, at_once - len(running)):
+                running.append((engine.stream([request.prompt], [request.params]), Completion(request)))
         if not running:
             return
         going = []
@@ -231,7 +231,7 @@ def _synthesised(
     skip = len(_user_turns(engine.tokenizer, ("",))[0][0])
     kept: dict[str, None] = {}
 
-    def questions() -> Iterator[Question]:
+    def requests() -> Iterator[Request]:
         for index in range(ATTEMPTS * source.count):
             if len(kept) >= source.count:
                 return
@@ -241,12 +241,12 @@ def _synthesised(
                 stop_token_ids=stop_ids,
                 seed=_seed(*seeds, index),
             )
-            yield Question(index, starts[index % len(starts)], params)
+            yield Request(index, starts[index % len(starts)], params)
 
-    for completion in ask(engine, questions(), at_once):
-        said = [*completion.question.prompt, *completion.tokens[:-1]][skip:]
+    for completion in ask(engine, requests(), at_once):
+        said = [*completion.request.prompt, *completion.tokens[:-1]][skip:]
         text = engine.tokenizer.decode(said, skip_special_tokens=True).strip()
-        opener = source.openers[completion.question.index % len(starts)].strip()
+        opener = source.openers[completion.request.index % len(starts)].strip()
         if completion.ended and len(text) > len(opener) + 3:
             kept.setdefault(text)
             report(f"prompts {source.name}", len(kept))
@@ -263,7 +263,7 @@ def _user_turns(
     return starts, tuple(tokenizer.encode(after, add_special_tokens=False)[:1])
 
 
-def _questions(recipe: Recipe, prompts: list[tuple[int, ...]], done: set[int], deadline: float) -> Iterator[Question]:
+def _requests(recipe: Recipe, prompts: list[tuple[int, ...]], done: set[int], deadline: float) -> Iterator[Request]:
     settings = recipe.data.answers
     for index, prompt in enumerate(prompts):
         if time.monotonic() > deadline:
@@ -274,7 +274,7 @@ def _questions(recipe: Recipe, prompts: list[tuple[int, ...]], done: set[int], d
         chance = random.Random(recipe.seed * 1_000_003 + index).random()  # noqa: S311 - no secret
         temperature = settings.temperature if chance < settings.sampled_share else 0.0
         seed, limit = _seed(recipe.seed, index), settings.max_new_tokens
-        yield Question(index, prompt, SamplingParams(temperature=temperature, max_tokens=limit, seed=seed))
+        yield Request(index, prompt, SamplingParams(temperature=temperature, max_tokens=limit, seed=seed))
 
 
 def _seed(*parts: int) -> int:
@@ -295,15 +295,15 @@ class _Writer:
 
     def add(self, completion: Completion) -> bool:
         """Takes an answer, or drops one that is too short or a repetition; True when a shard is full."""
-        question, said = completion.question, tuple(completion.tokens)
+        request, said = completion.request, tuple(completion.tokens)
         if len(said) < SHORTEST_ANSWER or said in self.distinct:
             self.counts["dropped"] += 1
             return False
         self.distinct.add(said)
         self.counts["ended"] += completion.ended
         self.counts["looped"] += completion.looped
-        tokens = torch.tensor([*question.prompt, *said], dtype=torch.int32)
-        self.pending.append(Example(question.index, tokens, len(question.prompt)))
+        tokens = torch.tensor([*request.prompt, *said], dtype=torch.int32)
+        self.pending.append(Example(request.index, tokens, len(request.prompt)))
         return len(self.pending) >= self.shard_size
 
     def save(self, *, finished: bool) -> int:

@@ -32,7 +32,7 @@ ContextKV = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Where the blocks of one pass are. Flat rows are [all blocks of sequence 0, of sequence 1, ...], B rows a block.
+    """Positions of the blocks of one pass; flat rows are [blocks of sequence 0, of sequence 1, ...], B rows a block.
 
     Attributes:
         block_size: rows of a block, here B; an anchor-first drafter has one less.
@@ -64,7 +64,7 @@ class BlockLayout:
         return out
 
     def block_visible(self, kind: AttentionKind) -> Tensor:
-        """Bool [B, B] of what the slots of one block see of each other."""
+        """Bool [B, B]: True if a slot of a block sees another."""
         slots = torch.arange(self.block_size, device=self.anchors.device)
         distance = slots[:, None] - slots
         visible = distance >= 0 if kind.causal else torch.ones_like(distance, dtype=torch.bool)
@@ -105,8 +105,8 @@ def step_sequences(seed: int, step: int, count: int, per_step: int) -> list[tupl
 def draw_anchors(seed: int, epoch: int, index: int, *, first: int, length: int, count: int) -> Tensor:
     """Sorted anchors int64 [<= count] among the answer's positions first .. length-2, without repetition.
 
-    The last position is none: nothing follows it. `first` is the answer's first token, which prefill has sampled but
-    the target has not read: the same state as after every verification.
+    The last position is not an anchor, because nothing follows it. `first` is the answer's first token, which prefill
+    has sampled but the target has not read, as after every verification.
     """
     candidates = torch.arange(first, length - 1)
     chosen = torch.randperm(len(candidates), generator=_generator(seed, epoch, index + 1))[:count]
@@ -114,7 +114,7 @@ def draw_anchors(seed: int, epoch: int, index: int, *, first: int, length: int, 
 
 
 def _generator(seed: int, epoch: int, index: int) -> torch.Generator:
-    """A generator of its own for every (seed, epoch, index): the order of the calls does not matter."""
+    # one for every (seed, epoch, index), so that the order of the calls does not matter
     mixed = ((seed * 1_000_003 + epoch) * 1_000_003 + index) & 0x7FFF_FFFF_FFFF_FFFF
     return torch.Generator().manual_seed(mixed)
 
@@ -251,7 +251,7 @@ class BlockForward:
 
     Args:
         embedding: the target's table [vocabulary, H].
-        dtype: what it computes in; the drafter's own weights stay fp32, and are rounded once a step.
+        dtype: of the computation; the drafter's own weights stay fp32 and are rounded once a step.
     """
 
     def __init__(self, drafter: Drafter, embedding: Tensor, *, dtype: torch.dtype) -> None:
@@ -278,7 +278,7 @@ class _Pass(nn.Module):
     def __init__(self, drafter: Drafter, embedding: Tensor, flex: Callable[..., Any] | None) -> None:
         super().__init__()
         self.drafter, self.flex = drafter, flex
-        self.embedding = (embedding,)  # in a tuple: it is not ours to train or to move
+        self.embedding = (embedding,)  # in a tuple, so that it is neither trained nor moved
 
     def forward(self, blocks: Blocks, features: Tensor) -> Tensor:
         """features [sum of contexts, F*H] -> [blocks * B, H]."""
@@ -311,7 +311,7 @@ def _flex(device: torch.device) -> Callable[..., Any] | None:
 
 
 class Predictions(NamedTuple):
-    """Of slots 1..B-1. Logits are hidden @ head.T, and with a Markov head + latent @ bias.T.
+    """Predictions of slots 1..B-1. Logits are hidden @ head.T, plus latent @ bias.T with a Markov head.
 
     Attributes:
         hidden: [blocks, B-1, H] after the final norm; latent: [blocks, B-1, r]; bias: [vocabulary, r].
@@ -325,8 +325,9 @@ class Predictions(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Of slots 1..B-1: token ids int64 [blocks, B-1], which of them count, and where the target's distributions are
-    wanted, its hidden states [blocks, B-1, H] after the final norm.
+    """Labels of slots 1..B-1: token ids int64 [blocks, B-1] and if they count.
+
+    With soft labels also the target's hidden states [blocks, B-1, H] after the final norm.
     """
 
     targets: Tensor
@@ -363,10 +364,10 @@ def _latents(markov: MarkovHead, previous: Tensor, hidden: Tensor) -> Tensor:
 
 
 class Teacher:
-    """What is read of the target for a step, and made of it.
+    """The target's part in a step: the drafter's features, and the labels.
 
     Args:
-        soft: the slots' labels are the target's distributions, too: its last layer's outputs are one feature more.
+        soft: labels include the target's distributions, so its last layer's outputs are one more feature.
     """
 
     def __init__(self, target: TargetModel, config: DrafterConfig, *, soft: bool) -> None:

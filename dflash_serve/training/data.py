@@ -25,7 +25,7 @@ from dflash_serve.models.target import TargetModel
 from dflash_serve.prompts import HUMAN_EVAL, human_eval_prompts, jsonl_prompts
 
 SHORTEST = 2
-"""Answer tokens below which no slot can be predicted: the anchor and one more."""
+"""Least tokens of an answer: the anchor and one to predict."""
 MANIFEST = "manifest.json"
 WINDOW = 13
 """Words in a row that two texts hardly ever share by chance (GPT-3, arXiv 2005.14165, appendix C)."""
@@ -52,7 +52,7 @@ class ShardEntry(Frozen):
 
 
 class DataManifest(Frozen):
-    """What a data folder holds, and what it was made from."""
+    """The contents of a data folder and the digest of its settings."""
 
     recipe_sha256: str
     target: str

@@ -23,7 +23,7 @@ BLOCKS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Weighting:
-    """How much each slot counts: D-PACE (arXiv 2605.18810) with `alpha`, or exp(-(k-1)/gamma) where alpha is None."""
+    """Weights of the slots: D-PACE (arXiv 2605.18810) with `alpha`, or exp(-(k-1)/gamma) without."""
 
     alpha: float | None = 0.5
     gamma: float = 4.0
@@ -31,8 +31,8 @@ class Weighting:
     def __call__(self, probability: Tensor, valid: Tensor) -> Tensor:
         """Weights [blocks, B-1] of slots 1..B-1 from the drafter's probability of the right tokens; 0 where not valid.
 
-        D-PACE: q_j = (1-a) p_j + a, w_j = sum over m >= j of prod over i <= m of q_i: a slot counts as far as the slots
-        up to it, and those behind it, are likely to be accepted.
+        D-PACE: q_j = (1-a) p_j + a, w_j = sum over m >= j of prod over i <= m of q_i: the expected number of accepted
+        slots from this one on.
         """
         if self.alpha is None:
             slots = torch.arange(valid.shape[1], dtype=probability.dtype, device=valid.device)
@@ -123,7 +123,7 @@ class SlotLoss:
         return loss, SlotScores(*scores)
 
     def knows(self, targets: Tensor) -> Tensor:
-        """Which of these tokens the softmax runs over; the slots of others must not be valid."""
+        """True for tokens that the softmax runs over; slots of other tokens must not be valid."""
         return torch.ones_like(targets, dtype=torch.bool) if self.places is None else self.places[targets] >= 0
 
     @torch.no_grad()
@@ -175,7 +175,7 @@ class SlotLoss:
         return chunks
 
     def _measure(self, part: _Parts, bias: Tensor | None, *, sloped: bool = False) -> tuple[SlotScores, Tensor]:
-        """Scores, and [rows, vocabulary] in memory of ours: where `sloped`, the weighted loss's slope in the logits."""
+        """Scores, and [rows, vocabulary] in reused memory: with `sloped`, the gradient of the loss in the logits."""
         targets = part.targets[:, None]
         logits = self._logits("drafter", part.hidden)
         if part.latent is not None and bias is not None:
@@ -208,7 +208,7 @@ class SlotLoss:
         return self._room(whose, logits).copy_(logits)
 
     def _room(self, name: str, like: Tensor) -> Tensor:
-        """Memory kept between steps: to take 20 MB anew from the system costs a CPU more than to fill them."""
+        # kept between steps: to take 20 MB from the system costs a CPU more than to fill them
         room = self.rooms.get(name)
         if room is None or len(room) < len(like):
             dtype = torch.promote_types(self.head.dtype, torch.float32)
@@ -232,7 +232,6 @@ def _softmax_(logits: Tensor) -> Tensor:
 
 
 def _joined(chunks: list[SlotScores]) -> SlotScores:
-    """Those of all blocks."""
     columns = zip(*chunks, strict=True)
     return SlotScores(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 

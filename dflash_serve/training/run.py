@@ -42,7 +42,7 @@ def choose_device(name: str) -> torch.device:
     """The device of that name; `auto` is the GPU if there is one.
 
     Raises:
-        UserError: a GPU is asked for where there is none.
+        UserError: a GPU is asked for and there is none.
     """
     available = torch.cuda.is_available()
     if name.startswith("cuda") and not available:

@@ -71,9 +71,9 @@ class Tick:
     step: int
     lr: float
     loss: float
-    """Of the slots."""
+    """Loss of the slots."""
     confidence_loss: float | None
-    """None = no such head."""
+    """None without a confidence head."""
     gradient_norm: float
     slot_hits: Tensor
     slots: Tensor
@@ -114,7 +114,7 @@ class Tally:
         self.hits = torch.zeros(block_size - 1)
         self.slots = torch.zeros(block_size - 1)
         self.loss = torch.zeros(3)
-        """Of the slots and of their confidence, and the weights."""
+        """Sums of the slots' loss, of the confidence loss, and of the weights."""
         self.confident = False
         self.lengths: list[Tensor] = []
         self.walked: list[int] = []
@@ -345,7 +345,7 @@ class Trainer:
         return True
 
     def other_settings(self) -> str | None:
-        """How the settings of the newest checkpoint under other settings differ; None if there is none."""
+        """The settings in which the newest checkpoint under another key differs; None if there is none."""
         others = self.checkpoints.under_other_keys(CHECKPOINT, digest(self.progress.made_by))
         if not others:
             return None

@@ -86,7 +86,7 @@ class Step:
     """A line for the plan."""
 
     def tool_versions(self) -> dict[str, str]:
-        """Package -> version; `absent` where it is not installed."""
+        """Package -> version; `absent` if it is not installed."""
         found = versions(*self.tools) if self.tools else {}
         return {tool: found.get(tool, "absent") for tool in self.tools}
 

@@ -33,7 +33,7 @@ from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.statistics import total
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.faults.reference import EmbeddedReference
+from dflash_torch.faults.replay import EmbeddedReference
 from dflash_torch.faults.tensors import first_difference
 from dflash_torch.request import Request
 from dflash_torch.scheduler import Scheduler

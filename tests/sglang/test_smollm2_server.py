@@ -206,7 +206,7 @@ def test_what_is_refused_is_not_called_lossless(verified: tuple[Store, Findings]
     found = verified[1]
     assert found.verdict == "could not tell"
     assert "does not count the tokens of DFlash steps" in str(found.greedy[1].refused)
-    assert any("`--no-penalties` verifies the rest" in reason for reason in found.reasons)
+    assert any("`--no-penalties` verifies the other cases" in reason for reason in found.reasons)
     assert all("would answer greedily without saying so" in str(one.refused) for one in found.sampled[:-1])
     assert sum("`--samples 0` verifies greedy decoding alone" in reason for reason in found.reasons) == len(SAMPLED)
 

@@ -18,7 +18,7 @@ from dflash_serve.doctor.diagnosis import Hypothesis, Verdict, diagnose
 from dflash_serve.doctor.evidence import interview
 from dflash_serve.doctor.examination import Examination
 from dflash_serve.models.loader import load_drafter
-from dflash_torch.faults.reference import EmbeddedReference
+from dflash_torch.faults.replay import EmbeddedReference
 from tests.support.prompts import word_problems
 from tests.support.tiny import edit_json
 from tests.support.vllm_server import Fleet, OnCpu, fleet, smollm2

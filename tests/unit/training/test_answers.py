@@ -20,7 +20,7 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.training import answers
 from dflash_serve.training.answers import (
     Completion,
-    Question,
+    Request,
     answer_engine,
     ask,
     gather_prompts,
@@ -140,8 +140,8 @@ ASKED = [[5, 6, 7], [9], [30, 31, 32, 33, 34, 35, 36], [12, 13], [60, 61, 62, 63
 def test_answers_do_not_depend_on_how_many_are_asked_at_once(tiny_target_folder: Path, at_once: int) -> None:
     llm = LLM(str(tiny_target_folder), dtype="float32", max_batch_size=16)
     params = [SamplingParams(temperature=t, seed=n, max_tokens=12) for n, t in enumerate([0, 0, 0, 0, 1, 1, 1])]
-    questions = [Question(n, tuple(prompt), params[n]) for n, prompt in enumerate(ASKED)]
-    found = {one.question.index: one for one in ask(llm.engine, iter(questions), at_once)}
+    requests = [Request(n, tuple(prompt), params[n]) for n, prompt in enumerate(ASKED)]
+    found = {one.request.index: one for one in ask(llm.engine, iter(requests), at_once)}
     for index, output in enumerate(llm.generate(ASKED, params)):
         assert found[index].tokens == output.token_ids
         assert found[index].ended == (output.finish_reason == "stop")
@@ -163,7 +163,7 @@ class Looping:
 def test_an_answer_that_loops_is_cut_and_its_request_ended() -> None:
     stream = Looping()
     engine = Mock(stream=lambda prompts, params: stream)
-    (found,) = ask(engine, iter([Question(0, (5,), SamplingParams())]), 4)
+    (found,) = ask(engine, iter([Request(0, (5,), SamplingParams())]), 4)
     assert found.looped
     assert not found.ended
     assert stream.closed
