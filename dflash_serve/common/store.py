@@ -61,10 +61,8 @@ class Store:
         if path is None:
             return
         try:
-            known = self._read(path)
+            self._declared = self._read(path)
             self._file = path.open("a", encoding="utf-8")
-            if not known:
-                self._write({"key": self._key, "made_by": self._made_by})
         except OSError as error:
             raise UserError(f"cannot be used ({error.strerror})", where=str(path), do="name another --output") from None
 
@@ -81,8 +79,12 @@ class Store:
     def put(self, name: str, value: Any) -> None:
         """Keeps a JSON value; it is on disk when this returns."""
         self.values[name] = value
-        if self.path is not None:
-            self._write({"key": self._key, "name": name, "value": value})
+        if self.path is None:
+            return
+        if not self._declared:
+            self._write({"key": self._key, "made_by": self._made_by})
+            self._declared = True
+        self._write({"key": self._key, "name": name, "value": value})
 
     def close(self, *, remove: bool = False) -> None:
         """Ends writing, and removes the file if asked to."""
@@ -92,8 +94,12 @@ class Store:
                 self.path.unlink(missing_ok=True)
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            what = f"cannot be written ({error.strerror})"
+            raise UserError(what, where=str(self.path), do="make room, then go on") from None
 
     def _read(self, path: Path) -> bool:
         """Reads the values under our key; True if the file has that key."""
@@ -101,20 +107,19 @@ class Store:
             return False
         text = path.read_text(encoding="utf-8", errors="replace")
         whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
-        keys, used = dict[str, Any](), set[str]()
+        keys = dict[str, Any]()
         try:
             for line in map(json.loads, whole.splitlines()):
                 if "made_by" in line:
                     keys[line["key"]] = line["made_by"]
                     continue
-                used.add(line["key"])
                 if line["key"] == self._key:
                     self.values[line["name"]] = line["value"]
         except (ValueError, KeyError, TypeError):
             keys = {}
         if not keys and (whole or not FIRST.startswith(text[: len(FIRST)])):
             raise UserError("not a file of kept results", where=str(path), do="remove it")
-        others = [made_by for key, made_by in keys.items() if key in used]
+        others = [made_by for key, made_by in keys.items() if key != self._key]
         if others and not self.values:
             self.changed = difference(self._made_by, others[-1])
         if whole != text:

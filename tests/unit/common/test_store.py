@@ -29,7 +29,7 @@ def test_values_outlive_a_kill_and_a_cut_line_is_dropped(tmp_path: Path) -> None
 
 def test_a_file_cut_in_its_first_line_is_begun_anew(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    Store(path, MINE).close()
+    Store(path, MINE).put("a", 0)
     path.write_text(path.read_text()[:30])
     Store(path, MINE).put("a", 1)
     assert Store(path, MINE).values == {"a": 1}
