@@ -15,7 +15,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,8 @@ class Store:
     def close(self, *, remove: bool = False) -> None:
         """Ends writing, and removes the file if asked to."""
         if self.path is not None:
-            self._file.close()
+            with suppress(OSError):  # `put` has said that the disk is full
+                self._file.close()
             if remove:
                 self.path.unlink(missing_ok=True)
 
