@@ -21,9 +21,8 @@ from time import perf_counter
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 
-from dflash_serve.common.files import cache_home
+from dflash_serve.common.files import cache_home, keep_record, read_record
 from dflash_serve.common.provenance import now, processor, versions
-from dflash_serve.common.records import keep_record, read_record
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.costs import CostModel, is_confirmed
