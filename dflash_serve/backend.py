@@ -6,16 +6,18 @@ engine runs in this process is an `InProcessBackend`; the embedded backend is bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
+from dflash_serve.catalogue import AUTO, best_drafter, drafters_of, unknown_target
 from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.common.extras import absent
 from dflash_serve.common.prometheus import Scrape
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import Deployment, Model
 from dflash_serve.errors import Problem, UserError, did_you_mean
 from dflash_serve.outputs import Chunk, RequestOutput
 from dflash_serve.speculation.params import SamplingParams
@@ -157,15 +159,6 @@ class DraftingBackend(Backend, Protocol):
 
 
 @runtime_checkable
-class ContractedBackend(Backend, Protocol):
-    """One whose plug-in relies on more of its engine than the engine promises."""
-
-    def contract(self) -> Iterable[str]:
-        """Lines that say what that is, and which of it holds in the installed release."""
-        ...
-
-
-@runtime_checkable
 class InProcessBackend(Backend, Protocol):
     """An engine that runs in this process."""
 
@@ -255,6 +248,43 @@ class EngineFacts:
     """Whether one server runs several copies of the model (`parallel.data`); otherwise replicas are deployed."""
 
 
+@dataclass(frozen=True)
+class Releases:
+    """Releases of an engine that were read and run, by as many numbers of a version as `oldest` and `newest` have."""
+
+    package: str
+    title: str
+    oldest: tuple[int, ...]
+    newest: tuple[int, ...]
+
+    def __str__(self) -> str:
+        first, last = (".".join(map(str, numbers)) for numbers in (self.oldest, self.newest))
+        return first if first == last else f"{first}-{last}"
+
+    def installed(self) -> str | None:
+        """The version in this environment; None where there is none (the deployment is for another machine)."""
+        try:
+            return version(self.package)
+        except PackageNotFoundError:
+            return None
+
+    def numbers(self, text: str | None) -> tuple[int, ...] | None:
+        """The first numbers of a version; None where it is no version."""
+        found = re.match(r"\.".join([r"(\d+)"] * len(self.newest)), text or "")
+        return tuple(map(int, found.groups())) if found else None
+
+    def supports(self, text: str | None) -> bool:
+        """A version is one of these releases."""
+        found = self.numbers(text)
+        return found is not None and self.oldest <= found <= self.newest
+
+    def problems(self, text: str | None) -> Iterator[Problem]:
+        """A version that was not tested; nothing where none is installed."""
+        if text is not None and not self.supports(text):
+            do = f"pip install '{self.package}=={'.'.join(map(str, self.newest))}.*'"
+            yield Problem(f"{self.title} {text} is not supported, tested {self}", self.package, do)
+
+
 def installed() -> list[str]:
     """Names of the installed backends, sorted."""
     return sorted(point.name for point in entry_points(group=GROUP))
@@ -297,3 +327,40 @@ def embedded_backend() -> InProcessBackend:
         UserError: it is not installed.
     """
     return cast(InProcessBackend, backend(EMBEDDED))
+
+
+def choose_drafter(deployment: Deployment, chosen: object) -> tuple[Deployment, str | None]:
+    """`with_drafter` for a backend; of one that cannot tell, only plain DFlash is asked.
+
+    Raises:
+        UserError: as there.
+    """
+    if isinstance(chosen, DraftingBackend):
+        return with_drafter(deployment, lambda heads: not chosen.head_problems(heads), chosen.untried)
+    return with_drafter(deployment, lambda heads: not heads.words)
+
+
+def with_drafter(
+    deployment: Deployment, serves: Callable[[Heads], bool], untried: Collection[str] = ()
+) -> tuple[Deployment, str | None]:
+    """The deployment with its drafter named, and what is to be said of it; as it is where it does not say `auto`.
+
+    Raises:
+        UserError: no published drafter of the target is known, or none that the backend serves.
+    """
+    if deployment.drafter is None or deployment.drafter.model != AUTO:
+        return deployment, None
+    target = deployment.target.model
+    if not drafters_of(target):
+        raise unknown_target(target)
+    found = best_drafter(target, serves, untried)
+    if found is None:
+        do = f"`dflash-serve drafters {target}` says why; use another --backend, or name one"
+        raise UserError(f"no drafter of {target} is served by this backend", where="drafter.model", do=do)
+    revision = deployment.drafter.revision or found.revision
+    model = Model(model=found.repository, revision=revision, quantization=deployment.drafter.quantization)
+    told = f"drafter: {found.repository}" + (f" at {revision}" if revision else "")
+    told += f" ({found.heads.family}, B {found.block_size}), the best known of {target} that this backend serves"
+    if revision is None and "/" in found.repository:
+        told += "; its revision is not pinned: set drafter.revision"
+    return deployment.model_copy(update={"drafter": model}), told

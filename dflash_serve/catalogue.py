@@ -13,10 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dflash_serve.backend import DraftingBackend
 from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.common.frozen import Frozen
-from dflash_serve.deployment import Deployment, Model
 from dflash_serve.errors import UserError, did_you_mean
 
 DATA = Path(__file__).with_name("assets") / "drafters.json"
@@ -115,40 +113,3 @@ def best_drafter(
         return one.heads.family in untried, RANKED.index(one.heads.family), one.revision is None
 
     return min(able, key=order, default=None)
-
-
-def choose_drafter(deployment: Deployment, backend: object) -> tuple[Deployment, str | None]:
-    """`with_drafter` for a backend; of one that cannot tell, only plain DFlash is asked.
-
-    Raises:
-        UserError: as there.
-    """
-    if isinstance(backend, DraftingBackend):
-        return with_drafter(deployment, lambda heads: not backend.head_problems(heads), backend.untried)
-    return with_drafter(deployment, lambda heads: not heads.words)
-
-
-def with_drafter(
-    deployment: Deployment, serves: Callable[[Heads], bool], untried: Collection[str] = ()
-) -> tuple[Deployment, str | None]:
-    """The deployment with its drafter named, and what is to be said of it; as it is where it does not say `auto`.
-
-    Raises:
-        UserError: no published drafter of the target is known, or none that the backend serves.
-    """
-    if deployment.drafter is None or deployment.drafter.model != AUTO:
-        return deployment, None
-    target = deployment.target.model
-    if not drafters_of(target):
-        raise unknown_target(target)
-    found = best_drafter(target, serves, untried)
-    if found is None:
-        do = f"`dflash-serve drafters {target}` says why; use another --backend, or name one"
-        raise UserError(f"no drafter of {target} is served by this backend", where="drafter.model", do=do)
-    revision = deployment.drafter.revision or found.revision
-    model = Model(model=found.repository, revision=revision, quantization=deployment.drafter.quantization)
-    told = f"drafter: {found.repository}" + (f" at {revision}" if revision else "")
-    told += f" ({found.heads.family}, B {found.block_size}), the best known of {target} that this backend serves"
-    if revision is None and "/" in found.repository:
-        told += "; its revision is not pinned: set drafter.revision"
-    return deployment.model_copy(update={"drafter": model}), told

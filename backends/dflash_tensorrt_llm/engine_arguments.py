@@ -23,7 +23,7 @@ from dflash_serve.engine_args import (
 )
 from dflash_serve.errors import Problem, did_you_mean
 
-from .launch_plan import LaunchPlan
+from .launch_plan import TensorRTLLMPlan
 from .methods import DRAFTING
 from .upstream import LlmArgs
 
@@ -101,7 +101,7 @@ def own_arguments(*, drafter: bool) -> dict[str, str]:
     return {} if drafter else {**whole, **by_spelling(_parser(), KEYS)}
 
 
-def argument_table(plan: LaunchPlan) -> ArgumentTable:
+def argument_table(plan: TensorRTLLMPlan) -> ArgumentTable:
     """The options of trtllm-serve, from the pinned list."""
     return ArgumentTable("tensorrt-llm", f"TensorRT-LLM {plan.release}", _parser, KEYS)
 
@@ -114,7 +114,7 @@ PARSER_FLAGS = {"reasoning_parser": "reasoning_parser", "tool_call_parser": "too
 """Key of `serving` -> option."""
 
 
-def named_parsers(plan: LaunchPlan) -> Serving:
+def named_parsers(plan: TensorRTLLMPlan) -> Serving:
     """The parsers that it must be told: of gpt-oss it knows itself."""
     serving = plan.deployment.serving
     own = {
@@ -125,7 +125,7 @@ def named_parsers(plan: LaunchPlan) -> Serving:
     return serving.model_copy(update=own)
 
 
-def serving_options(plan: LaunchPlan) -> list[str]:
+def serving_options(plan: TensorRTLLMPlan) -> list[str]:
     """What clients see, and the user's own options, as words of the command line."""
     name = plan.deployment.serving.served_model_name
     words = [] if name is None else ["--served_model_name", name]
@@ -135,7 +135,7 @@ def serving_options(plan: LaunchPlan) -> list[str]:
     return [*words, *argument_table(plan).words(options(plan.engine_args))]
 
 
-def serving_problems(plan: LaunchPlan) -> Iterator[Problem]:
+def serving_problems(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     """What clients are to see, and trtllm-serve does not show them."""
     serving = plan.deployment.serving
     if serving.api_key_file is not None:
@@ -160,7 +160,7 @@ def config_fields(given: EngineArgs) -> dict[str, JsonValue]:
     return {name.replace("-", "_"): value for name, value in given.items() if name not in words}
 
 
-def argument_problems(plan: LaunchPlan) -> Iterator[Problem]:
+def argument_problems(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     """What trtllm-serve does not have, and what a key of the Deployment stands for."""
     table, given = argument_table(plan), plan.engine_args
     yield from table.problems(options(given))

@@ -1,4 +1,4 @@
-"""LaunchPlan: what a Deployment means for TensorRT-LLM, worked out from the config.json files of target and drafter.
+"""`TensorRTLLMPlan`: a deployment and the settings that follow from the config.json files of target and drafter.
 
 The drafter's context arena surprised users with 80 GB (issue #16005). The worker holds K/V of every context token of
 every request, densely: entries x layers x (max_seq_len + B) x 2 x K/V heads x head_dim, one entry more than the batch,
@@ -9,19 +9,20 @@ the context lies in the pages of the draft K/V manager, inside the pool (`releas
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import read_drafter
 from dflash_serve.checkpoint.source import drafter_source, local_folder, recorded_survival
-from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.checkpoint.target import read_target_layout, target_configuration
 from dflash_serve.cost_table import COST_TABLE, SURVIVAL, given_cost, given_survival
-from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu, Model
+from dflash_serve.deployment import GIB, Deployment, Gpu, Model
 from dflash_serve.deployment_checks import uses_drafter
-from dflash_serve.engine_args import EngineArgs
+from dflash_serve.server_adapter import LaunchPlan, ServerAdapter
 
 from .releases import (
     CONTEXT_IN_POOL,
@@ -32,7 +33,9 @@ from .releases import (
     TWO_SIDED_WINDOWS,
     Release,
 )
-from .schedule import draft_lengths
+
+if TYPE_CHECKING:
+    from dflash_serve.speculation.costs import CostModel
 
 ROWS = 8192
 """TensorRT-LLM's default of max_num_tokens."""
@@ -53,22 +56,17 @@ Implementation = Literal["upstream", "dequantised context", "ours"]
 ours); or ours altogether, for what its own would get wrong."""
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
-    """A Deployment with everything that its configuration, checks and command line follow from."""
+@dataclass(frozen=True, kw_only=True)
+class TensorRTLLMPlan(LaunchPlan):
+    """A launch of TensorRT-LLM; weights are opened by `prepare`, which links them."""
 
-    deployment: Deployment
     release: Release
-    gpu: Gpu | None
-    target: TargetLayout
-    drafter: DrafterConfig | None
-    """None = it does not speculate."""
     quantization: Quantization | None
     """The drafter's."""
     beyond_upstream: tuple[str, ...]
-    """What of this drafter TensorRT-LLM's own drafter would get wrong in silence, quantisation aside."""
+    """Properties of this drafter that TensorRT-LLM's own drafter would silently ignore, quantisation aside."""
     recorded_survival: tuple[float, ...] | None = None
-    """What the drafter had when it was trained, where that is told."""
+    """The drafter's survival as training measured it, where that is recorded."""
 
     @property
     def implementation(self) -> Implementation:
@@ -85,11 +83,6 @@ class LaunchPlan:
         if self.implementation != "dequantised context":
             return self.beyond_upstream
         return ("quantised weights (its fused K/V product ignores their scales)",)
-
-    @property
-    def engine_args(self) -> EngineArgs:
-        """The user's own options of trtllm-serve and keys of config.yaml."""
-        return self.deployment.engine_args.get("tensorrt-llm", {})
 
     @property
     def drafts_itself(self) -> bool:
@@ -235,26 +228,26 @@ class LaunchPlan:
         return max(0.05, min(0.9, int(100 * (free - ACTIVATIONS - arena) / free) / 100)) if free > 0 else 0.05
 
 
-def make_launch_plan(deployment: Deployment, release: Release) -> LaunchPlan:
+def read_plan(adapter: ServerAdapter[TensorRTLLMPlan], deployment: Deployment, release: Release) -> TensorRTLLMPlan:
     """The plan of a deployment; of hub models, only the configuration is fetched.
 
     Raises:
         UserError: target or drafter cannot be found or read.
     """
     target = read_target_layout(target_configuration(deployment.target), deployment.target)
-    config, quantization, survival = None, None, None
+    drafter, quantization, survival = None, None, None
     if deployment.drafter is not None and uses_drafter(deployment):
         folder = drafter_configuration(deployment.drafter)
-        config, quantization = read_drafter(folder)
+        drafter, quantization = read_drafter(folder)
         survival = recorded_survival(folder)
-    return LaunchPlan(
+    return TensorRTLLMPlan(
+        adapter=adapter,
         deployment=deployment,
-        release=release,
-        gpu=GPUS.get(deployment.hardware.gpu or ""),
         target=target,
-        drafter=config,
+        drafter=drafter,
+        release=release,
         quantization=quantization,
-        beyond_upstream=tuple(beyond_built_in(config, release)) if config else (),
+        beyond_upstream=tuple(beyond_built_in(drafter, release)) if drafter else (),
         recorded_survival=None if survival is None else tuple(survival),
     )
 
@@ -285,3 +278,25 @@ def beyond_built_in(config: DrafterConfig, release: Release) -> list[str]:
 def has_two_sided_windows(config: DrafterConfig | None) -> bool:
     """Whether some windowed layers see the slots behind them in the block, too."""
     return config is not None and any(kind.window is not None and not kind.causal for kind in config.layers)
+
+
+def draft_lengths(cost: CostModel, survival: Sequence[float], block_size: int, max_batch_size: int) -> dict[int, int]:
+    """`draft_len_schedule`: largest batch size of each stretch -> drafted tokens that pay there, the first the most.
+
+    Upstream reads a key as "up to this batch size" (PR #10860). Above the largest key, and at 0, it drafts nothing; the
+    drafter then never gets the features of those tokens, and accepts little for the rest of such a request, without an
+    error (PR #16888). So ours reaches up to the largest batch and always drafts one token.
+    """
+    from dflash_serve.speculation.allocation import widths_by_batch  # numpy, which not every install has
+
+    ((_, _, most),) = widths_by_batch(survival, cost, range(2, block_size + 1), 1)
+    stretches = widths_by_batch(survival, cost, range(2, most + 1), max_batch_size)
+    return {last: width - 1 for _, last, width in stretches}
+
+
+def starving_from(lengths: Mapping[int, int], max_batch_size: int) -> int | None:
+    """The least batch size at which a schedule drafts nothing; None = there is none."""
+    sizes = sorted(lengths)
+    ends = [0, *sizes]
+    zero = (ends[place] + 1 for place, size in enumerate(sizes) if lengths[size] == 0)
+    return next(zero, sizes[-1] + 1 if sizes[-1] < max_batch_size else None)

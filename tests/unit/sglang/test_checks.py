@@ -11,7 +11,6 @@ from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.deployment import Deployment
 from dflash_sglang import SGLangBackend
-from dflash_sglang.facts import parse_release
 from tests.support.paper_models import NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
 from tests.support.tiny import edit_json, tiny_drafter_config, write_quantized_drafter
 
@@ -149,7 +148,7 @@ def test_attention_that_sglang_cannot_be_told_of_is_found(
     drafter = tmp_path / "windowed"
     config = tiny_drafter_config(**{**PAPER_DRAFTER, "layers": layers})
     with pytest.MonkeyPatch.context() as patch:  # no dialect has words for it: the plan is made as if one had
-        patch.setattr("dflash_sglang.launch_plan.open_checkpoint", lambda *_: Checkpoint(drafter, config=config))
+        patch.setattr("dflash_serve.server_adapter.open_checkpoint", lambda *_: Checkpoint(drafter, config=config))
         assert message in whats(deploy(target, drafter))
         assert bool(whats(deploy(target, drafter))) == bool(message)
 
@@ -190,11 +189,6 @@ def test_a_context_that_leaves_no_room_is_found(tmp_path: Path, drafter: Path) -
 def test_only_tested_versions_pass(
     target: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch, version: str, fits: bool
 ) -> None:
-    monkeypatch.setattr("dflash_sglang.checks.installed_version", lambda: version)
+    monkeypatch.setattr("dflash_serve.backend.version", lambda _: version)
     found = whats(deploy(target, drafter))
     assert (f"SGLang {version} is not supported, tested 0.5.23" in found) is not fits
-
-
-def test_a_version_is_three_numbers() -> None:
-    assert parse_release("0.5.23rc1") == (0, 5, 23)
-    assert parse_release("main") is None

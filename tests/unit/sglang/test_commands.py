@@ -15,7 +15,6 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
 from tests.support.paper_models import write_paper_drafter, write_paper_target
-from tests.support.tiny import edit_json
 
 
 @pytest.fixture
@@ -122,18 +121,6 @@ def test_nothing_is_prepared_of_a_bad_deployment(fields: dict[str, Any], tmp_pat
     with pytest.raises(UserError, match="block_size 16 is larger"):
         SGLangBackend().prepare(bad, tmp_path / "prepared")
     assert not (tmp_path / "prepared").exists()
-
-
-def test_the_command_goes_with_the_folder_that_was_prepared(fields: dict[str, Any], tmp_path: Path) -> None:
-    def block_size(backend: SGLangBackend) -> str:
-        argv = backend.command(deployment, tmp_path / "prepared").argv
-        return argv[argv.index("--speculative-num-draft-tokens") + 1]
-
-    deployment, preparing = Deployment.model_validate(fields), SGLangBackend()
-    preparing.prepare(deployment, tmp_path / "prepared")
-    edit_json(tmp_path / "drafter" / "config.json", {"block_size": 4})
-    assert block_size(preparing) == "8"
-    assert block_size(SGLangBackend()) == "4"
 
 
 def test_the_registry_knows_it_as_a_server_that_has_no_engine_in_this_process() -> None:

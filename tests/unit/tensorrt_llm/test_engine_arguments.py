@@ -10,7 +10,6 @@ import yaml
 
 from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.launch_plan import make_launch_plan
 from dflash_tensorrt_llm.releases import Release
 from tests.support.tiny import tiny_drafter_config
 from tests.unit.tensorrt_llm.conftest import tiny_deployment
@@ -29,9 +28,7 @@ def with_(deployment: Deployment, **sections: Any) -> Deployment:
 
 def configuration(deployment: Deployment) -> dict[str, Any]:
     assert BACKEND.check(deployment) == []
-    found: dict[str, Any] = yaml.safe_load(
-        BACKEND.yaml(make_launch_plan(deployment, BACKEND.release), Path("/prepared"))
-    )
+    found: dict[str, Any] = yaml.safe_load(BACKEND.yaml(BACKEND.resolve(deployment), Path("/prepared")))
     return found
 
 

@@ -14,7 +14,6 @@ from dflash_serve.deployment import Deployment
 from dflash_vllm import VLLMBackend
 from dflash_vllm.checks import PLUG_INS_VARIABLE
 from dflash_vllm.drafter_rules import V1_VARIABLE
-from dflash_vllm.facts import is_supported, release_problems
 from tests.support.paper_models import NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
 from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, edit_json, tiny_drafter_config, write_quantized_drafter
 
@@ -188,13 +187,3 @@ def test_a_model_too_large_for_its_gpu_is_found(tmp_path: Path) -> None:
     target = write_paper_target(tmp_path / "large", **LARGE)
     drafter = write_paper_drafter(tmp_path / "small", num_target_layers=80)
     assert "one device needs" in whats(deploy(target, drafter, hardware__gpu="h100"))
-
-
-@pytest.mark.parametrize(
-    ("text", "supported"), [("0.31.2", False), ("0.32.0+cpu", True), ("0.33.1", True), ("0.34", False)]
-)
-def test_only_the_tested_releases_are_supported(text: str, supported: bool) -> None:
-    assert is_supported(text) is supported
-    assert [str(problem) for problem in release_problems(text)] == (
-        [] if supported else [f"vllm: vLLM {text} is not supported, tested 0.32-0.33; pip install 'vllm==0.33.*'"]
-    )

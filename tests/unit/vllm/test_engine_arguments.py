@@ -119,7 +119,7 @@ def test_beside_a_release_that_is_not_supported_arguments_are_held_against_the_p
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where its parser stands is not known; that the release is not supported is what there is to say."""
-    monkeypatch.setattr("dflash_vllm.facts.version", lambda _: "0.34.0")
+    monkeypatch.setattr("dflash_serve.backend.version", lambda _: "0.34.0")
     _parser.cache_clear()
     found = problems(fields, engine_args={"vllm": {"enable-lora": True}}, serving={"reasoning_parser": "qwen3"})
     _parser.cache_clear()
