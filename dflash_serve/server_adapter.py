@@ -299,6 +299,8 @@ class ServerAdapter(ABC, Generic[Plan]):
     """Releases of the engine that were read and run."""
     untried: ClassVar[Collection[str]] = ()
     """Families of drafters that were read and not run: `auto` takes others first."""
+    drafting_arguments: ClassVar[Collection[str]] = ()
+    """Arguments, with underscores, that make the engine draft without a drafter of ours."""
     plan: type[Plan]
     one_key: ClassVar[bool] = False
     """The server takes one API key."""

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-from pydantic import JsonValue
 
 from dflash_serve.backend import Command
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.heads import Heads
-from dflash_serve.checkpoint.target import TargetLayout
-from dflash_serve.draft_method import Eagle3Head
 from dflash_serve.errors import Problem
 from dflash_serve.server_adapter import Choice, DraftForm, PreparedFile, ServerAdapter
 
@@ -23,7 +19,6 @@ from .engine_arguments import own_arguments
 from .facts import FACTS, RELEASES
 from .heads import DSPARK, dialect_of, head_problems
 from .launch_plan import WIDTH_VARIABLE, SGLangPlan
-from .methods import DRAFTING, method_arguments, method_problems
 from .planner_table import FILE as PLANNER
 from .planner_table import planner_costs, planner_table
 
@@ -37,7 +32,7 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
     name = "sglang"
     facts = FACTS
     releases = str(RELEASES)
-    drafting_arguments = DRAFTING
+    drafting_arguments = ("speculative_algorithm",)
     plan = SGLangPlan
     one_key = True
     loggers = ("sglang",)
@@ -50,14 +45,6 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
     def head_problems(self, heads: Heads) -> list[Problem]:
         """As `ServerAdapter.head_problems`."""
         return list(head_problems(heads))
-
-    def method_problems(self, target: TargetLayout, head: Eagle3Head | None) -> Iterable[Problem]:
-        """Why SGLang does not draft by EAGLE-3 (a head) or MTP (None)."""
-        return method_problems(target, head)
-
-    def method_arguments(self, head: Eagle3Head | None, draft_tokens: int) -> dict[str, JsonValue]:
-        """SGLang's own arguments for it."""
-        return method_arguments(head, draft_tokens)
 
     def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
         """As `ServerAdapter.own_arguments`."""

@@ -11,7 +11,6 @@ from dflash_serve.errors import UserError
 
 from .engine_arguments import config_fields, merged
 from .launch_plan import TensorRTLLMPlan
-from .methods import DRAFTING
 from .releases import TRTLLM_ATTENTION
 from .upstream import LlmArgs, llm_args
 
@@ -51,7 +50,9 @@ def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
         **({} if plan.drafter is None else {"speculative_config": _speculative(plan, drafter)}),
     }
     fields = merged(fields, config_fields(plan.engine_args))
-    mirrored = LlmArgs.model_fields.keys() - (DRAFTING if plan.drafts_itself else ())  # DFlash alone is
+    mirrored = LlmArgs.model_fields.keys() - (
+        {"speculative_config"} if plan.drafts_itself else set()
+    )  # DFlash alone is
     ours = {name: value for name, value in fields.items() if name in mirrored}
     try:
         known = llm_args(ours, plan.release).yaml_fields()

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import yaml
-from pydantic import JsonValue
 
 from dflash_serve.backend import Command
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.dialects import DIALECTS
 from dflash_serve.checkpoint.heads import Heads
-from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.cost_table import COST_TABLE
 from dflash_serve.deployment import GIB, Deployment
-from dflash_serve.draft_method import Eagle3Head
 from dflash_serve.errors import Problem
 from dflash_serve.server_adapter import DRAFT, Choice, DraftForm, PreparedFile, ServerAdapter
 
@@ -27,7 +24,6 @@ from .draft_folder import write_draft_folder
 from .engine_arguments import HARMONY, named_parsers, own_arguments, serving_options
 from .facts import FACTS
 from .launch_plan import ROWS, TensorRTLLMPlan, read_plan, starving_from
-from .methods import DRAFTING, method_arguments, method_problems
 from .plugin import BUILT
 from .releases import DFLASH, NEWEST, Release, installed_release
 
@@ -51,7 +47,7 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
     name = "tensorrt-llm"
     facts = FACTS
     releases = f"{DFLASH.since} to {NEWEST}"
-    drafting_arguments = DRAFTING
+    drafting_arguments = ("speculative_config",)
     plan = TensorRTLLMPlan
 
     def __init__(self, release: Release | None = None) -> None:
@@ -65,14 +61,6 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
     def head_problems(self, heads: Heads) -> list[Problem]:
         """As `ServerAdapter.head_problems`."""
         return list(head_problems(heads))
-
-    def method_problems(self, target: TargetLayout, head: Eagle3Head | None) -> Iterable[Problem]:
-        """Why TensorRT-LLM does not draft by EAGLE-3 (a head) or MTP (None)."""
-        return method_problems(target, head, self.release)
-
-    def method_arguments(self, head: Eagle3Head | None, draft_tokens: int) -> dict[str, JsonValue]:
-        """TensorRT-LLM's own arguments for it."""
-        return method_arguments(head, draft_tokens)
 
     def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
         """As `ServerAdapter.own_arguments`."""

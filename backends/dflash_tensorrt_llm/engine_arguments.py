@@ -24,7 +24,6 @@ from dflash_serve.engine_args import (
 from dflash_serve.errors import Problem, did_you_mean
 
 from .launch_plan import TensorRTLLMPlan
-from .methods import DRAFTING
 from .upstream import LlmArgs
 
 PINNED = Path(__file__).with_name("flags.json")
@@ -171,7 +170,7 @@ def argument_problems(plan: TensorRTLLMPlan) -> Iterator[Problem]:
             do = did_you_mean(name, [*known, *_parser().names]) or "see `trtllm-serve --help` and TorchLlmArgs"
             yield Problem(f"{table.engine} has no such option or key of config.yaml", where, do)
         for path in _paths(name, value):
-            if path in CONFIG_KEYS and not (name in DRAFTING and plan.deployment.drafter is None):
+            if path in CONFIG_KEYS and not (name == "speculative_config" and plan.deployment.drafter is None):
                 key = CONFIG_KEYS[path]
                 do = f"set {key}" if "." in key else f"leave it out: {key}"
                 yield Problem(f"{path} is what dflash-serve sets itself", where, do)

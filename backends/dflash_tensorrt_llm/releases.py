@@ -81,10 +81,6 @@ RECOMPUTE_TAIL = Feature(Release(1, 4, 0), "reference page of 1.4.0rc1 (context_
 TWO_SIDED_WINDOWS = Feature(Release(1, 4, 0), "`use_swa`, modeling_dflash.py @7c7504c; not with TRTLLM attention")
 OWN_MASK_ROW = Feature(None, "`mask_token_embedding`, on main's worker of Kimi-K3 only")
 QUANTISED_CONTEXT = Feature(None, "no pull request found; vLLM's counterpart is vllm #53122")
-MTP_DRAFT_LEN = Feature(
-    Release(1, 3, 27),
-    "reference page of 1.3.0rc27: `max_draft_len` in MTPDecodingConfig; before, num_nextn_predict_layers said it",
-)
 NEWEST = Release(1, 4)
 """The newest whose sources were read."""
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-from pydantic import JsonValue
 
 from dflash_serve.backend import Command
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.heads import Heads
-from dflash_serve.checkpoint.target import TargetLayout
-from dflash_serve.draft_method import Eagle3Head
 from dflash_serve.errors import Problem
 from dflash_serve.server_adapter import Choice, DraftForm, ServerAdapter
 
@@ -22,7 +18,6 @@ from .engine_arguments import own_arguments
 from .facts import FACTS, REAL_OFF, RELEASES
 from .heads import UNTRIED, dialect_of, head_problems
 from .launch_plan import ROWS, VLLMPlan
-from .methods import DRAFTING, method_arguments, method_problems
 from .schedule import GUESSED_COSTS
 
 LAUNCHER = "vllm.entrypoints.cli.main"
@@ -36,7 +31,7 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
     facts = FACTS
     releases = str(RELEASES)
     untried = UNTRIED
-    drafting_arguments = DRAFTING
+    drafting_arguments = ("speculative_config", "spec_method")
     plan = VLLMPlan
     loggers = ("vllm", "uvicorn", "uvicorn.access", "uvicorn.error")
     logging_variable = "VLLM_LOGGING_CONFIG_PATH"
@@ -48,14 +43,6 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
     def head_problems(self, heads: Heads) -> list[Problem]:
         """As `ServerAdapter.head_problems`."""
         return list(head_problems(heads))
-
-    def method_problems(self, target: TargetLayout, head: Eagle3Head | None) -> Iterable[Problem]:
-        """Why vLLM does not draft by EAGLE-3 (a head) or MTP (None)."""
-        return method_problems(target, head)
-
-    def method_arguments(self, head: Eagle3Head | None, draft_tokens: int) -> dict[str, JsonValue]:
-        """vLLM's own arguments for it."""
-        return method_arguments(head, draft_tokens)
 
     def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
         """As `ServerAdapter.own_arguments`."""
