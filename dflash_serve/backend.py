@@ -1,4 +1,4 @@
-"""What a backend answers about a Deployment and about its engine, and how backends are found: by entry point.
+"""Protocols of backends, facts about engines, and the registry of installed backends (entry points).
 
 Every backend has a name, checks and facts. One whose engine runs as its own server is a `ServerBackend`; one whose
 engine runs in this process is an `InProcessBackend`; the embedded backend is both.
@@ -55,7 +55,7 @@ class Engine(Protocol):
 
     @property
     def dtype(self) -> str:
-        """What it computes in: `float32` or `bfloat16`."""
+        """Arithmetic: `float32` or `bfloat16`."""
         ...
 
     @property
@@ -85,11 +85,11 @@ class Engine(Protocol):
         ...
 
     def plain(self) -> Engine:
-        """The same target without speculation, to compare with."""
+        """An engine with this target and without speculation, to compare with."""
         ...
 
     def fixed(self, width: int, fault: str | None = None) -> Engine:
-        """The same target and drafter, every step verifying `width` slots; no prefix is reused.
+        """An engine with this target and drafter that verifies `width` slots in every step; no prefix is reused.
 
         Args:
             fault: a name from `controls`: the drafter is fed wrongly on purpose. Answers stay the same, drafts do not.
@@ -110,7 +110,7 @@ class Backend(Protocol):
     facts: EngineFacts
 
     def check(self, deployment: Deployment) -> list[Problem]:
-        """Everything that would not work, before anything is started.
+        """Problems that are found before anything is started.
 
         Raises:
             UserError: target or drafter cannot be found or read at all.
@@ -120,7 +120,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """What `serve` replaces itself with."""
+    """A command line that `serve` replaces itself with."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -146,15 +146,15 @@ class ServerBackend(Backend, Protocol):
 
 @runtime_checkable
 class DraftingBackend(Backend, Protocol):
-    """One that says of any drafter, by its heads alone, whether it serves it."""
+    """A backend that says from a drafter's heads alone whether it serves it."""
 
     releases: str
-    """Of its engine, that what it says holds for."""
+    """Releases of its engine that were read and run."""
     untried: Collection[str]
-    """Families of drafters that it serves by what was read of its engine, not run: `auto` takes others first."""
+    """Families of drafters that were read in its engine's source and not run: `auto` takes others first."""
 
     def head_problems(self, heads: Heads) -> list[Problem]:
-        """Why it does not serve such a drafter; none = it does."""
+        """Reasons why it does not serve such a drafter; none = it does."""
         ...
 
 
@@ -172,7 +172,7 @@ class InProcessBackend(Backend, Protocol):
 
 
 Line = tuple[str, str]
-"""Of a graph: what it is called (Grafana's legend form), and its PromQL."""
+"""A line of a graph: its name (Grafana's legend form), and its PromQL."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Probes:
     """Paths that an engine's own server answers."""
 
     started: str
-    """Everything is loaded."""
+    """Says yes once all is loaded."""
     live: str
     """Shallow: says no only when a new process would help."""
     ready: str
@@ -189,7 +189,7 @@ class Probes:
 
 @dataclass(frozen=True)
 class MetricNames:
-    """What an engine's Prometheus metrics are called; None = it does not report it."""
+    """Names of an engine's Prometheus metrics; None = it does not report it."""
 
     path: str
     """Page of the engine's own server."""
@@ -212,7 +212,7 @@ class MetricNames:
 
 @dataclass(frozen=True)
 class SpeculationLines:
-    """How an engine's metrics show speculation, as lines of the dashboard; None = it cannot."""
+    """Speculation in an engine's metrics, as lines of the dashboard; None = not reported."""
 
     acceptance_length: Line
     survival: Line | None = None
@@ -221,31 +221,31 @@ class SpeculationLines:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine calls its own things: the one home of its paths, metric names and readers."""
+    """Paths, metric names and metric readers of an engine."""
 
     title: str
-    """As people write it: `SGLang`."""
+    """Name in messages and reports: `SGLang`."""
     engine_type: str
     """Value of the label `llm-d.ai/engine-type`, by which an endpoint picker finds the metric names."""
     probes: Probes
     metrics: MetricNames
     speculation: SpeculationLines
     read_acceptance: Callable[[Scrape], AcceptanceStatistics | None]
-    """What the metrics of a server say of its speculation; None = they are not this engine's."""
+    """Reads speculation from a server's metrics; None = they are not this engine's."""
     errors: Line | None = None
     """Requests that failed, a second, as a line of the dashboard."""
     refused: Line | None = None
     """Requests that a full or unready server turned away (429, 503), a second; None = among the errors."""
     needs_gpu: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What its container must have set."""
+    """Variables that its container must have."""
     prefill_annotations: Mapping[str, str] = field(default_factory=dict)
-    """Of the pods of a prefill server (`role: prefill`): what a router reads there."""
+    """Annotations of the pods of a prefill server (`role: prefill`), for routers."""
     server_flags: Sequence[str] = ()
     """Options of `serve` that this engine's own server honours, not every one: `api-key-file`, `drain-seconds` (then it
     ends its answers itself after SIGTERM)."""
     data_parallel: bool = False
-    """Whether one server runs several copies of the model (`parallel.data`); otherwise replicas are deployed."""
+    """One server runs several copies of the model (`parallel.data`); otherwise replicas are deployed."""
 
 
 @dataclass(frozen=True)
@@ -330,10 +330,10 @@ def embedded_backend() -> InProcessBackend:
 
 
 def choose_drafter(deployment: Deployment, chosen: object) -> tuple[Deployment, str | None]:
-    """`with_drafter` for a backend; of one that cannot tell, only plain DFlash is asked.
+    """`with_drafter` for a backend; one without `head_problems` gets plain DFlash only.
 
     Raises:
-        UserError: as there.
+        UserError: as `with_drafter`.
     """
     if isinstance(chosen, DraftingBackend):
         return with_drafter(deployment, lambda heads: not chosen.head_problems(heads), chosen.untried)
@@ -343,7 +343,7 @@ def choose_drafter(deployment: Deployment, chosen: object) -> tuple[Deployment, 
 def with_drafter(
     deployment: Deployment, serves: Callable[[Heads], bool], untried: Collection[str] = ()
 ) -> tuple[Deployment, str | None]:
-    """The deployment with its drafter named, and what is to be said of it; as it is where it does not say `auto`.
+    """The deployment with `drafter: auto` replaced by a published drafter, and a line about the choice.
 
     Raises:
         UserError: no published drafter of the target is known, or none that the backend serves.

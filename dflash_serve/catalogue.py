@@ -1,6 +1,6 @@
 """The published drafters we know, from one checked data file (`assets/drafters.json`): no network, no torch.
 
-What a field says was read in public pages, cards and repositories; null = not known. Acceptance lengths are their
+Fields were read in public pages, cards and repositories; null = not known. Acceptance lengths are their
 publishers', at other prompts and settings each: they do not compare across rows.
 """
 
@@ -19,11 +19,11 @@ from dflash_serve.errors import UserError, did_you_mean
 
 DATA = Path(__file__).with_name("assets") / "drafters.json"
 AUTO = "auto"
-"""As a drafter's name: the best published one for the target and the backend."""
+"""Name of a drafter that stands for the best published one for the target and the backend."""
 RANKED: Sequence[Literal["DFlash2", "DSpark", "DFlash"]] = ("DFlash2", "DSpark", "DFlash")
 """Mean acceptance lengths of one publisher's drafters of one target, Qwen3.5-4B: 5.97, 5.49, 4.92 (z-lab, 2026)."""
 RESTRICTED = ("-NC", "-ND")
-"""In licences that do not let everybody serve."""
+"""Marks of licences that restrict who may serve."""
 
 
 class PublishedAcceptance(Frozen):
@@ -50,13 +50,13 @@ class CataloguedDrafter(Frozen):
     licence: str | None
     acceptance_length: tuple[PublishedAcceptance, ...]
     source: str
-    """Where the row's other fields were read."""
+    """Source of the row's other fields."""
     unsupported: str | None = None
-    """Why no engine of ours serves it, where that is not its heads."""
+    """Reason why no engine serves it, other than its heads."""
 
     @property
     def is_restricted(self) -> bool:
-        """Whether its licence forbids commercial use or changed copies."""
+        """Its licence forbids commercial use or changed copies."""
         return self.licence is not None and any(mark in self.licence for mark in RESTRICTED)
 
 
@@ -70,7 +70,7 @@ class Catalogue(Frozen):
 
 @cache
 def catalogue() -> Catalogue:
-    """All that is known."""
+    """The catalogue, read once."""
     return Catalogue.model_validate_json(DATA.read_text(encoding="utf-8"))
 
 
@@ -94,10 +94,10 @@ def unknown_target(target: str) -> UserError:
 def best_drafter(
     target: str, serves: Callable[[Heads], bool], untried: Collection[str] = ()
 ) -> CataloguedDrafter | None:
-    """The one that `auto` takes; None where nothing can be served.
+    """The drafter that `auto` takes; None where no published drafter can be served.
 
-    What the backend was run with first; then by kind, the publishers' own order (`RANKED`); then one whose revision is
-    pinned; then the file's order. Drafters with a restricting licence have to be named.
+    Families that the backend was run with come first; then by kind, the publishers' own order (`RANKED`); then one
+    whose revision is pinned; then the file's order. Drafters with a restricting licence have to be named.
 
     Args:
         serves: whether the backend serves a drafter with such heads.

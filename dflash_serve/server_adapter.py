@@ -115,19 +115,19 @@ class UnresolvedLaunch:
 
     @cached_property
     def problems(self) -> list[Problem]:
-        """As `Launch.problems`."""
+        """Problems of the deployment."""
         return self.backend.check(self.deployment)
 
     def prepare(self, folder: Path) -> None:
-        """As `Launch.prepare`."""
+        """Writes the files that the engine reads."""
         self.backend.prepare(self.deployment, folder)
 
     def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        """As `Launch.command`."""
+        """The engine's command line."""
         return self.backend.command(self.deployment, folder, host=host, port=port)
 
     def preview(self, folder: Path) -> Preview:
-        """As `Launch.preview`."""
+        """Files, choices and notes; nothing is written."""
         found = self.backend
         return found.preview(self.deployment, folder) if isinstance(found, PreviewingBackend) else Preview()
 
@@ -235,21 +235,21 @@ class LaunchPlan:
 
     @cached_property
     def problems(self) -> list[Problem]:
-        """As `Launch.problems`, in the order in which a user would fix them."""
+        """Problems of the plan, in the order in which a user would fix them."""
         return self.adapter.problems(self)
 
     def prepare(self, folder: Path) -> None:
-        """As `Launch.prepare`. A built target or drafter is compared with its manifest first, byte for byte."""
+        """Writes the files that the engine reads. Built models are compared with their manifests first."""
         raise_problems(self.problems, hint=HINT)
         raise_problems(changed_files(self.deployment))
         self.adapter.write(self, folder.resolve())
 
     def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        """As `Launch.command`."""
+        """The engine's command line."""
         return self.adapter.launch(self, folder.resolve(), host, port)
 
     def preview(self, folder: Path) -> Preview:
-        """As `Launch.preview`."""
+        """Files, choices and notes; nothing is written."""
         adapter, folder = self.adapter, folder.resolve()
         files = [*adapter.own_files(self, folder), *adapter.draft_files(self), *adapter.shared_files(self)]
         return Preview(files, list(adapter.choices(self)), list(adapter.notes(self)))
@@ -323,19 +323,19 @@ class ServerAdapter(ABC, Generic[Plan]):
         return self.plan(adapter=self, deployment=deployment, target=target, drafter=drafter, checkpoint=checkpoint)
 
     def check(self, deployment: Deployment) -> list[Problem]:
-        """As `Backend.check`."""
+        """Problems of a deployment."""
         return self.resolve(deployment).problems
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
-        """As `ServerBackend.prepare`."""
+        """Writes the files that the engine reads."""
         self.resolve(deployment).prepare(folder)
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        """As `ServerBackend.command`."""
+        """The engine's command line, for a folder that `prepare` has written."""
         return self.resolve(deployment).command(folder, host=host, port=port)
 
     def preview(self, deployment: Deployment, folder: Path) -> Preview:
-        """As `PreviewingBackend.preview`."""
+        """Files, choices and notes; nothing is written."""
         return self.resolve(deployment).preview(folder)
 
     @abstractmethod

@@ -22,7 +22,7 @@ QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4", "mxfp4": "mxfp4"}
 LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
 """Variables by which Kubernetes' LeaderWorkerSet tells a process its place among several nodes."""
 DISTRIBUTED_PORT = 20000
-"""Where the leader's torch.distributed listens."""
+"""Port of the leader's torch.distributed."""
 
 Flag = tuple[str, ...]
 """`--name` and its value, or `--name` alone."""
@@ -33,18 +33,18 @@ class AttentionKernels:
     """SGLang's names of the attention kernels that serve DFlash on a GPU."""
 
     target: str
-    """Where the target's heads are plain (not DeepSeek's latent form)."""
+    """For a target with plain heads (not DeepSeek's latent form)."""
     drafter: str
     """The drafter's block is not causal: trtllm_mha would be refused (`_resolve_dflash_draft_attention_backend`)."""
 
 
 def kernels_of(gpu: Gpu) -> AttentionKernels:
-    """Those of Blackwell (SGLang's sm100) or Hopper."""
+    """The kernels of Blackwell (SGLang's sm100) or Hopper."""
     return AttentionKernels("trtllm_mha", "fa4") if gpu.is_blackwell else AttentionKernels("fa3", "fa3")
 
 
 def arguments(plan: SGLangPlan, folder: Path) -> list[str]:
-    """All arguments but host, port and those of `node_arguments`; the user's own come last."""
+    """The command line without host, port and `node_arguments`; the user's own arguments come last."""
     parts = (
         _models(plan),
         _precision(plan),
@@ -126,7 +126,7 @@ def _limits(plan: SGLangPlan) -> Iterator[Flag]:
 
 
 def _serving(plan: SGLangPlan, folder: Path) -> Iterator[Flag]:
-    """What clients see. The key goes into a file: a command line can be read by everybody on the machine."""
+    # The key goes into a file: every user of the machine can read a command line.
     serving = plan.deployment.serving
     if serving.served_model_name is not None:
         yield "--served-model-name", serving.served_model_name

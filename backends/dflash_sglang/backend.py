@@ -39,15 +39,15 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
     logging_variable = "SGLANG_LOGGING_CONFIG_PATH"
 
     def problems(self, plan: SGLangPlan) -> list[Problem]:
-        """As `ServerAdapter.problems`."""
+        """Problems of a plan, in the order in which a user would fix them."""
         return problems(plan)
 
     def head_problems(self, heads: Heads) -> list[Problem]:
-        """As `ServerAdapter.head_problems`."""
+        """Reasons why the engine does not serve such a drafter."""
         return list(head_problems(heads))
 
     def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
-        """As `ServerAdapter.own_arguments`."""
+        """Arguments that keys of the deployment stand for, with those keys."""
         return own_arguments(drafter=drafter)
 
     def draft_form(self, drafter: DrafterConfig, target: str) -> DraftForm:
@@ -63,7 +63,7 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
             yield PreparedFile(PLANNER, "costs for DSPARK's planner", planner_table(costs, batch * plan.block_size))
 
     def launch(self, plan: SGLangPlan, folder: Path, host: str, port: int) -> Command:
-        """As `ServerAdapter.launch`; on several nodes, the command of the node that this runs on.
+        """The command line for a prepared folder; on several nodes, the command of the node that this runs on.
 
         Raises:
             UserError: several nodes, and the environment does not say which this is.
@@ -75,7 +75,7 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
         return Command((*argv, "--host", host, "--port", str(port)), {**env, **self.shared_environment(plan, folder)})
 
     def choices(self, plan: SGLangPlan) -> Iterator[Choice]:
-        """As `ServerAdapter.choices`."""
+        """Settings that the deployment leaves open."""
         deployment = plan.deployment
         limits, speculation, gpu = deployment.limits, deployment.speculation, plan.gpu
         if limits.max_batch_size is None:
@@ -100,7 +100,7 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
             yield Choice("hardware.dtype", "bfloat16", "what SGLang's DFlash computes in")
 
     def notes(self, plan: SGLangPlan) -> Iterator[str]:
-        """As `ServerAdapter.notes`."""
+        """Limits that no key of the deployment mentions."""
         if plan.algorithm == DSPARK:
             yield "SGLang's own DSPARK serves it alone: our plug-in counts no slots there and refuses no request"
         elif plan.drafter is not None and plan.width is None:

@@ -1,4 +1,4 @@
-"""Everything in which a Deployment and SGLang 0.5.23 do not go together, from files alone."""
+"""Problems of a deployment on SGLang 0.5.23, found from files alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CAPTURING = (
 
 
 def problems(plan: SGLangPlan) -> list[Problem]:
-    """All of them: the drafter's own first, because the others may follow from them."""
+    """Problems of a plan: the drafter's own first, because the others may follow from them."""
     found = list(plan.checkpoint.problems) if plan.checkpoint else []
     found += plain_only(plan.checkpoint.quantization if plan.checkpoint else None, "SGLang", "drafter.model")
     found += RELEASES.problems(RELEASES.installed())
@@ -171,7 +171,6 @@ def _lengths(plan: SGLangPlan) -> Iterator[Problem]:
 
 
 def _arguments(plan: SGLangPlan) -> Iterator[Problem]:
-    """What the user hands on to SGLang, and what clients are to see."""
     table, serving = argument_table(plan.deployment), plan.deployment.serving
     yield from table.problems(plan.engine_args)
     if serving.reasoning_parser or serving.tool_call_parser:

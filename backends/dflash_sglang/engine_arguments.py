@@ -73,7 +73,7 @@ PARSERS = ParserNames(
 
 
 def own_arguments(*, drafter: bool) -> dict[str, str]:
-    """What is not the user's to give in a deployment without a drafter, or besides in one with a drafter."""
+    """Arguments that dflash-serve sets, with the key that sets each; with `drafter`, only those that a drafter adds."""
     return by_spelling(pinned_parser(PINNED), OF_OUR_DRAFTER if drafter else KEYS)
 
 

@@ -10,7 +10,7 @@ RELEASES = Releases("sglang", "SGLang", (0, 5, 23), (0, 5, 23))
 """The release whose source was read and whose server was run."""
 
 PREFIX = "dflash_serve:"
-"""Of our plug-in's own metrics, on the same page as SGLang's."""
+"""Prefix of our plug-in's metrics, which stand on the same page as SGLang's."""
 OFFERED, ACCEPTED = f"{PREFIX}slots_offered", f"{PREFIX}slots_accepted"
 """Counters by slot of the block; like STEPS without the `_total` that they are exported with."""
 STEPS = f"{PREFIX}steps"

@@ -22,7 +22,7 @@ WIDTH_BYTES = GIB
 
 
 def narrow_widths(block_size: int) -> list[int]:
-    """What an automatic width chooses from besides B: 1 (off) and powers of two, few enough to have graphs each."""
+    """Widths of `auto` besides B: 1 (off) and powers of two, few enough for CUDA graphs of each."""
     return [width for width in (1, 2, 4, 8, 16, 32) if width < block_size]
 
 
@@ -41,7 +41,7 @@ class SGLangPlan(LaunchPlan):
 
     @property
     def family(self) -> str:
-        """What the drafter is called: DFlash, DFlash2 or DSpark."""
+        """Name of the drafter's kind: DFlash, DFlash2 or DSpark."""
         return "no" if self.drafter is None else self.drafter.family
 
     @property
@@ -59,7 +59,7 @@ class SGLangPlan(LaunchPlan):
 
     @property
     def width(self) -> int | str | None:
-        """What our worker is asked for; None = SGLang's own whole blocks (or nothing), which need nothing of ours."""
+        """Width that our worker is asked for; None = SGLang's own whole blocks, or no speculation."""
         asked = self.deployment.speculation.width
         whole = asked == self.block_size or self.whole_blocks_with is not None
         return None if self.drafter is None or whole else asked
@@ -73,7 +73,7 @@ class SGLangPlan(LaunchPlan):
 
     @property
     def is_half(self) -> bool:
-        """Whether it is one half of a disaggregated pair."""
+        """One half of a disaggregated pair."""
         return self.deployment.role != "whole"
 
     @property

@@ -62,7 +62,7 @@ def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
 
 
 def _parallel(plan: TensorRTLLMPlan) -> dict[str, object]:
-    """How the target is spread over devices, beyond tensor parallelism."""
+    """Ways of spreading the target over devices, beyond tensor parallelism."""
     parallel, fields = plan.deployment.parallel, dict[str, object]()
     if parallel.pipeline > 1 or parallel.context > 1:
         fields |= {"pipeline_parallel_size": parallel.pipeline, "context_parallel_size": parallel.context}

@@ -59,19 +59,19 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         return self._release or installed_release()
 
     def head_problems(self, heads: Heads) -> list[Problem]:
-        """As `ServerAdapter.head_problems`."""
+        """Reasons why the engine does not serve such a drafter."""
         return list(head_problems(heads))
 
     def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
-        """As `ServerAdapter.own_arguments`."""
+        """Arguments that keys of the deployment stand for, with those keys."""
         return own_arguments(drafter=drafter)
 
     def resolve(self, deployment: Deployment) -> TensorRTLLMPlan:
-        """As `ServerAdapter.resolve`, from config.json files alone."""
+        """The plan of a deployment, from config.json files alone."""
         return read_plan(self, deployment, self.release)
 
     def problems(self, plan: TensorRTLLMPlan) -> list[Problem]:
-        """As `ServerAdapter.problems`."""
+        """Problems of a plan, in the order in which a user would fix them."""
         return problems(plan)
 
     def draft_form(self, drafter: DrafterConfig, target: str) -> DraftForm:
@@ -91,7 +91,7 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
             yield PreparedFile(f"{PLUG_IN}/__init__.py", "registers our drafter with TensorRT-LLM", text)
 
     def draft_files(self, plan: TensorRTLLMPlan) -> Iterator[PreparedFile]:
-        """As `ServerAdapter.draft_files`."""
+        """Files of the drafter, as a dry run shows them."""
         if plan.drafter is None or any(head_problems(plan.drafter)):
             return
         text = json.dumps(DIALECTS["zlab"].write(plan.drafter, None), indent=2, sort_keys=True) + "\n"
@@ -102,7 +102,7 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         yield PreparedFile(f"{DRAFT}/model.safetensors", told)
 
     def write_draft(self, plan: TensorRTLLMPlan, folder: Path) -> None:
-        """As `ServerAdapter.write_draft`."""
+        """Writes the drafter, whole or not at all."""
         assert plan.deployment.drafter is not None
         assert plan.drafter is not None
         write_draft_folder(plan.deployment.drafter, plan.drafter, folder, of_upstream=not plan.beyond_upstream)
@@ -127,7 +127,7 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         return yaml.safe_dump(configuration(plan, folder / DRAFT), sort_keys=False)
 
     def choices(self, plan: TensorRTLLMPlan) -> Iterator[Choice]:
-        """As `ServerAdapter.choices`."""
+        """Settings that the deployment leaves open."""
         limits, deployment = plan.deployment.limits, plan.deployment
         if limits.max_batch_size is None:
             yield _max_batch_size(plan)
@@ -161,7 +161,7 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         yield Choice("release", f"{plan.release}", "the installed one, or the newest whose sources were read")
 
     def notes(self, plan: TensorRTLLMPlan) -> Iterator[str]:
-        """As `ServerAdapter.notes`."""
+        """Limits that no key of the deployment mentions."""
         serving = plan.deployment.serving
         if HARMONY in (serving.reasoning_parser, serving.tool_call_parser) and named_parsers(plan) != serving:
             yield "gpt-oss's answers are parsed by trtllm-serve itself: no parser is named to it"
@@ -205,7 +205,6 @@ def _max_batch_size(plan: TensorRTLLMPlan) -> Choice:
 
 
 def _width_notes(plan: TensorRTLLMPlan) -> Iterator[str]:
-    """How far the width follows cost."""
     if plan.draft_lengths():
         yield (
             "the width follows how many requests run, and nothing else; it never falls below 2 slots, because a step "
@@ -216,7 +215,7 @@ def _width_notes(plan: TensorRTLLMPlan) -> Iterator[str]:
         if starving is not None:
             yield (
                 f"from {starving} requests on nothing is drafted, and the drafter misses the features of what is "
-                "decoded then: it accepts little for the rest of those requests (TensorRT-LLM #16888)"
+                "decoded then: it accepts little until those requests end (TensorRT-LLM #16888)"
             )
     elif plan.deployment.speculation.width == "auto":
         yield (

@@ -1,4 +1,4 @@
-"""Everything of a LaunchPlan that TensorRT-LLM would refuse, get wrong or do slowly, found before it starts."""
+"""Properties of a plan that TensorRT-LLM refuses, gets wrong or does slowly, found before it starts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _queue(plan: TensorRTLLMPlan) -> Iterator[Problem]:
 
 
 def _width(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    """A width that follows cost, asked for by name; where it was left to its default, `preview.notes` says it."""
+    """A width that follows cost and was asked for explicitly; where it is the default, a note says it."""
     speculation = plan.deployment.speculation
     if plan.users_schedule is not None and not plan.release.has(DRAFT_LEN_SCHEDULE):
         what = f"TensorRT-LLM {plan.release} ignores draft_len_schedule with DFlash"
@@ -177,7 +177,7 @@ def _drafter_fits(plan: TensorRTLLMPlan) -> Iterator[Problem]:
 
 def _implementation(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     if plan.needs_plug_in and not plan.release.has(DRAFTER_FROM_OUTSIDE):
-        what = f"TensorRT-LLM {plan.release} would ignore in silence: {'; '.join(plan.needs_plug_in)}"
+        what = f"TensorRT-LLM {plan.release} would silently ignore: {'; '.join(plan.needs_plug_in)}"
         yield Problem(what, "drafter", "install TensorRT-LLM 1.4, which takes our drafter, or use a plain bf16 drafter")
     if _loads_nothing(plan):
         what = "with load_format dummy no weights are read, and the drafter makes its first product as it reads them"

@@ -46,7 +46,7 @@ ACTIVATIONS = 4 * GIB
 MOST_REQUESTS, UNKNOWN_GPU_REQUESTS = 256, 32
 """Requests at once where the deployment does not say how many; the second where it does not name its GPU either."""
 ARENA_SHARE = 0.4
-"""Of what the weights leave, for the context of the drafter of so many requests; the rest is K/V."""
+"""Share of the memory after the weights for the drafter's context of so many requests; K/V gets the remainder."""
 PAGE = 32
 """Tokens a page of the paged arena (attention_backend TRTLLM or FA4)."""
 
@@ -79,14 +79,14 @@ class TensorRTLLMPlan(LaunchPlan):
 
     @property
     def needs_plug_in(self) -> tuple[str, ...]:
-        """What asks for a package of ours; nothing = TensorRT-LLM's own drafter runs alone."""
+        """Properties that need our package; none = TensorRT-LLM's own drafter runs alone."""
         if self.implementation != "dequantised context":
             return self.beyond_upstream
         return ("quantised weights (its fused K/V product ignores their scales)",)
 
     @property
     def drafts_itself(self) -> bool:
-        """Whether TensorRT-LLM drafts by another method, as the user's own arguments say."""
+        """TensorRT-LLM drafts by another method, as the user's own arguments say."""
         return self.drafter is None and "speculative_config" in self.engine_args
 
     @property
@@ -113,7 +113,7 @@ class TensorRTLLMPlan(LaunchPlan):
 
     @property
     def way_to_follow_cost(self) -> str:
-        """What `width: auto` lacks where it has no `draft_lengths`, as advice."""
+        """Advice for a `width: auto` that has no `draft_lengths`."""
         if not self.release.has(DRAFT_LEN_SCHEDULE):
             return f"install TensorRT-LLM {DRAFT_LEN_SCHEDULE.since} or later, which takes widths by batch size"
         wanted = COST_TABLE if self.recorded_survival is not None else f"{COST_TABLE} and {SURVIVAL}"
@@ -142,7 +142,7 @@ class TensorRTLLMPlan(LaunchPlan):
 
     @property
     def attention_backend(self) -> str:
-        """What runs the drafter's attention: trtllm-gen on Blackwell, FA4 on Hopper (#18553: +5.7 %), else VANILLA."""
+        """Kernels of the drafter's attention: trtllm-gen on Blackwell, FA4 on Hopper (#18553: +5.7 %), else VANILLA."""
         known = self.release.attention_backends
         if self.implementation == "ours" or self.gpu is None:
             return "VANILLA"
@@ -152,7 +152,7 @@ class TensorRTLLMPlan(LaunchPlan):
 
     @property
     def context_in_pool(self) -> bool:
-        """Whether the drafter's context lies in the K/V pool; a quantised pool has not its type, and an arena stays."""
+        """The drafter's context lies in the K/V pool; a quantised pool lacks its type, and an arena stays."""
         sixteen_bits = self.deployment.kv_cache.dtype in ("auto", "bfloat16") and not self.target.quantized_kv
         return self.attention_backend == "TRTLLM" and sixteen_bits and self.release.has(CONTEXT_IN_POOL)
 
@@ -258,7 +258,7 @@ def drafter_configuration(model: Model) -> Path:
 
 
 def beyond_built_in(config: DrafterConfig, release: Release) -> list[str]:
-    """What this drafter needs and a release's `DFlashForCausalLM` (modeling_dflash.py) ignores without an error."""
+    """Properties of a drafter that a release's `DFlashForCausalLM` (modeling_dflash.py) silently ignores."""
     windows = {kind.window for kind in config.layers if kind.window is not None}
     same_causality = len({kind.causal for kind in config.layers if kind.window is not None}) < 2
     two_sided = has_two_sided_windows(config)
@@ -276,7 +276,7 @@ def beyond_built_in(config: DrafterConfig, release: Release) -> list[str]:
 
 
 def has_two_sided_windows(config: DrafterConfig | None) -> bool:
-    """Whether some windowed layers see the slots behind them in the block, too."""
+    """Some windowed layers see later slots of the block, too."""
     return config is not None and any(kind.window is not None and not kind.causal for kind in config.layers)
 
 
@@ -284,7 +284,7 @@ def draft_lengths(cost: CostModel, survival: Sequence[float], block_size: int, m
     """`draft_len_schedule`: largest batch size of each stretch -> drafted tokens that pay there, the first the most.
 
     Upstream reads a key as "up to this batch size" (PR #10860). Above the largest key, and at 0, it drafts nothing; the
-    drafter then never gets the features of those tokens, and accepts little for the rest of such a request, without an
+    drafter then never gets the features of those tokens, and accepts little until such a request ends, without an
     error (PR #16888). So ours reaches up to the largest batch and always drafts one token.
     """
     from dflash_serve.speculation.allocation import widths_by_batch  # numpy, which not every install has

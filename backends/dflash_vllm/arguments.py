@@ -21,7 +21,7 @@ Flag = tuple[str, ...]
 
 
 def arguments(plan: VLLMPlan, folder: Path) -> list[str]:
-    """All arguments but host and port, the target's first; the user's own come last."""
+    """The command line without host and port, the target first; the user's own arguments come last."""
     parts = (
         _models(plan),
         _serving(plan, folder),
@@ -42,7 +42,7 @@ def _models(plan: VLLMPlan) -> Iterator[Flag]:
 
 
 def _serving(plan: VLLMPlan, folder: Path) -> Iterator[Flag]:
-    """What clients see. Keys go into a file: a command line can be read by everybody on the machine."""
+    # Keys go into a file: every user of the machine can read a command line.
     serving = plan.deployment.serving
     if serving.served_model_name is not None:
         yield "--served-model-name", serving.served_model_name

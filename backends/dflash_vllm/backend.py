@@ -37,15 +37,15 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
     logging_variable = "VLLM_LOGGING_CONFIG_PATH"
 
     def problems(self, plan: VLLMPlan) -> list[Problem]:
-        """As `ServerAdapter.problems`."""
+        """Problems of a plan, in the order in which a user would fix them."""
         return problems(plan)
 
     def head_problems(self, heads: Heads) -> list[Problem]:
-        """As `ServerAdapter.head_problems`."""
+        """Reasons why the engine does not serve such a drafter."""
         return list(head_problems(heads))
 
     def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
-        """As `ServerAdapter.own_arguments`."""
+        """Arguments that keys of the deployment stand for, with those keys."""
         return own_arguments(drafter=drafter)
 
     def draft_form(self, drafter: DrafterConfig, target: str) -> DraftForm:
@@ -54,13 +54,13 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
         return DraftForm(dialect, "z-lab's dialect" if dialect == "zlab" else f"the dialect {dialect}", target)
 
     def launch(self, plan: VLLMPlan, folder: Path, host: str, port: int) -> Command:
-        """As `ServerAdapter.launch`."""
+        """The command line for a prepared folder."""
         argv = [sys.executable, "-m", LAUNCHER, "serve", *arguments(plan, folder)]
         env = {GUESSED_COSTS: plan.guessed_costs} if plan.has_our_scheduler else {}
         return Command((*argv, "--host", host, "--port", str(port)), {**env, **self.shared_environment(plan, folder)})
 
     def choices(self, plan: VLLMPlan) -> Iterator[Choice]:
-        """As `ServerAdapter.choices`.
+        """Settings that the deployment leaves open.
 
         Raises:
             UserError: the cost table or the survival that was given is none.
@@ -80,7 +80,7 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
             yield Choice("hardware.dtype", plan.dtype, why)
 
     def notes(self, plan: VLLMPlan) -> Iterator[str]:
-        """As `ServerAdapter.notes`."""
+        """Limits that no key of the deployment mentions."""
         if plan.drafter is None:
             return
         if plan.verifies_whole_blocks:

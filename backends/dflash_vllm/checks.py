@@ -1,4 +1,4 @@
-"""Everything in which a Deployment and vLLM 0.32-0.33 do not go together, from files alone."""
+"""Problems of a deployment on vLLM 0.32-0.33, found from files alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def why_not_captured(family: str) -> str | None:
 
 
 def problems(plan: VLLMPlan) -> list[Problem]:
-    """All of them: the drafter's own first, because the others may follow from them."""
+    """Problems of a plan: the drafter's own first, because the others may follow from them."""
     found = list(plan.checkpoint.problems) if plan.checkpoint else []
     found += plain_only(plan.checkpoint.quantization if plan.checkpoint else None, "vLLM", "drafter.model")
     found += RELEASES.problems(RELEASES.installed())
@@ -79,7 +79,6 @@ def plug_in_problems(environment: Mapping[str, str] = os.environ) -> Iterator[Pr
 
 
 def _arguments(plan: VLLMPlan) -> Iterator[Problem]:
-    """What the user hands on to vLLM, and what clients are to see."""
     table, serving = argument_table(plan), plan.deployment.serving
     yield from table.problems(plan.engine_args)
     if not PARSER_PLUGINS & plan.given:

@@ -16,7 +16,7 @@ DRAFTS, DRAFTED, ACCEPTED = (
 ACCEPTED_BY_SLOT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 PREFIX = "dflash_vllm:"
-"""Of our plug-in's own metrics, on the same page as vLLM's."""
+"""Prefix of our plug-in's metrics, which stand on the same page as vLLM's."""
 SLOTS_OFFERED, SLOTS_ACCEPTED = f"{PREFIX}slots_offered", f"{PREFIX}slots_accepted"
 """Counters by slot of the block; like STEPS without the `_total` that they are exported with."""
 STEPS = f"{PREFIX}steps"

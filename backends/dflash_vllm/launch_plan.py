@@ -37,7 +37,7 @@ class VLLMPlan(LaunchPlan):
 
     @property
     def verifies_whole_blocks(self) -> bool:
-        """Whether vLLM's own drafting runs, not our widths."""
+        """vLLM's own drafting runs, not our widths."""
         return self.drafter is not None and verifies_whole_blocks(self.drafter)
 
     @property
@@ -68,7 +68,7 @@ class VLLMPlan(LaunchPlan):
 
     @property
     def has_our_scheduler(self) -> bool:
-        """Whether widths are chosen inside vLLM, at every step.
+        """Our scheduler chooses widths inside vLLM, at every step.
 
         Raises:
             UserError: the cost table or the survival that was given is none.
@@ -92,7 +92,7 @@ class VLLMPlan(LaunchPlan):
 
     @property
     def v1_runner(self) -> bool:
-        """Whether vLLM's first model runner serves."""
+        """vLLM's first model runner serves."""
         return self.on_cpu or os.environ.get(V1_VARIABLE) == "0"
 
     @property

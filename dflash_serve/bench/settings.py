@@ -1,4 +1,4 @@
-"""What a bench compares and how much of it: its settings, the variants of serving, and the order of its runs."""
+"""Settings of a bench, the variants of serving that it compares, and the order of its runs."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Settings(Frozen):
     devices: int | None
     """Throughput is divided by that; None = the deployment's hardware.count, else 1."""
     in_turn: bool | None
-    """One server at a time, for servers that take all of a GPU's memory; otherwise all run side by side, where one that
-    nobody asks costs memory only. None = unless the embedded backend serves."""
+    """One server at a time, for servers that take all of a GPU's memory; otherwise all run side by side, where an idle
+    server costs memory only. None = unless the embedded backend serves."""
     warm_up: bool
     """Each server answers a request for each user before it is measured."""
     output: Path

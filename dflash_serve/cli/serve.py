@@ -164,7 +164,7 @@ class Rehearsal:
             raise typer.Exit(2)
 
     def as_json(self) -> dict[str, object]:
-        """All of it; a file without text is weights or a secret."""
+        """A JSON object; a file without text is weights or a secret."""
         told = self.preview or Preview()
         return {
             "backend": self.backend,

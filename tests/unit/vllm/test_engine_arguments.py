@@ -73,7 +73,7 @@ def test_one_that_we_set_is_refused_with_the_key_that_sets_it(fields: dict[str, 
 
 
 def test_every_flag_that_we_write_is_one_that_we_claim(fields: dict[str, Any]) -> None:
-    """Else the user's would stand beside ours, and the last one would win in silence."""
+    """Else the user's would stand beside ours, and the last one would win silently."""
     more: dict[str, Any] = {
         "parallel": {"tensor": 2},
         "hardware": {"gpu": "b200", "count": 2},
