@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import yaml
 
@@ -293,20 +293,20 @@ class DraftForm:
 class ServerAdapter(ABC, Generic[Plan]):
     """One engine's adapter: a `ServerBackend` whose every answer follows from a plan."""
 
-    name: ClassVar[str]
-    facts: ClassVar[EngineFacts]
-    releases: ClassVar[str]
+    name: str
+    facts: EngineFacts
+    releases: str
     """Releases of the engine that were read and run."""
-    untried: ClassVar[Collection[str]] = ()
+    untried: Collection[str] = ()
     """Families of drafters that were read and not run: `auto` takes others first."""
-    drafting_arguments: ClassVar[Collection[str]] = ()
+    drafting_arguments: Collection[str] = ()
     """Arguments, with underscores, that make the engine draft without a drafter of ours."""
     plan: type[Plan]
-    one_key: ClassVar[bool] = False
+    one_key: bool = False
     """The server takes one API key."""
-    loggers: ClassVar[Sequence[str]] = ()
+    loggers: Sequence[str] = ()
     """Loggers of the engine that have handlers of their own."""
-    logging_variable: ClassVar[str] = ""
+    logging_variable: str = ""
     """Environment variable that names the log configuration."""
 
     def resolve(self, deployment: Deployment) -> Plan:

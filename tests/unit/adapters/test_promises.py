@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from dflash_serve.backend import InProcessBackend, backend, server_backend
 from dflash_serve.checkpoint import reader
+from dflash_serve.checkpoint.files import read_headers
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.source import record_survival, recorded_survival
 from dflash_serve.cli import serve
@@ -280,8 +281,12 @@ def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return opened(file, *args, **more)
 
     monkeypatch.setattr(io, "open", counting)
-    headers = reader.read_headers
-    monkeypatch.setattr(reader, "read_headers", lambda *given: counted.update(["headers"]) or headers(*given))
+
+    def headers(*given: Any) -> Any:
+        counted["headers"] += 1
+        return read_headers(*given)
+
+    monkeypatch.setattr(reader, "read_headers", headers)
     return counted
 
 
