@@ -1,4 +1,4 @@
-"""What a backend answers about a Deployment and about its engine, and how backends are found: by entry point.
+"""Protocols of backends, facts about engines, and the registry of installed backends (entry points).
 
 Every backend has a name, checks and facts. One whose engine runs as its own server is a `ServerBackend`; one whose
 engine runs in this process is an `InProcessBackend`; the embedded backend is both.
@@ -6,16 +6,18 @@ engine runs in this process is an `InProcessBackend`; the embedded backend is bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
+from dflash_serve.catalogue import AUTO, best_drafter, drafters_of, unknown_target
 from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.common.extras import absent
 from dflash_serve.common.prometheus import Scrape
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import Deployment, Model
 from dflash_serve.errors import Problem, UserError, did_you_mean
 from dflash_serve.outputs import Chunk, RequestOutput
 from dflash_serve.speculation.params import SamplingParams
@@ -53,7 +55,7 @@ class Engine(Protocol):
 
     @property
     def dtype(self) -> str:
-        """What it computes in: `float32` or `bfloat16`."""
+        """Arithmetic: `float32` or `bfloat16`."""
         ...
 
     @property
@@ -83,11 +85,11 @@ class Engine(Protocol):
         ...
 
     def plain(self) -> Engine:
-        """The same target without speculation, to compare with."""
+        """An engine with this target and without speculation, to compare with."""
         ...
 
     def fixed(self, width: int, fault: str | None = None) -> Engine:
-        """The same target and drafter, every step verifying `width` slots; no prefix is reused.
+        """An engine with this target and drafter that verifies `width` slots in every step; no prefix is reused.
 
         Args:
             fault: a name from `controls`: the drafter is fed wrongly on purpose. Answers stay the same, drafts do not.
@@ -108,7 +110,7 @@ class Backend(Protocol):
     facts: EngineFacts
 
     def check(self, deployment: Deployment) -> list[Problem]:
-        """Everything that would not work, before anything is started.
+        """Problems that are found before anything is started.
 
         Raises:
             UserError: target or drafter cannot be found or read at all.
@@ -118,7 +120,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """What `serve` replaces itself with."""
+    """A command line that `serve` replaces itself with."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -144,24 +146,15 @@ class ServerBackend(Backend, Protocol):
 
 @runtime_checkable
 class DraftingBackend(Backend, Protocol):
-    """One that says of any drafter, by its heads alone, whether it serves it."""
+    """A backend that says from a drafter's heads alone whether it serves it."""
 
     releases: str
-    """Of its engine, that what it says holds for."""
+    """Releases of its engine that were read and run."""
     untried: Collection[str]
-    """Families of drafters that it serves by what was read of its engine, not run: `auto` takes others first."""
+    """Families of drafters that were read in its engine's source and not run: `auto` takes others first."""
 
     def head_problems(self, heads: Heads) -> list[Problem]:
-        """Why it does not serve such a drafter; none = it does."""
-        ...
-
-
-@runtime_checkable
-class ContractedBackend(Backend, Protocol):
-    """One whose plug-in relies on more of its engine than the engine promises."""
-
-    def contract(self) -> Iterable[str]:
-        """Lines that say what that is, and which of it holds in the installed release."""
+        """Reasons why it does not serve such a drafter; none = it does."""
         ...
 
 
@@ -179,7 +172,7 @@ class InProcessBackend(Backend, Protocol):
 
 
 Line = tuple[str, str]
-"""Of a graph: what it is called (Grafana's legend form), and its PromQL."""
+"""A line of a graph: its name (Grafana's legend form), and its PromQL."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +180,7 @@ class Probes:
     """Paths that an engine's own server answers."""
 
     started: str
-    """Everything is loaded."""
+    """Says yes once all is loaded."""
     live: str
     """Shallow: says no only when a new process would help."""
     ready: str
@@ -196,7 +189,7 @@ class Probes:
 
 @dataclass(frozen=True)
 class MetricNames:
-    """What an engine's Prometheus metrics are called; None = it does not report it."""
+    """Names of an engine's Prometheus metrics; None = it does not report it."""
 
     path: str
     """Page of the engine's own server."""
@@ -219,7 +212,7 @@ class MetricNames:
 
 @dataclass(frozen=True)
 class SpeculationLines:
-    """How an engine's metrics show speculation, as lines of the dashboard; None = it cannot."""
+    """Speculation in an engine's metrics, as lines of the dashboard; None = not reported."""
 
     acceptance_length: Line
     survival: Line | None = None
@@ -228,31 +221,68 @@ class SpeculationLines:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine calls its own things: the one home of its paths, metric names and readers."""
+    """Paths, metric names and metric readers of an engine."""
 
     title: str
-    """As people write it: `SGLang`."""
+    """Name in messages and reports: `SGLang`."""
     engine_type: str
     """Value of the label `llm-d.ai/engine-type`, by which an endpoint picker finds the metric names."""
     probes: Probes
     metrics: MetricNames
     speculation: SpeculationLines
     read_acceptance: Callable[[Scrape], AcceptanceStatistics | None]
-    """What the metrics of a server say of its speculation; None = they are not this engine's."""
+    """Reads speculation from a server's metrics; None = they are not this engine's."""
     errors: Line | None = None
     """Requests that failed, a second, as a line of the dashboard."""
     refused: Line | None = None
     """Requests that a full or unready server turned away (429, 503), a second; None = among the errors."""
     needs_gpu: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What its container must have set."""
+    """Variables that its container must have."""
     prefill_annotations: Mapping[str, str] = field(default_factory=dict)
-    """Of the pods of a prefill server (`role: prefill`): what a router reads there."""
+    """Annotations of the pods of a prefill server (`role: prefill`), for routers."""
     server_flags: Sequence[str] = ()
     """Options of `serve` that this engine's own server honours, not every one: `api-key-file`, `drain-seconds` (then it
     ends its answers itself after SIGTERM)."""
     data_parallel: bool = False
-    """Whether one server runs several copies of the model (`parallel.data`); otherwise replicas are deployed."""
+    """One server runs several copies of the model (`parallel.data`); otherwise replicas are deployed."""
+
+
+@dataclass(frozen=True)
+class Releases:
+    """Releases of an engine that were read and run, by as many numbers of a version as `oldest` and `newest` have."""
+
+    package: str
+    title: str
+    oldest: tuple[int, ...]
+    newest: tuple[int, ...]
+
+    def __str__(self) -> str:
+        first, last = (".".join(map(str, numbers)) for numbers in (self.oldest, self.newest))
+        return first if first == last else f"{first}-{last}"
+
+    def installed(self) -> str | None:
+        """The version in this environment; None where there is none (the deployment is for another machine)."""
+        try:
+            return version(self.package)
+        except PackageNotFoundError:
+            return None
+
+    def numbers(self, text: str | None) -> tuple[int, ...] | None:
+        """The first numbers of a version; None where it is no version."""
+        found = re.match(r"\.".join([r"(\d+)"] * len(self.newest)), text or "")
+        return tuple(map(int, found.groups())) if found else None
+
+    def supports(self, text: str | None) -> bool:
+        """A version is one of these releases."""
+        found = self.numbers(text)
+        return found is not None and self.oldest <= found <= self.newest
+
+    def problems(self, text: str | None) -> Iterator[Problem]:
+        """A version that was not tested; nothing where none is installed."""
+        if text is not None and not self.supports(text):
+            do = f"pip install '{self.package}=={'.'.join(map(str, self.newest))}.*'"
+            yield Problem(f"{self.title} {text} is not supported, tested {self}", self.package, do)
 
 
 def installed() -> list[str]:
@@ -297,3 +327,40 @@ def embedded_backend() -> InProcessBackend:
         UserError: it is not installed.
     """
     return cast(InProcessBackend, backend(EMBEDDED))
+
+
+def choose_drafter(deployment: Deployment, chosen: object) -> tuple[Deployment, str | None]:
+    """`with_drafter` for a backend; one without `head_problems` gets plain DFlash only.
+
+    Raises:
+        UserError: as `with_drafter`.
+    """
+    if isinstance(chosen, DraftingBackend):
+        return with_drafter(deployment, lambda heads: not chosen.head_problems(heads), chosen.untried)
+    return with_drafter(deployment, lambda heads: not heads.words)
+
+
+def with_drafter(
+    deployment: Deployment, serves: Callable[[Heads], bool], untried: Collection[str] = ()
+) -> tuple[Deployment, str | None]:
+    """The deployment with `drafter: auto` replaced by a published drafter, and a line about the choice.
+
+    Raises:
+        UserError: no published drafter of the target is known, or none that the backend serves.
+    """
+    if deployment.drafter is None or deployment.drafter.model != AUTO:
+        return deployment, None
+    target = deployment.target.model
+    if not drafters_of(target):
+        raise unknown_target(target)
+    found = best_drafter(target, serves, untried)
+    if found is None:
+        do = f"`dflash-serve drafters {target}` says why; use another --backend, or name one"
+        raise UserError(f"no drafter of {target} is served by this backend", where="drafter.model", do=do)
+    revision = deployment.drafter.revision or found.revision
+    model = Model(model=found.repository, revision=revision, quantization=deployment.drafter.quantization)
+    told = f"drafter: {found.repository}" + (f" at {revision}" if revision else "")
+    told += f" ({found.heads.family}, B {found.block_size}), the best known of {target} that this backend serves"
+    if revision is None and "/" in found.repository:
+        told += "; its revision is not pinned: set drafter.revision"
+    return deployment.model_copy(update={"drafter": model}), told

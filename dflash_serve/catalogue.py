@@ -1,6 +1,6 @@
 """The published drafters we know, from one checked data file (`assets/drafters.json`): no network, no torch.
 
-What a field says was read in public pages, cards and repositories; null = not known. Acceptance lengths are their
+Fields were read in public pages, cards and repositories; null = not known. Acceptance lengths are their
 publishers', at other prompts and settings each: they do not compare across rows.
 """
 
@@ -13,19 +13,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dflash_serve.backend import DraftingBackend
 from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.common.frozen import Frozen
-from dflash_serve.deployment import Deployment, Model
 from dflash_serve.errors import UserError, did_you_mean
 
 DATA = Path(__file__).with_name("assets") / "drafters.json"
 AUTO = "auto"
-"""As a drafter's name: the best published one for the target and the backend."""
+"""Name of a drafter that stands for the best published one for the target and the backend."""
 RANKED: Sequence[Literal["DFlash2", "DSpark", "DFlash"]] = ("DFlash2", "DSpark", "DFlash")
 """Mean acceptance lengths of one publisher's drafters of one target, Qwen3.5-4B: 5.97, 5.49, 4.92 (z-lab, 2026)."""
 RESTRICTED = ("-NC", "-ND")
-"""In licences that do not let everybody serve."""
+"""Marks of licences that restrict who may serve."""
 
 
 class PublishedAcceptance(Frozen):
@@ -52,13 +50,13 @@ class CataloguedDrafter(Frozen):
     licence: str | None
     acceptance_length: tuple[PublishedAcceptance, ...]
     source: str
-    """Where the row's other fields were read."""
+    """Source of the row's other fields."""
     unsupported: str | None = None
-    """Why no engine of ours serves it, where that is not its heads."""
+    """Reason why no engine serves it, other than its heads."""
 
     @property
     def is_restricted(self) -> bool:
-        """Whether its licence forbids commercial use or changed copies."""
+        """Its licence forbids commercial use or changed copies."""
         return self.licence is not None and any(mark in self.licence for mark in RESTRICTED)
 
 
@@ -72,7 +70,7 @@ class Catalogue(Frozen):
 
 @cache
 def catalogue() -> Catalogue:
-    """All that is known."""
+    """The catalogue, read once."""
     return Catalogue.model_validate_json(DATA.read_text(encoding="utf-8"))
 
 
@@ -96,10 +94,10 @@ def unknown_target(target: str) -> UserError:
 def best_drafter(
     target: str, serves: Callable[[Heads], bool], untried: Collection[str] = ()
 ) -> CataloguedDrafter | None:
-    """The one that `auto` takes; None where nothing can be served.
+    """The drafter that `auto` takes; None where no published drafter can be served.
 
-    What the backend was run with first; then by kind, the publishers' own order (`RANKED`); then one whose revision is
-    pinned; then the file's order. Drafters with a restricting licence have to be named.
+    Families that the backend was run with come first; then by kind, the publishers' own order (`RANKED`); then one
+    whose revision is pinned; then the file's order. Drafters with a restricting licence have to be named.
 
     Args:
         serves: whether the backend serves a drafter with such heads.
@@ -115,40 +113,3 @@ def best_drafter(
         return one.heads.family in untried, RANKED.index(one.heads.family), one.revision is None
 
     return min(able, key=order, default=None)
-
-
-def choose_drafter(deployment: Deployment, backend: object) -> tuple[Deployment, str | None]:
-    """`with_drafter` for a backend; of one that cannot tell, only plain DFlash is asked.
-
-    Raises:
-        UserError: as there.
-    """
-    if isinstance(backend, DraftingBackend):
-        return with_drafter(deployment, lambda heads: not backend.head_problems(heads), backend.untried)
-    return with_drafter(deployment, lambda heads: not heads.words)
-
-
-def with_drafter(
-    deployment: Deployment, serves: Callable[[Heads], bool], untried: Collection[str] = ()
-) -> tuple[Deployment, str | None]:
-    """The deployment with its drafter named, and what is to be said of it; as it is where it does not say `auto`.
-
-    Raises:
-        UserError: no published drafter of the target is known, or none that the backend serves.
-    """
-    if deployment.drafter is None or deployment.drafter.model != AUTO:
-        return deployment, None
-    target = deployment.target.model
-    if not drafters_of(target):
-        raise unknown_target(target)
-    found = best_drafter(target, serves, untried)
-    if found is None:
-        do = f"`dflash-serve drafters {target}` says why; use another --backend, or name one"
-        raise UserError(f"no drafter of {target} is served by this backend", where="drafter.model", do=do)
-    revision = deployment.drafter.revision or found.revision
-    model = Model(model=found.repository, revision=revision, quantization=deployment.drafter.quantization)
-    told = f"drafter: {found.repository}" + (f" at {revision}" if revision else "")
-    told += f" ({found.heads.family}, B {found.block_size}), the best known of {target} that this backend serves"
-    if revision is None and "/" in found.repository:
-        told += "; its revision is not pinned: set drafter.revision"
-    return deployment.model_copy(update={"drafter": model}), told

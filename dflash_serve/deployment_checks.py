@@ -1,4 +1,4 @@
-"""What holds for every engine: no block or width beyond the drafter, no length beyond the target, no changed file."""
+"""Checks that every engine shares: blocks, widths, lengths, devices, heads, keys, changed files, pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dflash_serve.errors import Problem, UserError
 
 
 def uses_drafter(deployment: Deployment) -> bool:
-    """Whether the drafter is loaded at all."""
+    """The drafter is loaded."""
     return deployment.drafter is not None and deployment.speculation.width not in ("off", 1)
 
 
@@ -143,13 +143,13 @@ def changed_files(deployment: Deployment) -> list[Problem]:
 
 
 def check_pairing(config: DrafterConfig, target: TargetShape) -> list[Problem]:
-    """Everything in which the drafter cannot be this target's."""
+    """Reasons why the drafter cannot be this target's."""
     where = f"drafter for {target.name}"
     return [Problem(what, where, do) for what, do in _mismatches(config, target)]
 
 
 def pairing_notes(config: DrafterConfig, target: TargetShape) -> list[str]:
-    """What is unusual about the pair, and may be sound: a drafter can be trained with a RoPE base of its own."""
+    """Unusual properties of a pair that may be sound: a drafter can be trained with a RoPE base of its own."""
     if target.rope_theta is None or config.rope.theta == target.rope_theta:
         return []
     return [

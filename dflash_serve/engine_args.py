@@ -34,7 +34,7 @@ class EngineParser(argparse.ArgumentParser):
         raise ValueError(message)
 
     def complaint(self, words: Sequence[str]) -> str | None:
-        """What it says of words that are not a whole command line; None where it takes them."""
+        """The parser's complaint about words of a command line; None where it takes them."""
         for action in self._actions:
             action.required = False
         try:
@@ -78,7 +78,7 @@ class EngineParser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class ArgumentTable:
-    """What an engine's own server takes, and what of it is not the user's to give."""
+    """Arguments of an engine's own server, and the keys that stand for some of them."""
 
     backend: str
     engine: str
@@ -100,7 +100,7 @@ class ArgumentTable:
         return [Problem(f"{self.engine} refuses them: {complaint}", self.where, "correct it")] if complaint else []
 
     def words(self, given: EngineArgs) -> list[str]:
-        """As words of a command line, each under the engine's own spelling."""
+        """Words of a command line, each under the engine's own spelling."""
         parser = self.parser() if given else None
         return [word for name, value in given.items() for word in _words(parser, name, value)]
 
@@ -122,7 +122,7 @@ class ArgumentTable:
 
 @dataclass(frozen=True)
 class ParserNames:
-    """What an engine calls the parsers of model families that it has under another name."""
+    """An engine's names of the parsers of model families."""
 
     reasoning: Mapping[str, str]
     tool_call: Mapping[str, str]
@@ -183,7 +183,7 @@ def _text(value: JsonValue) -> str:
 
 
 def from_words(words: Sequence[str]) -> dict[str, JsonValue]:
-    """What stands after `--` on a command line, as `engine_args` have it: `--a 1 --b --c=2` -> {a: 1, b: true, c: 2}.
+    """`engine_args` from the words after `--` on a command line: `--a 1 --b --c=2` -> {a: 1, b: true, c: 2}.
 
     Raises:
         UserError: a value without a flag before it, or a flag given twice.

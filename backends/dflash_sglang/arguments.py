@@ -9,21 +9,20 @@ from pathlib import Path
 
 from dflash_serve.deployment import Gpu
 from dflash_serve.errors import UserError
+from dflash_serve.server_adapter import DRAFT, SECRETS
 
 from .engine_arguments import PARSERS, argument_table
 from .heads import DSPARK
-from .launch_plan import LaunchPlan
+from .launch_plan import SGLangPlan
 from .planner_table import FILE as PLANNER
 from .planner_table import planner_costs
 
-DRAFT, SECRETS, LOGGING = "draft", "secrets.yaml", "logging.json"
-"""Where `prepare` puts the drafter, the server's API key, and how it logs, below its folder."""
 KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4", "mxfp4": "mxfp4"}
 LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
 """Variables by which Kubernetes' LeaderWorkerSet tells a process its place among several nodes."""
 DISTRIBUTED_PORT = 20000
-"""Where the leader's torch.distributed listens."""
+"""Port of the leader's torch.distributed."""
 
 Flag = tuple[str, ...]
 """`--name` and its value, or `--name` alone."""
@@ -34,18 +33,18 @@ class AttentionKernels:
     """SGLang's names of the attention kernels that serve DFlash on a GPU."""
 
     target: str
-    """Where the target's heads are plain (not DeepSeek's latent form)."""
+    """For a target with plain heads (not DeepSeek's latent form)."""
     drafter: str
     """The drafter's block is not causal: trtllm_mha would be refused (`_resolve_dflash_draft_attention_backend`)."""
 
 
 def kernels_of(gpu: Gpu) -> AttentionKernels:
-    """Those of Blackwell (SGLang's sm100) or Hopper."""
+    """The kernels of Blackwell (SGLang's sm100) or Hopper."""
     return AttentionKernels("trtllm_mha", "fa4") if gpu.is_blackwell else AttentionKernels("fa3", "fa3")
 
 
-def arguments(plan: LaunchPlan, folder: Path) -> list[str]:
-    """All arguments but host, port and those of `node_arguments`; the user's own come last."""
+def arguments(plan: SGLangPlan, folder: Path) -> list[str]:
+    """The command line without host, port and `node_arguments`; the user's own arguments come last."""
     parts = (
         _models(plan),
         _precision(plan),
@@ -78,7 +77,7 @@ def node_arguments(nodes: int, environment: Mapping[str, str]) -> list[str]:
     return ["--nnodes", str(nodes), "--node-rank", environment[INDEX], "--dist-init-addr", address]
 
 
-def _models(plan: LaunchPlan) -> Iterator[Flag]:
+def _models(plan: SGLangPlan) -> Iterator[Flag]:
     target = plan.deployment.target
     yield "--model-path", target.model
     if target.revision is not None:
@@ -87,7 +86,7 @@ def _models(plan: LaunchPlan) -> Iterator[Flag]:
         yield "--disaggregation-mode", plan.deployment.role
 
 
-def _precision(plan: LaunchPlan) -> Iterator[Flag]:
+def _precision(plan: SGLangPlan) -> Iterator[Flag]:
     yield "--dtype", "bfloat16"
     asked = plan.deployment.target.quantization
     if asked != "none" and plan.target.native_quantization is None:
@@ -97,7 +96,7 @@ def _precision(plan: LaunchPlan) -> Iterator[Flag]:
         yield "--kv-cache-dtype", kv_dtype
 
 
-def _parallel(plan: LaunchPlan) -> Iterator[Flag]:
+def _parallel(plan: SGLangPlan) -> Iterator[Flag]:
     parallel = plan.deployment.parallel
     yield "--tp-size", str(parallel.tensor)
     if parallel.data > 1:
@@ -111,7 +110,7 @@ def _parallel(plan: LaunchPlan) -> Iterator[Flag]:
         yield ("--enable-dp-lm-head",)  # DFlash under data-parallel attention asks for it
 
 
-def _limits(plan: LaunchPlan) -> Iterator[Flag]:
+def _limits(plan: SGLangPlan) -> Iterator[Flag]:
     limits, cache = plan.deployment.limits, plan.deployment.kv_cache
     if limits.max_batch_size is not None:
         yield "--max-running-requests", str(limits.max_batch_size)
@@ -123,11 +122,11 @@ def _limits(plan: LaunchPlan) -> Iterator[Flag]:
     if cache.block_reuse is False:
         yield ("--disable-radix-cache",)
     if cache.memory_fraction is not None and plan.memory is not None:
-        yield "--mem-fraction-static", str(plan.memory.static_fraction(cache.memory_fraction))
+        yield "--mem-fraction-static", str(plan.memory.fraction(cache.memory_fraction))
 
 
-def _serving(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
-    """What clients see. The key goes into a file: a command line can be read by everybody on the machine."""
+def _serving(plan: SGLangPlan, folder: Path) -> Iterator[Flag]:
+    # The key goes into a file: every user of the machine can read a command line.
     serving = plan.deployment.serving
     if serving.served_model_name is not None:
         yield "--served-model-name", serving.served_model_name
@@ -138,11 +137,11 @@ def _serving(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
     if serving.otlp_traces_endpoint is not None:
         yield ("--enable-trace",)
         yield "--otlp-traces-endpoint", serving.otlp_traces_endpoint
-    if serving.log_format == "json" and "log-level-http" not in _given(plan):
+    if serving.log_format == "json" and "log-level-http" not in plan.given:
         yield "--log-level-http", "warning"  # uvicorn's own lines are text
 
 
-def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
+def _speculation(plan: SGLangPlan, folder: Path) -> Iterator[Flag]:
     if plan.algorithm is None:
         return
     yield "--speculative-algorithm", plan.algorithm
@@ -154,7 +153,7 @@ def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
             yield "--speculative-dspark-sps-table-path", str(folder / PLANNER)
     # Otherwise a draft inherits the target's quantisation and K/V format, and accepts next to nothing.
     yield "--speculative-draft-model-quantization", "unquant"
-    if "speculative-draft-kv-cache-dtype" not in _given(plan):
+    if "speculative-draft-kv-cache-dtype" not in plan.given:
         yield "--speculative-draft-kv-cache-dtype", "bfloat16"
     if plan.target.penalises and plan.width is None:
         # SGLang would penalise every request by the model's defaults, and wrongly so (`plugin.requests`).
@@ -163,17 +162,12 @@ def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
         yield "--speculative-draft-window-size", str(plan.deployment.speculation.draft_window)
 
 
-def _kernels(plan: LaunchPlan) -> Iterator[Flag]:
+def _kernels(plan: SGLangPlan) -> Iterator[Flag]:
     """SGLang's own choice where the GPU is not named, and for latent attention; the user's where one is given."""
     if plan.gpu is None:
         return
-    kernels, given = kernels_of(plan.gpu), _given(plan)
+    kernels, given = kernels_of(plan.gpu), plan.given
     if not plan.target.latent and "attention-backend" not in given:
         yield "--attention-backend", kernels.target
     if plan.algorithm is not None and "speculative-draft-attention-backend" not in given:
         yield "--speculative-draft-attention-backend", kernels.drafter
-
-
-def _given(plan: LaunchPlan) -> set[str]:
-    """The user's own arguments."""
-    return {name.replace("_", "-") for name in plan.engine_args}

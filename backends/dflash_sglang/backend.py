@@ -1,147 +1,122 @@
-"""SGLang as a Backend: it answers about a Deployment and hands out a command; SGLang's own server does the serving."""
+"""SGLang as a backend: a plan's command, choices and notes. SGLang's own server serves."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import yaml
-from pydantic import JsonValue
-
 from dflash_serve.backend import Command
+from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.heads import Heads
-from dflash_serve.checkpoint.reader import Checkpoint, load_tensors
-from dflash_serve.checkpoint.source import record_survival, recorded_survival
-from dflash_serve.checkpoint.target import TargetLayout
-from dflash_serve.checkpoint.writer import write_drafter
-from dflash_serve.common.files import write_whole
-from dflash_serve.common.json_log import logging_config
-from dflash_serve.deployment import Deployment
-from dflash_serve.deployment_checks import changed_files, read_keys
-from dflash_serve.draft_method import Eagle3Head
-from dflash_serve.errors import Problem, raise_problems
-from dflash_serve.preview import Preview
+from dflash_serve.errors import Problem
+from dflash_serve.server_adapter import Choice, DraftForm, PreparedFile, ServerAdapter
 
-from .arguments import DRAFT, LOGGING, SECRETS, arguments, node_arguments
+from .arguments import arguments, kernels_of, node_arguments
 from .checks import problems
-from .contract import printed
 from .engine_arguments import own_arguments
-from .facts import FACTS, TESTED
-from .heads import dialect_of, head_problems
-from .launch_plan import WIDTH_VARIABLE, LaunchPlan, read_launch_plan
-from .methods import DRAFTING, method_arguments, method_problems
+from .facts import FACTS, RELEASES
+from .heads import DSPARK, dialect_of, head_problems
+from .launch_plan import WIDTH_VARIABLE, SGLangPlan
 from .planner_table import FILE as PLANNER
 from .planner_table import planner_costs, planner_table
-from .preview import SPECULATING_REQUESTS, preview
 
-LOGGING_VARIABLE = "SGLANG_LOGGING_CONFIG_PATH"
+SPECULATING_REQUESTS = 48
+"""SGLang 0.5.23's --max-running-requests for speculation, where none is given (arg_groups/speculative_hook.py)."""
 
 
-class SGLangBackend:
+class SGLangBackend(ServerAdapter[SGLangPlan]):
     """Checks and command line for SGLang 0.5.23. Needs neither a GPU nor SGLang until the command is run."""
 
     name = "sglang"
     facts = FACTS
-    releases = TESTED
-    untried = ()
-    drafting_arguments = DRAFTING
+    releases = str(RELEASES)
+    drafting_arguments = ("speculative_algorithm",)
+    plan = SGLangPlan
+    one_key = True
+    loggers = ("sglang",)
+    logging_variable = "SGLANG_LOGGING_CONFIG_PATH"
 
-    def __init__(self) -> None:
-        self._prepared: LaunchPlan | None = None
-
-    def check(self, deployment: Deployment) -> list[Problem]:
-        """Everything that would not work; reads config.json files and safetensors headers only.
-
-        Raises:
-            UserError: the target or drafter cannot be found or read at all.
-        """
-        return problems(read_launch_plan(deployment))
+    def problems(self, plan: SGLangPlan) -> list[Problem]:
+        """Problems of a plan, in the order in which a user would fix them."""
+        return problems(plan)
 
     def head_problems(self, heads: Heads) -> list[Problem]:
-        """What SGLang does not serve of a drafter with such heads."""
+        """Reasons why the engine does not serve such a drafter."""
         return list(head_problems(heads))
 
-    def method_problems(self, target: TargetLayout, head: Eagle3Head | None) -> Iterable[Problem]:
-        """Why SGLang does not draft by EAGLE-3 (a head) or MTP (None)."""
-        return method_problems(target, head)
-
-    def method_arguments(self, head: Eagle3Head | None, draft_tokens: int) -> dict[str, JsonValue]:
-        """SGLang's own arguments for it."""
-        return method_arguments(head, draft_tokens)
-
     def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
-        """Arguments of the server that keys of the deployment stand for, with those keys."""
+        """Arguments that keys of the deployment stand for, with those keys."""
         return own_arguments(drafter=drafter)
 
-    def contract(self) -> Iterable[str]:
-        """Every name of SGLang that the plug-in relies on, and whether it holds in the installed release."""
-        return printed()
+    def draft_form(self, drafter: DrafterConfig, target: str) -> DraftForm:
+        """z-lab's or DeepSpec's dialect, in bfloat16."""
+        dialect = dialect_of(drafter)
+        return DraftForm(dialect, f"{'z-lab' if dialect == 'zlab' else 'DeepSpec'}'s dialect", dtype="bfloat16")
 
-    def prepare(self, deployment: Deployment, folder: Path) -> None:
-        """Writes draft/, the API key, and costs for DSPARK's planner.
-
-        A built target or drafter is held against its manifest first, byte for byte.
-
-        Raises:
-            UserError: the first problem of `check`, a built file that was changed, or a drafter that cannot be read.
-        """
-        plan = read_launch_plan(deployment)
-        raise_problems(problems(plan), hint="`dflash-serve serve --dry-run` shows all")
-        raise_problems(changed_files(deployment))
-        if plan.checkpoint is not None:
-            _write_draft_folder(plan.checkpoint, folder.resolve() / DRAFT)
+    def own_files(self, plan: SGLangPlan, folder: Path) -> Iterator[PreparedFile]:
+        """Costs for the planner of DSPARK."""
         costs = None if plan.drafter is None else planner_costs(plan.drafter)
         if costs is not None and plan.block_size is not None:
-            batch = deployment.limits.max_batch_size or SPECULATING_REQUESTS
-            write_whole(folder / PLANNER, planner_table(costs, batch * plan.block_size))
-        if deployment.serving.api_key_file is not None:
-            key = read_keys(deployment.serving.api_key_file)[0]
-            write_whole(folder / SECRETS, yaml.safe_dump({"api-key": key}), private=True)
-        if deployment.serving.log_format == "json":
-            write_whole(folder / LOGGING, logging_config("sglang"))
-        self._prepared = plan
+            batch = plan.deployment.limits.max_batch_size or SPECULATING_REQUESTS
+            yield PreparedFile(PLANNER, "costs for DSPARK's planner", planner_table(costs, batch * plan.block_size))
 
-    def preview(self, deployment: Deployment, folder: Path) -> Preview:
-        """What `prepare` would write, and what is chosen where the deployment leaves it open.
-
-        Raises:
-            UserError: the target or drafter cannot be found or read at all.
-        """
-        return preview(read_launch_plan(deployment))
-
-    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        """The command line for a prepared folder; on several nodes, that of the node it is asked on.
-
-        What `prepare` has just read of the same deployment is not read again: the command goes with that folder.
+    def launch(self, plan: SGLangPlan, folder: Path, host: str, port: int) -> Command:
+        """The command line for a prepared folder; on several nodes, the command of the node that this runs on.
 
         Raises:
             UserError: several nodes, and the environment does not say which this is.
         """
-        prepared = self._prepared
-        plan = prepared if prepared and prepared.deployment == deployment else read_launch_plan(deployment)
-        argv = [sys.executable, "-m", "sglang.launch_server", *arguments(plan, folder.resolve())]
-        argv += node_arguments(deployment.parallel.nodes, os.environ)
+        argv = [sys.executable, "-m", "sglang.launch_server", *arguments(plan, folder)]
+        argv += node_arguments(plan.deployment.parallel.nodes, os.environ)
         width = plan.block_size if plan.width is None else plan.width
         env = {} if plan.algorithm is None else {WIDTH_VARIABLE: str(width)}
-        if deployment.serving.log_format == "json":
-            env[LOGGING_VARIABLE] = str(folder.resolve() / LOGGING)
-        return Command((*argv, "--host", host, "--port", str(port)), env)
+        return Command((*argv, "--host", host, "--port", str(port)), {**env, **self.shared_environment(plan, folder)})
+
+    def choices(self, plan: SGLangPlan) -> Iterator[Choice]:
+        """Settings that the deployment leaves open."""
+        deployment = plan.deployment
+        limits, speculation, gpu = deployment.limits, deployment.speculation, plan.gpu
+        if limits.max_batch_size is None:
+            yield _max_batch_size(plan)
+        if limits.max_model_len is None and plan.target.shape.max_position_embeddings is not None:
+            longest = plan.target.shape.max_position_embeddings
+            yield Choice("limits.max_model_len", f"{longest}", "the target's positions")
+        if plan.drafter is not None and speculation.block_size is None:
+            yield Choice("speculation.block_size", f"{plan.block_size}", "the drafter's own")
+        if plan.drafter is not None:
+            ours = plan.width is not None
+            why = "our worker in SGLang serves it" if ours else f"SGLang's own {plan.family}: the width never changes"
+            width = plan.block_size if plan.whole_blocks_with is not None else speculation.width
+            yield Choice("speculation.width", str(width), why)
+        if gpu is None:
+            yield Choice("hardware.gpu", "not named", "memory is not checked, and SGLang chooses the attention kernels")
+        elif not plan.target.latent and "attention-backend" not in plan.given:
+            kernels = kernels_of(gpu)
+            drafts = f", {kernels.drafter} for the drafter" if plan.drafter is not None else ""
+            yield Choice("attention kernels", f"{kernels.target}{drafts}", f"what serves DFlash on a {gpu.name}")
+        if deployment.hardware.dtype == "auto":
+            yield Choice("hardware.dtype", "bfloat16", "what SGLang's DFlash computes in")
+
+    def notes(self, plan: SGLangPlan) -> Iterator[str]:
+        """Limits that no key of the deployment mentions."""
+        if plan.algorithm == DSPARK:
+            yield "SGLang's own DSPARK serves it alone: our plug-in counts no slots there and refuses no request"
+        elif plan.drafter is not None and plan.width is None:
+            yield "requests with penalties are refused: SGLang's own DFlash would not apply them"
+        if plan.whole_blocks_with is not None and plan.deployment.speculation.width == "auto":
+            whole = f"whole blocks of {plan.block_size} slots with {plan.whole_blocks_with}"
+            yield f"SGLang verifies {whole}: auto changes nothing"
 
 
-def _write_draft_folder(checkpoint: Checkpoint, folder: Path) -> None:
-    """Writes the drafter as SGLang reads it (z-lab's or DeepSpec's dialect, bfloat16, one file), whole or not at all.
-
-    Raises:
-        UserError: the checkpoint has problems, or something that is no drafter stands there.
-    """
-    import torch
-
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_tensors(checkpoint).items()}
-    assert checkpoint.config is not None
-    write_drafter(folder, checkpoint.config, tensors, dialect=dialect_of(checkpoint.config), overwrite=True)
-    record_survival(folder, recorded_survival(checkpoint.folder))
+def _max_batch_size(plan: SGLangPlan) -> Choice:
+    each = " for each copy of the model" if plan.deployment.parallel.data > 1 else ""
+    if plan.drafter is not None:
+        why = f"SGLang's own number for speculation{each}; it lowers it where memory is short"
+        return Choice("limits.max_batch_size", f"{SPECULATING_REQUESTS}", why)
+    why = f"SGLang takes what its K/V memory holds{each}, and logs it"
+    return Choice("limits.max_batch_size", "SGLang's choice", why)
 
 
 backend = SGLangBackend()

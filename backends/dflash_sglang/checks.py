@@ -1,4 +1,4 @@
-"""Everything in which a Deployment and SGLang 0.5.23 do not go together, from files alone."""
+"""Problems of a deployment on SGLang 0.5.23, found from files alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.quantization import plain_only
-from dflash_serve.deployment import GIB
 from dflash_serve.deployment_checks import (
     block_problems,
     check_pairing,
@@ -19,12 +18,13 @@ from dflash_serve.deployment_checks import (
 )
 from dflash_serve.engine_args import parser_problems
 from dflash_serve.errors import Problem
+from dflash_serve.server_adapter import memory_problems
 
 from .engine_arguments import PARSERS, argument_table
-from .facts import installed_version, release_problems
+from .facts import RELEASES
 from .heads import DSPARK
 from .heads import head_problems as drafter_head_problems
-from .launch_plan import LaunchPlan
+from .launch_plan import SGLangPlan
 
 CAPTURING = (
     *("beam", "deepseek", "gemma4", "glm4_moe_lite", "glm5", "gpt_oss", "inkling", "kimi", "laguna", "lfm2", "llama"),
@@ -33,20 +33,20 @@ CAPTURING = (
 """Families (model_type's beginning) whose SGLang model hands out hidden states (`set_dflash_layers_to_capture`)."""
 
 
-def problems(plan: LaunchPlan) -> list[Problem]:
-    """All of them: the drafter's own first, because the others may follow from them."""
+def problems(plan: SGLangPlan) -> list[Problem]:
+    """Problems of a plan: the drafter's own first, because the others may follow from them."""
     found = list(plan.checkpoint.problems) if plan.checkpoint else []
     found += plain_only(plan.checkpoint.quantization if plan.checkpoint else None, "SGLang", "drafter.model")
-    found += release_problems(installed_version())
+    found += RELEASES.problems(RELEASES.installed())
     if plan.drafter is not None:
         found += check_pairing(plan.drafter, plan.target.shape)
         found += _drafter_problems(plan, plan.drafter)
-    for problems_of in (_devices, _experts, _unsupported, _heads, _precision, _lengths, _memory, _arguments):
+    for problems_of in (_devices, _experts, _unsupported, _heads, _precision, _lengths, memory_problems, _arguments):
         found += problems_of(plan)
     return found
 
 
-def _drafter_problems(plan: LaunchPlan, drafter: DrafterConfig) -> Iterator[Problem]:
+def _drafter_problems(plan: SGLangPlan, drafter: DrafterConfig) -> Iterator[Problem]:
     yield from block_problems(plan.deployment, drafter)
     yield from drafter_head_problems(drafter)
     yield from _widths(plan)
@@ -63,7 +63,7 @@ def _drafter_problems(plan: LaunchPlan, drafter: DrafterConfig) -> Iterator[Prob
     yield from _attention(plan, drafter)
 
 
-def _widths(plan: LaunchPlan) -> Iterator[Problem]:
+def _widths(plan: SGLangPlan) -> Iterator[Problem]:
     """Problems of a width that cannot be served; `auto` verifies whole blocks then, and a note says so."""
     width = plan.deployment.speculation.width
     if plan.whole_blocks_with is not None and isinstance(width, int) and width not in (1, plan.block_size):
@@ -73,7 +73,7 @@ def _widths(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem("SGLang's DSPARK has no window of its own", "speculation.draft_window", "leave it out")
 
 
-def _attention(plan: LaunchPlan, drafter: DrafterConfig) -> Iterator[Problem]:
+def _attention(plan: SGLangPlan, drafter: DrafterConfig) -> Iterator[Problem]:
     """Windows and positions: SGLang knows one window for all layers, told by layer_types and is_causal."""
     windows = {kind.window for kind in drafter.layers} - {None}
     if len(windows) > 1:
@@ -95,7 +95,7 @@ def _attention(plan: LaunchPlan, drafter: DrafterConfig) -> Iterator[Problem]:
         yield Problem(what, "drafter.model", do)
 
 
-def _devices(plan: LaunchPlan) -> Iterator[Problem]:
+def _devices(plan: SGLangPlan) -> Iterator[Problem]:
     parallel, hardware = plan.deployment.parallel, plan.deployment.hardware
     yield from device_problems(plan.deployment, parallel.tensor * parallel.pipeline, plan.target.weight_bytes)
     if parallel.data > 1 and parallel.nodes > 1:
@@ -112,11 +112,11 @@ def _devices(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem(what, "hardware.gpu", "use the torch backend on a CPU")
 
 
-def _experts(plan: LaunchPlan) -> Iterator[Problem]:
+def _experts(plan: SGLangPlan) -> Iterator[Problem]:
     return expert_problems(plan.deployment, plan.target.experts, "SGLang")
 
 
-def _unsupported(plan: LaunchPlan) -> Iterator[Problem]:
+def _unsupported(plan: SGLangPlan) -> Iterator[Problem]:
     parallel, speculates = plan.deployment.parallel, plan.checkpoint is not None
     if parallel.pipeline > 1 and speculates:
         what = "SGLang's DFlash does not run with pipeline parallelism"
@@ -126,12 +126,12 @@ def _unsupported(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem(what, "parallel.context", "set it to 1, or use the tensorrt-llm backend")
 
 
-def _heads(plan: LaunchPlan) -> Iterator[Problem]:
+def _heads(plan: SGLangPlan) -> Iterator[Problem]:
     if not plan.deployment.parallel.attention_data:
         yield from head_problems(plan.target, plan.drafter, plan.deployment.parallel.tensor)
 
 
-def _precision(plan: LaunchPlan) -> Iterator[Problem]:
+def _precision(plan: SGLangPlan) -> Iterator[Problem]:
     """Number formats: what a GPU has not, and the traps between a quantised target and its drafter."""
     yield from _target_precision(plan)
     drafter = plan.deployment.drafter
@@ -149,7 +149,7 @@ def _precision(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem(what, "hardware.dtype", "use auto or bfloat16")
 
 
-def _target_precision(plan: LaunchPlan) -> Iterator[Problem]:
+def _target_precision(plan: SGLangPlan) -> Iterator[Problem]:
     asked, native = plan.deployment.target.quantization, plan.target.native_quantization
     where, gpu = "target.quantization", plan.gpu
     if asked != "none" and native is not None and native != asked:
@@ -164,32 +164,13 @@ def _target_precision(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem(what, "target.model", "use a checkpoint that leaves lm_head out")
 
 
-def _lengths(plan: LaunchPlan) -> Iterator[Problem]:
+def _lengths(plan: SGLangPlan) -> Iterator[Problem]:
     yield from length_problems(plan.deployment, plan.target.shape)
     if plan.deployment.speculation.draft_window is not None and plan.checkpoint is None:
         yield Problem("there is no drafter", "speculation.draft_window", "name one, or remove the window")
 
 
-def _memory(plan: LaunchPlan) -> Iterator[Problem]:
-    """Whether weights and one longest request fit on a device; nothing where the deployment does not name its GPU."""
-    memory = plan.memory
-    if memory is None or plan.gpu is None:
-        return
-    if memory.pool <= 0:
-        what = (
-            f"one device needs {_gib(memory.target)} for the target, {_gib(memory.drafter)} for the drafter and "
-            f"{_gib(memory.running)} to run, but a {plan.gpu.name} has {_gib(memory.total)}"
-        )
-        yield Problem(what, "hardware", "use more devices (parallel.tensor), or a quantised target")
-        return
-    longest = plan.deployment.limits.max_model_len or plan.target.shape.max_position_embeddings
-    if longest is not None and memory.tokens < longest:
-        what = f"{longest} tokens, but after the weights there is room for the K/V of about {memory.tokens}"
-        yield Problem(what, "limits.max_model_len", "shorten it, use kv_cache.dtype fp8, or more devices")
-
-
-def _arguments(plan: LaunchPlan) -> Iterator[Problem]:
-    """What the user hands on to SGLang, and what clients are to see."""
+def _arguments(plan: SGLangPlan) -> Iterator[Problem]:
     table, serving = argument_table(plan.deployment), plan.deployment.serving
     yield from table.problems(plan.engine_args)
     if serving.reasoning_parser or serving.tool_call_parser:
@@ -197,9 +178,5 @@ def _arguments(plan: LaunchPlan) -> Iterator[Problem]:
         yield from parser_problems(table, serving, PARSERS, flags)
     if serving.api_key_file is not None:
         yield from key_problems(serving.api_key_file, most=1)
-    if installed_version() is not None:
+    if RELEASES.installed() is not None:
         yield from tracing_problems(plan.deployment)
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"

@@ -9,7 +9,7 @@ from pathlib import Path
 from dflash_serve.deployment import Deployment
 from dflash_serve.engine_args import ArgumentTable, EngineParser, ParserNames, by_spelling, pinned_parser
 
-from .facts import RELEASE, installed_version, is_supported
+from .facts import RELEASES
 
 PINNED = Path(__file__).with_name("flags.json")
 """The flags of SGLang 0.5.23 as its own parser describes them: names, values, types, choices."""
@@ -73,7 +73,7 @@ PARSERS = ParserNames(
 
 
 def own_arguments(*, drafter: bool) -> dict[str, str]:
-    """What is not the user's to give in a deployment without a drafter, or besides in one with a drafter."""
+    """Arguments that dflash-serve sets, with the key that sets each; with `drafter`, only those that a drafter adds."""
     return by_spelling(pinned_parser(PINNED), OF_OUR_DRAFTER if drafter else KEYS)
 
 
@@ -82,15 +82,15 @@ def argument_table(deployment: Deployment) -> ArgumentTable:
     keys = KEYS if deployment.drafter is None else KEYS | OF_OUR_DRAFTER
     if deployment.kv_cache.memory_fraction is not None:
         keys = {**keys, "mem_fraction_static": "kv_cache.memory_fraction"}
-    version = installed_version()
-    known = version if version and is_supported(version) else ".".join(map(str, RELEASE))
+    version = RELEASES.installed()
+    known = version if RELEASES.supports(version) else str(RELEASES)
     return ArgumentTable("sglang", f"SGLang {known}", _parser, keys)
 
 
 @cache
 def _parser() -> EngineParser:
     """The installed SGLang's own, else the pinned one."""
-    if installed_version() is None:
+    if RELEASES.installed() is None:
         return pinned_parser(PINNED)
     parser = EngineParser()
     import_module("sglang.srt.server_args").ServerArgs.add_cli_args(parser)

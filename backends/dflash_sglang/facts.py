@@ -1,23 +1,16 @@
-"""What SGLang calls its own things: the releases that were read and run, its probes, its metrics and our plug-in's."""
+"""Facts about SGLang: the release that was read and run, probes, metric names and readers."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
-
-from dflash_serve.backend import EngineFacts, MetricNames, Probes, SpeculationLines
+from dflash_serve.backend import EngineFacts, MetricNames, Probes, Releases, SpeculationLines
 from dflash_serve.common.prometheus import Samples, Scrape, rate
-from dflash_serve.errors import Problem
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-Release = tuple[int, int, int]
-RELEASE: Release = (0, 5, 23)
-TESTED = ".".join(map(str, RELEASE))
-"""The supported release, as messages name it: the one whose source was read and whose server was run."""
+RELEASES = Releases("sglang", "SGLang", (0, 5, 23), (0, 5, 23))
+"""The release whose source was read and whose server was run."""
 
 PREFIX = "dflash_serve:"
-"""Of our plug-in's own metrics, on the same page as SGLang's."""
+"""Prefix of our plug-in's metrics, which stand on the same page as SGLang's."""
 OFFERED, ACCEPTED = f"{PREFIX}slots_offered", f"{PREFIX}slots_accepted"
 """Counters by slot of the block; like STEPS without the `_total` that they are exported with."""
 STEPS = f"{PREFIX}steps"
@@ -35,32 +28,6 @@ SPECULATING = ', width!="1"'
 RESPONSES = "sglang:http_responses_total"
 FULL, FAILED = ', status_code=~"429|503"', ', status_code=~"[45]..", status_code!~"429|503"'
 """Selects answers of a server that is full or not ready (SGLang says 503 where its queue is full), and other errors."""
-
-
-def installed_version() -> str | None:
-    """SGLang's version in this environment; None where there is none (the deployment is for another machine)."""
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return None
-
-
-def parse_release(text: str) -> Release | None:
-    """The three numbers of a version; None where it is no version."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2]), int(found[3])) if found else None
-
-
-def is_supported(text: str) -> bool:
-    """Whether a version is one of the tested release."""
-    return parse_release(text) == RELEASE
-
-
-def release_problems(text: str | None) -> Iterator[Problem]:
-    """What is wrong with a version; nothing where none is installed."""
-    if text is not None and not is_supported(text):
-        what = f"SGLang {text} is not supported, tested {TESTED}"
-        yield Problem(what, "sglang", f"pip install sglang=={TESTED}")
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.23 makes of a drafter's heads: which algorithm serves it, and what it would get wrong in silence.
+"""SGLang 0.5.23 and the heads of a drafter: the algorithm that serves them, and heads that it silently gets wrong.
 
 `models/dflash.py` (plain, convolutions, DFlash2) and `models/dspark.py` (a Markov head of any kind, both slot
 conventions). Neither knows a reduced vocabulary; DSPARK always builds a Markov head.
@@ -23,17 +23,17 @@ def algorithm_of(heads: Heads) -> str:
 
 
 def dialect_of(heads: Heads) -> str:
-    """What a draft folder is written in: DSPARK reads `markov_rank` at top level only, as DeepSpec writes it."""
+    """Dialect of the draft folder: DSPARK reads `markov_rank` at top level only, as DeepSpec writes it."""
     return "zlab" if heads.markov is None else "deepspec"
 
 
 def verifies_whole_blocks(heads: Heads) -> bool:
-    """Whether our worker's widths do not run: they stand in for SGLang's plain DFlash steps only."""
+    """True where our worker's widths do not run: they replace SGLang's plain DFlash steps only."""
     return heads.markov is not None or heads.selector is not None
 
 
 def head_problems(heads: Heads) -> Iterator[Problem]:
-    """Heads that SGLang would refuse late, or leave out without a word."""
+    """Heads that SGLang would refuse late, or silently leave out."""
     if heads.draft_vocabulary is not None:
         what = "a reduced draft vocabulary: SGLang would skip d2t and lm_head and draft through the target's head"
         do = f"convert it (`dflash-serve convert --full-vocabulary --target ...`), or {OTHER}"

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel
 
 FILE = "planner.json"
-"""What `prepare` writes."""
+"""Name of the file that `prepare` writes."""
 MODE, STATIC = "SGLANG_RAGGED_VERIFY_MODE", "static"
 """SGLang's environment variable, and its default: whole blocks."""
 
 
 def planner_costs(heads: Heads, environment: Mapping[str, str] = os.environ) -> CostModel | None:
-    """What the planner is to be given; None = nothing.
+    """Costs for the planner; None = it plans nothing.
 
     Raises:
         UserError: a cost table is given that cannot be read.

@@ -1,37 +1,34 @@
-"""TensorRT-LLM as a Backend: config.yaml, drafter and command line for a Deployment; `trtllm-serve` serves."""
+"""TensorRT-LLM as a backend: a plan's files, command, choices and notes. `trtllm-serve` serves."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import yaml
-from pydantic import JsonValue, ValidationError
 
 from dflash_serve.backend import Command
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.dialects import DIALECTS
 from dflash_serve.checkpoint.heads import Heads
-from dflash_serve.checkpoint.target import TargetLayout
-from dflash_serve.common.files import write_whole
-from dflash_serve.common.yaml_file import describe
-from dflash_serve.deployment import Deployment
-from dflash_serve.deployment_checks import changed_files
-from dflash_serve.draft_method import Eagle3Head
-from dflash_serve.errors import Problem, UserError, raise_problems
-from dflash_serve.preview import Preview
+from dflash_serve.cost_table import COST_TABLE
+from dflash_serve.deployment import GIB, Deployment
+from dflash_serve.errors import Problem
+from dflash_serve.server_adapter import DRAFT, Choice, DraftForm, PreparedFile, ServerAdapter
 
+from .arguments import configuration, launcher
 from .checks import head_problems, problems
 from .draft_folder import write_draft_folder
-from .engine_arguments import config_fields, merged, own_arguments, serving_options
+from .engine_arguments import HARMONY, named_parsers, own_arguments, serving_options
 from .facts import FACTS
-from .launch_plan import LaunchPlan, make_launch_plan
-from .methods import DRAFTING, method_arguments, method_problems
-from .preview import preview
-from .releases import DFLASH, NEWEST, TRTLLM_ATTENTION, Release, installed_release
-from .upstream import LlmArgs, llm_args
+from .launch_plan import ROWS, TensorRTLLMPlan, read_plan, starving_from
+from .plugin import BUILT
+from .releases import DFLASH, NEWEST, Release, installed_release
 
-CONFIG, DRAFT, PLUG_IN = "config.yaml", "draft", "dflash_serve_drafter"
-"""What `prepare` writes into its folder."""
+CONFIG, PLUG_IN = "config.yaml", "dflash_serve_drafter"
+"""Names of the configuration and of the package that registers our drafter, below the prepared folder."""
 REGISTERING = '''"""Written by `dflash-serve`: registers its drafter with TensorRT-LLM wherever this is imported."""
 
 from dflash_tensorrt_llm.plugin import register
@@ -40,18 +37,18 @@ TargetModel = register({architecture!r}, __name__, {implementation!r})
 '''
 
 
-class TensorRTLLMBackend:
+class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
     """Checks, configuration and command line for TensorRT-LLM's PyTorch backend.
 
     Args:
-        release: of TensorRT-LLM; None = the installed one, or the newest we know.
+        release: of TensorRT-LLM; None = the installed one, or the newest that was read.
     """
 
     name = "tensorrt-llm"
     facts = FACTS
     releases = f"{DFLASH.since} to {NEWEST}"
-    untried = ()
-    drafting_arguments = DRAFTING
+    drafting_arguments = ("speculative_config",)
+    plan = TensorRTLLMPlan
 
     def __init__(self, release: Release | None = None) -> None:
         self._release = release
@@ -62,68 +59,56 @@ class TensorRTLLMBackend:
         return self._release or installed_release()
 
     def head_problems(self, heads: Heads) -> list[Problem]:
-        """What TensorRT-LLM does not serve of a drafter with such heads."""
+        """Reasons why the engine does not serve such a drafter."""
         return list(head_problems(heads))
 
-    def method_problems(self, target: TargetLayout, head: Eagle3Head | None) -> Iterable[Problem]:
-        """Why TensorRT-LLM does not draft by EAGLE-3 (a head) or MTP (None)."""
-        return method_problems(target, head, self.release)
-
-    def method_arguments(self, head: Eagle3Head | None, draft_tokens: int) -> dict[str, JsonValue]:
-        """TensorRT-LLM's own arguments for it."""
-        return method_arguments(head, draft_tokens)
-
     def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
-        """Arguments of the server that keys of the deployment stand for, with those keys."""
+        """Arguments that keys of the deployment stand for, with those keys."""
         return own_arguments(drafter=drafter)
 
-    def check(self, deployment: Deployment) -> list[Problem]:
-        """Everything that would not work; reads config.json files only.
+    def resolve(self, deployment: Deployment) -> TensorRTLLMPlan:
+        """The plan of a deployment, from config.json files alone."""
+        return read_plan(self, deployment, self.release)
+
+    def problems(self, plan: TensorRTLLMPlan) -> list[Problem]:
+        """Problems of a plan, in the order in which a user would fix them."""
+        return problems(plan)
+
+    def draft_form(self, drafter: DrafterConfig, target: str) -> DraftForm:
+        """z-lab's dialect; the weights are linked."""
+        return DraftForm("zlab", "z-lab's dialect")
+
+    def own_files(self, plan: TensorRTLLMPlan, folder: Path) -> Iterator[PreparedFile]:
+        """config.yaml and, where the built-in drafter would not do, the package that registers ours.
 
         Raises:
-            UserError: the target or drafter cannot be found or read at all.
+            UserError: the release would refuse config.yaml.
         """
-        return problems(make_launch_plan(deployment, self.release))
-
-    def prepare(self, deployment: Deployment, folder: Path) -> None:
-        """Writes config.yaml, draft/ and, where the built-in drafter would not do, the package that registers ours.
-
-        A built target or drafter is held against its manifest first, byte for byte.
-
-        Raises:
-            UserError: the first problem of `check`, a built file that was changed, or a drafter that cannot be read.
-        """
-        plan = make_launch_plan(deployment, self.release)
-        raise_problems(problems(plan), hint="`dflash-serve serve --dry-run` shows all")
-        raise_problems(changed_files(deployment))
-        folder = folder.resolve()
-        if plan.drafter is not None:
-            assert deployment.drafter is not None
-            write_draft_folder(deployment.drafter, plan.drafter, folder / DRAFT, of_upstream=not plan.beyond_upstream)
-        for name, text in self._texts(plan, folder).items():
-            write_whole(folder / name, text)
-
-    def preview(self, deployment: Deployment, folder: Path) -> Preview:
-        """What `prepare` would write, and what is chosen where the deployment leaves it open.
-
-        Raises:
-            UserError: the target or drafter cannot be found or read at all, or the release would refuse config.yaml.
-        """
-        plan = make_launch_plan(deployment, self.release)
-        return preview(plan, self._texts(plan, folder.resolve()))
-
-    def _texts(self, plan: LaunchPlan, folder: Path) -> dict[str, str]:
-        """Name -> text of the files that are ours, beside the drafter's."""
-        texts = {CONFIG: self.yaml(plan, folder)}
+        yield PreparedFile(CONFIG, "what `trtllm-serve --config` reads", self.yaml(plan, folder))
         if plan.needs_plug_in:
-            texts[f"{PLUG_IN}/__init__.py"] = REGISTERING.format(
-                architecture=plan.target.architecture, implementation=plan.implementation
-            )
-        return texts
+            architecture, implementation = plan.target.architecture, plan.implementation
+            text = REGISTERING.format(architecture=architecture, implementation=implementation)
+            yield PreparedFile(f"{PLUG_IN}/__init__.py", "registers our drafter with TensorRT-LLM", text)
 
-    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+    def draft_files(self, plan: TensorRTLLMPlan) -> Iterator[PreparedFile]:
+        """Files of the drafter, as a dry run shows them."""
+        if plan.drafter is None or any(head_problems(plan.drafter)):
+            return
+        text = json.dumps(DIALECTS["zlab"].write(plan.drafter, None), indent=2, sort_keys=True) + "\n"
+        yield PreparedFile(f"{DRAFT}/config.json", "the drafter's description in z-lab's dialect", text)
+        ours = plan.drafter.model_dump_json(indent=2)
+        yield PreparedFile(f"{DRAFT}/dflash_serve.json", "the same for our plug-in", ours)
+        told = "the drafter's weights, linked, or renamed to z-lab's names"
+        yield PreparedFile(f"{DRAFT}/model.safetensors", told)
+
+    def write_draft(self, plan: TensorRTLLMPlan, folder: Path) -> None:
+        """Writes the drafter, whole or not at all."""
+        assert plan.deployment.drafter is not None
+        assert plan.drafter is not None
+        write_draft_folder(plan.deployment.drafter, plan.drafter, folder, of_upstream=not plan.beyond_upstream)
+
+    def launch(self, plan: TensorRTLLMPlan, folder: Path, host: str, port: int) -> Command:
         """`trtllm-serve` on one node; under `srun` and `trtllm-llmapi-launch`, one task a device, on several."""
-        plan, folder = make_launch_plan(deployment, self.release), folder.resolve()
         serve = ["trtllm-serve", plan.deployment.target.model, "--host", host, "--port", str(port)]
         serve += ["--config", str(folder / CONFIG), *serving_options(plan)]
         env = {}
@@ -131,106 +116,113 @@ class TensorRTLLMBackend:
             serve += ["--custom_module_dirs", str(folder / PLUG_IN)]
             # The option imports it in this process; the workers import it by name and need to find it.
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-        return Command((*_launcher(plan), *serve), env)
+        return Command((*launcher(plan), *serve), env)
 
-    def yaml(self, plan: LaunchPlan, folder: Path) -> str:
+    def yaml(self, plan: TensorRTLLMPlan, folder: Path) -> str:
         """The text of config.yaml.
 
         Raises:
             UserError: the release would refuse it.
         """
-        return yaml.safe_dump(_configuration(plan, folder / DRAFT), sort_keys=False)
+        return yaml.safe_dump(configuration(plan, folder / DRAFT), sort_keys=False)
+
+    def choices(self, plan: TensorRTLLMPlan) -> Iterator[Choice]:
+        """Settings that the deployment leaves open."""
+        limits, deployment = plan.deployment.limits, plan.deployment
+        if limits.max_batch_size is None:
+            yield _max_batch_size(plan)
+        if limits.max_model_len is None:
+            source = (
+                "the target's positions" if plan.target.shape.max_position_embeddings else "no config.json says more"
+            )
+            yield Choice("limits.max_model_len", f"{plan.max_model_len}", source)
+        if limits.max_num_tokens is None:
+            why = "upstream's default" if plan.max_num_tokens == ROWS else "a full batch of blocks"
+            yield Choice("limits.max_num_tokens", f"{plan.max_num_tokens}", why)
+        if plan.drafter is not None:
+            if deployment.speculation.block_size is None:
+                yield Choice("speculation.block_size", f"{plan.drafter.block_size}", "the drafter's own")
+            if lengths := plan.draft_lengths():
+                widths = ", ".join(f"{length + 1} slots up to {size} requests" for size, length in lengths.items())
+                yield Choice("speculation.width", f"auto ({widths})", f"what pays by {COST_TABLE}")
+            yield _implementation(plan)
+            yield Choice("attention of the drafter", plan.attention_backend, "what runs it on this GPU and release")
+            if deployment.kv_cache.memory_fraction is None and plan.gpu is not None:
+                why = "what weights and activations leave" + (
+                    "" if plan.context_in_pool else ", and the drafter's context"
+                )
+                yield Choice("kv_cache.memory_fraction", f"{plan.pool_fraction(plan.gpu)}", why)
+            if deployment.kv_cache.block_reuse is None:
+                yield Choice(
+                    "kv_cache.block_reuse", "false", "a reused prompt would leave the drafter without its features"
+                )
+        if plan.gpu is None:
+            yield Choice("hardware.gpu", "not named", "memory is not checked")
+        yield Choice("release", f"{plan.release}", "the installed one, or the newest whose sources were read")
+
+    def notes(self, plan: TensorRTLLMPlan) -> Iterator[str]:
+        """Limits that no key of the deployment mentions."""
+        serving = plan.deployment.serving
+        if HARMONY in (serving.reasoning_parser, serving.tool_call_parser) and named_parsers(plan) != serving:
+            yield "gpt-oss's answers are parsed by trtllm-serve itself: no parser is named to it"
+        if plan.drafter is None:
+            return
+        yield from _width_notes(plan)
+        if (
+            plan.deployment.limits.max_queued_requests
+            and "max_queued_requests" not in plan.deployment.limits.model_fields_set
+        ):
+            yield "TensorRT-LLM queues without bound: bound the queue at your gateway"
+        if plan.needs_plug_in:
+            yield f"every rank's log must say {BUILT!r}: one that does not has not loaded this drafter"
+        yield "acceptance by slot is in its metrics; the width of a step is not"
 
 
-def _launcher(plan: LaunchPlan) -> list[str]:
-    """What starts one process a device on several nodes (Slurm with PMIx, upstream's deployment guides)."""
-    nodes, count = plan.deployment.parallel.nodes, plan.deployment.hardware.count
-    if nodes == 1:
-        return []
-    tasks = [f"--nodes={nodes}", f"--ntasks={count}", f"--ntasks-per-node={count // nodes}"]
-    return ["srun", "--mpi=pmix", *tasks, "trtllm-llmapi-launch"]
-
-
-def _configuration(plan: LaunchPlan, drafter: Path) -> dict[str, object]:
-    """The configuration, as far as it differs from upstream's defaults, with the user's own keys.
-
-    Args:
-        drafter: the folder that it loads.
-
-    Raises:
-        UserError: the release would refuse it.
-    """
-    batch, target = plan.max_batch_size, plan.deployment.target
-    limit = {} if batch is None else {"max_batch_size": batch}
-    fields: dict[str, object] = {
-        "tensor_parallel_size": plan.deployment.parallel.tensor,
-        **limit,
-        "max_seq_len": plan.max_model_len,
-        "max_num_tokens": plan.max_num_tokens,
-        "kv_cache_config": _kv_cache(plan),
-        # Padding lets every batch size use a graph; without it a batch of 17 runs eagerly.
-        "cuda_graph_config": {"enable_padding": True, **limit},
-        "enable_iter_perf_stats": True,  # acceptance in /metrics
-        "return_perf_metrics": True,  # without it there is no /prometheus/metrics
-        **_parallel(plan),
-        **({} if target.revision is None else {"revision": target.revision}),
-        **({} if plan.drafter is None else {"speculative_config": _speculative(plan, drafter)}),
+def _implementation(plan: TensorRTLLMPlan) -> Choice:
+    """Whose drafter runs, and why not the other."""
+    chosen = {
+        "upstream": ("TensorRT-LLM's own", "this one needs nothing else"),
+        "dequantised context": (
+            "TensorRT-LLM's own, with a context K/V of ours",
+            "its fused product ignores the scales of quantised weights; all else of it runs as for bf16",
+        ),
+        "ours": ("ours", f"TensorRT-LLM's own would ignore: {'; '.join(plan.beyond_upstream)}"),
     }
-    fields = merged(fields, config_fields(plan.engine_args))
-    mirrored = LlmArgs.model_fields.keys() - (DRAFTING if plan.drafts_itself else ())  # DFlash alone is
-    ours = {name: value for name, value in fields.items() if name in mirrored}
-    try:
-        known = llm_args(ours, plan.release).yaml_fields()
-    except ValidationError as error:
-        raise UserError(describe(error), where=f"configuration for TensorRT-LLM {plan.release}") from None
-    return {**known, **{name: value for name, value in fields.items() if name not in known}}
+    return Choice("drafter implementation", *chosen[plan.implementation])
 
 
-def _parallel(plan: LaunchPlan) -> dict[str, object]:
-    """How the target is spread over devices, beyond tensor parallelism."""
-    parallel, fields = plan.deployment.parallel, dict[str, object]()
-    if parallel.pipeline > 1 or parallel.context > 1:
-        fields |= {"pipeline_parallel_size": parallel.pipeline, "context_parallel_size": parallel.context}
-    if parallel.expert > 1:
-        fields["moe_expert_parallel_size"] = parallel.expert
-    if parallel.attention_data:
-        fields["enable_attention_dp"] = True
-    if parallel.nodes > 1:
-        fields["gpus_per_node"] = plan.deployment.hardware.count // parallel.nodes
-    return fields
+def _max_batch_size(plan: TensorRTLLMPlan) -> Choice:
+    batch = plan.max_batch_size
+    if batch is None:
+        return Choice(
+            "limits.max_batch_size", "TensorRT-LLM's default, 2048", "its memory decides how many run at once"
+        )
+    if plan.context_in_pool:
+        return Choice("limits.max_batch_size", f"{batch}", "the drafter's context lies in the K/V pool with all else")
+    arena = plan.arena_bytes(batch, plan.max_model_len) / GIB
+    why = f"the drafter's context of so many takes {arena:.1f} GiB a device, beside the K/V pool"
+    return Choice("limits.max_batch_size", f"{batch}", why)
 
 
-def _kv_cache(plan: LaunchPlan) -> dict[str, object]:
-    """The target's K/V pool; blocks are reused only where no drafter needs the features of every prompt token."""
-    kv_cache = plan.deployment.kv_cache
-    speculates = plan.drafter is not None or plan.drafts_itself
-    fields: dict[str, object] = {
-        "enable_block_reuse": not speculates if kv_cache.block_reuse is None else kv_cache.block_reuse
-    }
-    if kv_cache.dtype in ("fp8", "nvfp4"):  # any other is the target's own type, `auto` to upstream
-        fields["dtype"] = kv_cache.dtype
-    fraction = kv_cache.memory_fraction
-    if fraction is None and plan.drafter is not None and plan.gpu is not None:
-        fraction = plan.pool_fraction(plan.gpu)
-    return fields if fraction is None else {**fields, "free_gpu_memory_fraction": fraction}
-
-
-def _speculative(plan: LaunchPlan, drafter: Path) -> dict[str, object]:
-    """DFlash with the drafter in that folder; K = B - 1, for upstream does not count the anchor."""
-    config, lengths = plan.drafter, plan.draft_lengths()
-    assert config is not None
-    return {
-        "decoding_type": "DFlash",
-        "max_draft_len": max(lengths.values()) if lengths else plan.block_size - 1,
-        **({"draft_len_schedule": lengths} if lengths else {}),
-        "speculative_model": str(drafter),
-        # Upstream finds these itself only in a local folder; said here, nothing depends on it.
-        **({} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}),
-        "target_layer_ids": list(config.target_layer_ids),
-        # Older releases do not know the key, and have what is its default since.
-        **({"attention_backend": plan.attention_backend} if plan.release.has(TRTLLM_ATTENTION) else {}),
-        **({"context_recompute_tail": plan.recompute_tail} if plan.deployment.kv_cache.block_reuse else {}),
-    }
+def _width_notes(plan: TensorRTLLMPlan) -> Iterator[str]:
+    if plan.draft_lengths():
+        yield (
+            "the width follows how many requests run, and nothing else; it never falls below 2 slots, because a step "
+            "without a draft would leave the drafter without its features (TensorRT-LLM #16888)"
+        )
+    elif plan.users_schedule:
+        starving = starving_from(plan.users_schedule, plan.max_batch_size or 1)
+        if starving is not None:
+            yield (
+                f"from {starving} requests on nothing is drafted, and the drafter misses the features of what is "
+                "decoded then: it accepts little until those requests end (TensorRT-LLM #16888)"
+            )
+    elif plan.deployment.speculation.width == "auto":
+        yield (
+            f"TensorRT-LLM verifies all {plan.block_size} slots in every step, whatever that costs: at high load it "
+            "can be slower than no speculation; set speculation.width, "
+            f"{plan.way_to_follow_cost}, or use --backend sglang"
+        )
 
 
 backend = TensorRTLLMBackend()

@@ -1,4 +1,4 @@
-"""Everything of a LaunchPlan that TensorRT-LLM would refuse, get wrong or do slowly, found before it starts."""
+"""Properties of a plan that TensorRT-LLM refuses, gets wrong or does slowly, found before it starts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dflash_serve.deployment_checks import block_problems, check_pairing, device
 from dflash_serve.errors import Problem, UserError
 
 from .engine_arguments import argument_problems, serving_problems
-from .launch_plan import ACTIVATIONS, OVERHEAD, PAGE, LaunchPlan
+from .launch_plan import ACTIVATIONS, OVERHEAD, PAGE, TensorRTLLMPlan
 from .releases import DFLASH, DRAFT_LEN_SCHEDULE, DRAFTER_FROM_OUTSIDE, NEWEST, RECOMPUTE_TAIL
 from .upstream import why_no_drafter
 
-Check = Callable[[LaunchPlan], Iterator[Problem]]
+Check = Callable[[TensorRTLLMPlan], Iterator[Problem]]
 LEAST_POOL = 0.15
 """Share of the memory after the weights that must stay for the target's K/V, or batches would not fit."""
 
 
-def problems(plan: LaunchPlan) -> list[Problem]:
+def problems(plan: TensorRTLLMPlan) -> list[Problem]:
     """Every problem, in the order in which a user would fix them."""
     checks: list[Check] = [_release, _devices, _queue, serving_problems, argument_problems]
     checks += [_target_layout, _target_precision, _role]
@@ -29,13 +29,13 @@ def problems(plan: LaunchPlan) -> list[Problem]:
     return [problem for check in [*checks, _lengths, _rows, _memory] for problem in check(plan)]
 
 
-def _release(plan: LaunchPlan) -> Iterator[Problem]:
+def _release(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     if plan.drafter is not None and not plan.release.has(DFLASH):
         what = f"TensorRT-LLM {plan.release} has no DFlash; it came with {DFLASH.since}"
         yield Problem(what, "TensorRT-LLM", f"install {DFLASH.since} or later")
 
 
-def _devices(plan: LaunchPlan) -> Iterator[Problem]:
+def _devices(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     parallel, hardware = plan.deployment.parallel, plan.deployment.hardware
     if hardware.gpu == "none":
         yield Problem(
@@ -63,15 +63,15 @@ def _devices(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem("TensorRT-LLM does not serve in float32", "hardware.dtype", "set it to auto or bfloat16")
 
 
-def _queue(plan: LaunchPlan) -> Iterator[Problem]:
+def _queue(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     limits = plan.deployment.limits
     if "max_queued_requests" in limits.model_fields_set:
         what = f"TensorRT-LLM queues without bound, it cannot stop at {limits.max_queued_requests} requests"
         yield Problem(what, "limits.max_queued_requests", "leave it out, and bound the queue at your gateway")
 
 
-def _width(plan: LaunchPlan) -> Iterator[Problem]:
-    """A width that follows cost, asked for by name; where it was left to its default, `preview.notes` says it."""
+def _width(plan: TensorRTLLMPlan) -> Iterator[Problem]:
+    """A width that follows cost and was asked for explicitly; where it is the default, a note says it."""
     speculation = plan.deployment.speculation
     if plan.users_schedule is not None and not plan.release.has(DRAFT_LEN_SCHEDULE):
         what = f"TensorRT-LLM {plan.release} ignores draft_len_schedule with DFlash"
@@ -90,7 +90,7 @@ def _width(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem(what, "speculation.width", do)
 
 
-def _target_layout(plan: LaunchPlan) -> Iterator[Problem]:
+def _target_layout(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     parallel, target = plan.deployment.parallel, plan.target
     if parallel.tensor % parallel.expert:
         what = f"expert {parallel.expert} does not divide tensor {parallel.tensor}"
@@ -109,7 +109,7 @@ def _target_layout(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem(what, "parallel.tensor", f"use a divisor of {target.attention_heads}, or attention_data")
 
 
-def _target_precision(plan: LaunchPlan) -> Iterator[Problem]:
+def _target_precision(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     quantization, gpu = plan.deployment.target.quantization, plan.gpu
     native = plan.target.native_quantization
     if native == "compressed-tensors":
@@ -131,7 +131,7 @@ def _target_precision(plan: LaunchPlan) -> Iterator[Problem]:
                 yield Problem(what, where, "use fp8, or b200 or b300")
 
 
-def _role(plan: LaunchPlan) -> Iterator[Problem]:
+def _role(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     role = plan.deployment.role
     if role != "whole" and plan.drafter is not None:
         what = (
@@ -152,7 +152,7 @@ def head_problems(heads: Heads) -> Iterator[Problem]:
         yield Problem(what, "drafter", do)
 
 
-def _drafter_fits(plan: LaunchPlan) -> Iterator[Problem]:
+def _drafter_fits(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     assert plan.drafter is not None
     yield from head_problems(plan.drafter)
     why_none = why_no_drafter(plan.target.shape.model_type)
@@ -175,16 +175,16 @@ def _drafter_fits(plan: LaunchPlan) -> Iterator[Problem]:
     yield from block_problems(plan.deployment, plan.drafter)
 
 
-def _implementation(plan: LaunchPlan) -> Iterator[Problem]:
+def _implementation(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     if plan.needs_plug_in and not plan.release.has(DRAFTER_FROM_OUTSIDE):
-        what = f"TensorRT-LLM {plan.release} would ignore in silence: {'; '.join(plan.needs_plug_in)}"
+        what = f"TensorRT-LLM {plan.release} would silently ignore: {'; '.join(plan.needs_plug_in)}"
         yield Problem(what, "drafter", "install TensorRT-LLM 1.4, which takes our drafter, or use a plain bf16 drafter")
     if _loads_nothing(plan):
         what = "with load_format dummy no weights are read, and the drafter makes its first product as it reads them"
         yield Problem(what, "engine_args.tensorrt-llm.load_format", "leave it out, or set speculation.width: off")
 
 
-def _drafter_layout(plan: LaunchPlan) -> Iterator[Problem]:
+def _drafter_layout(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     assert plan.drafter is not None
     devices, config = plan.drafter_devices, plan.drafter
     for what, size in (("attention heads", config.num_attention_heads), ("MLP columns", config.intermediate_size)):
@@ -199,14 +199,14 @@ def _drafter_layout(plan: LaunchPlan) -> Iterator[Problem]:
         yield from _blocks_of_16(plan, config, plan.quantization.format)
 
 
-def _loads_nothing(plan: LaunchPlan) -> bool:
+def _loads_nothing(plan: TensorRTLLMPlan) -> bool:
     speculative = plan.engine_args.get("speculative_config", {})
     formats = [plan.engine_args.get("load_format"), plan.engine_args.get("load-format")]
     formats.append(speculative.get("load_format") if isinstance(speculative, dict) else None)
     return any(str(format).lower() == "dummy" for format in formats if format is not None)
 
 
-def _blocks_of_16(plan: LaunchPlan, config: DrafterConfig, format: str) -> Iterator[Problem]:
+def _blocks_of_16(plan: TensorRTLLMPlan, config: DrafterConfig, format: str) -> Iterator[Problem]:
     """FP8 kernels take multiples of 16, NVFP4 has one scale for 16 values: on every device's part of the drafter."""
     devices, dim = plan.drafter_devices, config.head_dim
     parts = {
@@ -225,7 +225,7 @@ def _blocks_of_16(plan: LaunchPlan, config: DrafterConfig, format: str) -> Itera
         yield Problem(what, "parallel.tensor", f"use at most {config.num_key_value_heads}, or the FP8 drafter")
 
 
-def _block_reuse(plan: LaunchPlan) -> Iterator[Problem]:
+def _block_reuse(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     """A reused prompt never passes the target, so its features must be made again: as many as the user says."""
     if not plan.deployment.kv_cache.block_reuse or plan.recompute_tail:
         return
@@ -236,7 +236,7 @@ def _block_reuse(plan: LaunchPlan) -> Iterator[Problem]:
     yield Problem(what, "kv_cache.block_reuse", do)
 
 
-def _lengths(plan: LaunchPlan) -> Iterator[Problem]:
+def _lengths(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     yield from length_problems(plan.deployment, plan.target.shape)
     if plan.drafter is not None and plan.max_model_len > plan.drafter.max_position_embeddings:
         covered = plan.drafter.max_position_embeddings
@@ -244,7 +244,7 @@ def _lengths(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem(what, "limits.max_model_len", f"set it to {covered}, or use a drafter trained for more")
 
 
-def _rows(plan: LaunchPlan) -> Iterator[Problem]:
+def _rows(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     asked, batch = plan.deployment.limits.max_num_tokens, plan.max_batch_size
     if asked is None or batch is None or plan.drafter is None:
         return
@@ -255,7 +255,7 @@ def _rows(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem(what, "limits.max_num_tokens", do)
 
 
-def _memory(plan: LaunchPlan) -> Iterator[Problem]:
+def _memory(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     """Weights, or a context arena, that a device cannot hold; nothing where no GPU is named."""
     gpu = plan.gpu
     if gpu is None:
@@ -269,7 +269,7 @@ def _memory(plan: LaunchPlan) -> Iterator[Problem]:
         yield from _arena(plan, plan.drafter, int(spare * (1 - LEAST_POOL)))
 
 
-def _arena(plan: LaunchPlan, drafter: DrafterConfig, budget: int) -> Iterator[Problem]:
+def _arena(plan: TensorRTLLMPlan, drafter: DrafterConfig, budget: int) -> Iterator[Problem]:
     """An arena beyond `budget` bytes, and the limits that it would keep to."""
     batch, length = plan.max_batch_size or 1, plan.max_model_len
     needed = plan.arena_bytes(batch, length)

@@ -69,7 +69,7 @@ def _two_sided(config: DrafterConfig) -> dict[str, object]:
 
 
 def _has_plain_names(checkpoint: Checkpoint) -> bool:
-    """Whether every tensor has z-lab's name: TensorRT-LLM's loader drops names it does not know in silence."""
+    """True where every tensor has z-lab's name: TensorRT-LLM's loader silently drops unknown names."""
     pieces = checkpoint.pieces
     return all(name in pieces and pieces[name].stored_name == name for name in checkpoint.headers)
 

@@ -1,4 +1,4 @@
-"""What `trtllm-serve` and its config.yaml take besides what we write: `engine_args.tensorrt-llm`.
+"""`engine_args.tensorrt-llm`: options of `trtllm-serve` and keys of its config.yaml that we do not write.
 
 A name of the command line becomes an option, any other a key of config.yaml, merged into ours. Options: trtllm-serve
 @00209af, and --served_model_name of 1.3.0rc15; keys: `TorchLlmArgs` of `tensorrt_llm/llmapi/llm_args.py`.
@@ -23,8 +23,7 @@ from dflash_serve.engine_args import (
 )
 from dflash_serve.errors import Problem, did_you_mean
 
-from .launch_plan import LaunchPlan
-from .methods import DRAFTING
+from .launch_plan import TensorRTLLMPlan
 from .upstream import LlmArgs
 
 PINNED = Path(__file__).with_name("flags.json")
@@ -96,12 +95,12 @@ HARMONY = "gpt-oss"
 
 
 def own_arguments(*, drafter: bool) -> dict[str, str]:
-    """What is not the user's to give in a deployment without a drafter, or besides in one with a drafter."""
+    """Arguments that dflash-serve sets, with the key that sets each; with `drafter`, only those that a drafter adds."""
     whole = {name: key for name, key in CONFIG_KEYS.items() if "." not in name}
     return {} if drafter else {**whole, **by_spelling(_parser(), KEYS)}
 
 
-def argument_table(plan: LaunchPlan) -> ArgumentTable:
+def argument_table(plan: TensorRTLLMPlan) -> ArgumentTable:
     """The options of trtllm-serve, from the pinned list."""
     return ArgumentTable("tensorrt-llm", f"TensorRT-LLM {plan.release}", _parser, KEYS)
 
@@ -114,8 +113,8 @@ PARSER_FLAGS = {"reasoning_parser": "reasoning_parser", "tool_call_parser": "too
 """Key of `serving` -> option."""
 
 
-def named_parsers(plan: LaunchPlan) -> Serving:
-    """The parsers that it must be told: of gpt-oss it knows itself."""
+def named_parsers(plan: TensorRTLLMPlan) -> Serving:
+    """Parsers that must be named; for gpt-oss trtllm-serve chooses its own."""
     serving = plan.deployment.serving
     own = {
         key: None
@@ -125,8 +124,8 @@ def named_parsers(plan: LaunchPlan) -> Serving:
     return serving.model_copy(update=own)
 
 
-def serving_options(plan: LaunchPlan) -> list[str]:
-    """What clients see, and the user's own options, as words of the command line."""
+def serving_options(plan: TensorRTLLMPlan) -> list[str]:
+    """Names and parsers that clients see, and the user's own options, as words of the command line."""
     name = plan.deployment.serving.served_model_name
     words = [] if name is None else ["--served_model_name", name]
     traces = plan.deployment.serving.otlp_traces_endpoint
@@ -135,12 +134,12 @@ def serving_options(plan: LaunchPlan) -> list[str]:
     return [*words, *argument_table(plan).words(options(plan.engine_args))]
 
 
-def serving_problems(plan: LaunchPlan) -> Iterator[Problem]:
-    """What clients are to see, and trtllm-serve does not show them."""
+def serving_problems(plan: TensorRTLLMPlan) -> Iterator[Problem]:
+    """Keys of `serving` that trtllm-serve does not have."""
     serving = plan.deployment.serving
     if serving.api_key_file is not None:
-        what = "trtllm-serve asks nobody for a key"
-        yield Problem(what, "serving.api_key_file", "leave it out, and let a gateway ask")
+        what = "trtllm-serve does not check API keys"
+        yield Problem(what, "serving.api_key_file", "leave it out, and check keys in a gateway")
     if serving.log_format == "json":
         do = "leave it out, and let the collector of your logs parse text"
         yield Problem("trtllm-serve logs text alone", "serving.log_format", do)
@@ -148,20 +147,20 @@ def serving_problems(plan: LaunchPlan) -> Iterator[Problem]:
 
 
 def options(given: EngineArgs) -> dict[str, JsonValue]:
-    """Those that are options of the command line."""
+    """Arguments that are options of the command line."""
     parser = _parser() if given else None
     words = (name for name in given if name.replace("-", "_") not in IN_CONFIG)
     return {name: given[name] for name in words if parser and parser.action(name)}
 
 
 def config_fields(given: EngineArgs) -> dict[str, JsonValue]:
-    """Those that are keys of config.yaml."""
+    """Arguments that are keys of config.yaml."""
     words = options(given)
     return {name.replace("-", "_"): value for name, value in given.items() if name not in words}
 
 
-def argument_problems(plan: LaunchPlan) -> Iterator[Problem]:
-    """What trtllm-serve does not have, and what a key of the Deployment stands for."""
+def argument_problems(plan: TensorRTLLMPlan) -> Iterator[Problem]:
+    """Arguments that trtllm-serve does not have, or that a key of the deployment stands for."""
     table, given = argument_table(plan), plan.engine_args
     yield from table.problems(options(given))
     known = {*LlmArgs.model_fields, *OTHER_CONFIG}
@@ -171,7 +170,7 @@ def argument_problems(plan: LaunchPlan) -> Iterator[Problem]:
             do = did_you_mean(name, [*known, *_parser().names]) or "see `trtllm-serve --help` and TorchLlmArgs"
             yield Problem(f"{table.engine} has no such option or key of config.yaml", where, do)
         for path in _paths(name, value):
-            if path in CONFIG_KEYS and not (name in DRAFTING and plan.deployment.drafter is None):
+            if path in CONFIG_KEYS and not (name == "speculative_config" and plan.deployment.drafter is None):
                 key = CONFIG_KEYS[path]
                 do = f"set {key}" if "." in key else f"leave it out: {key}"
                 yield Problem(f"{path} is what dflash-serve sets itself", where, do)

@@ -1,4 +1,4 @@
-"""What trtllm-serve calls its probes and metrics (tensorrt_llm/metrics/collector.py @050f80d), and how to read them."""
+"""Facts about trtllm-serve: probes, metric names and readers (tensorrt_llm/metrics/collector.py @050f80d)."""
 
 from __future__ import annotations
 

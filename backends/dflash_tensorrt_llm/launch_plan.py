@@ -1,4 +1,4 @@
-"""LaunchPlan: what a Deployment means for TensorRT-LLM, worked out from the config.json files of target and drafter.
+"""`TensorRTLLMPlan`: a deployment and the settings that follow from the config.json files of target and drafter.
 
 The drafter's context arena surprised users with 80 GB (issue #16005). The worker holds K/V of every context token of
 every request, densely: entries x layers x (max_seq_len + B) x 2 x K/V heads x head_dim, one entry more than the batch,
@@ -9,19 +9,20 @@ the context lies in the pages of the draft K/V manager, inside the pool (`releas
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import read_drafter
 from dflash_serve.checkpoint.source import drafter_source, local_folder, recorded_survival
-from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.checkpoint.target import read_target_layout, target_configuration
 from dflash_serve.cost_table import COST_TABLE, SURVIVAL, given_cost, given_survival
-from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu, Model
+from dflash_serve.deployment import GIB, Deployment, Gpu, Model
 from dflash_serve.deployment_checks import uses_drafter
-from dflash_serve.engine_args import EngineArgs
+from dflash_serve.server_adapter import LaunchPlan, ServerAdapter
 
 from .releases import (
     CONTEXT_IN_POOL,
@@ -32,7 +33,9 @@ from .releases import (
     TWO_SIDED_WINDOWS,
     Release,
 )
-from .schedule import draft_lengths
+
+if TYPE_CHECKING:
+    from dflash_serve.speculation.costs import CostModel
 
 ROWS = 8192
 """TensorRT-LLM's default of max_num_tokens."""
@@ -43,7 +46,7 @@ ACTIVATIONS = 4 * GIB
 MOST_REQUESTS, UNKNOWN_GPU_REQUESTS = 256, 32
 """Requests at once where the deployment does not say how many; the second where it does not name its GPU either."""
 ARENA_SHARE = 0.4
-"""Of what the weights leave, for the context of the drafter of so many requests; the rest is K/V."""
+"""Share of the memory after the weights for the drafter's context of so many requests; K/V gets the remainder."""
 PAGE = 32
 """Tokens a page of the paged arena (attention_backend TRTLLM or FA4)."""
 
@@ -53,22 +56,17 @@ Implementation = Literal["upstream", "dequantised context", "ours"]
 ours); or ours altogether, for what its own would get wrong."""
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
-    """A Deployment with everything that its configuration, checks and command line follow from."""
+@dataclass(frozen=True, kw_only=True)
+class TensorRTLLMPlan(LaunchPlan):
+    """A launch of TensorRT-LLM; weights are opened by `prepare`, which links them."""
 
-    deployment: Deployment
     release: Release
-    gpu: Gpu | None
-    target: TargetLayout
-    drafter: DrafterConfig | None
-    """None = it does not speculate."""
     quantization: Quantization | None
     """The drafter's."""
     beyond_upstream: tuple[str, ...]
-    """What of this drafter TensorRT-LLM's own drafter would get wrong in silence, quantisation aside."""
+    """Properties of this drafter that TensorRT-LLM's own drafter would silently ignore, quantisation aside."""
     recorded_survival: tuple[float, ...] | None = None
-    """What the drafter had when it was trained, where that is told."""
+    """The drafter's survival as training measured it, where that is recorded."""
 
     @property
     def implementation(self) -> Implementation:
@@ -81,19 +79,14 @@ class LaunchPlan:
 
     @property
     def needs_plug_in(self) -> tuple[str, ...]:
-        """What asks for a package of ours; nothing = TensorRT-LLM's own drafter runs alone."""
+        """Properties that need our package; none = TensorRT-LLM's own drafter runs alone."""
         if self.implementation != "dequantised context":
             return self.beyond_upstream
         return ("quantised weights (its fused K/V product ignores their scales)",)
 
     @property
-    def engine_args(self) -> EngineArgs:
-        """The user's own options of trtllm-serve and keys of config.yaml."""
-        return self.deployment.engine_args.get("tensorrt-llm", {})
-
-    @property
     def drafts_itself(self) -> bool:
-        """Whether TensorRT-LLM drafts by another method, as the user's own arguments say."""
+        """TensorRT-LLM drafts by another method, as the user's own arguments say."""
         return self.drafter is None and "speculative_config" in self.engine_args
 
     @property
@@ -120,7 +113,7 @@ class LaunchPlan:
 
     @property
     def way_to_follow_cost(self) -> str:
-        """What `width: auto` lacks where it has no `draft_lengths`, as advice."""
+        """Advice for a `width: auto` that has no `draft_lengths`."""
         if not self.release.has(DRAFT_LEN_SCHEDULE):
             return f"install TensorRT-LLM {DRAFT_LEN_SCHEDULE.since} or later, which takes widths by batch size"
         wanted = COST_TABLE if self.recorded_survival is not None else f"{COST_TABLE} and {SURVIVAL}"
@@ -149,7 +142,7 @@ class LaunchPlan:
 
     @property
     def attention_backend(self) -> str:
-        """What runs the drafter's attention: trtllm-gen on Blackwell, FA4 on Hopper (#18553: +5.7 %), else VANILLA."""
+        """Kernels of the drafter's attention: trtllm-gen on Blackwell, FA4 on Hopper (#18553: +5.7 %), else VANILLA."""
         known = self.release.attention_backends
         if self.implementation == "ours" or self.gpu is None:
             return "VANILLA"
@@ -159,7 +152,7 @@ class LaunchPlan:
 
     @property
     def context_in_pool(self) -> bool:
-        """Whether the drafter's context lies in the K/V pool; a quantised pool has not its type, and an arena stays."""
+        """The drafter's context lies in the K/V pool; a quantised pool lacks its type, and an arena stays."""
         sixteen_bits = self.deployment.kv_cache.dtype in ("auto", "bfloat16") and not self.target.quantized_kv
         return self.attention_backend == "TRTLLM" and sixteen_bits and self.release.has(CONTEXT_IN_POOL)
 
@@ -235,26 +228,26 @@ class LaunchPlan:
         return max(0.05, min(0.9, int(100 * (free - ACTIVATIONS - arena) / free) / 100)) if free > 0 else 0.05
 
 
-def make_launch_plan(deployment: Deployment, release: Release) -> LaunchPlan:
+def read_plan(adapter: ServerAdapter[TensorRTLLMPlan], deployment: Deployment, release: Release) -> TensorRTLLMPlan:
     """The plan of a deployment; of hub models, only the configuration is fetched.
 
     Raises:
         UserError: target or drafter cannot be found or read.
     """
     target = read_target_layout(target_configuration(deployment.target), deployment.target)
-    config, quantization, survival = None, None, None
+    drafter, quantization, survival = None, None, None
     if deployment.drafter is not None and uses_drafter(deployment):
         folder = drafter_configuration(deployment.drafter)
-        config, quantization = read_drafter(folder)
+        drafter, quantization = read_drafter(folder)
         survival = recorded_survival(folder)
-    return LaunchPlan(
+    return TensorRTLLMPlan(
+        adapter=adapter,
         deployment=deployment,
-        release=release,
-        gpu=GPUS.get(deployment.hardware.gpu or ""),
         target=target,
-        drafter=config,
+        drafter=drafter,
+        release=release,
         quantization=quantization,
-        beyond_upstream=tuple(beyond_built_in(config, release)) if config else (),
+        beyond_upstream=tuple(beyond_built_in(drafter, release)) if drafter else (),
         recorded_survival=None if survival is None else tuple(survival),
     )
 
@@ -265,7 +258,7 @@ def drafter_configuration(model: Model) -> Path:
 
 
 def beyond_built_in(config: DrafterConfig, release: Release) -> list[str]:
-    """What this drafter needs and a release's `DFlashForCausalLM` (modeling_dflash.py) ignores without an error."""
+    """Properties of a drafter that a release's `DFlashForCausalLM` (modeling_dflash.py) silently ignores."""
     windows = {kind.window for kind in config.layers if kind.window is not None}
     same_causality = len({kind.causal for kind in config.layers if kind.window is not None}) < 2
     two_sided = has_two_sided_windows(config)
@@ -283,5 +276,27 @@ def beyond_built_in(config: DrafterConfig, release: Release) -> list[str]:
 
 
 def has_two_sided_windows(config: DrafterConfig | None) -> bool:
-    """Whether some windowed layers see the slots behind them in the block, too."""
+    """Some windowed layers see later slots of the block, too."""
     return config is not None and any(kind.window is not None and not kind.causal for kind in config.layers)
+
+
+def draft_lengths(cost: CostModel, survival: Sequence[float], block_size: int, max_batch_size: int) -> dict[int, int]:
+    """`draft_len_schedule`: largest batch size of each stretch -> drafted tokens that pay there, the first the most.
+
+    Upstream reads a key as "up to this batch size" (PR #10860). Above the largest key, and at 0, it drafts nothing; the
+    drafter then never gets the features of those tokens, and accepts little until such a request ends, without an
+    error (PR #16888). So ours reaches up to the largest batch and always drafts one token.
+    """
+    from dflash_serve.speculation.allocation import widths_by_batch  # numpy, which not every install has
+
+    ((_, _, most),) = widths_by_batch(survival, cost, range(2, block_size + 1), 1)
+    stretches = widths_by_batch(survival, cost, range(2, most + 1), max_batch_size)
+    return {last: width - 1 for _, last, width in stretches}
+
+
+def starving_from(lengths: Mapping[int, int], max_batch_size: int) -> int | None:
+    """The least batch size at which a schedule drafts nothing; None = there is none."""
+    sizes = sorted(lengths)
+    ends = [0, *sizes]
+    zero = (ends[place] + 1 for place, size in enumerate(sizes) if lengths[size] == 0)
+    return next(zero, sizes[-1] + 1 if sizes[-1] < max_batch_size else None)

@@ -1,4 +1,4 @@
-"""What each TensorRT-LLM release takes and needs: one table for checks, memory, config.yaml and plug-in.
+"""Features of each TensorRT-LLM release: one table for checks, memory, config.yaml and plug-in.
 
 A feature's first release is the first for which there is evidence: a reference page, or a merge while trunk bore that
 number (trunk became rc24 on 30 July 2026, #17070, and rc25 on 10 August, #17481). Too late costs speed, too early a
@@ -42,12 +42,12 @@ class Release:
         return f"{self.major}.{self.minor}" + ("" if self.candidate == FINAL else f".0rc{self.candidate}")
 
     def has(self, feature: Feature) -> bool:
-        """Whether this release has a feature of the table."""
+        """This release has a feature of the table."""
         return feature.since is not None and self >= feature.since
 
     @property
     def attention_backends(self) -> tuple[str, ...]:
-        """What runs the drafter's attention; VANILLA alone was there before the key was."""
+        """Kernels of the drafter's attention; VANILLA alone was there before the key was."""
         extra = {"TRTLLM": TRTLLM_ATTENTION, "FA4": FA4_ATTENTION}
         return ("VANILLA", *(name for name, feature in extra.items() if self.has(feature)))
 
@@ -64,7 +64,7 @@ class Feature:
 
 DFLASH = Feature(Release(1, 3, 14), "#12794, between rc13 and rc14")
 DRAFT_LEN_SCHEDULE = Feature(
-    Release(1, 3, 22), "#12262, merged 4 July (rc22: 22 July); before, DFlash ignored the key in silence"
+    Release(1, 3, 22), "#12262, merged 4 July (rc22: 22 July); before, DFlash silently ignored the key"
 )
 TRTLLM_ATTENTION = Feature(Release(1, 3, 25), "#16914, in review until 4 August; it brought `attention_backend` itself")
 FA4_ATTENTION = Feature(Release(1, 3, 27), "#18553; reference page of 1.3.0rc27")
@@ -81,10 +81,6 @@ RECOMPUTE_TAIL = Feature(Release(1, 4, 0), "reference page of 1.4.0rc1 (context_
 TWO_SIDED_WINDOWS = Feature(Release(1, 4, 0), "`use_swa`, modeling_dflash.py @7c7504c; not with TRTLLM attention")
 OWN_MASK_ROW = Feature(None, "`mask_token_embedding`, on main's worker of Kimi-K3 only")
 QUANTISED_CONTEXT = Feature(None, "no pull request found; vLLM's counterpart is vllm #53122")
-MTP_DRAFT_LEN = Feature(
-    Release(1, 3, 27),
-    "reference page of 1.3.0rc27: `max_draft_len` in MTPDecodingConfig; before, num_nextn_predict_layers said it",
-)
 NEWEST = Release(1, 4)
 """The newest whose sources were read."""
 

@@ -23,7 +23,7 @@ def why_no_drafter(family: str) -> str | None:
 
 
 def release_of(info: ValidationInfo) -> Release | None:
-    """The release a model is validated for; None = whichever."""
+    """The release a model is validated for; None = any."""
     return info.context["release"] if info.context else None
 
 
@@ -168,7 +168,7 @@ class LlmArgs(Frozen):
         return self
 
     def yaml_fields(self) -> dict[str, object]:
-        """What config.yaml says: only what we decided, upstream's defaults stay upstream's."""
+        """The keys of config.yaml that we decided; upstream's defaults are left out."""
         return self.model_dump(exclude_unset=True)
 
 

@@ -22,7 +22,7 @@ from dflash_serve.doctor.evidence import DiagnosableBackend, Steps
 from dflash_serve.errors import Problem, raise_problems
 from dflash_serve.models.target_config import read_target_config
 from dflash_serve.models.target_tensors import quantisation_problems, read_target_headers
-from dflash_serve.preview import Preview
+from dflash_serve.server_adapter import Preview
 from dflash_serve.speculation.params import SamplingParams
 
 from .facts import FACTS, SETTINGS_PREFIX

@@ -16,7 +16,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import key_problems, uses_drafter
 from dflash_serve.engine_args import ArgumentTable, EngineArgs, EngineParser, add_flag
 from dflash_serve.errors import Problem
-from dflash_serve.preview import Choice, PreparedFile, Preview
+from dflash_serve.server_adapter import Choice, PreparedFile, Preview
 
 from .facts import SETTINGS_PREFIX
 from .memory import MOST_REQUESTS, fitting_batch, memory_problems

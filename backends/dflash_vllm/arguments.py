@@ -6,15 +6,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from dflash_serve.server_adapter import DRAFT, LOGGING, SECRETS
+
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
 from .heads import method_of
-from .launch_plan import LaunchPlan
+from .launch_plan import VLLMPlan
 from .schedule import every_width
 
-DRAFT, SECRETS, LOGGING = "draft", "secrets.yaml", "logging.json"
-"""Where `prepare` puts the drafter, the server's API keys, and how it logs, below its folder."""
-LOGGERS = ("vllm", "uvicorn", "uvicorn.access", "uvicorn.error")
-"""Loggers with handlers of their own."""
 SCHEDULER = "--scheduler-cls"
 SCHEDULERS = "dflash_vllm.plugin.scheduler"
 """The module of our schedulers, whose widths follow the load."""
@@ -22,8 +20,8 @@ Flag = tuple[str, ...]
 """`--name` and its value, or `--name` alone."""
 
 
-def arguments(plan: LaunchPlan, folder: Path) -> list[str]:
-    """All arguments but host and port, the target's first; the user's own come last."""
+def arguments(plan: VLLMPlan, folder: Path) -> list[str]:
+    """The command line without host and port, the target first; the user's own arguments come last."""
     parts = (
         _models(plan),
         _serving(plan, folder),
@@ -36,15 +34,15 @@ def arguments(plan: LaunchPlan, folder: Path) -> list[str]:
     return [plan.deployment.target.model, *ours, *argument_table(plan).words(plan.engine_args)]
 
 
-def _models(plan: LaunchPlan) -> Iterator[Flag]:
+def _models(plan: VLLMPlan) -> Iterator[Flag]:
     if plan.deployment.target.revision is not None:
         yield "--revision", plan.deployment.target.revision
     # Otherwise generation_config.json sets sampling parameters that no request asked for.
     yield "--generation-config", "vllm"
 
 
-def _serving(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
-    """What clients see. Keys go into a file: a command line can be read by everybody on the machine."""
+def _serving(plan: VLLMPlan, folder: Path) -> Iterator[Flag]:
+    # Keys go into a file: every user of the machine can read a command line.
     serving = plan.deployment.serving
     if serving.served_model_name is not None:
         yield "--served-model-name", serving.served_model_name
@@ -60,18 +58,18 @@ def _serving(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
         yield "--log-config-file", str(folder / LOGGING)  # uvicorn's; vLLM's own is a variable
 
 
-def _precision(plan: LaunchPlan) -> Iterator[Flag]:
+def _precision(plan: VLLMPlan) -> Iterator[Flag]:
     yield "--dtype", plan.dtype
     asked = plan.deployment.target.quantization
     if asked != "none" and plan.target.native_quantization is None:
         yield "--quantization", asked  # a quantised checkpoint says so itself
-    if plan.on_cpu and "enforce-eager" not in {name.replace("_", "-") for name in plan.engine_args}:
+    if plan.on_cpu and "enforce-eager" not in plan.given:
         yield ("--enforce-eager",)  # compiling for a CPU takes minutes at every start
     if plan.deployment.kv_cache.dtype != "auto":
         yield "--kv-cache-dtype", plan.deployment.kv_cache.dtype
 
 
-def _parallel(plan: LaunchPlan) -> Iterator[Flag]:
+def _parallel(plan: VLLMPlan) -> Iterator[Flag]:
     yield "--tensor-parallel-size", str(plan.deployment.parallel.tensor)
     if plan.deployment.parallel.pipeline > 1:
         yield "--pipeline-parallel-size", str(plan.deployment.parallel.pipeline)
@@ -79,7 +77,7 @@ def _parallel(plan: LaunchPlan) -> Iterator[Flag]:
         yield ("--enable-expert-parallel",)
 
 
-def _limits(plan: LaunchPlan) -> Iterator[Flag]:
+def _limits(plan: VLLMPlan) -> Iterator[Flag]:
     limits, cache = plan.deployment.limits, plan.deployment.kv_cache
     if limits.max_batch_size is not None or plan.block_size is not None:
         yield "--max-num-seqs", str(plan.max_batch_size)
@@ -95,10 +93,10 @@ def _limits(plan: LaunchPlan) -> Iterator[Flag]:
     if cache.block_reuse is False:
         yield ("--no-enable-prefix-caching",)
     if cache.memory_fraction is not None and plan.memory is not None:
-        yield "--gpu-memory-utilization", str(plan.memory.utilization(cache.memory_fraction))
+        yield "--gpu-memory-utilization", str(plan.memory.fraction(cache.memory_fraction))
 
 
-def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
+def _speculation(plan: VLLMPlan, folder: Path) -> Iterator[Flag]:
     if plan.block_size is None:
         return
     yield "--speculative-config", json.dumps(speculative_config(plan, folder / DRAFT))
@@ -107,7 +105,7 @@ def _speculation(plan: LaunchPlan, folder: Path) -> Iterator[Flag]:
         yield SCHEDULER, f"{SCHEDULERS}.{scheduler}"
 
 
-def speculative_config(plan: LaunchPlan, draft: Path) -> dict[str, object]:
+def speculative_config(plan: VLLMPlan, draft: Path) -> dict[str, object]:
     """vLLM's `SpeculativeConfig` (config/speculative.py): greedy drafts, and the acceptance test that is exact."""
     assert plan.block_size is not None
     assert plan.drafter is not None
@@ -134,7 +132,7 @@ def speculative_config(plan: LaunchPlan, draft: Path) -> dict[str, object]:
     return config if kernels is None else {**config, "attention_backend": kernels}
 
 
-def drafter_attention(plan: LaunchPlan) -> str | None:
+def drafter_attention(plan: VLLMPlan) -> str | None:
     """Kernels that take blocks which are not causal; None where the drafter may have the target's."""
     if plan.on_cpu or plan.drafter is None or all(kind.causal for kind in plan.drafter.layers):
         return None

@@ -1,4 +1,4 @@
-"""Everything in which a Deployment and vLLM 0.32-0.33 do not go together, from files alone."""
+"""Problems of a deployment on vLLM 0.32-0.33, found from files alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping
 
 from dflash_serve.checkpoint.quantization import plain_only
-from dflash_serve.deployment import GIB
 from dflash_serve.deployment_checks import (
     block_problems,
     device_problems,
@@ -19,11 +18,12 @@ from dflash_serve.deployment_checks import (
 )
 from dflash_serve.engine_args import parser_problems
 from dflash_serve.errors import Problem, UserError
+from dflash_serve.server_adapter import memory_problems
 
 from .drafter_rules import drafter_problems
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
-from .facts import installed_version, release_problems
-from .launch_plan import OVERHEAD, LaunchPlan
+from .facts import RELEASES
+from .launch_plan import VLLMPlan
 
 CAPTURING = (
     *("afmoe", "apertus", "cohere2_moe", "deepseek", "gemma4", "gpt_oss", "granite", "k2_horizon", "kimi", "laguna"),
@@ -44,11 +44,11 @@ def why_not_captured(family: str) -> str | None:
     return None if family.startswith(CAPTURING) else f"vLLM's model for {family!r} does not hand out hidden states"
 
 
-def problems(plan: LaunchPlan) -> list[Problem]:
-    """All of them: the drafter's own first, because the others may follow from them."""
+def problems(plan: VLLMPlan) -> list[Problem]:
+    """Problems of a plan: the drafter's own first, because the others may follow from them."""
     found = list(plan.checkpoint.problems) if plan.checkpoint else []
     found += plain_only(plan.checkpoint.quantization if plan.checkpoint else None, "vLLM", "drafter.model")
-    found += release_problems(installed_version())
+    found += RELEASES.problems(RELEASES.installed())
     if plan.drafter is not None:
         limits = plan.deployment.limits
         found += drafter_problems(
@@ -61,7 +61,7 @@ def problems(plan: LaunchPlan) -> list[Problem]:
     return [*found, *length_problems(plan.deployment, plan.target.shape)]
 
 
-def _schedule_problems(plan: LaunchPlan) -> list[Problem]:
+def _schedule_problems(plan: VLLMPlan) -> list[Problem]:
     """A cost table or a survival that is none."""
     try:
         plan.schedule()
@@ -78,16 +78,15 @@ def plug_in_problems(environment: Mapping[str, str] = os.environ) -> Iterator[Pr
         yield Problem(what, PLUG_INS_VARIABLE, f"add {PLUG_IN}, or unset it")
 
 
-def _arguments(plan: LaunchPlan) -> Iterator[Problem]:
-    """What the user hands on to vLLM, and what clients are to see."""
+def _arguments(plan: VLLMPlan) -> Iterator[Problem]:
     table, serving = argument_table(plan), plan.deployment.serving
     yield from table.problems(plan.engine_args)
-    if not PARSER_PLUGINS & {name.replace("_", "-") for name in plan.engine_args}:
+    if not PARSER_PLUGINS & plan.given:
         yield from parser_problems(table, serving, PARSERS, PARSER_FLAGS)
     if serving.api_key_file is not None:
         yield from key_problems(serving.api_key_file)
         yield from _unusable_keys(serving.api_key_file)
-    if installed_version() is not None:
+    if RELEASES.installed() is not None:
         yield from tracing_problems(plan.deployment)
 
 
@@ -101,7 +100,7 @@ def _unusable_keys(file: str) -> Iterator[Problem]:
         yield Problem(what, "serving.api_key_file", "make another key")
 
 
-def _speculation(plan: LaunchPlan) -> Iterator[Problem]:
+def _speculation(plan: VLLMPlan) -> Iterator[Problem]:
     if plan.checkpoint is None:
         if plan.deployment.speculation.draft_window is not None:
             yield Problem("there is no drafter", "speculation.draft_window", "name one, or remove the window")
@@ -124,7 +123,7 @@ def _speculation(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem(what, "limits.max_num_tokens", f"set it to {plan.block_rows}, or limits.max_batch_size lower")
 
 
-def _devices(plan: LaunchPlan) -> Iterator[Problem]:
+def _devices(plan: VLLMPlan) -> Iterator[Problem]:
     parallel = plan.deployment.parallel
     if parallel.data > 1:
         what = f"one vLLM server has one copy of the model, not {parallel.data}: its copies cannot agree on a width"
@@ -148,15 +147,15 @@ def _devices(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem(what, "role", "serve whole, or use --backend sglang")
 
 
-def _experts(plan: LaunchPlan) -> Iterator[Problem]:
+def _experts(plan: VLLMPlan) -> Iterator[Problem]:
     return expert_problems(plan.deployment, plan.target.experts, "vLLM")
 
 
-def _heads(plan: LaunchPlan) -> Iterator[Problem]:
+def _heads(plan: VLLMPlan) -> Iterator[Problem]:
     return head_problems(plan.target, plan.drafter, plan.deployment.parallel.tensor)
 
 
-def _precision(plan: LaunchPlan) -> Iterator[Problem]:
+def _precision(plan: VLLMPlan) -> Iterator[Problem]:
     """Number formats: what a device has not, and what is not covered."""
     asked, native = plan.deployment.target.quantization, plan.target.native_quantization
     where, drafter = "target.quantization", plan.deployment.drafter
@@ -177,22 +176,8 @@ def _precision(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem("vLLM's attention on GPUs has no float32", "hardware.dtype", "use auto or bfloat16")
 
 
-def _memory(plan: LaunchPlan) -> Iterator[Problem]:
-    """Whether weights and one longest request fit on a device; nothing where the deployment does not name its GPU."""
-    memory = plan.memory
-    if plan.deployment.kv_cache.memory_fraction is not None and memory is None:
+def _memory(plan: VLLMPlan) -> Iterator[Problem]:
+    if plan.deployment.kv_cache.memory_fraction is not None and plan.memory is None:
         what = "a share of the memory is asked for, but not of which GPU"
         yield Problem(what, "kv_cache.memory_fraction", "name hardware.gpu, or leave the share to vLLM")
-    if memory is None or plan.gpu is None:
-        return
-    if memory.pool <= 0:
-        what = (
-            f"one device needs {memory.weights / GIB:.1f} GiB for weights and {OVERHEAD / GIB:.1f} GiB to run, but a "
-            f"{plan.gpu.name} has {memory.total / GIB:.1f} GiB"
-        )
-        yield Problem(what, "hardware", "use more devices (parallel.tensor), or a quantised target")
-        return
-    longest = plan.deployment.limits.max_model_len or plan.target.shape.max_position_embeddings
-    if longest is not None and memory.tokens < longest:
-        what = f"{longest} tokens, but after the weights there is room for the K/V of about {memory.tokens}"
-        yield Problem(what, "limits.max_model_len", "shorten it, use kv_cache.dtype fp8, or more devices")
+    yield from memory_problems(plan)

@@ -1,4 +1,4 @@
-"""Drafters that vLLM would refuse late or serve wrongly in silence: asked before launch, and again in its own process.
+"""Drafters that vLLM refuses late or silently serves wrongly: found before launch, and again in its own process.
 
 vLLM 0.32 and 0.33 come up healthy with every one of these; what it then does stands beside each.
 """
@@ -21,7 +21,7 @@ V1_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 def drafter_problems(
     drafter: DrafterConfig, target: TargetShape, *, max_model_len: int | None, v1_runner: bool
 ) -> list[Problem]:
-    """All of one drafter beside its target.
+    """Problems of one drafter with its target.
 
     Args:
         max_model_len: tokens of prompt and answer together; None = what the target was made for.
@@ -34,7 +34,6 @@ def drafter_problems(
 
 
 def _heads(drafter: DrafterConfig, v1_runner: bool) -> Iterator[Problem]:
-    """What vLLM serves of them in one way only."""
     if drafter.family != "DFlash" and v1_runner:
         what = f"a {drafter.family} drafter, which vLLM's V1 model runner has not"
         yield Problem(what, "drafter.model", f"serve it on a GPU without {V1_VARIABLE}=0, or use --backend torch")
@@ -51,7 +50,7 @@ def _heads(drafter: DrafterConfig, v1_runner: bool) -> Iterator[Problem]:
 
 
 def _inputs(drafter: DrafterConfig, target: TargetShape) -> Iterator[Problem]:
-    """What goes into the drafter. Scale and soft-cap of a plain one's logits do not matter: its drafts are greedy."""
+    """Inputs of the drafter. Scale and soft-cap of a plain drafter's logits do not matter: its drafts are greedy."""
     if drafter.has_mask_embedding:
         what = "vLLM reads a mask embedding from a pickle only, which we never write"
         yield Problem(what, "drafter.model", "use a drafter that masks with a token, or --backend torch")
@@ -61,7 +60,7 @@ def _inputs(drafter: DrafterConfig, target: TargetShape) -> Iterator[Problem]:
     elif target.model_type.startswith("gemma") and drafter.embedding_scale == 1.0:
         # The drafter was trained on rows times sqrt(hidden_size), as the target takes them (vllm#41703, open).
         what = f"{target.model_type} scales its embedding, and vLLM hands it to {drafter.family} drafters unscaled"
-        yield Problem(what, "target.model", "use --backend sglang: here little would be accepted, in silence")
+        yield Problem(what, "target.model", "use --backend sglang: vLLM would accept few drafts, without an error")
     ids = drafter.target_layer_ids
     if len(set(ids)) < len(ids):
         yield Problem(f"target_layer_ids {list(ids)} name a layer twice, vLLM hands it out once", "drafter.model",

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from dflash_serve.engine_args import ArgumentTable, EngineParser, ParserNames, by_spelling, pinned_parser
 
-from .facts import Release, installed_version, is_supported, parse_release
-from .launch_plan import LaunchPlan
+from .facts import RELEASES
+from .launch_plan import VLLMPlan
 
 PINNED = Path(__file__).with_name("flags.json")
 """The flags of vLLM 0.32.0 as its own parser describes them, and the parsers of answers that it registers."""
 PINNED_RELEASE = "0.32.0"
-COMMAND_LINE: Mapping[Release | None, str] = {
+COMMAND_LINE: Mapping[tuple[int, ...] | None, str] = {
     (0, 32): "vllm.entrypoints.launchers.cli_args",
     (0, 33): "vllm.entrypoints.common.cli_args",
 }
@@ -87,26 +87,26 @@ PARSER_FLAGS = {"reasoning_parser": "reasoning-parser", "tool_call_parser": "too
 
 
 def own_arguments(*, drafter: bool) -> dict[str, str]:
-    """What is not the user's to give in a deployment without a drafter, or besides in one with a drafter."""
+    """Arguments that dflash-serve sets, with the key that sets each; with `drafter`, only those that a drafter adds."""
     return by_spelling(pinned_parser(PINNED), OF_OUR_DRAFTER if drafter else KEYS)
 
 
-def argument_table(plan: LaunchPlan) -> ArgumentTable:
+def argument_table(plan: VLLMPlan) -> ArgumentTable:
     """The table for a deployment: what is not set by a key may be given as an argument."""
     keys = dict(KEYS) if plan.deployment.drafter is None else KEYS | OF_OUR_DRAFTER
     if plan.deployment.kv_cache.memory_fraction is not None:
         keys["gpu_memory_utilization"] = "kv_cache.memory_fraction"
     if plan.has_our_scheduler:
         keys |= OUR_SCHEDULER
-    version = installed_version()
-    known = version if version and is_supported(version) else PINNED_RELEASE
+    version = RELEASES.installed()
+    known = version if RELEASES.supports(version) else PINNED_RELEASE
     return ArgumentTable("vllm", f"vLLM {known}", _parser, keys)
 
 
 @cache
 def _parser() -> EngineParser:
     """The installed vLLM's own; the pinned one if none is installed, or a release that is not supported."""
-    command_line = COMMAND_LINE.get(parse_release(installed_version() or ""))
+    command_line = COMMAND_LINE.get(RELEASES.numbers(RELEASES.installed()))
     if command_line is None:
         return pinned_parser(PINNED)
     with redirect_stdout(sys.stderr):  # where vLLM's log goes as soon as it is imported; ours is for our answers

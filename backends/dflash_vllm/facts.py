@@ -1,20 +1,12 @@
-"""What vLLM calls its own things: the releases that were read and run, its probes, its metrics and our plug-in's."""
+"""Facts about vLLM: the releases that were read and run, probes, metric names and readers."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
-
-from dflash_serve.backend import EngineFacts, MetricNames, Probes, SpeculationLines
+from dflash_serve.backend import EngineFacts, MetricNames, Probes, Releases, SpeculationLines
 from dflash_serve.common.prometheus import Samples, Scrape, rate
-from dflash_serve.errors import Problem
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-Release = tuple[int, int]
-OLDEST, NEWEST = (0, 32), (0, 33)
-TESTED = "0.32-0.33"
-"""The supported releases, as messages name them."""
+RELEASES = Releases("vllm", "vLLM", (0, 32), (0, 33))
 REAL_OFF = (0, 33)
 """The first release whose drafter (V2 model runner) does not run where the width is 1."""
 
@@ -24,40 +16,13 @@ DRAFTS, DRAFTED, ACCEPTED = (
 ACCEPTED_BY_SLOT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 PREFIX = "dflash_vllm:"
-"""Of our plug-in's own metrics, on the same page as vLLM's."""
+"""Prefix of our plug-in's metrics, which stand on the same page as vLLM's."""
 SLOTS_OFFERED, SLOTS_ACCEPTED = f"{PREFIX}slots_offered", f"{PREFIX}slots_accepted"
 """Counters by slot of the block; like STEPS without the `_total` that they are exported with."""
 STEPS = f"{PREFIX}steps"
 """Counter of requests' decoding steps by width; width 1 = without a draft."""
 SPECULATING = ', width!="1"'
 """Selects the steps that verified at least one drafted token."""
-
-
-def installed_version() -> str | None:
-    """vLLM's version in this environment; None where there is none (the deployment is for another machine)."""
-    try:
-        return version("vllm")
-    except PackageNotFoundError:
-        return None
-
-
-def parse_release(text: str) -> Release | None:
-    """The first two numbers of a version; None where it is no version."""
-    found = re.match(r"(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else None
-
-
-def is_supported(text: str) -> bool:
-    """Whether a version is one of the tested releases."""
-    release = parse_release(text)
-    return release is not None and OLDEST <= release <= NEWEST
-
-
-def release_problems(text: str | None) -> Iterator[Problem]:
-    """What is wrong with a version; nothing where none is installed."""
-    if text is not None and not is_supported(text):
-        what = f"vLLM {text} is not supported, tested {TESTED}"
-        yield Problem(what, "vllm", f"pip install 'vllm=={'.'.join(map(str, NEWEST))}.*'")
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:

@@ -1,4 +1,4 @@
-"""What vLLM 0.32 and 0.33 make of a drafter's heads: which method serves it, from which form, and what they have not.
+"""vLLM 0.32 and 0.33 and the heads of a drafter: the method that serves them, its dialect, and heads that it lacks.
 
 `models/qwen3_dflash.py` (plain, `d2t`), `qwen3_dflash2.py` (convolutions and selector), `qwen3_dspark.py` (a vanilla
 Markov head, both slot conventions, `d2t`); the last two on the V2 model runner, which wants a GPU.
@@ -23,19 +23,19 @@ def method_of(heads: Heads) -> str:
 
 
 def dialect_of(heads: Heads) -> str:
-    """What a draft folder is written in: only speculators' form has words for `d2t`; dspark reads DeepSpec's."""
+    """Dialect of the draft folder: only speculators' has words for `d2t`; dspark reads DeepSpec's."""
     if heads.draft_vocabulary is not None:
         return "speculators"
     return "zlab" if heads.markov is None else "deepspec"
 
 
 def verifies_whole_blocks(heads: Heads) -> bool:
-    """Whether our widths do not run: with dspark and DFlash2 vLLM's schedules of widths were never tried."""
+    """True where our widths do not run: vLLM's schedules of widths were never tried with dspark and DFlash2."""
     return heads.family in UNTRIED
 
 
 def head_problems(heads: Heads) -> Iterator[Problem]:
-    """Heads that vLLM has not."""
+    """Heads that vLLM lacks."""
     if heads.markov is not None and heads.markov.kind != "vanilla":
         what = f"a {heads.markov.kind} Markov head: vLLM 0.32 and 0.33 have vanilla ones only"
         yield Problem(what, WHERE, OTHER)

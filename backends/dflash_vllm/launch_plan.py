@@ -1,4 +1,4 @@
-"""LaunchPlan: a Deployment, its target and its drafter, as their files describe them; what follows for vLLM."""
+"""`VLLMPlan`: a deployment, its target and its drafter, and the settings of vLLM that follow from them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import json
 import os
 from dataclasses import dataclass
 
-from dflash_serve.checkpoint.config import BF16, DrafterConfig, context_bytes, weight_bytes
-from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
-from dflash_serve.checkpoint.source import drafter_source
-from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.checkpoint.config import BF16, weight_bytes
 from dflash_serve.cost_table import given_cost, given_survival
-from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu
-from dflash_serve.deployment_checks import uses_drafter
-from dflash_serve.engine_args import EngineArgs
+from dflash_serve.deployment import GIB
+from dflash_serve.server_adapter import LaunchPlan
 
 from .drafter_rules import V1_VARIABLE
 from .heads import verifies_whole_blocks
@@ -28,60 +24,11 @@ OVERHEAD = 6 * GIB
 KNEE, KNEE_OF_A_CPU = 256, 8
 """Rows from which on arithmetic takes longer than reading the weights in bf16: 990 TFLOP/s / 3.35 TB/s = 296 on an
 H100, 2250 / 8 = 281 on a B200; a CPU's is guessed. Served steps correct what follows from it."""
-KV_BYTES = {"auto": 2.0, "bfloat16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
-"""Of one number in the K/V cache, by `kv_cache.dtype`."""
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes on one device, on the safe side; the drafter's K/V lies in the target's pages, so both count per token."""
-
-    total: int
-    weights: int
-    """Target and drafter."""
-    token: int
-    """K/V of one token, target's and drafter's."""
-
-    @property
-    def pool(self) -> int:
-        """What is left for K/V; may be negative."""
-        return self.total - self.weights - OVERHEAD
-
-    @property
-    def tokens(self) -> int:
-        """How many the pool holds."""
-        return max(0, self.pool // self.token)
-
-    def utilization(self, share: float) -> float:
-        """`--gpu-memory-utilization`: of all memory, where K/V gets `share` of what weights leave."""
-        return round((self.weights + share * (self.total - self.weights)) / self.total, 3)
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """What is served, as far as files tell."""
-
-    deployment: Deployment
-    target: TargetLayout
-    checkpoint: Checkpoint | None
-    """None = no speculation."""
-
-    @property
-    def engine_args(self) -> EngineArgs:
-        """The user's own arguments for vLLM."""
-        return self.deployment.engine_args.get("vllm", {})
-
-    @property
-    def drafter(self) -> DrafterConfig | None:
-        """None where there is none, or where it cannot be understood (its checkpoint's problems say why)."""
-        return self.checkpoint.config if self.checkpoint else None
-
-    @property
-    def block_size(self) -> int | None:
-        """B; None without speculation."""
-        if self.drafter is None:
-            return None
-        return self.deployment.speculation.block_size or self.drafter.block_size
+@dataclass(frozen=True, kw_only=True)
+class VLLMPlan(LaunchPlan):
+    """A launch of vLLM."""
 
     @property
     def max_batch_size(self) -> int:
@@ -90,7 +37,7 @@ class LaunchPlan:
 
     @property
     def verifies_whole_blocks(self) -> bool:
-        """Whether vLLM's own drafting runs, not our widths."""
+        """vLLM's own drafting runs, not our widths."""
         return self.drafter is not None and verifies_whole_blocks(self.drafter)
 
     @property
@@ -121,7 +68,7 @@ class LaunchPlan:
 
     @property
     def has_our_scheduler(self) -> bool:
-        """Whether widths are chosen inside vLLM, at every step.
+        """Our scheduler chooses widths inside vLLM, at every step.
 
         Raises:
             UserError: the cost table or the survival that was given is none.
@@ -144,13 +91,8 @@ class LaunchPlan:
         return json.dumps(steep)
 
     @property
-    def on_cpu(self) -> bool:
-        """Whether it is served without a GPU."""
-        return self.deployment.hardware.gpu == "none"
-
-    @property
     def v1_runner(self) -> bool:
-        """Whether vLLM's first model runner serves."""
+        """vLLM's first model runner serves."""
         return self.on_cpu or os.environ.get(V1_VARIABLE) == "0"
 
     @property
@@ -158,11 +100,6 @@ class LaunchPlan:
         """Arithmetic of the target and its drafter."""
         asked = self.deployment.hardware.dtype
         return asked if asked != "auto" else "float32" if self.on_cpu else "bfloat16"
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """None where the deployment does not name one."""
-        return GPUS.get(self.deployment.hardware.gpu or "none")
 
     @property
     def rows(self) -> int:
@@ -175,29 +112,6 @@ class LaunchPlan:
         return self.max_batch_size * (self.block_size or 1)
 
     @property
-    def memory(self) -> MemoryEstimate | None:
-        """The estimate for one device; None where the deployment does not name its GPU."""
-        if self.gpu is None:
-            return None
-        tensor = self.deployment.parallel.tensor
-        weights = self.target.weight_bytes // tensor
-        token = self.target.kv_bytes(KV_BYTES[self.deployment.kv_cache.dtype])
-        token //= 1 if self.target.latent else min(tensor, self.target.kv_heads)
-        if self.drafter is not None:
-            weights += weight_bytes(self.drafter) // tensor
-            token += context_bytes(self.drafter) // min(tensor, self.drafter.num_key_value_heads)
-        return MemoryEstimate(self.gpu.memory, weights, token)
-
-
-def read_launch_plan(deployment: Deployment) -> LaunchPlan:
-    """Reads config.json files and safetensors headers.
-
-    Raises:
-        UserError: the target or drafter cannot be found or read at all.
-    """
-    checkpoint = None
-    if uses_drafter(deployment):
-        assert deployment.drafter is not None
-        checkpoint = open_checkpoint(drafter_source(deployment.drafter.model), deployment.drafter.revision)
-    target = read_target_layout(target_configuration(deployment.target), deployment.target)
-    return LaunchPlan(deployment, target, checkpoint)
+    def running_bytes(self) -> int:
+        """Memory of a device beside weights and K/V."""
+        return OVERHEAD

@@ -23,7 +23,7 @@ Row = list[int]
 def static_schedule(
     cost: CostModel, survival: Sequence[float], widths: Sequence[int], max_batch_size: int
 ) -> list[Row]:
-    """For every batch size the one of `widths` with the most tokens per second; 0 drafted = off."""
+    """The width with the most tokens per second for every batch size; 0 drafted = off."""
     from dflash_serve.speculation.allocation import widths_by_batch  # numpy, which not every install has
 
     stretches = widths_by_batch(survival, cost, widths, max_batch_size)

@@ -17,7 +17,6 @@ from dflash_serve.bench.settings import AUTO, OFF, Settings, Variant
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import Environment
 from dflash_serve.deployment import Deployment
-from dflash_serve.draft_method import METHODS
 
 JSON, HTML, TEMPLATE = "bench.json", "report.html", "report.html.jinja"
 UNKNOWN = "\N{EN DASH}"
@@ -77,7 +76,8 @@ class ReportData:
             return "One variant was measured, so there is nothing to compare it with."
         named = list(self.loads)
         if AUTO in named:
-            named = [AUTO, *(name for name in named if name.partition(":")[0] in METHODS)]
+            overlays = {text.partition("=")[0] for text in self.settings.variant}
+            named = [AUTO, *(name for name in named if name in overlays)]
         told = [f"“{name}” against “{self.baseline}”, tokens/s: {_at_each(self.loads[name])}." for name in named]
         return " ".join([*told, *([] if self.comparison is None else [self.comparison.sentence()])])
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import BeforeValidator, Field, JsonValue, ValidationError
 
-from dflash_serve.backend import EMBEDDED, Backend, ServerBackend, server_backend
-from dflash_serve.catalogue import choose_drafter
+from dflash_serve.backend import EMBEDDED, Backend, ServerBackend, choose_drafter, server_backend
 from dflash_serve.common.frozen import Frozen, PositiveInt
+from dflash_serve.common.yaml_file import describe, read_recipe_file
 from dflash_serve.deployment import Deployment, load_deployment
-from dflash_serve.draft_method import drafting_by, drafting_problems, parse_method
 from dflash_serve.errors import UserError, raise_problems
+from dflash_serve.server_adapter import ServerAdapter
 
 OFF, FIXED, AUTO = "off", "fixed", "auto"
 
@@ -42,7 +42,9 @@ class Settings(Frozen):
     drafter: str | None
     backend: str
     variants: Annotated[tuple[str, ...], BeforeValidator(_words)]
-    """Widths of the deployment: `off`, `fixed`, `auto` or numbers of slots; or `eagle3:CHECKPOINT[:K]`, `mtp[:K]`."""
+    """Widths of the deployment: `off`, `fixed`, `auto` or numbers of slots."""
+    variant: Annotated[tuple[str, ...], BeforeValidator(_several)]
+    """`NAME=FILE.yaml`: the deployment with the keys of that file on top; null removes a key."""
     endpoint: Annotated[tuple[str, ...], BeforeValidator(_several)]
     """`NAME=http://host:port` of servers that run already."""
     dataset: str
@@ -133,14 +135,16 @@ def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[di
     if deployment is not None:
         chosen = server_backend(settings.backend)
         deployed = deployed_variants(deployment, settings.variants, chosen)
+        overlaid = overlay_variants(deployment, settings.variant, chosen)
+        _refuse_twice(deployed.keys() & overlaid.keys(), "--variant")
+        deployed |= overlaid
         for each in deployed.values():
             raise_problems(chosen.check(each))
     running = endpoint_variants(settings.endpoint)
     if not deployed and not running:
         do = "give a deployment.yaml, --target and --drafter, or --endpoint NAME=http://host:port"
         raise UserError("nothing to measure", where="bench", do=do)
-    if deployed.keys() & running.keys():
-        raise UserError("two variants have the same name", where="--endpoint", do="give the endpoint another one")
+    _refuse_twice(deployed.keys() & running.keys(), "--endpoint")
     found: dict[str, Variant] = {**deployed, **running}
     if settings.baseline is not None and settings.baseline not in found:
         do = f"use one of: {', '.join(found)}"
@@ -149,24 +153,22 @@ def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[di
 
 
 def deployed_variants(deployment: Deployment, asked: Sequence[str], backend: Backend) -> dict[str, Deployment]:
-    """The deployment at each width, and by each other drafting method, that was asked for, by the variant's name.
+    """The deployment at each width that was asked for, by the variant's name.
 
     Args:
-        deployment: with a drafter, if any variant is to speculate with DFlash.
-        asked: `off`, `fixed` (the whole block), `auto`, or numbers of slots, the anchor counted; or a word that
-            `draft_method.parse_method` knows.
-        backend: whose engine drafts by that method.
+        deployment: with a drafter, if any variant is to speculate.
+        asked: `off`, `fixed` (the whole block), `auto`, or numbers of slots, the anchor counted.
+        backend: its engine must not be told by `engine_args` to draft in every variant.
 
     Raises:
-        UserError: an unknown word, speculation without a drafter, or a method that engine or target do not have.
+        UserError: an unknown word, speculation without a drafter, or arguments that make `off` draft.
     """
-    raise_problems(list(drafting_problems(deployment, backend)))
+    for name in deployment.engine_args.get(backend.name, {}):
+        if isinstance(backend, ServerAdapter) and name.replace("-", "_") in backend.drafting_arguments:
+            do = "leave it out, and put it into an overlay: --variant NAME=FILE"
+            raise UserError("the variants say how it drafts", where=f"engine_args.{backend.name}.{name}", do=do)
     found = {}
     for word in asked:
-        method = parse_method(word)
-        if method is not None:
-            found[word] = drafting_by(method, deployment, backend)
-            continue
         if word != OFF and deployment.drafter is None:
             raise UserError("there is no drafter", where=f"--variants {word}", do="give one, or --variants off")
         width = _width(deployment, word)
@@ -174,6 +176,50 @@ def deployed_variants(deployment: Deployment, asked: Sequence[str], backend: Bac
         name = f"{FIXED} {width}" if isinstance(width, int) else width
         found[name] = deployment.model_copy(update={"speculation": speculation})
     return found
+
+
+def overlay_variants(deployment: Deployment, asked: Sequence[str], backend: Backend) -> dict[str, Deployment]:
+    """The deployment under each overlay, by name; each given as `NAME=FILE.yaml`.
+
+    Raises:
+        UserError: not of that form, a name given twice, a file that is no overlay, or one that is for other engines.
+    """
+    found: dict[str, Deployment] = {}
+    for text in asked:
+        name, _, file = text.partition("=")
+        where = f"--variant {text}"
+        if not name or not file:
+            raise UserError("not NAME=FILE.yaml", where=where, do="examples: examples/bench/")
+        _refuse_twice({name} & found.keys(), where)
+        over = read_recipe_file(Path(file))
+        if not isinstance(over, dict):
+            raise UserError("not a mapping", where=file, do="give keys of a deployment, such as `drafter: null`")
+        engines = over.get("engine_args")
+        if isinstance(engines, dict) and backend.name not in engines:
+            what = f"it has arguments of {', '.join(map(str, engines))}, and none of {backend.name}"
+            raise UserError(what, where=f"{file} engine_args", do="add them, or leave this variant out")
+        try:
+            found[name] = Deployment.model_validate(_patched(deployment.model_dump(exclude_unset=True), over))
+        except ValidationError as error:
+            raise UserError(describe(error, Deployment), where=file) from None
+    return found
+
+
+def _patched(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, key by key; null removes a key (RFC 7386)."""
+    out = {key: value for key, value in base.items() if key not in over}
+    for key, value in over.items():
+        if isinstance(value, Mapping):
+            below = base.get(key)
+            out[key] = _patched(below if isinstance(below, Mapping) else {}, value)
+        elif value is not None:
+            out[key] = value
+    return out
+
+
+def _refuse_twice(names: Collection[str], where: str) -> None:
+    if names:
+        raise UserError(f"two variants are called {min(names)!r}", where=where, do="give another name")
 
 
 def endpoint_variants(asked: Sequence[str]) -> dict[str, str]:
@@ -187,8 +233,7 @@ def endpoint_variants(asked: Sequence[str]) -> dict[str, str]:
         name, _, url = text.partition("=")
         if not name or not url.startswith(("http://", "https://")):
             raise UserError("not NAME=http://host:port", where=f"--endpoint {text}")
-        if name in found:
-            raise UserError("its name is given twice", where=f"--endpoint {text}")
+        _refuse_twice({name} & found.keys(), f"--endpoint {text}")
         found[name] = url.rstrip("/").removesuffix("/v1")
     return found
 
@@ -220,7 +265,7 @@ def _width(deployment: Deployment, word: str) -> int | str:
         return _block_size(deployment)
     if word.isdecimal() and int(word) >= 1:
         return int(word)
-    do = "use off, fixed, auto, a number of slots, eagle3:CHECKPOINT or mtp"
+    do = "use off, fixed, auto or a number of slots; other methods are overlays, --variant NAME=FILE (examples/bench/)"
     raise UserError(f"{word!r} is no variant of serving", where="--variants", do=do)
 
 

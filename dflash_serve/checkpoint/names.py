@@ -1,4 +1,4 @@
-"""What a misspelt target or drafter was meant to be: the bundled alias, a folder beside it, a published model."""
+"""Suggestions for a misspelt target or drafter: the bundled alias, a folder beside it, a published model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def _folder_meant(name: str) -> str:
 
 
 def _folders(parent: Path) -> Iterator[str]:
-    """Those with a config.json."""
     try:
         yield from sorted(path.parent.name for path in parent.glob("*/config.json"))
     except OSError:

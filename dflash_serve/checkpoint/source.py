@@ -1,4 +1,4 @@
-"""Where a target or drafter comes from: the bundled `smollm2`, a local folder (never touches the network), a hub id."""
+"""Sources of a target or drafter: the bundled `smollm2`, a local folder (never touches the network), a hub id."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dflash_serve.errors import UserError, first_line
 
 CHECKSUM_FILE = "model.safetensors.sha256"
 PROVENANCE = "provenance.json"
-"""What a drafter was trained on and how well it does, beside its weights."""
+"""File beside a drafter's weights: its training data and how well it does."""
 DRAFTER_FILES = ["*.json", "*.safetensors"]
 TARGET_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""What is fetched from the hub: never code, never pickle."""
+"""Files that are fetched from the hub: never code, never pickle."""
 BUNDLED_DRAFTER = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct-dflash"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -91,7 +91,6 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
 
 
 def _way_out(name: str, error: Exception) -> str:
-    """What can be done about a repository that was not fetched."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from dflash_serve.bench.results import Run
     from dflash_serve.bench.runner import Bench
 
-VARIANTS = "off, fixed (the whole block), auto, numbers; eagle3:CHECKPOINT, mtp, with :K for K drafted tokens"
+VARIANTS = "off, fixed (the whole block), auto, numbers"
 Variants = Annotated[str, Option(help=f"Widths to serve with: {VARIANTS}.")]
+Variant = Annotated[list[str] | None, Option(help="Overlay of the deployment, NAME=FILE.yaml; once for each.")]
 Endpoint = Annotated[list[str] | None, Option(help="Running server, NAME=http://host:port; once for each.")]
 DATASETS = "FILE.jsonl of {'prompt': ...}, humaneval, hf:ORG/NAME, speed_bench_coding=FILE, spec_al_..."
 DatasetName = Annotated[str, Option(help=f"Prompts: {DATASETS}")]
@@ -47,6 +48,7 @@ def bench(
     drafter: options.Drafter = None,
     backend: options.Backend = EMBEDDED,
     variants: Variants = "off,fixed,auto",
+    variant: Variant = None,
     endpoint: Endpoint = None,
     dataset: DatasetName = "humaneval",
     concurrency: Concurrency = "1,2,4,8,16,32",

@@ -14,14 +14,14 @@ import yaml
 from dflash_serve.backend import installed, server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.drafters import name_drafter
-from dflash_serve.cli.rehearsal import tell_choices
-from dflash_serve.cli.serve import prepared
+from dflash_serve.cli.serve import prepared, tell_choices
 from dflash_serve.common.files import write_whole
 from dflash_serve.cost_table import COST_TABLE, SURVIVAL
 from dflash_serve.deploying.chart import Form, render
 from dflash_serve.deploying.workload import Workload, workload_of
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError, did_you_mean, raise_problems
+from dflash_serve.server_adapter import HINT, resolve
 
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")
 """Names that Kubernetes and Helm take; a Helm release has at most 53 characters."""
@@ -69,9 +69,10 @@ def deploy(
     described = load_deployment(deployment, options.engine_arguments(context, backend_name))
     described = name_drafter(described, chosen, quiet=quiet)
     workload = workload_of(name, backend_name, described, image)
-    raise_problems(chosen.check(workload.deployment), hint="`dflash-serve serve --dry-run` shows all")
+    launch = resolve(chosen, workload.deployment)
+    raise_problems(launch.problems, hint=HINT)
     if prepare is not None:
-        prepared(chosen, described, prepare, quiet=True)
+        prepared(resolve(chosen, described), prepare)
         return
     _require_deployable(workload)
     text = render(workload, cast(Form, form))
@@ -81,7 +82,8 @@ def deploy(
         typer.echo(text, nl=False)
     else:
         write_whole(output, text, do="name another --output")
-    tell_choices(chosen, workload.deployment, quiet=quiet)
+    if not quiet:
+        tell_choices(launch.preview(Path()), workload.deployment)
 
 
 def _require_deployable(workload: Workload) -> None:

@@ -89,7 +89,7 @@ def name_drafter(deployment: Deployment, backend: object, *, quiet: bool = False
     Raises:
         UserError: there is none.
     """
-    from dflash_serve.catalogue import choose_drafter
+    from dflash_serve.backend import choose_drafter
     from dflash_serve.common.json_log import remark
 
     found, told = choose_drafter(deployment, backend)

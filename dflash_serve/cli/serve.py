@@ -1,22 +1,27 @@
-"""`dflash-serve serve`: check a deployment, then become the engine's own server. Nothing of ours stays in between."""
+"""`dflash-serve serve`: check a deployment, then become the engine's own server; or show all of it, by `--dry-run`."""
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dflash_serve.backend import EMBEDDED, Command, ServerBackend, server_backend
+from dflash_serve.backend import EMBEDDED, Command, server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.drafters import name_drafter
-from dflash_serve.cli.rehearsal import rehearse, tell_choices
+from dflash_serve.common.json_log import remark
 from dflash_serve.common.processes import require_program
 from dflash_serve.deployment import Deployment, load_deployment
-from dflash_serve.errors import UserError, raise_problems
+from dflash_serve.errors import Problem, UserError, raise_problems
+from dflash_serve.server_adapter import HINT, Launch, Preview, resolve
 
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)]
@@ -74,30 +79,40 @@ def serve(
     backend = server_backend(backend_name)
     flags = {**options.deployment_flags(context.params), **options.engine_arguments(context, backend_name, *OWN)}
     described = name_drafter(load_deployment(deployment, flags), backend, quiet=quiet)
+    launch = resolve(backend, described)
     if dry_run:
-        report = rehearse(backend, described, folder or DRY_FOLDER, host=host, port=port)
+        report = rehearse(launch, backend.name, described, folder or DRY_FOLDER, host=host, port=port)
         return report.show(as_json=as_json, quiet=quiet, show_files=show_files)
-    raise_problems(backend.check(described), hint="--dry-run shows all")
-    require_program(backend.command(described, DRY_FOLDER, host=host, port=port).argv, backend.name)
-    folder = prepared(backend, described, folder, quiet=quiet)
-    become(backend.command(described, folder, host=host, port=port), backend.name)
+    raise_problems(launch.problems, hint=HINT)
+    require_program(launch.command(DRY_FOLDER, host=host, port=port).argv, backend.name)
+    folder = prepared(launch, folder)
+    if not quiet:
+        tell_choices(launch.preview(folder), described)
+    become(launch.command(folder, host=host, port=port), backend.name)
 
 
-def prepared(chosen: ServerBackend, deployment: Deployment, folder: Path | None, *, quiet: bool) -> Path:
-    """The folder with what the engine reads; once it is there, what was chosen is told.
+def prepared(launch: Launch, folder: Path | None) -> Path:
+    """The folder with the files that the engine reads.
 
     Raises:
         UserError: it cannot be written, or the backend refuses the deployment.
     """
     try:
         folder = folder or Path(tempfile.mkdtemp(prefix="dflash-serve-"))
-        chosen.prepare(deployment, folder)
+        launch.prepare(folder)
     except OSError as error:
         do = "free some space, or name another --folder"
         where = str(folder or tempfile.gettempdir())
         raise UserError(f"cannot be written ({error.strerror})", where=where, do=do) from None
-    tell_choices(chosen, deployment, quiet=quiet)
     return folder
+
+
+def tell_choices(told: Preview, deployment: Deployment) -> None:
+    """Prints on stderr the choices and the notes of a launch."""
+    said = [f"{choice.key} = {choice.value}: {choice.why}" for choice in told.choices]
+    for text in (*said, *(f"note: {note}" for note in told.notes)):
+        print(remark(text, deployment.serving.log_format), file=sys.stderr)
+    sys.stderr.flush()
 
 
 def become(command: Command, backend_name: str) -> None:
@@ -112,3 +127,96 @@ def become(command: Command, backend_name: str) -> None:
     except OSError as error:
         do = f"install what --backend {backend_name} needs"
         raise UserError(f"cannot be started ({error.strerror})", where=command.argv[0], do=do) from None
+
+
+INDENT = "  "
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A launch that is shown and not carried out."""
+
+    backend: str
+    deployment: Deployment
+    folder: Path
+    problems: list[Problem]
+    command: Command | None
+    """None = a problem leaves no command."""
+    preview: Preview | None
+    """None = a problem leaves nothing to show."""
+
+    def show(self, *, as_json: bool, quiet: bool, show_files: bool) -> None:
+        """Prints it: everything as text or JSON, or with `quiet` the command alone; problems then go to stderr.
+
+        Raises:
+            typer.Exit: with code 2, where there are problems.
+        """
+        if as_json:
+            typer.echo(json.dumps(self.as_json(), indent=2))
+        elif quiet:
+            for problem in self.problems:
+                typer.echo(f"problem: {problem}", err=True)
+            if self.command is not None and not self.problems:
+                typer.echo(in_shell(self.command))
+        else:
+            typer.echo("\n".join(self._lines(show_files)))
+        if self.problems:
+            raise typer.Exit(2)
+
+    def as_json(self) -> dict[str, object]:
+        """A JSON object; a file without text is weights or a secret."""
+        told = self.preview or Preview()
+        return {
+            "backend": self.backend,
+            "command": list(self.command.argv) if self.command else None,
+            "environment": dict(self.command.env) if self.command else None,
+            "folder": str(self.folder),
+            "files": [asdict(file) for file in told.files],
+            "problems": [asdict(problem) for problem in self.problems],
+            "chosen": [asdict(choice) for choice in told.choices],
+            "notes": list(told.notes),
+            "deployment": self.deployment.model_dump(mode="json", exclude_defaults=True),
+        }
+
+    def _lines(self, show_files: bool) -> Iterator[str]:
+        told = self.preview
+        if not self.problems:
+            yield f"{self.backend}: no problem found"
+        else:
+            yield "problems"
+            yield from (f"{INDENT}{problem}" for problem in self.problems)
+        if self.command is not None:
+            yield "environment" if self.command.env else "environment: nothing is added"
+            yield from (f"{INDENT}{name}={value}" for name, value in self.command.env.items())
+            yield "command"
+            yield f"{INDENT}{shlex.join(self.command.argv)}"
+        if told is None:
+            return
+        yield f"files in {self.folder}" + ("" if show_files else " (--show-files shows what stands in them)")
+        for file in told.files:
+            yield f"{INDENT}{file.name}: {file.about}"
+            if show_files and file.text is not None:
+                yield from (f"{INDENT}{INDENT}| {line}" for line in file.text.splitlines())
+        yield "chosen, where the deployment leaves it open"
+        yield from (f"{INDENT}{choice.key} = {choice.value}: {choice.why}" for choice in told.choices)
+        if told.notes:
+            yield f"what {self.backend} does otherwise"
+            yield from (f"{INDENT}{note}" for note in told.notes)
+
+
+def rehearse(launch: Launch, backend: str, deployment: Deployment, folder: Path, *, host: str, port: int) -> Rehearsal:
+    """Problems, command, files and choices of a launch; nothing is written or started."""
+    problems = launch.problems
+    command, told = None, None
+    try:
+        command = launch.command(folder, host=host, port=port)
+        told = launch.preview(folder)
+    except UserError as error:  # most often a problem has said it already
+        problems = problems or [Problem(error.what, error.where, error.do)]
+    return Rehearsal(backend, deployment, folder, problems, command, told)
+
+
+def in_shell(command: Command) -> str:
+    """The command as one line for a POSIX shell, its own environment first."""
+    settings = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
+    return " ".join([*settings, shlex.join(command.argv)])

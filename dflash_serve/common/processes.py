@@ -18,6 +18,7 @@ from dflash_serve.backend import ServerBackend
 from dflash_serve.common.http import page_status
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
+from dflash_serve.server_adapter import resolve
 
 PATIENCE_SECONDS = 3600.0
 """Until a server must be ready: a large model may load and compile for long."""
@@ -59,9 +60,10 @@ def running_server(
     # Nobody but us asks it: a key would only have to be given to every client of ours.
     serving = deployment.serving.model_copy(update={"api_key_file": None})
     deployment = deployment.model_copy(update={"serving": serving})
-    backend.prepare(deployment, folder)
+    launch = resolve(backend, deployment)
+    launch.prepare(folder)
     port, log = free_port(), folder / "server.log"
-    command = backend.command(deployment, folder, port=port)
+    command = launch.command(folder, port=port)
     require_program(command.argv, backend.name)
     process = _start(command.argv, log, {**os.environ, **command.env, **(env or {})})
     try:

@@ -21,7 +21,7 @@ from dflash_serve.engine_args import ArgumentTable, pinned_parser
 from dflash_vllm import VLLMBackend
 from dflash_vllm.backend import LAUNCHER
 from dflash_vllm.engine_arguments import COMMAND_LINE, KEYS, OUR_SCHEDULER, PARSERS, PINNED, PINNED_RELEASE, _parser
-from dflash_vllm.facts import parse_release
+from dflash_vllm.facts import RELEASES
 from tests.support.golden_deployments import FOLDER as GOLDEN
 from tests.support.golden_deployments import NAMES, hub
 from tests.support.paper_models import FP8, NVFP4, write_paper_drafter, write_paper_target
@@ -55,7 +55,7 @@ def parsed_words(argv: tuple[str, ...]) -> Any:
     assert argv[1:4] == ("-m", LAUNCHER, "serve")
     assert find_spec(LAUNCHER)
     parser = FlexibleArgumentParser()
-    command_line = import_module(COMMAND_LINE[parse_release(version("vllm"))])
+    command_line = import_module(COMMAND_LINE[RELEASES.numbers(version("vllm"))])
     return command_line.make_arg_parser(parser.add_subparsers().add_parser("serve")).parse_args(list(argv[4:]))
 
 
@@ -157,7 +157,7 @@ def test_the_golden_launches_are_taken_by_vllms_own_parser(tmp_path: Path, name:
 
 def test_the_pinned_flags_are_those_of_the_installed_vllm() -> None:
     """Pinned for one release; another may differ, and is then asked itself."""
-    if parse_release(version("vllm")) != parse_release(PINNED_RELEASE):
+    if RELEASES.numbers(version("vllm")) != RELEASES.numbers(PINNED_RELEASE):
         pytest.skip(f"pinned for {PINNED_RELEASE}")
     installed, pinned = _parser(), pinned_parser(PINNED)
     assert set(installed.names) == set(pinned.names)
@@ -212,7 +212,7 @@ def test_false_turns_off_what_true_turns_on() -> None:
 
 
 def test_keys_are_read_from_their_file_and_are_in_no_log(models: dict[str, Path], tmp_path: Path) -> None:
-    moved = parse_release(version("vllm")) == (0, 33)
+    moved = RELEASES.numbers(version("vllm")) == (0, 33)
     logs = import_module("vllm.entrypoints.common.startup" if moved else "vllm.entrypoints.serve.utils.api_utils")
     (tmp_path / "keys").write_text("# ours\nsecret-one\nsecret-two\n")
     keyed = deployment(models, serving={"api_key_file": str(tmp_path / "keys")})

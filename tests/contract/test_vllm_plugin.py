@@ -45,7 +45,7 @@ def without_our_classes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def beside_an_unknown_release(without_our_classes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_vllm.facts.version", lambda _: "0.34.0")
+    monkeypatch.setattr("dflash_serve.backend.version", lambda _: "0.34.0")
 
 
 def logger_class() -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from dflash_serve.checkpoint import source
 from dflash_serve.cli.serve import prepared
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
+from dflash_serve.server_adapter import resolve
 from dflash_torch.backend import EmbeddedBackend, backend
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running, until
@@ -213,7 +214,7 @@ def test_a_disk_without_room_for_the_deployment_is_one_line(
     monkeypatch.setattr(EmbeddedBackend, "prepare", full)
     deployment = load_deployment(flags={"target": {"model": str(tiny_folders[0])}})
     with pytest.raises(UserError, match=r"No space left on device.*--folder"):
-        prepared(backend, deployment, None, quiet=True)
+        prepared(resolve(backend, deployment), None)
 
 
 def test_a_disk_without_room_for_the_converted_target_is_one_line(

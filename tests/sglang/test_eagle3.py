@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
-from dflash_serve.bench.settings import deployed_variants
+from dflash_serve.bench.settings import deployed_variants, overlay_variants
 from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.deployment import Deployment
 from tests.support.eagle3 import write_eagle3_head
@@ -24,9 +25,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, B
     head = write_eagle3_head(folder / "head", target)
     fields = {"target": {"model": str(target)}, "limits": {"max_batch_size": 4}}
     backend = OnCpu("--disable-overlap-schedule", env={"TORCHDYNAMO_DISABLE": "1"})
-    words = {"plain": "off", "eagle3": f"eagle3:{head}:{DRAFTED}"}
-    variants = deployed_variants(Deployment.model_validate(fields), list(words.values()), backend)
-    wanted = {name: (variants[word], backend) for name, word in words.items()}
+    deployment, example = Deployment.model_validate(fields), "examples/bench/eagle3.yaml"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEAD", str(head))
+        drafting = overlay_variants(deployment, [f"eagle3={Path(__file__).parents[2] / example}"], backend)
+    variants = {"plain": deployed_variants(deployment, ["off"], backend)["off"], **drafting}
+    wanted = {name: (variant, backend) for name, variant in variants.items()}
     with fleet(tmp_path_factory.mktemp("servers"), wanted, at_once=1) as running:
         yield running
 

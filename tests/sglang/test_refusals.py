@@ -101,22 +101,13 @@ def test_the_server_ends_with_our_message_before_it_loads_anything(tmp_path: Pat
     assert "Load weight begin" not in log
 
 
-def test_every_upstream_name_we_touch_is_there() -> None:
-    from dflash_sglang import contract
-
-    assert list(contract.breaches([*contract.OF_MAIN, *contract.OF_SCHEDULER])) == []
-    assert not any("BROKEN" in line for line in contract.printed())
-    broken = next(contract.breaches([contract.Foreign("sglang.srt.gone")]))
-    assert "SGLang 0.5.23: sglang.srt.gone is gone" in str(broken)
-
-
 def test_beside_another_sglang_we_step_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Even a draft that we would refuse is then SGLang's own business."""
     from dflash_sglang.plugin import before_resolution, before_worker
 
-    monkeypatch.setattr("dflash_sglang.contract.installed_version", lambda: "0.5.24")
+    monkeypatch.setattr("dflash_serve.backend.version", lambda _: "0.5.24")
     monkeypatch.setenv("DFLASH_SERVE_SPECULATION__WIDTH", "auto")
     asked: Any = SimpleNamespace(speculative_algorithm="DFLASH", speculative_draft_model_path=str(tmp_path))
     resolved: list[Any] = []

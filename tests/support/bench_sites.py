@@ -31,6 +31,7 @@ SETTINGS = Settings(
     drafter=None,
     backend="torch",
     variants=("off", "fixed", "auto"),
+    variant=(),
     endpoint=(),
     dataset="p.jsonl",
     concurrency=(1, 2),

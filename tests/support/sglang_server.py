@@ -24,6 +24,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
 from dflash_sglang.facts import FACTS
+from dflash_sglang.launch_plan import SGLangPlan
 
 ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "8192"),
@@ -48,9 +49,9 @@ class OnCpu(SGLangBackend):
         super().__init__()
         self.flags, self.env = flags, env or {}
 
-    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        """What `serve` would run, on a CPU."""
-        command = super().command(deployment, folder, host=host, port=port)
+    def launch(self, plan: SGLangPlan, folder: Path, host: str, port: int) -> Command:
+        """The command of `serve`, on a CPU."""
+        command = super().launch(plan, folder, host, port)
         env = {**ENVIRONMENT, **command.env, **self.env}
         return replace(command, argv=(*command.argv, *ON_CPU, *self.flags), env=env)
 

@@ -23,6 +23,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_vllm import VLLMBackend
 from dflash_vllm.facts import FACTS
+from dflash_vllm.launch_plan import VLLMPlan
 
 ON_CPU = ("--served-model-name", "m", "--long-prefill-token-threshold", "256")
 """On top of our command: a long prompt goes in several chunks. (Only such a one: a seeded request whose prompt is cut
@@ -50,9 +51,9 @@ class OnCpu(VLLMBackend):
         super().__init__()
         self.flags, self.env = flags, env or {}
 
-    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        """What `serve` would run, on a CPU."""
-        command = super().command(deployment, folder, host=host, port=port)
+    def launch(self, plan: VLLMPlan, folder: Path, host: str, port: int) -> Command:
+        """The command of `serve`, on a CPU."""
+        command = super().launch(plan, folder, host, port)
         env = {**ENVIRONMENT, **command.env, **self.env}
         return replace(command, argv=(*command.argv, *ON_CPU, *self.flags), env=env)
 

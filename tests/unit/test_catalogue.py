@@ -8,8 +8,8 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
-from dflash_serve.backend import DraftingBackend, backend, installed
-from dflash_serve.catalogue import best_drafter, catalogue, drafters_of, with_drafter
+from dflash_serve.backend import DraftingBackend, backend, installed, with_drafter
+from dflash_serve.catalogue import best_drafter, catalogue, drafters_of
 from dflash_serve.checkpoint.heads import Heads
 from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.cli.main import app

@@ -8,33 +8,24 @@ SGLang's. An SGLang that is not the one we were tested with runs as if we were n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 from dflash_serve.cost_table import given_cost, given_survival
 from dflash_serve.errors import Problem, UserError, refuse
-from dflash_sglang.contract import (
-    CREATE_WORKER,
-    LOAD_WEIGHTS,
-    OF_MAIN,
-    OF_SCHEDULER,
-    QUEUE,
-    RESOLUTION,
-    RESULT,
-    ROW_HEADROOM,
-    WORKER,
-    Foreign,
-    breaches,
-)
+from dflash_sglang.facts import RELEASES
 from dflash_sglang.launch_plan import NATIVE
 
 from .drafts import draft_problems
+from .host import CREATE_WORKER, LOAD_WEIGHTS, QUEUE, RESOLUTION, RESULT, ROW_HEADROOM, WORKER
 from .requests import guarded
 from .strict_load import StrictLoad
 from .widths import AUTO, asked_width
 
 logger = logging.getLogger(__name__)
 STRICT = StrictLoad()
+ASIDE = "dflash-serve steps aside, and SGLang runs as it does without it: %s"
 
 
 def install() -> None:
@@ -45,12 +36,12 @@ def install() -> None:
     HookRegistry.register(CREATE_WORKER, before_worker, HookType.AROUND)
 
 
-def usable(names: Iterable[Foreign]) -> bool:
-    """Whether all of the names hold in this SGLang; warns of the first that does not."""
-    broken = next(breaches(names), None)
-    if broken is not None:
-        logger.warning("dflash-serve steps aside, and SGLang runs as it does without it: %s", broken)
-    return broken is None
+def usable() -> bool:
+    """Whether this SGLang is the tested release; warns where it is not."""
+    problem = next(RELEASES.problems(RELEASES.installed() or "unknown"), None)
+    if problem is not None:
+        logger.warning(ASIDE, problem)
+    return problem is None
 
 
 def before_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
@@ -59,12 +50,15 @@ def before_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
     Raises:
         ValueError: this draft or these settings will not do; the message says why.
     """
-    if _asks_for_dflash(server_args) and usable(OF_MAIN):
-        from sglang.srt.arg_groups.overrides import resolving_view
-
-        asked = resolving_view(server_args)
-        refuse(draft_problems(asked))
-        refuse(width_problems(asked))
+    if _asks_for_dflash(server_args) and usable():
+        try:
+            from sglang.srt.arg_groups.overrides import resolving_view
+        except ImportError as error:
+            logger.warning(ASIDE, error)
+        else:
+            asked = resolving_view(server_args)
+            refuse(draft_problems(asked))
+            refuse(width_problems(asked))
     resolve(server_args)
 
 
@@ -92,7 +86,10 @@ def before_worker(create: Callable[..., type], algorithm: Any, server_args: Any)
     """Runs in a scheduler, before SGLang's DFlash worker is built: where a width is asked for, ours takes its place."""
     theirs = create(algorithm, server_args)
     try:
-        return ours(theirs, server_args) if algorithm.is_dflash() and usable(OF_SCHEDULER) else theirs
+        return ours(theirs, server_args) if algorithm.is_dflash() and usable() else theirs
+    except (ImportError, AttributeError) as error:
+        logger.warning(ASIDE, error)
+        return theirs
     except Exception:
         logger.exception("dflash-serve steps aside: its worker could not be prepared, SGLang's own runs")
         return theirs
@@ -102,11 +99,15 @@ def ours(theirs: type, server_args: Any) -> type:
     """The worker to build where SGLang would build `theirs`, and everything that it is watched by."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
+    # A name that is gone shows here, before anything of SGLang is hooked.
+    from . import metrics, results  # noqa: F401
+    from .worker import WidthWorker
+
+    for name in (ROW_HEADROOM, LOAD_WEIGHTS, RESULT, QUEUE):
+        pkgutil.resolve_name(name)
     watch_worker()
     if asked_width() in (None, resolving_view(server_args).speculative_num_draft_tokens):
         return theirs
-    from .worker import WidthWorker
-
     if theirs is not WidthWorker.__base__:
         logger.warning("dflash-serve: this platform has a worker of its own (%s), which runs alone", theirs.__name__)
         return theirs

@@ -1,4 +1,8 @@
-"""The part of SGLang's DFlash worker (0.5.23) that our steps use."""
+"""Names of SGLang 0.5.23 that we hook, and the attributes of its DFlash worker that our steps use.
+
+SGLang promises none of them; tests/contract/test_sglang_names.py holds them, and every name that we import, against
+the installed release.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,22 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from dflash_serve.errors import Problem
-from dflash_sglang.contract import WORKER, gone
+from dflash_sglang.facts import RELEASES
+
+RESOLUTION = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
+CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
+WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
+RESULT = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
+    "_resolve_spec_v2_tokens"
+)
+LOAD_WEIGHTS = "sglang.srt.models.dflash.DFlashDraftModel.load_weights"
+QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
+ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
 
 class HostWorker(Protocol):
-    """What `DFlashWorkerV2` has. Every attribute is annotated here, so that `worker_problems` can look it up."""
+    """Attributes of `DFlashWorkerV2`. Every one is annotated here, so that `worker_problems` can look it up."""
 
     block_size: int
     device: Any
@@ -47,8 +62,11 @@ class HostWorker(Protocol):
 
 
 def worker_problems(worker: HostWorker) -> Iterator[Problem]:
-    """Attributes that a built worker has not."""
-    yield from (gone(f"{WORKER}.{name} is gone") for name in HostWorker.__annotations__ if not hasattr(worker, name))
+    """Attributes that a built worker lacks."""
+    for name in HostWorker.__annotations__:
+        if not hasattr(worker, name):
+            what = f"SGLang {RELEASES.installed()}: {WORKER}.{name} is gone, tested {RELEASES}"
+            yield Problem(what, "sglang", "install SGLang again; it may have been changed")
 
 
 def draft_scope(worker: HostWorker) -> AbstractContextManager[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from dflash_vllm.facts import TESTED, installed_version, is_supported
+from dflash_vllm.facts import RELEASES
 
 logger = logging.getLogger(__name__)
 STRICT = {"DFlashDraftModel": "StrictDFlash", "DFlash2DraftModel": "StrictDFlash2"}
@@ -21,9 +21,9 @@ METHODS = ("dflash", "dspark")
 
 def register() -> None:
     """Registers our classes in place of vLLM's. The entry point; each process may call it more than once."""
-    version = installed_version() or "unknown"
-    if not is_supported(version):
-        logger.warning("dflash-serve does nothing here: vLLM %s is not supported, tested %s", version, TESTED)
+    version = RELEASES.installed()
+    if not RELEASES.supports(version):
+        logger.warning("dflash-serve does nothing here: vLLM %s is not supported, tested %s", version, RELEASES)
         return
     from vllm import ModelRegistry
 
@@ -35,7 +35,7 @@ def register() -> None:
 def is_ours(vllm_config: Any) -> bool:
     """True for a server with a method of ours or with our scheduler; False with an unsupported release."""
     asked = vllm_config.speculative_config
-    if not is_supported(installed_version() or "") or asked is None:
+    if not RELEASES.supports(RELEASES.installed()) or asked is None:
         return False
     return asked.method in METHODS or f"{__name__}.scheduler" in str(vllm_config.scheduler_config.scheduler_cls)
 
@@ -53,5 +53,5 @@ def proof() -> None:
         if getattr(known, "module_name", None) != f"{__name__}.model":
             raise ValueError(
                 f"dflash-serve: {architecture} is not loaded by our class but by {known}: the plug-in dflash_serve was "
-                f"not loaded (see VLLM_PLUGINS, and the log of this start; supported is vLLM {TESTED})"
+                f"not loaded (see VLLM_PLUGINS, and the log of this start; supported is vLLM {RELEASES})"
             )

@@ -154,7 +154,7 @@ def test_a_broken_run_file_is_named(url: str, tmp_path: Path, jobs: list[Job]) -
     [
         (["--concurrency", "1,x"], "no list of numbers of users"),
         (["--baseline", "slow"], "there is no variant 'slow'; use one of: off, fast"),
-        (["--endpoint", "off=http://b"], "given twice"),
+        (["--endpoint", "off=http://b"], "two variants are called"),
         (["--dataset", "synthetic"], "made-up prompts mislead"),
     ],
 )

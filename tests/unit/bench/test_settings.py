@@ -44,7 +44,7 @@ def test_endpoints() -> None:
     for wrong in ("http://a:8000", "a=b", "=http://a"):
         with pytest.raises(UserError, match="not NAME=http"):
             endpoint_variants([wrong])
-    with pytest.raises(UserError, match="given twice"):
+    with pytest.raises(UserError, match="two variants are called 'a'"):
         endpoint_variants(["a=http://a", "a=http://b"])
 
 

@@ -1,4 +1,4 @@
-"""Three launches of real models, word for word as `serve --dry-run --show-files` tells them.
+"""Three launches of real models by `serve --dry-run --show-files`; one is written down word for word, for each engine.
 
 After a wanted change: GOLDEN=write pytest tests/unit/cli/test_golden_dry_runs.py, and read the difference. SGLang's and
 vLLM's own parsers take the same commands in tests/contract.
@@ -19,6 +19,7 @@ from tests.support.golden_deployments import FOLDER, NAMES, hub
 
 __all__ = ["hub"]
 ENGINES = ("sglang", "tensorrt-llm", "vllm")
+WRITTEN_DOWN = "qwen3-8b-b200"
 REFUSED = {("llama-8b-eight-copies-b200", engine) for engine in ("tensorrt-llm", "vllm")}
 """One server of theirs has one copy: the dry-run says so, and what to do."""
 
@@ -34,6 +35,8 @@ def dry_run(name: str, engine: str, *more: str) -> Result:
 def test_a_dry_run_tells_all_of_a_launch(name: str, engine: str) -> None:
     told = dry_run(name, engine, "--show-files")
     assert told.exit_code == (2 if (name, engine) in REFUSED else 0), told.output
+    if name != WRITTEN_DOWN:
+        return
     path, text = FOLDER / f"{name}.{engine}.txt", told.stdout.replace(sys.executable, "python")
     if os.environ.get("GOLDEN") == "write":
         path.write_text(text)

@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.backend import InProcessBackend, backend, server_backend
-from dflash_serve.checkpoint.reader import open_checkpoint, read_config
-from dflash_serve.checkpoint.source import record_survival, recorded_survival
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
 from tests.support.paper_models import write_paper_drafter, write_paper_target
-from tests.support.tiny import edit_json
 
 
 @pytest.fixture
@@ -77,12 +73,6 @@ def test_a_models_own_penalties_are_not_asked_for_where_they_cannot_be_counted(
     assert flags(fields, tmp_path, speculation={"width": width}).get("--sampling-defaults") == expected
 
 
-def test_host_port_and_metrics_are_told(fields: dict[str, Any], tmp_path: Path) -> None:
-    command = SGLangBackend().command(Deployment.model_validate(fields), tmp_path, host="0.0.0.0", port=30000)
-    assert command.argv[-4:] == ("--host", "0.0.0.0", "--port", "30000")
-    assert "--enable-metrics" in command.argv
-
-
 def test_on_several_nodes_the_environment_says_which(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,52 +87,3 @@ def test_on_several_nodes_the_environment_says_which(
     monkeypatch.setenv("LWS_GROUP_SIZE", "3")
     with pytest.raises(UserError, match="2 nodes, but LWS_GROUP_SIZE is 3"):
         flags(fields, tmp_path, **parallel)
-
-
-@pytest.mark.parametrize("dialect", ["zlab", "speculators", "modelopt"])
-def test_the_draft_folder_is_zlabs_whatever_it_came_in(fields: dict[str, Any], tmp_path: Path, dialect: str) -> None:
-    from tests.support.tiny import write_tiny_drafter
-
-    config, _ = read_config(fields["drafter"]["model"])
-    drafter = write_tiny_drafter(tmp_path / dialect, config, dialect=dialect)
-    deployment = Deployment.model_validate({**fields, "drafter": {"model": str(drafter)}})
-    for _ in range(2):  # and again, over what is there
-        SGLangBackend().prepare(deployment, tmp_path / "prepared")
-    written = open_checkpoint(tmp_path / "prepared" / "draft")
-    assert written.problems == []
-    assert written.dialect is not None
-    assert written.dialect.name == "zlab"
-    assert json.loads((written.folder / "config.json").read_text())["block_size"] == 8
-    assert {header.dtype for header in written.headers.values()} == {"BF16"}
-    assert read_config(written.folder)[0].target_layer_ids == config.target_layer_ids
-
-
-def test_nothing_is_prepared_of_a_bad_deployment(fields: dict[str, Any], tmp_path: Path) -> None:
-    bad = Deployment.model_validate({**fields, "speculation": {"block_size": 16}})
-    with pytest.raises(UserError, match="block_size 16 is larger"):
-        SGLangBackend().prepare(bad, tmp_path / "prepared")
-    assert not (tmp_path / "prepared").exists()
-
-
-def test_the_command_goes_with_the_folder_that_was_prepared(fields: dict[str, Any], tmp_path: Path) -> None:
-    def block_size(backend: SGLangBackend) -> str:
-        argv = backend.command(deployment, tmp_path / "prepared").argv
-        return argv[argv.index("--speculative-num-draft-tokens") + 1]
-
-    deployment, preparing = Deployment.model_validate(fields), SGLangBackend()
-    preparing.prepare(deployment, tmp_path / "prepared")
-    edit_json(tmp_path / "drafter" / "config.json", {"block_size": 4})
-    assert block_size(preparing) == "8"
-    assert block_size(SGLangBackend()) == "4"
-
-
-def test_the_registry_knows_it_as_a_server_that_has_no_engine_in_this_process() -> None:
-    assert server_backend("sglang").name == "sglang"
-    assert not isinstance(backend("sglang"), InProcessBackend)
-
-
-def test_what_a_drafter_is_known_for_goes_with_its_draft(fields: dict[str, Any], tmp_path: Path) -> None:
-    drafter = Path(fields["drafter"]["model"])
-    record_survival(drafter, [0.5, 0.25])
-    SGLangBackend().prepare(Deployment.model_validate(fields), tmp_path / "prepared")
-    assert recorded_survival(tmp_path / "prepared" / "draft") == [0.5, 0.25]

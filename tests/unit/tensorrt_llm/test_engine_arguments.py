@@ -10,7 +10,6 @@ import yaml
 
 from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.launch_plan import make_launch_plan
 from dflash_tensorrt_llm.releases import Release
 from tests.support.tiny import tiny_drafter_config
 from tests.unit.tensorrt_llm.conftest import tiny_deployment
@@ -29,9 +28,7 @@ def with_(deployment: Deployment, **sections: Any) -> Deployment:
 
 def configuration(deployment: Deployment) -> dict[str, Any]:
     assert BACKEND.check(deployment) == []
-    found: dict[str, Any] = yaml.safe_load(
-        BACKEND.yaml(make_launch_plan(deployment, BACKEND.release), Path("/prepared"))
-    )
+    found: dict[str, Any] = yaml.safe_load(BACKEND.yaml(BACKEND.resolve(deployment), Path("/prepared")))
     return found
 
 
@@ -97,10 +94,10 @@ def test_parsers_and_name_are_options_of_trtllm_serve(deployment: Deployment) ->
     assert "no tool call parser 'hermes'" in str(wrong)
 
 
-def test_a_key_is_refused_for_trtllm_serve_asks_nobody(deployment: Deployment, tmp_path: Path) -> None:
+def test_a_key_is_refused_for_trtllm_serve_checks_none(deployment: Deployment, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n")
     (problem,) = BACKEND.check(with_(deployment, serving={"api_key_file": str(tmp_path / "keys")}))
-    assert (problem.where, problem.do) == ("serving.api_key_file", "leave it out, and let a gateway ask")
+    assert (problem.where, problem.do) == ("serving.api_key_file", "leave it out, and check keys in a gateway")
 
 
 def test_where_no_number_is_given_the_drafters_context_decides(hub: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.launch_plan import make_launch_plan
 from dflash_tensorrt_llm.releases import Release
 from tests.support.tiny import SLIDING, SLIDING_BOTH_WAYS, edit_json, tiny_drafter_config, write_quantized_drafter
 from tests.unit.tensorrt_llm.conftest import tiny_deployment
@@ -156,7 +155,7 @@ def test_what_upstreams_drafter_gets_wrong_in_silence_needs_ours(odd: str, tmp_p
     wanted = tiny_deployment(tmp_path, tiny_drafter_config(**ODD[odd]))
     assert TensorRTLLMBackend(NEW).check(wanted) == []
     (problem,) = TensorRTLLMBackend(OLD).check(wanted)
-    assert "would ignore in silence" in problem.what
+    assert "would silently ignore" in problem.what
     assert odd in problem.what
 
 
@@ -174,12 +173,12 @@ def test_a_target_whose_class_makes_no_drafter_is_refused_and_served_without(fam
 def test_with_16_bit_kv_the_context_lies_in_the_pool_and_is_reserved_nowhere_else() -> None:
     """#18343: in 1.4, with TRTLLM attention; before it, and with FP8 K/V, it is an arena beside the pool."""
     wanted = {**LONG, "kv_cache.dtype": "auto"}
-    in_pool, arena = (make_launch_plan(deployment(QWEN, wanted), release) for release in (NEW, OLD))
+    in_pool, arena = (TensorRTLLMBackend(release).resolve(deployment(QWEN, wanted)) for release in (NEW, OLD))
     assert (in_pool.attention_backend, in_pool.context_in_pool, in_pool.arena_bytes(512, 40960)) == ("TRTLLM", True, 0)
     assert (arena.attention_backend, arena.context_in_pool) == ("TRTLLM", False)
     assert TensorRTLLMBackend(NEW).check(in_pool.deployment) == []
     assert "drafter's context needs" in TensorRTLLMBackend(OLD).check(arena.deployment)[0].what
-    assert not make_launch_plan(deployment(QWEN, LONG), NEW).context_in_pool
+    assert not TensorRTLLMBackend(NEW).resolve(deployment(QWEN, LONG)).context_in_pool
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200", "b200", "b300"])
@@ -213,5 +212,5 @@ def test_prefix_caching_is_possible_where_a_tail_is_computed_again(tmp_path: Pat
     windowed = tiny_deployment(tmp_path / "windows", tiny_drafter_config(layers=(SLIDING, SLIDING)))
     reused = windowed.model_copy(update={"kv_cache": windowed.kv_cache.model_copy(update={"block_reuse": True})})
     assert TensorRTLLMBackend(NEW).check(reused) == []
-    assert make_launch_plan(reused, NEW).recompute_tail == SLIDING.window
+    assert TensorRTLLMBackend(NEW).resolve(reused).recompute_tail == SLIDING.window
     assert TensorRTLLMBackend(OLD).check(reused) != []

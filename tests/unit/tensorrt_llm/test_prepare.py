@@ -95,14 +95,6 @@ def test_an_odd_drafter_brings_our_package_and_tells_workers_where_it_is(
     assert command.env == {"PYTHONPATH": f"{package.parent}:/elsewhere"}
 
 
-def test_preparing_twice_is_preparing_once(tmp_path: Path) -> None:
-    deployment = tiny_deployment(tmp_path, tiny_drafter_config())
-    BACKEND.prepare(deployment, tmp_path / "out")
-    first = sorted(path.name for path in (tmp_path / "out").iterdir())
-    BACKEND.prepare(deployment, tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == first
-
-
 def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     deployment = tiny_deployment(tmp_path, tiny_drafter_config())
     precious = tmp_path / "out" / "draft" / "precious"
@@ -110,20 +102,6 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not written by us"):
         BACKEND.prepare(deployment, tmp_path / "out")
     assert precious.exists()
-
-
-def test_problems_stop_it_before_anything_is_written(tmp_path: Path) -> None:
-    deployment = tiny_deployment(tmp_path, tiny_drafter_config()).model_copy(update={"role": "decode"})
-    with pytest.raises(UserError, match="never sees the prompt's features"):
-        BACKEND.prepare(deployment, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_width_off_serves_the_target_alone(tmp_path: Path) -> None:
-    deployment = tiny_deployment(tmp_path, tiny_drafter_config())
-    speculation = deployment.speculation.model_copy(update={"width": "off"})
-    BACKEND.prepare(deployment.model_copy(update={"speculation": speculation}), tmp_path / "out")
-    assert "speculative_config" not in yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
 
 
 @pytest.mark.parametrize("layers", [(SLIDING_BOTH_WAYS, SLIDING_BOTH_WAYS), (SLIDING_BOTH_WAYS, FULL)])

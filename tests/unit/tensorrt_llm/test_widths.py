@@ -17,9 +17,8 @@ from dflash_serve.cost_table import COST_TABLE, SURVIVAL
 from dflash_serve.deployment import Deployment
 from dflash_serve.speculation.costs import CostModel
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.launch_plan import make_launch_plan
+from dflash_tensorrt_llm.launch_plan import draft_lengths, starving_from
 from dflash_tensorrt_llm.releases import Release
-from dflash_tensorrt_llm.schedule import draft_lengths, starving_from
 from dflash_tensorrt_llm.upstream import llm_args
 from tests.support.tiny import tiny_drafter_config
 from tests.unit.tensorrt_llm.conftest import tiny_deployment
@@ -49,7 +48,7 @@ def asking(deployment: Deployment, width: object, **more: Any) -> Deployment:
 def speculative(deployment: Deployment, release: Release = NEW) -> dict[str, Any]:
     backend = TensorRTLLMBackend(release)
     assert backend.check(deployment) == []
-    written = yaml.safe_load(backend.yaml(make_launch_plan(deployment, release), Path("/prepared")))
+    written = yaml.safe_load(backend.yaml(TensorRTLLMBackend(release).resolve(deployment), Path("/prepared")))
     found: dict[str, Any] = written["speculative_config"]
     return found
 
@@ -63,7 +62,7 @@ def as_upstream_reads(schedule: Mapping[int, int], batch: int) -> int:
 
 @pytest.mark.usefixtures("costs")
 def test_auto_is_a_table_by_batch_size_in_which_each_width_is_what_pays(deployment: Deployment) -> None:
-    block = make_launch_plan(deployment, NEW).block_size
+    block = TensorRTLLMBackend(NEW).resolve(deployment).block_size
     found = speculative(asking(deployment, "auto", limits={"max_model_len": 128, "max_batch_size": 64}))
     schedule = found["draft_len_schedule"]
     assert found["max_draft_len"] == as_upstream_reads(schedule, 1) == block - 1
@@ -90,7 +89,7 @@ def test_left_to_its_default_it_is_the_same_table_and_the_dry_run_says_so(deploy
 @pytest.mark.usefixtures("costs")
 def test_a_number_and_the_users_own_table_come_before_ours(deployment: Deployment) -> None:
     assert "draft_len_schedule" not in speculative(asking(deployment, 3))
-    block = make_launch_plan(deployment, NEW).block_size
+    block = TensorRTLLMBackend(NEW).resolve(deployment).block_size
     own = {"tensorrt-llm": {"speculative_config": {"draft_len_schedule": {4: block - 1, 256: 1}}}}
     found = speculative(asking(deployment, "auto", engine_args=own))
     assert found["draft_len_schedule"] == {4: block - 1, 256: 1}
@@ -123,7 +122,7 @@ def test_a_table_that_stops_drafting_is_seen(schedule: dict[int, int], batch: in
 
 
 def test_the_users_own_table_that_starves_the_drafter_is_a_note(deployment: Deployment) -> None:
-    block = make_launch_plan(deployment, NEW).block_size
+    block = TensorRTLLMBackend(NEW).resolve(deployment).block_size
     own = {"tensorrt-llm": {"speculative_config": {"draft_len_schedule": {4: block - 1, 32: 1}}}}
     notes = TensorRTLLMBackend(NEW).preview(asking(deployment, "auto", engine_args=own), Path("/prepared")).notes
     assert any(note.startswith("from 33 requests on nothing is drafted") for note in notes)

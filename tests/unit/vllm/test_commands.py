@@ -16,7 +16,6 @@ from dflash_serve.speculation.costs import CostModel
 from dflash_vllm import VLLMBackend
 from dflash_vllm.schedule import every_width, static_schedule
 from tests.support.paper_models import write_paper_drafter, write_paper_target
-from tests.support.tiny import edit_json
 
 
 @pytest.fixture
@@ -64,13 +63,6 @@ def test_a_whole_block_needs_no_schedule_and_auto_lists_every_width(
     found = speculative(fields, tmp_path, speculation={"width": width})
     assert found.get("num_speculative_tokens_per_batch_size") == schedule
     assert ("--scheduler-cls" in flags(fields, tmp_path, speculation={"width": width})) is (width == "auto")
-
-
-@pytest.mark.parametrize("width", ["off", 1])
-def test_without_speculation_nothing_of_it_is_asked_for(fields: dict[str, Any], tmp_path: Path, width: object) -> None:
-    found = flags(fields, tmp_path, speculation={"width": width})
-    assert not {"--speculative-config", "--scheduler-cls", "--max-num-batched-tokens"} & found.keys()
-    assert found["--generation-config"] == "vllm"
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 32])
@@ -135,13 +127,6 @@ def test_the_draft_folder_is_zlabs_form_with_every_key(fields: dict[str, Any], t
     raw = json.loads((tmp_path / "folder" / "draft" / "config.json").read_text())
     assert raw["is_causal"] is False
     assert "speculators_model_type" not in raw
-
-
-def test_nothing_is_prepared_for_a_deployment_with_problems(fields: dict[str, Any], tmp_path: Path) -> None:
-    edit_json(Path(fields["drafter"]["model"]) / "config.json", {"dflash_config.mask_token_id": 96})
-    with pytest.raises(UserError, match="mask_token_id 96 is outside"):
-        VLLMBackend().prepare(Deployment.model_validate(fields), tmp_path / "folder")
-    assert not (tmp_path / "folder").exists()
 
 
 MEASURED = (0.627, 0.347, 0.202, 0.119, 0.093, 0.073, 0.052)

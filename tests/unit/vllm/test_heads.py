@@ -12,7 +12,7 @@ import pytest
 from dflash_serve.checkpoint.reader import open_checkpoint
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.deployment import Deployment
-from dflash_serve.preview import Choice
+from dflash_serve.server_adapter import Choice
 from dflash_vllm import VLLMBackend
 from dflash_vllm.drafter_rules import V1_VARIABLE
 from tests.support.heads import HEADS

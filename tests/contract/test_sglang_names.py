@@ -1,8 +1,7 @@
-"""The contract with SGLang: every foreign name that the plug-in imports, hooks or calls, with the parameters it passes.
+"""Every name of SGLang that the plug-in imports, hooks or calls, with the parameters that it passes, is there.
 
-SGLang's plug-in interface is official, what stands below is not: a release that moves one of these is not supported
-until it has been tested. `serve --dry-run` prints which hold; the plug-in looks them up before it uses any, and steps
-aside where one has gone. What we use of a built worker stands in `plugin.host`.
+SGLang's plug-in interface is official, the names below are not: a release that moves one of them is not supported until
+it has been tested. Attributes of a built worker stand in `dflash_sglang.plugin.host`.
 """
 
 from __future__ import annotations
@@ -11,12 +10,15 @@ import ast
 import inspect
 import pkgutil
 import textwrap
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from dflash_serve.errors import Problem
+import pytest
 
-from .facts import TESTED, installed_version, is_supported, release_problems
+import dflash_sglang.plugin
+from dflash_sglang.plugin.host import CREATE_WORKER, LOAD_WEIGHTS, QUEUE, RESOLUTION, RESULT, ROW_HEADROOM, WORKER
+
+PLUGIN = Path(dflash_sglang.plugin.__file__).parent
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Foreign:
     """The length of the tuple that it returns."""
 
     def breach(self) -> str | None:
-        """What does not hold in the installed release; None = all of it holds."""
+        """The part that does not hold in the installed release; None = all of it holds."""
         try:
             found = pkgutil.resolve_name(self.path)
             parameters = inspect.signature(found).parameters if self.takes else {}
@@ -43,19 +45,14 @@ class Foreign:
         return None if lengths == {self.returns} else f"{self.path} no longer returns {self.returns} values"
 
 
-RESOLUTION = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
-CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
-WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
-RESULT = (
-    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
-    "_resolve_spec_v2_tokens"
-)
-LOAD_WEIGHTS = "sglang.srt.models.dflash.DFlashDraftModel.load_weights"
-QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
-ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
-RECAPTURE = "sglang.srt.model_executor.model_runner.ModelRunner.recapture_decode_cuda_graph"
+def _tuple_lengths(function: object) -> set[int]:
+    """Lengths of the tuples that a function returns."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))  # type: ignore[arg-type]
+    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    return {len(value.elts) for value in returned if isinstance(value, ast.Tuple)}
 
-OF_MAIN = (
+
+IN_MAIN = (
     Foreign(RESOLUTION, ("server_args",)),
     Foreign(CREATE_WORKER, ("server_args",)),
     Foreign("sglang.srt.arg_groups.overrides.resolving_view"),
@@ -64,7 +61,6 @@ OF_MAIN = (
     Foreign("sglang.srt.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
     Foreign("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks"),
 )
-"""What is used in the main process."""
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
@@ -76,7 +72,7 @@ _BATCH = (
     *("num_token_non_padded", "global_num_token_non_padded_cpu", "can_run_decode_cuda_graph"),
 )
 
-OF_SCHEDULER = (
+IN_SCHEDULER = (
     Foreign(RESULT, ("result", "batch")),
     Foreign(LOAD_WEIGHTS, ("weights",)),
     Foreign(QUEUE, ("req", "is_retracted")),
@@ -95,7 +91,7 @@ OF_SCHEDULER = (
             *("multimodal_inputs", "forward_mode", "spec_algorithm", "spec_info", "can_run_decode_cuda_graph"),
         ),
     ),
-    Foreign(RECAPTURE),
+    Foreign(f"{_RUNNER}.recapture_decode_cuda_graph"),
     Foreign(WORKER, ("server_args", "gpu_id", "nccl_port", "target_worker")),
     Foreign(f"{WORKER}.init_cuda_graphs"),
     Foreign(f"{WORKER}.forward_batch_generation", ("batch", "on_publish", "grammar_barrier", "pp_proxy_tensors")),
@@ -211,42 +207,23 @@ OF_SCHEDULER = (
     Foreign("sglang.srt.speculative.spec_utils.draft_tp_context"),
     Foreign("sglang.srt.utils.get_available_gpu_memory", ("device", "gpu_id")),
 )
-"""What is used where the models are; looked up there, because importing it all takes seconds."""
 
 
-def breaches(names: Iterable[Foreign] = OF_MAIN) -> Iterator[Problem]:
-    """A release that was not tested; else every name of which something no longer holds."""
-    version = installed_version()
-    if version is None or not is_supported(version):
-        yield from release_problems(version or "unknown")
-        return
-    for name in names:
-        broken = name.breach()
-        if broken is not None:
-            yield gone(broken)
+@pytest.mark.parametrize("name", [*IN_MAIN, *IN_SCHEDULER], ids=lambda name: name.path)
+def test_the_installed_sglang_has_it(name: Foreign) -> None:
+    pytest.importorskip("sglang")
+    assert name.breach() is None
 
 
-def gone(what: str) -> Problem:
-    """That the installed SGLang is not as its release was when it was tested."""
-    release = installed_version() or "unknown"
-    do = "install SGLang again; it may have been changed"
-    return Problem(f"SGLang {release}: {what}, tested {TESTED}", "sglang", do)
+def test_every_name_that_the_plug_in_imports_is_listed() -> None:
+    nodes = [node for path in PLUGIN.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang")]
+    imported = {f"{node.module}.{name.name}" for node in froms for name in node.names}
+    assert imported - {name.path for name in (*IN_MAIN, *IN_SCHEDULER)} == set()
 
 
-def printed() -> Iterator[str]:
-    """One line for every name, whether it holds in the installed release; `serve --dry-run` prints them."""
-    version = installed_version()
-    if version is None:
-        yield "SGLang is not installed here: what the plug-in relies on was not looked up"
-        return
-    yield f"What the plug-in relies on, in SGLang {version} (tested: {TESTED}):"
-    for name in (*OF_MAIN, *OF_SCHEDULER):
-        broken = name.breach()
-        yield f"  holds   {name.path}" if broken is None else f"  BROKEN  {broken}"
-
-
-def _tuple_lengths(function: object) -> set[int]:
-    """Of the tuples that a function's return statements give."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))  # type: ignore[arg-type]
-    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    return {len(value.elts) for value in returned if isinstance(value, ast.Tuple)}
+def test_a_name_that_has_gone_changed_or_gives_another_tuple_is_a_breach() -> None:
+    assert Foreign("os.path.join").breach() is None
+    assert Foreign("os.path.gone").breach() == "os.path.gone is gone (AttributeError)"
+    assert Foreign("json.dumps", ("obj", "colour")).breach() == "json.dumps takes no colour"
+    assert Foreign("ast.walk", returns=5).breach() == "ast.walk no longer returns 5 values"

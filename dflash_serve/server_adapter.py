@@ -1,0 +1,429 @@
+"""A deployment, read once, and all that `serve` does with it: problems, files, command, choices and notes.
+
+`resolve` gives a `Launch`. For SGLang, vLLM and TensorRT-LLM that is a `LaunchPlan` of their `ServerAdapter`, the home
+of everything that the three share; an engine's package has its arguments, its refusals, its facts and its plug-in.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import yaml
+
+from dflash_serve.backend import Command, EngineFacts, ServerBackend
+from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
+from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.checkpoint.reader import Checkpoint, load_tensors, open_checkpoint
+from dflash_serve.checkpoint.source import PROVENANCE, drafter_source, record_survival, recorded_survival
+from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.checkpoint.writer import write_drafter
+from dflash_serve.common.files import write_whole
+from dflash_serve.common.json_log import logging_config
+from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu
+from dflash_serve.deployment_checks import changed_files, read_keys, uses_drafter
+from dflash_serve.engine_args import EngineArgs
+from dflash_serve.errors import Problem, raise_problems
+
+DRAFT, SECRETS, LOGGING = "draft", "secrets.yaml", "logging.json"
+"""Names, below the prepared folder, of the drafter, the server's API keys and its log configuration."""
+KV_BYTES = {"auto": 2.0, "bfloat16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+"""Bytes of one number in the K/V cache, by `kv_cache.dtype`."""
+HINT = "`dflash-serve serve --dry-run` shows all"
+
+
+@dataclass(frozen=True)
+class PreparedFile:
+    """A file that `prepare` writes."""
+
+    name: str
+    """Below the folder."""
+    about: str
+    text: str | None = None
+    """None = weights, or a secret."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting that the deployment leaves open, and the value that it gets."""
+
+    key: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A launch, as far as it is known before it."""
+
+    files: Sequence[PreparedFile] = ()
+    choices: Sequence[Choice] = ()
+    notes: Sequence[str] = ()
+    """Limits of this backend that no key of the deployment mentions."""
+
+
+class Launch(Protocol):
+    """A deployment that was read, ready to be prepared and started."""
+
+    @property
+    def problems(self) -> list[Problem]:
+        """All problems that are found without starting anything."""
+        ...
+
+    def prepare(self, folder: Path) -> None:
+        """Writes into `folder` the files that the engine reads.
+
+        Raises:
+            UserError: the deployment has problems, or a checkpoint cannot be read.
+        """
+        ...
+
+    def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        """The engine's command line, for a folder that `prepare` has written."""
+        ...
+
+    def preview(self, folder: Path) -> Preview:
+        """Files that `prepare` would write, choices and notes; nothing is written."""
+        ...
+
+
+@runtime_checkable
+class PreviewingBackend(ServerBackend, Protocol):
+    """A backend that tells beforehand what it writes and chooses; another one shows its command and problems only."""
+
+    def preview(self, deployment: Deployment, folder: Path) -> Preview:
+        """Files that `prepare` would write, choices and notes; nothing is written.
+
+        Raises:
+            UserError: target or drafter cannot be found or read at all.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class UnresolvedLaunch:
+    """A `Launch` of a backend without plans, which reads the deployment at every step."""
+
+    backend: ServerBackend
+    deployment: Deployment
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """Problems of the deployment."""
+        return self.backend.check(self.deployment)
+
+    def prepare(self, folder: Path) -> None:
+        """Writes the files that the engine reads."""
+        self.backend.prepare(self.deployment, folder)
+
+    def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        """The engine's command line."""
+        return self.backend.command(self.deployment, folder, host=host, port=port)
+
+    def preview(self, folder: Path) -> Preview:
+        """Files, choices and notes; nothing is written."""
+        found = self.backend
+        return found.preview(self.deployment, folder) if isinstance(found, PreviewingBackend) else Preview()
+
+
+def resolve(backend: ServerBackend, deployment: Deployment) -> Launch:
+    """The launch of a deployment; target and drafter are read here, and not again.
+
+    Raises:
+        UserError: target or drafter cannot be found or read at all.
+    """
+    if isinstance(backend, ServerAdapter):
+        plan: Launch = backend.resolve(deployment)
+        return plan
+    return UnresolvedLaunch(backend, deployment)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device, on the safe side; K/V of target and drafter both count for every token."""
+
+    total: int
+    target: int
+    """Weights, as `drafter`."""
+    drafter: int
+    token: int
+    """K/V of one token."""
+    running: int
+    """Neither weights nor K/V: CUDA context, workspaces, CUDA graphs, activations."""
+
+    @property
+    def pool(self) -> int:
+        """Left for K/V; may be negative."""
+        return self.total - self.target - self.drafter - self.running
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the pool holds."""
+        return max(0, self.pool // self.token)
+
+    def fraction(self, share: float) -> float:
+        """Share of all memory for weights and K/V, where K/V gets `share` of the memory that weights leave."""
+        weights = self.target + self.drafter
+        return round((weights + share * (self.total - weights)) / self.total, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """A deployment with its target and its drafter, as their files describe them: the `Launch` of a `ServerAdapter`."""
+
+    adapter: ServerAdapter[Any] = field(repr=False, compare=False)
+    deployment: Deployment
+    target: TargetLayout
+    drafter: DrafterConfig | None
+    """None = no speculation, or a drafter that cannot be understood (its checkpoint's problems say why)."""
+    checkpoint: Checkpoint | None = None
+    """The drafter's folder and tensor headers; None = no speculation, or read by `prepare`."""
+
+    @property
+    def engine_args(self) -> EngineArgs:
+        """The user's own arguments for the engine."""
+        return self.deployment.engine_args.get(self.adapter.name, {})
+
+    @property
+    def given(self) -> set[str]:
+        """Names of `engine_args`, with dashes."""
+        return {name.replace("_", "-") for name in self.engine_args}
+
+    @property
+    def block_size(self) -> int | None:
+        """B; None without speculation."""
+        if self.drafter is None:
+            return None
+        return self.deployment.speculation.block_size or self.drafter.block_size
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """None where the deployment does not name one."""
+        return GPUS.get(self.deployment.hardware.gpu or "none")
+
+    @property
+    def on_cpu(self) -> bool:
+        """Served without a GPU."""
+        return self.deployment.hardware.gpu == "none"
+
+    @property
+    def running_bytes(self) -> int:
+        """Memory of a device beside weights and K/V."""
+        return 0
+
+    @property
+    def memory(self) -> MemoryEstimate | None:
+        """The estimate for one device; None where the deployment does not name its GPU."""
+        if self.gpu is None:
+            return None
+        parallel = self.deployment.parallel
+        split = 1 if parallel.attention_data else parallel.tensor
+        token = self.target.kv_bytes(KV_BYTES[self.deployment.kv_cache.dtype])
+        token //= 1 if self.target.latent else min(split, self.target.kv_heads)
+        drafter = 0
+        if self.drafter is not None:
+            drafter = weight_bytes(self.drafter) // split
+            token += context_bytes(self.drafter) // min(split, self.drafter.num_key_value_heads)
+        weights = self.target.weight_bytes // parallel.tensor
+        return MemoryEstimate(self.gpu.memory, weights, drafter, token, self.running_bytes)
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """Problems of the plan, in the order in which a user would fix them."""
+        return self.adapter.problems(self)
+
+    def prepare(self, folder: Path) -> None:
+        """Writes the files that the engine reads. Built models are compared with their manifests first."""
+        raise_problems(self.problems, hint=HINT)
+        raise_problems(changed_files(self.deployment))
+        self.adapter.write(self, folder.resolve())
+
+    def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        """The engine's command line."""
+        return self.adapter.launch(self, folder.resolve(), host, port)
+
+    def preview(self, folder: Path) -> Preview:
+        """Files, choices and notes; nothing is written."""
+        adapter, folder = self.adapter, folder.resolve()
+        files = [*adapter.own_files(self, folder), *adapter.draft_files(self), *adapter.shared_files(self)]
+        return Preview(files, list(adapter.choices(self)), list(adapter.notes(self)))
+
+
+def memory_problems(plan: LaunchPlan) -> Iterator[Problem]:
+    """Weights or one longest request that do not fit on a device; nothing where no GPU is named."""
+    memory = plan.memory
+    if memory is None or plan.gpu is None:
+        return
+    if memory.pool <= 0:
+        target, drafter, running, total = (
+            f"{size / GIB:.1f} GiB" for size in (memory.target, memory.drafter, memory.running, memory.total)
+        )
+        what = f"one device needs {target} for the target, {drafter} for the drafter and {running} to run"
+        do = "use more devices (parallel.tensor), or a quantised target"
+        yield Problem(f"{what}, but a {plan.gpu.name} has {total}", "hardware", do)
+        return
+    longest = plan.deployment.limits.max_model_len or plan.target.shape.max_position_embeddings
+    if longest is not None and memory.tokens < longest:
+        what = f"{longest} tokens, but after the weights there is room for the K/V of about {memory.tokens}"
+        yield Problem(what, "limits.max_model_len", "shorten it, use kv_cache.dtype fp8, or more devices")
+
+
+Plan = TypeVar("Plan", bound=LaunchPlan)
+
+
+@dataclass(frozen=True)
+class DraftForm:
+    """The form in which an engine reads a drafter."""
+
+    dialect: str
+    words: str
+    """`z-lab's dialect`, as it is called in a dry run."""
+    target: str | None = None
+    """Name of the target, where the engine reads it in the drafter's config.json."""
+    dtype: str | None = None
+    """Number format of the weights; None = as the checkpoint has them."""
+
+
+class ServerAdapter(ABC, Generic[Plan]):
+    """One engine's adapter: a `ServerBackend` whose every answer follows from a plan."""
+
+    name: str
+    facts: EngineFacts
+    releases: str
+    """Releases of the engine that were read and run."""
+    untried: Collection[str] = ()
+    """Families of drafters that were read and not run: `auto` takes others first."""
+    drafting_arguments: Collection[str] = ()
+    """Arguments, with underscores, that make the engine draft without a drafter of ours."""
+    plan: type[Plan]
+    one_key: bool = False
+    """The server takes one API key."""
+    loggers: Sequence[str] = ()
+    """Loggers of the engine that have handlers of their own."""
+    logging_variable: str = ""
+    """Environment variable that names the log configuration."""
+
+    def resolve(self, deployment: Deployment) -> Plan:
+        """The plan of a deployment; reads config.json files and safetensors headers, once.
+
+        Raises:
+            UserError: the target or drafter cannot be found or read at all.
+        """
+        checkpoint = None
+        if uses_drafter(deployment) and deployment.drafter is not None:
+            checkpoint = open_checkpoint(drafter_source(deployment.drafter.model), deployment.drafter.revision)
+        target = read_target_layout(target_configuration(deployment.target), deployment.target)
+        drafter = None if checkpoint is None else checkpoint.config
+        return self.plan(adapter=self, deployment=deployment, target=target, drafter=drafter, checkpoint=checkpoint)
+
+    def check(self, deployment: Deployment) -> list[Problem]:
+        """Problems of a deployment."""
+        return self.resolve(deployment).problems
+
+    def prepare(self, deployment: Deployment, folder: Path) -> None:
+        """Writes the files that the engine reads."""
+        self.resolve(deployment).prepare(folder)
+
+    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        """The engine's command line, for a folder that `prepare` has written."""
+        return self.resolve(deployment).command(folder, host=host, port=port)
+
+    def preview(self, deployment: Deployment, folder: Path) -> Preview:
+        """Files, choices and notes; nothing is written."""
+        return self.resolve(deployment).preview(folder)
+
+    @abstractmethod
+    def problems(self, plan: Plan) -> list[Problem]:
+        """All problems of a plan, in the order in which a user would fix them."""
+
+    @abstractmethod
+    def launch(self, plan: Plan, folder: Path, host: str, port: int) -> Command:
+        """The command line for a prepared folder (absolute)."""
+
+    @abstractmethod
+    def choices(self, plan: Plan) -> Iterator[Choice]:
+        """Settings that the deployment leaves open."""
+
+    @abstractmethod
+    def notes(self, plan: Plan) -> Iterator[str]:
+        """Limits of the engine that no key of the deployment mentions."""
+
+    @abstractmethod
+    def head_problems(self, heads: Heads) -> list[Problem]:
+        """Reasons why the engine does not serve a drafter with such heads."""
+
+    @abstractmethod
+    def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
+        """Arguments of the server that keys of the deployment stand for, with those keys."""
+
+    @abstractmethod
+    def draft_form(self, drafter: DrafterConfig, target: str) -> DraftForm:
+        """The form in which the engine reads this drafter."""
+
+    def own_files(self, plan: Plan, folder: Path) -> Iterator[PreparedFile]:
+        """Files of this engine alone, with their text."""
+        yield from ()
+
+    def draft_files(self, plan: Plan) -> Iterator[PreparedFile]:
+        """Files of the drafter, as a dry run shows them."""
+        if plan.drafter is None or plan.checkpoint is None:
+            return
+        form = self.draft_form(plan.drafter, plan.deployment.target.model)
+        typed = {} if form.dtype is None else {"dtype": form.dtype, "torch_dtype": form.dtype}
+        fields = {**DIALECTS[form.dialect].write(plan.drafter, form.target), **typed}
+        text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+        yield PreparedFile(f"{DRAFT}/config.json", f"the drafter's description in {form.words}", text)
+        told = f"the drafter's {len(plan.checkpoint.headers)} tensors" + (f" in {form.dtype}" if form.dtype else "")
+        yield PreparedFile(f"{DRAFT}/model.safetensors", told)
+        if recorded_survival(plan.checkpoint.folder) is not None:
+            told = "how far its blocks are accepted: what `width: auto` begins with"
+            yield PreparedFile(f"{DRAFT}/{PROVENANCE}", told)
+
+    def shared_files(self, plan: Plan) -> Iterator[PreparedFile]:
+        """API keys and log configuration."""
+        if plan.deployment.serving.api_key_file is not None:
+            told = "the API key, readable by its owner alone"
+            told = told if self.one_key else "the API keys, readable by their owner alone"
+            yield PreparedFile(SECRETS, told)
+        if plan.deployment.serving.log_format == "json":
+            yield PreparedFile(LOGGING, "logs as JSON", logging_config(*self.loggers))
+
+    def write_draft(self, plan: Plan, folder: Path) -> None:
+        """Writes the drafter, whole or not at all.
+
+        Raises:
+            UserError: the checkpoint has problems, or something that is no drafter stands there.
+        """
+        assert plan.checkpoint is not None
+        assert plan.drafter is not None
+        form = self.draft_form(plan.drafter, plan.deployment.target.model)
+        tensors = load_tensors(plan.checkpoint)
+        if form.dtype is not None:
+            import torch
+
+            tensors = {name: tensor.to(getattr(torch, form.dtype)) for name, tensor in tensors.items()}
+        write_drafter(folder, plan.drafter, tensors, dialect=form.dialect, target=form.target, overwrite=True)
+        record_survival(folder, recorded_survival(plan.checkpoint.folder))
+
+    def write(self, plan: Plan, folder: Path) -> None:
+        """Writes all files of a plan without problems."""
+        files = [*self.own_files(plan, folder), *self.shared_files(plan)]
+        if plan.drafter is not None:
+            self.write_draft(plan, folder / DRAFT)
+        for file in files:
+            if file.text is not None:
+                write_whole(folder / file.name, file.text)
+        if plan.deployment.serving.api_key_file is not None:
+            keys = read_keys(plan.deployment.serving.api_key_file)
+            secret = {"api-key": keys[0] if self.one_key else keys}
+            write_whole(folder / SECRETS, yaml.safe_dump(secret), private=True)
+
+    def shared_environment(self, plan: Plan, folder: Path) -> dict[str, str]:
+        """Variable of the log configuration, where there is one."""
+        return {self.logging_variable: str(folder / LOGGING)} if plan.deployment.serving.log_format == "json" else {}
