@@ -95,7 +95,7 @@ SGLANG_CPU := tests/support/sglang_cpu
 
 .PHONY: test-sglang
 test-sglang: .venv-sglang/ready
-	$(SGLANG_BIN)/$(PYTEST) tests/sglang tests/contract/test_sglang_arguments.py tests/contract/test_draft_methods.py
+	$(SGLANG_BIN)/$(PYTEST) tests/sglang tests/contract/test_sglang_arguments.py tests/contract/test_sglang_names.py
 
 .venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt) | .venv-torch/ready
 	$(call ENVIRONMENT,.venv-sglang)
@@ -120,7 +120,7 @@ test-clients: .venv/test .venv-clients/ready
 VLLM_BIN := .venv-vllm/bin
 VLLM_CPU := tests/support/vllm_cpu
 VLLM_CONTRACT := tests/contract/test_vllm_arguments.py \
-  tests/contract/test_vllm_plugin.py tests/contract/test_draft_methods.py
+  tests/contract/test_vllm_plugin.py
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/ready
