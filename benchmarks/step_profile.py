@@ -122,10 +122,10 @@ class Profile:
         prompts = [[1 + n % 7] * self.context for n in range(self.size)]
         params = SamplingParams(temperature=0, max_tokens=3 * repetitions + 40, ignore_eos=True)
         stream = self.engine.stream(prompts, [params] * self.size)
-        self.engine.step()
+        self.engine.loop.step()
         while not all(request.is_decoding for request in self.engine.scheduler.running):
-            self.engine.step()
-        times = interleaved({"step": self.engine.step, **self.parts()}, repetitions)
+            self.engine.loop.step()
+        times = interleaved({"step": self.engine.loop.step, **self.parts()}, repetitions)
         stream.close()
         least = {name: 1e3 * seconds[0] for name, seconds in times.items()}
         least["host"] = least["step"] - least["target"] - least["head"] - least["sampling"]

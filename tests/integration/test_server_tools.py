@@ -11,8 +11,8 @@ import openai
 import pytest
 from openai import OpenAI
 
-from dflash_torch.server.chat_protocol import ChatRequest
-from dflash_torch.server.chat_template import encode_chat
+from dflash_torch.server.api import ChatRequest
+from dflash_torch.server.chat import encode_chat
 from tests.support.serving import MODEL, Running
 
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 from fastapi.routing import APIRoute
 
+from dflash_torch.answer import Answer
 from dflash_torch.server.app import create_app
-from dflash_torch.server.batch import RunningRequest
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running, until
 
@@ -66,9 +66,14 @@ def gate(served: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     until(served.idle)
 
 
-def running_requests(server: Running) -> list[RunningRequest]:
-    assert server.worker.batch is not None
-    return list(server.worker.batch.running.values())
+def running_requests(server: Running) -> list[Answer]:
+    assert server.worker.loop is not None
+    return list(server.worker.loop.running.values())
+
+
+def waiting_requests(server: Running) -> list[Answer]:
+    assert server.worker.loop is not None
+    return list(server.worker.loop.waiting)
 
 
 def raw_request(url: str, body: dict[str, Any]) -> socket.socket:
@@ -151,7 +156,7 @@ def test_a_client_that_leaves_while_running_frees_its_slot_within_a_step(
     connection = raw_request(served.url, LONG | {"stream": stream})
     until(lambda: not gate.open)
     connection.close()
-    until(lambda: served.idle() or any(request.stream.cancelled for request in running_requests(served)))
+    until(lambda: served.idle() or any(request.cancelled for request in running_requests(served)))
     gate.open = True
     until(served.idle)
     assert gate.steps <= 4
@@ -167,7 +172,7 @@ def test_a_client_that_leaves_while_queued_is_never_run(narrow: Running, narrow_
     until(lambda: server.worker.waiting == 1)
     joined = server.engine.scheduler.joined
     second.close()
-    until(lambda: all(queued.stream.cancelled for queued in server.worker._queue))
+    until(lambda: all(queued.cancelled for queued in waiting_requests(server)))
     first.close()
     narrow_gate.open = True
     until(server.idle)
@@ -188,7 +193,7 @@ def test_all_answers_of_n_are_cancelled_together(served: Running, gate: Gate) ->
     until(lambda: not gate.open)
     assert (served.worker.running, served.worker.waiting) == (4, 2)
     connection.close()
-    until(lambda: served.idle() or any(request.stream.cancelled for request in running_requests(served)))
+    until(lambda: served.idle() or any(request.cancelled for request in running_requests(served)))
     gate.open = True
     until(served.idle)
     assert gate.steps <= 4

@@ -1,1 +1,1 @@
-"""What can be wrong with how a drafter is served: made on purpose, replayed, predicted, and told from tensors."""
+"""Faults in how a drafter is served: made on purpose, replayed, predicted, and found in tensors."""

@@ -151,7 +151,7 @@ class Resting(AutoWidth):
 def test_a_crowd_keeps_no_features_while_speculation_rests(
     folders: Folders, truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_torch.scheduler.CROWD", 2)
+    monkeypatch.setattr("dflash_torch.scheduler.LARGE_BATCH", 2)
     engine = tiny_engine(folders, max_batch_size=3, truth=truth)
     engine.scheduler.policy = policy = Resting(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
     prompts = [engine.tokenize(prompt) for prompt in PROMPTS[:2]]
@@ -176,8 +176,8 @@ def test_a_prefix_that_all_prompts_share_leaves_newcomers_to_be_drafted_for(
     folders: Folders, monkeypatch: pytest.MonkeyPatch, worth: int
 ) -> None:
     """It was seen before the rest, and those who came meanwhile hand it on; without, nobody could be ever again."""
-    monkeypatch.setattr("dflash_torch.scheduler.CROWD", 1)
-    monkeypatch.setattr("dflash_torch.scheduler.WORTH_IN_A_CROWD", worth)
+    monkeypatch.setattr("dflash_torch.scheduler.LARGE_BATCH", 1)
+    monkeypatch.setattr("dflash_torch.scheduler.WORTH_IN_LARGE_BATCH", worth)
     prefix = list(range(10, 50))
     scheduler = tiny_engine(folders, max_batch_size=3).scheduler
     scheduler.policy = policy = Resting(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
@@ -215,7 +215,7 @@ def test_a_prefix_that_takes_long_to_compute_is_worth_more_than_drafts(
     folders: Folders, truth: Truth, monkeypatch: pytest.MonkeyPatch, worth: int, borrows: bool
 ) -> None:
     """Who is over and has a gap in the drafter's context lends its prefix, if that is long enough."""
-    monkeypatch.setattr("dflash_torch.scheduler.CROWD", 1)
+    monkeypatch.setattr("dflash_torch.scheduler.LARGE_BATCH", 1)
     monkeypatch.setattr("dflash_torch.scheduler.WORTH", worth)
     engine = tiny_engine(folders, max_batch_size=3, truth=truth)
     engine.scheduler.policy = policy = Resting(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
