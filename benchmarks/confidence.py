@@ -30,8 +30,7 @@ from dflash_serve.common.provenance import commit, now
 from dflash_serve.models.drafter_heads import ConfidenceHead
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.speculation.allocation import Choices
-from dflash_serve.speculation.belief import Matrix
-from dflash_serve.speculation.costs import Context
+from dflash_serve.speculation.costs import Context, Floats
 from dflash_serve.speculation.policy import Step
 from dflash_serve.speculation.width import AutoWidth
 from dflash_serve.training.answers import make_data
@@ -51,21 +50,21 @@ class Answer:
 
     accepted: Integers
     """[n] drafted tokens of a whole block that are accepted."""
-    head: Matrix
+    head: Floats
     """[n, B-1] survival of slots by the confidence head."""
-    own: Matrix
+    own: Floats
     """The same by the drafter's own probabilities, fitted to what was accepted."""
 
 
 class Confident(AutoWidth):
     """Widths that follow a survival of each slot of this very block, once history says that a draft pays."""
 
-    def trimmed(self, widths: list[int], survival: Matrix, context_tokens: int) -> list[int]:
+    def trimmed(self, widths: list[int], survival: Floats, context_tokens: int) -> list[int]:
         """The draft is paid for: widths of the drafted requests that give the most tokens per second now."""
         drafted = np.flatnonzero(np.array(widths) > 1)
         choices = Choices.ragged(survival[drafted])
         rows = choices.rows + len(widths) - len(drafted)
-        seconds = self.costs.of_steps(rows, np.full(len(rows), len(drafted)), Context(context_tokens, len(widths)))
+        seconds = self.times.of_steps(rows, np.full(len(rows), len(drafted)), Context(context_tokens, len(widths)))
         tokens = choices.tokens(survival[drafted]) + len(widths) - len(drafted)
         chosen = np.ones(len(widths), np.int64)
         chosen[drafted] = choices.widths(int(np.argmax(tokens / seconds)))
@@ -128,7 +127,7 @@ def with_slot(values: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def survival(head: ConfidenceHead, inputs: Tensor) -> Matrix:
+def survival(head: ConfidenceHead, inputs: Tensor) -> Floats:
     """[n, B-1]."""
     return np.asarray(head(inputs, None).sigmoid().cumprod(1).double())
 
@@ -174,7 +173,7 @@ def serve(surface: Surface, lanes: int, answers: list[Answer], kind: str, seed: 
         accepted = [min(int(one.accepted[at]), width - 1) for one, at, width in zip(work, place, widths, strict=True)]
         took = float(surface.of_steps(np.array([sum(widths)]), np.array([drafted]), lanes, context)[0])
         policy.observe(Step(ids, widths, accepted, None, context))
-        policy.costs.observe(
+        policy.times.observe(
             sum(widths), drafted, Context(context, lanes), took
         )  # a draft costs what it costs, trimmed or not
         tokens, seconds = tokens + sum(accepted) + lanes, seconds + took
@@ -186,7 +185,7 @@ def serve(surface: Surface, lanes: int, answers: list[Answer], kind: str, seed: 
     return tokens / seconds
 
 
-def _survival(work: list[Answer], place: list[int], kind: str) -> Matrix:
+def _survival(work: list[Answer], place: list[int], kind: str) -> Floats:
     if kind == "known":
         slots = np.arange(work[0].head.shape[1])
         return np.array([slots < one.accepted[at] for one, at in zip(work, place, strict=True)], dtype=np.float64)

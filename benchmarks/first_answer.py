@@ -131,7 +131,7 @@ class Bench:
         assert engine.block_size is not None
         policy, self.block_size = engine.scheduler.policy, engine.block_size
         assert isinstance(policy, AutoWidth)
-        self.costs, self.survival = policy.costs.measured, recorded_survival(drafter_folder("smollm2"))
+        self.costs, self.survival = policy.times.measured, recorded_survival(drafter_folder("smollm2"))
         self.params = SamplingParams(temperature=0, max_tokens=tokens)
         widths = range(2, self.block_size + 1)
         fixed = {f"width {width}": engine.fixed(width) for width in widths}

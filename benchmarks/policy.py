@@ -1,21 +1,21 @@
 """The width policy against what hindsight would have chosen, in a simulator: no model, no waiting.
 
-    python -m benchmarks.policy [--seeds 4] [--output benchmarks/results/policy.json] [--before FILE]
+    python -m benchmarks.policy [--seeds 4] [--part all] [--output benchmarks/results/policy.json]
+    python -m benchmarks.policy --sensitivity --part tuned --seeds 1
 
-Every cell is a cost surface (this project's bundled pair on two CPU cores, in the embedded engine and in SGLang's
+A situation is a cost surface (this project's bundled pair on two CPU cores, in the embedded engine and in SGLang's
 server, where all requests of a step have one width; Qwen3-8B on three GPUs), a number of requests, a context length and
-a kind of requests. In each run, on the same luck: every fixed width, the policy from a cold start with costs measured
-some 20 % wrongly, the policy as it was before, and an oracle that knows true survival and true costs. Figures are
-ratios of tokens per second, means over seeds: of the first 100 steps, and of 500.
+a kind of requests. Each run plays on the same luck: every fixed width; the policy, from a cold start with costs that
+are some 20 % off; and an oracle that knows true survival and true costs. Figures are ratios of tokens per second, means
+over seeds: of the first 100 steps, and of 500.
 
-The policy as it was takes most of the time, and what it does in a cell changes no more: `--before` takes its figures
-from an earlier report, however many seeds it played it with there, and plays it in the other cells only.
+The policy's constants are chosen on one half of the situations (`tuned`) and judged on the other one (`held out`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,24 +27,23 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.policy_before import AutoWidthBefore
 from benchmarks.simulator import STEPS, Cell, Load, Neighbour, Oracle, Synthetic, replays, run, surfaces
 from dflash_serve.common.provenance import commit, now
-from dflash_serve.speculation.belief import Vector
-from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation import width
+from dflash_serve.speculation.costs import CostModel, Floats
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
 from dflash_serve.speculation.width import AutoWidth
 
-NEVER = 1.0
-"""The acceptance length of a drafter that is never right."""
+NEVER = 1.0  # the acceptance length of a drafter that is never right
+SPLIT_SEED = 0
 LEAST = {"auto / best fixed, 100 steps": 0.95, "auto / best fixed": 0.97, "auto / off": 0.99}
-"""What every cell is to reach; and the mean over cells 0.97 of the oracle."""
+"""Goals of every situation."""
 Make = Callable[[int], WidthPolicy | Oracle]
 Ratios = dict[str, float]
 
 
 def grid() -> list[Cell]:
-    """All cells."""
+    """All situations."""
     lengths = (NEVER, 1.1, 1.5, 2.0, 3.0, 4.5, 6.5)
     cpu, server, *gpus = surfaces()
     loads: list[Load] = [
@@ -63,9 +62,16 @@ def grid() -> list[Cell]:
     return cells
 
 
+def halves(cells: Sequence[Cell]) -> dict[str, str]:
+    """The half of each situation, tuned or held out, by a fixed seed."""
+    order = np.random.default_rng(SPLIT_SEED).permutation(len(cells))
+    tuned = set(order[: len(cells) // 2].tolist())
+    return {described(cell): "tuned" if place in tuned else "held out" for place, cell in enumerate(cells)}
+
+
 @dataclass(frozen=True)
 class Result:
-    """Ratios of one cell."""
+    """Ratios of one situation."""
 
     cell: Cell
     best: int
@@ -75,73 +81,76 @@ class Result:
 
 @dataclass(frozen=True)
 class Job:
-    """A cell to play."""
+    """A situation to play, with constants of the policy that are not its own."""
 
     cell: Cell
     seeds: int
-    before: Ratios | None = None
-    """What the policy as it was came to, where that is known."""
+    constants: tuple[tuple[str, float], ...] = ()
 
 
 def play(job: Job) -> Result:
-    """All policies on one cell."""
+    """Every policy in one situation."""
     cell, seeds = job.cell, job.seeds
     surface = cell.surface
 
-    def mean(make: Make) -> Vector:
+    def mean(make: Make) -> Floats:
         return np.asarray(np.mean([run(cell, make(seed), seed) for seed in range(seeds)], axis=0))
 
     def cost(seed: int) -> CostModel:
         return surface.measured(cell.requests, np.random.default_rng(seed + 77))
 
-    widths = surface.widths or [width for width in (1, 2, 3, 4, 6, 8, 12, 16) if width <= surface.block_size]
-    fixed = {width: mean(lambda _, width=width: FixedWidth(width)) for width in widths}  # type: ignore[misc]
+    widths = surface.widths or [each for each in (1, 2, 3, 4, 6, 8, 12, 16) if each <= surface.block_size]
+    fixed = {each: mean(lambda _, each=each: FixedWidth(each)) for each in widths}  # type: ignore[misc]
+    own = {name: getattr(width, name) for name, _ in job.constants}
+    vars(width).update(job.constants)
     auto = mean(lambda seed: AutoWidth(cost(seed), surface.block_size, surface.widths))
+    vars(width).update(own)
     best = np.max(list(fixed.values()), axis=0)
-    oracle = mean(lambda _: Oracle(cell)) if isinstance(cell.load, Synthetic) else None
-
-    def ratios(name: str, rates: Vector) -> Ratios:
-        found = {
-            f"{name} / best fixed, 100 steps": rates[0] / best[0],
-            f"{name} / best fixed": rates[1] / best[1],
-            f"{name} / off": rates[1] / fixed[1][1],
-        }
-        if oracle is not None:
-            found[f"{name} / oracle"] = rates[1] / oracle[1]
-        return {ratio: float(value) for ratio, value in found.items()}
-
-    before = job.before or ratios(
-        "before", mean(lambda seed: AutoWidthBefore(cost(seed), surface.block_size, surface.widths))
-    )
-    return Result(cell, max(fixed, key=lambda width: fixed[width][1]), ratios("auto", auto) | before)
+    ratios = {
+        "auto / best fixed, 100 steps": auto[0] / best[0],
+        "auto / best fixed": auto[1] / best[1],
+        "auto / off": auto[1] / fixed[1][1],
+    }
+    if isinstance(cell.load, Synthetic):
+        ratios["auto / oracle"] = auto[1] / mean(lambda _: Oracle(cell))[1]
+    return Result(cell, max(fixed, key=lambda each: fixed[each][1]), {name: float(r) for name, r in ratios.items()})
 
 
 def main(
-    seeds: Annotated[int, typer.Option(help="Runs of every cell; a few more where there are few requests.")] = 4,
-    only: Annotated[str, typer.Option(help="Cells whose description has this in it.")] = "",
-    output: Annotated[Path | None, typer.Option(help="Where the JSON goes, and the picture beside it.")] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of every situation; more where there are few requests.")] = 4,
+    part: Annotated[str, typer.Option(help="all, tuned or held out.")] = "all",
+    only: Annotated[str, typer.Option(help="Situations whose description has this in it.")] = "",
+    output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
     workers: Annotated[int, typer.Option(help="Processes.")] = 2,
-    before: Annotated[Path | None, typer.Option(help="A report to take the policy as it was from.")] = None,
+    sensitivity: Annotated[bool, typer.Option(help="Half and twice each constant of the policy.")] = False,
 ) -> None:
-    """Play every cell."""
-    cells = [cell for cell in grid() if only in described(cell)]
-    known = {} if before is None else earlier(before)
+    """Play every situation."""
+    whose = halves(grid())
+    cells = [cell for cell in grid() if part in ("all", whose[described(cell)]) and only in described(cell)]
     runs = [seeds * (4 if cell.requests == 1 else 2 if cell.requests <= 4 else 1) for cell in cells]
-    jobs = [Job(cell, count, known.get(described(cell))) for cell, count in zip(cells, runs, strict=True)]
     with ProcessPoolExecutor(workers) as pool:
-        results = list(track(pool.map(play, jobs), "cells", total=len(jobs), console=Console(stderr=True)))
-    show(results)
+
+        def played(constants: tuple[tuple[str, float], ...] = ()) -> list[Result]:
+            jobs = [Job(cell, count, constants) for cell, count in zip(cells, runs, strict=True)]
+            return list(track(pool.map(play, jobs), "situations", total=len(jobs), console=Console(stderr=True)))
+
+        results = played()
+        show(results, whose)
+        if sensitivity:
+            for name, value in half_and_twice():
+                changed = means(played(((name, value),)))
+                differences = (f"{changed[ratio] - figure:+.4f}" for ratio, figure in means(results).items())
+                print(f"{name:16s} {value:<7g}", *differences, flush=True)
     if output is not None:
-        write(results, seeds, output)
+        write(results, whose, seeds, output)
 
 
-def earlier(report: Path) -> dict[str, Ratios]:
-    """What a report says of the policy as it was, by cell."""
-    made = json.loads(report.read_text(encoding="utf-8"))
-    return {
-        cell["cell"]: {name: ratio for name, ratio in cell.items() if name.startswith("before / ")}
-        for cell in made["cells"]
-    }
+def half_and_twice() -> Iterator[tuple[str, float]]:
+    """Names of the policy's own constants with other values; a probability goes half the way to 1 instead of twice."""
+    for name, value in vars(width).items():
+        if name.isupper() and isinstance(value, int | float) and name != "NODES":
+            yield name, type(value)(value / 2)
+            yield name, (1 + value) / 2 if name == "PRIOR" else 2 * value
 
 
 def described(cell: Cell) -> str:
@@ -151,62 +160,58 @@ def described(cell: Cell) -> str:
 
 
 def missed(result: Result) -> list[str]:
-    """What the cell does not reach."""
+    """Goals that the situation does not reach."""
     return [name for name, least in LEAST.items() if result.ratios[name] < least]
 
 
-def means(results: list[Result]) -> dict[str, float]:
-    """Over cells, of each ratio."""
+def means(results: Sequence[Result]) -> dict[str, float]:
+    """Mean of each ratio over situations."""
     names = {name: None for result in results for name in result.ratios}
     return {name: float(np.mean([r.ratios[name] for r in results if name in r.ratios])) for name in names}
 
 
-def show(results: list[Result]) -> None:
-    """The cells that miss something, and a summary."""
-    console, table = Console(), Table("cell", "best", *LEAST, "auto / oracle", "before / best fixed")
+def by_part(results: Sequence[Result], whose: dict[str, str]) -> dict[str, list[Result]]:
+    """Results of all situations and of each half."""
+    found = {part: [r for r in results if whose[described(r.cell)] == part] for part in ("tuned", "held out")}
+    return {"all": list(results), **{part: some for part, some in found.items() if some}}
+
+
+def show(results: Sequence[Result], whose: dict[str, str]) -> None:
+    """The situations that miss a goal, and a summary."""
+    console, table = Console(), Table("situation", "half", "best", *LEAST, "auto / oracle")
     for result in results:
         if missed(result):
-            figures = [result.ratios.get(name) for name in (*LEAST, "auto / oracle", "before / best fixed")]
+            figures = [result.ratios.get(name) for name in (*LEAST, "auto / oracle")]
             cells = ("" if figure is None else f"{figure:.3f}" for figure in figures)
-            table.add_row(described(result.cell), str(result.best), *cells)
+            table.add_row(described(result.cell), whose[described(result.cell)], str(result.best), *cells)
     console.print(table)
-    for name, figure in means(results).items():
-        worst = min(result.ratios.get(name, np.inf) for result in results)
-        console.print(f"{name:32s} mean {figure:.3f}   worst cell {worst:.3f}")
-    console.print(f"{sum(not missed(result) for result in results)} of {len(results)} cells reach all of {LEAST}")
+    for part, some in by_part(results, whose).items():
+        for name, figure in means(some).items():
+            worst = min(result.ratios.get(name, np.inf) for result in some)
+            console.print(f"{part:9s} {name:30s} mean {figure:.4f}   worst situation {worst:.3f}")
+        console.print(
+            f"{part:9s} {sum(not missed(each) for each in some)} of {len(some)} situations reach all of {LEAST}"
+        )
 
 
-def write(results: list[Result], seeds: int, output: Path) -> None:
-    """The JSON, and a picture beside it."""
-    report = {
-        "made": {"commit": commit(), "at": now(), "steps": STEPS, "seeds": seeds},
-        "least": LEAST,
-        "means": means(results),
-        "cells": [
-            {"cell": described(r.cell), "best fixed width": r.best, **{k: round(v, 4) for k, v in r.ratios.items()}}
-            for r in results
-        ],
+def write(results: Sequence[Result], whose: dict[str, str], seeds: int, output: Path) -> None:
+    """The JSON."""
+    summary = {
+        part: {"situations": len(some), "reach all goals": sum(not missed(each) for each in some), "means": means(some)}
+        for part, some in by_part(results, whose).items()
     }
+    rows = [
+        {
+            "cell": described(r.cell),
+            "half": whose[described(r.cell)],
+            "best fixed width": r.best,
+            **{name: round(ratio, 4) for name, ratio in r.ratios.items()},
+        }
+        for r in results
+    ]
+    made = {"commit": commit(), "at": now(), "steps": STEPS, "seeds": seeds, "split seed": SPLIT_SEED}
+    report = {"made": made, "least": LEAST, "halves": summary, "cells": rows}
     output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    draw(results, output.with_suffix(".svg"))
-
-
-def draw(results: list[Result], path: Path) -> None:
-    """Each cell a dot: the policy over the best fixed width, now and before; sorted."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
-    for ax, name in zip(axes, ("best fixed, 100 steps", "best fixed"), strict=True):
-        for who, colour in (("before", "#c44"), ("auto", "#26a")):
-            ax.plot(sorted(r.ratios[f"{who} / {name}"] for r in results), color=colour, label=f"{who} / {name}")
-        ax.axhline(LEAST[f"auto / {name}"], color="#888", linestyle=":")
-        ax.set(xlabel="cells, sorted", ylim=(0.7, 1.3))
-        ax.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from dflash_serve.speculation.allocation import choices_of
-from dflash_serve.speculation.belief import Integers, Matrix, Vector
-from dflash_serve.speculation.costs import Context, CostModel
+from dflash_serve.speculation.costs import Context, CostModel, Floats, Integers
 from dflash_serve.speculation.policy import FixedWidth, Step, WidthPolicy
 
 DATA = Path(__file__).with_name("policy")
@@ -39,7 +38,7 @@ class Surface:
     widths: tuple[int, ...] | None = None
     """An engine that gives all requests of a step the same one of these; None = to each its own."""
 
-    def of_steps(self, rows: Integers, drafted: Integers, requests: int, context_tokens: int) -> Vector:
+    def of_steps(self, rows: Integers, drafted: Integers, requests: int, context_tokens: int) -> Floats:
         """Seconds of steps, [M]."""
         plain, speculative = ((each + per * requests) / 1e3 for each, per in (self.plain, self.speculative))
         engine = np.where(drafted > 0, speculative, plain)
@@ -85,9 +84,9 @@ def surfaces() -> list[Surface]:
 class Luck:
     """What is fixed of N lanes: [N, L] each, by lane and token."""
 
-    threshold: Matrix
+    threshold: Floats
     """A slot behind this token is accepted if log(threshold) / log(h) > slot: a uniform draw. Replays: unused."""
-    conditional: Matrix | None
+    conditional: Floats | None
     """h of the request that the token belongs to."""
     accepted: Integers | None
     """Replays: what a whole block behind the token came to."""
@@ -97,7 +96,7 @@ class Luck:
     drift: Callable[[int], float] | None = None
     """h by step, instead of by request."""
 
-    def h(self, place: Integers, step: int) -> Vector:
+    def h(self, place: Integers, step: int) -> Floats:
         """[N] conditional acceptance where the lanes stand."""
         lanes = np.arange(len(place))
         if self.drift is not None:
@@ -256,7 +255,7 @@ class Oracle:
 
     cell: Cell
 
-    def best(self, h: Vector) -> Integers:
+    def best(self, h: Floats) -> Integers:
         survival = h[:, None] ** np.arange(1, self.cell.surface.block_size)
         choices = choices_of(survival, self.cell.surface.widths)
         seconds = self.cell.surface.of_steps(

@@ -15,7 +15,7 @@ from dflash_serve.common.files import cache_home, write_whole
 from dflash_serve.common.records import read_record
 from dflash_serve.cost_table import given_survival
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.costs import CostModel, LearntCosts, StepCosts
+from dflash_serve.speculation.costs import CostModel, LearntCosts
 from dflash_serve.speculation.policy import Step
 from dflash_serve.speculation.width import AutoWidth
 
@@ -104,6 +104,6 @@ class KeptWidth(AutoWidth):
         super().observe(step)
         self._blocks += sum(width > 1 for width in step.widths)
         if self._blocks >= LEAST and time.monotonic() - self._kept >= EVERY:
-            costs = self.costs.learnt if self._is_guess and isinstance(self.costs, StepCosts) else None
-            self._run.keep(self.survival.overall(), costs)
+            costs = self.times.learnt if self._is_guess else None
+            self._run.keep(self.acceptance.overall(), costs)
             self._blocks, self._kept = LEAST, time.monotonic()

@@ -14,22 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
-from dflash_serve.speculation.belief import Integers, Matrix, Vector
-from dflash_serve.speculation.costs import NO_CONTEXT, Context
+from dflash_serve.speculation.costs import Context, CostModel, Floats, Integers
 
 TIE: Final = 1e-12
-
-
-class Costs(Protocol):
-    """What steps cost: a `CostModel`, or one that follows what is served."""
-
-    def of_steps(self, rows: Integers, drafted: Integers, context: Context = NO_CONTEXT) -> Vector:
-        """Seconds of steps that verify `rows` and draft for `drafted` requests, 0 = no draft; all [M]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +36,7 @@ class Choices:
     """[M-1] places in the flattened survival matrix, in the order in which slots are added; None = shared widths."""
 
     @classmethod
-    def ragged(cls, survival: Matrix) -> Choices:
+    def ragged(cls, survival: Floats) -> Choices:
         """Each request its own width; slots are added from the likeliest to the least likely."""
         requests, slots = survival.shape
         # The tie rule that the proof asks for: of slots that are alike, the first ones of the block first.
@@ -59,7 +50,7 @@ class Choices:
         each = np.array([1, *sorted({width for width in widths if width > 1})])
         return cls(requests, requests * each, np.where(each > 1, requests, 0), None)
 
-    def tokens(self, survival: Matrix) -> Vector:
+    def tokens(self, survival: Floats) -> Floats:
         """[M] tokens expected of each choice, by these survivals [N, B-1]."""
         if self.order is not None:
             return self.requests + np.concatenate([[0.0], np.cumsum(survival.ravel()[self.order])])
@@ -76,7 +67,7 @@ class Choices:
 
 def choose_widths(
     survivals: Sequence[Sequence[float]],
-    cost: Costs,
+    cost: CostModel,
     *,
     allowed_widths: Sequence[int] | None = None,
     context_tokens: int = 0,
@@ -102,7 +93,7 @@ def choose_widths(
     return [int(width) for width in choices.widths(int(np.argmax(rate)))]
 
 
-def choices_of(survival: Matrix, allowed_widths: Sequence[int] | None) -> Choices:
+def choices_of(survival: Floats, allowed_widths: Sequence[int] | None) -> Choices:
     """Those of an engine: any width for any request, or one of the allowed ones for all."""
     if allowed_widths is None:
         return Choices.ragged(survival)
@@ -110,7 +101,7 @@ def choices_of(survival: Matrix, allowed_widths: Sequence[int] | None) -> Choice
 
 
 def widths_by_batch(
-    survival: Sequence[float], cost: Costs, allowed_widths: Sequence[int], max_batch_size: int
+    survival: Sequence[float], cost: CostModel, allowed_widths: Sequence[int], max_batch_size: int
 ) -> list[tuple[int, int, int]]:
     """For every batch size the one of the allowed widths with the most tokens per second; among equals the narrowest.
 

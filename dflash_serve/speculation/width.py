@@ -1,72 +1,202 @@
-"""The width policy: how many slots of each block to verify, down to one (speculation off). Needs no torch."""
+"""`width: auto`: verify as many slots of each block as pay, by what served steps teach. Needs no torch.
+
+1. P(slot k accepted | slots before it accepted) = logistic(odds_k + offset): odds_k from counts of the slot, one offset
+   for each request (`AcceptanceEstimate`). The survival of slot k is the product over slots 1..k.
+2. Seconds of a step = measured seconds x exp(correction). A Kalman filter learns the corrections (`TimeEstimate`).
+3. The policy takes the choice of widths (`allocation.choices_of`) with the highest rate = expected tokens / seconds...
+4. ...or a wider one, if it would be faster were acceptance one standard error better. Every other decision takes the
+   narrowest choice that is as fast as the best: acceptance and times are learnt on both sides of the best choice.
+5. It takes a step without a draft when the time of that step could change the decision to draft.
+6. A `Budget` in steps without speculation limits losses against off (a conservative bandit, Wu et al. 2016). By the
+   step times as known, whatever the drafter does, T steps lose at most START + DEBT + (one step of which nothing is
+   accepted) + REFILL x T; in any later stretch of T steps the same with DEBT in the place of START.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from itertools import groupby
-from typing import Final
+from math import exp, log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_serve.speculation.account import Account
 from dflash_serve.speculation.allocation import choices_of
-from dflash_serve.speculation.belief import Vector
-from dflash_serve.speculation.costs import BelievedCosts, Context, CostModel, LearntCosts, StepCosts
-from dflash_serve.speculation.decision import Decision
+from dflash_serve.speculation.costs import NO_CONTEXT, NODES, Context, CostModel, Floats, Integers, LearntCosts
 from dflash_serve.speculation.policy import Step
-from dflash_serve.speculation.survival import SurvivalEstimate
 
-MARGIN: Final = 0.005
-"""What a wider or a narrower block than the best may cost beside it, as a share of the step, to learn of it."""
-TELLING: Final = 1 / 3
-"""What a step without a draft must settle, of what is not known of costs, to be tried for that."""
-READY: Final = 0.015
-"""What drafts must gain at least: being ready for them costs an engine that much beside the steps themselves."""
-REST, AWAKE = 64, 8
-"""Steps without a draft after which speculation is resting; so many are left after a draft that was only a trial."""
-FEW: Final = 8
-"""Requests up to which that holds; of more, steps are longer, and with the square of their number fewer will do."""
-ASLEEP: Final = 8
-"""How many times as long as speculation woke for others to join it sleeps before it does so again..."""
-WAKING: Final = 0.05
-"""...but for drafts that gain so much."""
-HELD: Final = 8
-"""Steps that a decision may stand for."""
-STANDS: Final = 0.1
-"""Seconds after which it does not stand for one more, but for one not to draft while speculation is resting."""
+# [Half, twice: change of auto / best fixed width in 100 and 500 steps, per mille; 36 tuning situations; 2 is noise.]
+START = 2.5  # Balance at first; a useless drafter loses all of it. [+0.6 +0.1, +1.1 -0.1]
+DEBT = 6.0  # Largest overdraft, and largest balance. [-1.5 -2.3, -0.2 -0.1]
+REFILL = 0.003  # Share of steps to learn with; rates that differ by less count as equal. [-0.9 +0.3, -0.6 -1.5]
+TRIALS = 0.75  # Largest budget of trials of choices that are slower as known. [-5.4 -6.6, +0.1 +0.0]
+LEAST_GAIN = 0.015  # Storing context features costs 1.5 % of a step (measured over HTTP). [+1.2 +0.8, -4.4 -1.3]
+HOLD = 8  # Most steps for which a decision stands. [+0.9 +0.1, -4.4 -0.3]
+HOLD_SECONDS = 0.1  # A decision takes some 0.5 ms, 0.5 % of this. [+1.3 +0.0, -3.4 -1.6]
+PAUSE_AFTER = 256  # Tokens without a draft before a pause: 16 steps of 16 requests. Not simulated: features are free.
+PRIOR = 0.73  # Acceptance of slot 1 of an unknown drafter. [-3.1 -1.0; for 0.865 -1.7 -2.1]
+NEIGHBOUR_TESTS = 10.0  # Most tests that a slot's acceptance counts as for the next slot. [-1.6 -1.4, -2.8 -0.7]
+OFFSET_SPREAD = 0.6  # Standard deviation of requests' offsets. [-4.4 -12.0, +0.4 +0.1]
+SPREAD = 0.2  # Standard deviation of corrections: calibrations are some 20 % off. [-1.0 -1.3, +1.1 -1.3]
+NOISE = 0.05  # Standard deviation of log(a step's time), before any is known. [-0.1 -0.7, -1.6 -2.1]
+SURPRISE = 3.0  # Standard deviations from which a step's time is surprising. [-6.1 -1.1, +0.0 -0.4]
+MEMORY = 1000.0  # Steps after which what was learnt has 1/e of its weight. [+0.0 -1.1, +1.4 -0.9]
+
+
+class AcceptanceEstimate:
+    """Survival of each slot of each request.
+
+    A slot's acceptance is shrunk towards that of the slot before it, so narrow blocks tell of wide ones; or towards a
+    `known` survival of slots 1, 2, ..., which counts as 2 x NEIGHBOUR_TESTS tests. A request's offset has a Gaussian
+    prior of mean 0, and each step is a Newton step on its likelihood.
+    """
+
+    def __init__(self, slots: int, known: Sequence[float] | None = None) -> None:
+        self._tests, self._accepted = np.zeros(slots), np.zeros(slots)
+        self.offsets: dict[Hashable, tuple[float, float]] = {}  # means and variances, by request
+        pairs, tests = zip([1.0, *(known or [])], known or [], strict=False), 2 * NEIGHBOUR_TESTS
+        shares = [min(1.0, share / before) for before, share in pairs if before > 0][:slots]
+        self._known = [(tests * share + 0.5) / (tests + 1) for share in shares]  # never 0 or 1
+
+    def survival(self, request_ids: Sequence[Hashable], errors: float = 0.0) -> Floats:
+        """[N, slots], were the odds of all slots so many standard errors better than known."""
+        odds, error = self._odds()
+        return np.asarray(np.cumprod(_logistic(odds + errors * error + self._offset(request_ids)[0]), axis=1))
+
+    def overall(self) -> list[float]:
+        """Survival of slots 1, 2, ... of a new request."""
+        return [float(share) for share in np.cumprod(_logistic(self._odds()[0]))]
+
+    def observe(self, request_ids: Sequence[Hashable], widths: Integers, accepted: Integers) -> None:
+        """Learns from a step: it tests slots up to the first rejection and none beyond the width."""
+        slot, (mean, variance) = np.arange(len(self._tests)), self._offset(request_ids)
+        tested = slot < np.minimum(accepted + 1, widths - 1)[:, None]
+        good = tested & (slot < accepted[:, None])
+        expected = _logistic(self._odds()[0] + mean)
+        keep, prior = exp(-1 / MEMORY), OFFSET_SPREAD**2
+        information = 1 / (prior + keep**2 * (variance - prior))
+        information += (tested * expected * (1 - expected)).sum(1, keepdims=True)
+        mean = keep * mean + (good - tested * expected).sum(1, keepdims=True) / information
+        self.offsets.update(zip(request_ids, np.hstack([mean, 1 / information]).tolist(), strict=True))
+        self._tests, self._accepted = keep * self._tests + tested.sum(0), keep * self._accepted + good.sum(0)
+
+    def forget(self, request_id: Hashable) -> None:
+        self.offsets.pop(request_id, None)
+
+    def _odds(self) -> tuple[Floats, Floats]:
+        """Log-odds of each slot's acceptance and their standard errors, as of an empirical logit; [slots] each."""
+        totals, shares, weight, share = [], [], 1.0, PRIOR
+        for slot, (tests, accepted) in enumerate(zip(self._tests.tolist(), self._accepted.tolist(), strict=True)):
+            if slot < len(self._known):
+                weight, share = 2 * NEIGHBOUR_TESTS, self._known[slot]
+            totals.append(tests + weight)
+            share = (accepted + weight * share) / totals[-1]
+            shares.append(share)
+            weight = min(NEIGHBOUR_TESTS, totals[-1])
+        good, bad = np.multiply(totals, shares), np.multiply(totals, np.subtract(1, shares))
+        return np.log(good / bad), np.sqrt(1 / (good + 0.5) + 1 / (bad + 0.5))
+
+    def _offset(self, request_ids: Sequence[Hashable]) -> tuple[Floats, Floats]:
+        """Means and variances of requests' offsets, [N, 1] each."""
+        found = np.array([self.offsets.get(request_id, (0.0, OFFSET_SPREAD**2)) for request_id in request_ids])
+        return found[:, :1], found[:, 1:]
+
+
+class TimeEstimate:
+    """A `CostModel` corrected by what served steps took.
+
+    Corrections are Gaussian logarithms that return to their prior in the course of MEMORY steps: those of 1, 2, 4, ...
+    rows (interpolated) without and with a draft, and the machine's speed, which all steps share. A step beyond SURPRISE
+    standard deviations counts as one at that limit, and the speed becomes uncertain by as much as the step was off: if
+    it has changed, the next steps say so at once; if not, they undo it. `learnt` is from an earlier run; without a
+    covariance `measured` is a guess, SURPRISE times as uncertain. Nothing corrects what is `believed`.
+    """
+
+    def __init__(self, measured: CostModel, learnt: LearntCosts | None = None, *, believed: bool = False) -> None:
+        self.measured, self._believed, self._noise, self._steps = measured, believed, NOISE, 0
+        drafts, doublings = np.repeat([0, 1], NODES), np.tile(np.arange(NODES), 2)
+        alike, near = drafts[:, None] == drafts, 0.5 ** np.abs(doublings[:, None] - doublings)
+        spread = 0.0 if believed else SURPRISE * SPREAD if learnt and not learnt.covariance else SPREAD
+        self._prior = np.diag([*[0.0] * 2 * NODES, spread**2])  # the machine's speed comes last
+        self._prior[:-1, :-1] = spread**2 * alike * (1 + near)
+        self._first = np.append(learnt.mean if learnt else np.zeros(2 * NODES), 0.0)
+        self._mean, self._covariance = self._first, self._prior.copy()
+        if learnt and learnt.covariance:
+            self._covariance[:-1, :-1] = learnt.covariance
+
+    @property
+    def learnt(self) -> LearntCosts:
+        """What is known now, for the next run."""
+        mean, covariance = (self._mean[:-1] + self._mean[-1]).round(6), self._covariance[:-1, :-1].round(8)
+        return LearntCosts(mean=mean.tolist(), covariance=covariance.tolist())
+
+    def of_steps(self, rows: Integers, drafted: Integers, context: Context = NO_CONTEXT) -> Floats:
+        """As `CostModel.of_steps`, corrected."""
+        doublings, nodes = np.log2(np.maximum(rows, 1)), np.arange(NODES)
+        off, on = (np.interp(doublings, nodes, mean) for mean in (self._mean[:NODES], self._mean[NODES:-1]))
+        correction = np.where(drafted > 0, on, off) + self._mean[-1]
+        return np.asarray(self.measured.of_steps(rows, drafted, context) * np.exp(correction))
+
+    def observe(self, rows: int, drafted: int, context: Context, seconds: float) -> None:
+        if self._believed:
+            return
+        keep, weights = exp(-1 / MEMORY), _weights(rows, drafted)
+        self._mean = self._first + keep * (self._mean - self._first)
+        self._covariance = self._prior + keep**2 * (self._covariance - self._prior)
+        error = log(seconds / float(self.of_steps(np.array([rows]), np.array([drafted]), context)[0]))
+        limit = SURPRISE * sqrt(float(weights @ self._covariance @ weights) + self._noise**2)
+        if abs(error) > limit:
+            self._covariance[-1, -1] += error**2
+        self._steps += 1  # a Gaussian's standard deviation is 1.25 mean deviations
+        self._noise += max(1 / MEMORY, 1 / (self._steps + 1)) * (1.25 * min(abs(error), limit) - self._noise)
+        shared = self._covariance @ weights
+        unknown = float(weights @ shared)
+        gain = shared / (unknown + max(self._noise**2, unknown * (abs(error) / limit - 1)))
+        self._mean = self._mean + gain * error
+        self._covariance = self._covariance - np.outer(gain, shared)
+
+    def uncertainty(self, requests: int, rows: int) -> tuple[float, float]:
+        """Standard error of log(time with a draft / time without), and the part that one step without would tell."""
+        off = _weights(requests, 0)
+        ratio, told = _weights(rows, requests) - off, self._covariance @ off
+        error = sqrt(max(0.0, float(ratio @ self._covariance @ ratio)))
+        return error, abs(float(ratio @ told)) / sqrt(float(off @ told) + self._noise**2)
+
+
+class Budget:
+    """What may be lost against no speculation (`balance`), and against the best choice as known (`trials`)."""
+
+    def __init__(self) -> None:
+        self.balance, self.trials, self.has_drafted = START, TRIALS, False
+
+    def refill(self) -> None:
+        self.balance, self.trials = min(DEBT, self.balance + REFILL), min(TRIALS, self.trials + REFILL)
+
+    def settle(self, gained: float, cost: float) -> None:
+        """A step with a draft gained so many tokens for each request, and took so long."""
+        self.balance, self.has_drafted = min(DEBT, self.balance + gained - cost), True
+
+    def allowed(self, loss: Floats, rate: Floats) -> NDArray[np.bool_]:
+        """Choices [M] that may be taken, by loss at worst and rate as known. An overdrawn budget asks for a gain."""
+        if self.balance <= 0:
+            return np.asarray(rate >= (rate[0] if self.balance >= -DEBT else np.inf))
+        # The first draft of all may overdraw it: that of many requests tells as much as many drafts.
+        return np.asarray(loss <= (max(1.0, self.balance) if self.has_drafted else DEBT))
+
+    @property
+    def for_trial(self) -> float:
+        return max(0.0, min(self.balance, self.trials)) if self.has_drafted else DEBT
 
 
 class AutoWidth:
-    """The widths that are fastest by what is known of survival and costs, and now and then those that may be.
+    """The `WidthPolicy` of `width: auto`.
 
-    Both are learnt from every step (`SurvivalEstimate`, `StepCosts`), and both come with a spread. The policy takes
-    the widths that are fastest by the means, unless wider ones would be if things stood as well as they may ("optimism
-    in the face of uncertainty"): then it tries these, or as much of them as it may pay for. So it explores at the
-    margin, where one more slot costs next to nothing, and seldom where a draft is dear. Every other decision takes the
-    narrowest of widths that are as good as the best, for what one more slot costs is only known where both are served.
-    While steps without a draft may be faster still, by what is not known of their costs, it tries one of these first.
-
-    Deciding and learning take their time in every step, the more so as the model's weights have passed through the
-    caches since. So a decision stands for up to HELD steps where these are short or speculation rests, unless requests
-    change (a few may come and go while none is drafted for), one step is to settle something, or a draft is paid from
-    less than TRUST; these steps are learnt at once.
-
-    An `Account` limits what that costs. So, by the costs as they are known, after T steps, whatever the drafter did:
-
-        time lost against off <= START + DEBT + (one step of which nothing is accepted) + FORGIVEN x T,
-
-    in steps without speculation, and in any stretch of T steps the same with CREDIT in the place of START. That is the
-    worst; with a drafter that is never right about 1 % of the first 500 steps is lost, as the means follow. How far it
-    stays behind the best fixed width and behind an oracle is measured by `benchmarks/policy.py`.
+    Speculation pauses (`resting`) after PAUSE_AFTER tokens without a draft. If a draft would pay, but no request can be
+    drafted for, it resumes and waits for other requests; N steps of waiting are followed by HOLD x N without.
 
     Args:
         cost: measured seconds; its draft cost must include everything that speculation adds to a step.
-        block_size: B, the widest width.
-        allowed_widths: as for `choose_widths`.
-        known_survival: of slots 1.., from training, an evaluation or the last run; None = nothing is known.
-        believed: the costs are taken as they are, and no step corrects them.
-        learnt: what an earlier run learnt of the costs.
+        block_size, allowed_widths: B, the widest width, and those that the engine can run (as for `choose_widths`).
+        known_survival, believed, learnt: as for `AcceptanceEstimate` and `TimeEstimate`.
     """
 
     def __init__(
@@ -84,161 +214,107 @@ class AutoWidth:
         if allowed_widths is not None and not all(1 <= width <= block_size for width in allowed_widths):
             raise ValueError(f"allowed_widths {list(allowed_widths)}: use widths from 1 to {block_size}")
         self.block_size, self.allowed_widths = block_size, allowed_widths
-        self.costs = BelievedCosts(cost) if believed else StepCosts(cost, learnt)
-        self.survival = SurvivalEstimate(block_size - 1, known_survival)
-        self.account = Account(trusted=known_survival is not None)
-        self._narrow = False
-        """This decision prefers the narrowest of what is as good as the best; the next one the widest."""
-        self._off_for, self._rest = 0, REST
-        """Steps without a draft, and those after which speculation rests."""
-        self._wakes, self._asleep = False, 0
-        """It is awake until all can be drafted for; steps at rest for which it is not to wake."""
-        self._nobody = False
-        """No request of the last step could be drafted for."""
-        self._unlearnt: list[Step] = []
-        self._ended: list[Hashable] = []
-        """Requests that are forgotten when these are learnt."""
-        self._decision: Decision | None = None
+        self.acceptance = AcceptanceEstimate(block_size - 1, known_survival)
+        self.times, self.budget = TimeEstimate(cost, learnt, believed=believed), Budget()
+        self._ids: list[Hashable] = []  # the decision: requests, widths, steps that it stands yet, a step's price
+        self._widths: list[int] = []
+        self._left, self._price, self._is_trial, self._narrow = 0, 0.0, False, False
+        self._off_for, self._pause_after = 0, PAUSE_AFTER  # steps without a draft, and those before a pause
+        self._waits, self._cooldown = False, 0  # for requests that can be drafted for; steps before the next wait
 
     @property
     def resting(self) -> bool:
-        return self._off_for >= self._rest
+        return self._off_for >= self._pause_after
 
     def widths(
         self, request_ids: Sequence[Hashable], context_tokens: int = 0, undraftable: Collection[Hashable] = ()
     ) -> list[int]:
-        if not request_ids:
+        if not (ids := list(request_ids)):
             return []
-        self.account.refill()
-        self._rest = max(2 * AWAKE, int(REST * min(1.0, FEW / len(request_ids)) ** 2))
-        self._nobody = len(undraftable) == len(request_ids)
-        ids, decision = list(request_ids), self._decision
-        if decision is None or not decision.holds_for(ids):
-            decision = self._decision = self._decide(ids, undraftable, Context(context_tokens, len(ids)))
-        decision.left -= 1
-        self.account.curiosity -= decision.price
-        rested = min(self._off_for, self._rest - AWAKE) if decision.is_trial else 0
-        self._off_for = rested if decision.drafts else self._off_for + (not self._wakes)
-        self._asleep = self._asleep + ASLEEP if self._wakes else max(0, self._asleep - self.resting)
-        self._wakes = self._wakes and bool(undraftable)
-        return decision.widths.copy() if decision.drafts else [1] * len(ids)
+        self._pause_after = max(2 * HOLD, PAUSE_AFTER // len(ids))
+        self.budget.refill()
+        if not self._stands(ids):
+            self._decide(ids, undraftable, Context(context_tokens, len(ids)))
+        self._left -= 1
+        drafts = max(self._widths) > 1
+        if drafts and len(undraftable) == len(ids):  # resume, and wait
+            drafts, self._waits, self._off_for, self._left = False, True, 0, 0
+        elif drafts:
+            self.budget.trials -= self._price
+            self._off_for = min(self._off_for, self._pause_after - HOLD) if self._is_trial else 0
+        elif not self._waits:
+            self._off_for += 1
+        self._cooldown = self._cooldown + HOLD if self._waits else max(0, self._cooldown - self.resting)
+        self._waits = self._waits and bool(undraftable)
+        return self._widths.copy() if drafts else [1] * len(ids)
 
     def observe(self, step: Step) -> None:
         if not step.widths:
             return
-        widths, accepted = list(step.widths), list(step.accepted)
-        if not all(0 <= count < width <= self.block_size for width, count in zip(widths, accepted, strict=True)):
+        widths, accepted = np.array(step.widths), np.array(step.accepted)
+        if not ((accepted >= 0) & (accepted < widths) & (widths <= self.block_size)).all():
             raise ValueError(f"accepted {accepted} of widths {widths}: need 0 <= accepted < width <= {self.block_size}")
-        if max(widths) > 1:
-            self.account.settle(1 + sum(accepted) / len(widths), self._cost(widths, step.context))
-            if self.account.balance <= 0:
-                self._decision = None
-        elif self._decision and (self._decision.is_trial or (self._nobody and self._decision.drafts)):
-            # who joins from now on can be drafted for
-            self.account.curiosity += self._decision.price
-            self._off_for, self._wakes = 0, True
-            self._decision = Decision(list(step.request_ids), [1] * len(widths), left=HELD - 1)
-        self._unlearnt.append(step)
-        if self._decision is None or not self._decision.left:
-            self._learn()
+        rows, drafted = int(widths.sum()), int((widths > 1).sum())
+        if drafted:
+            drafted = drafted if self.allowed_widths is None else len(widths)
+            off, on = self.times.of_steps(np.array([len(widths), rows]), np.array([0, drafted]), step.context)
+            self.budget.settle(1 + float(accepted.mean()), float(on / off))
+            if self.budget.balance < START:
+                self._left = 0  # each draft is learnt from before the next one
+        self.acceptance.observe(step.request_ids, widths, accepted)
+        if step.seconds:
+            self.times.observe(rows, drafted, step.context, step.seconds)
 
     def forget(self, request_id: Hashable) -> None:
-        self._ended.append(request_id)
-        if not self._unlearnt:
-            self._learn()
+        self.acceptance.forget(request_id)
 
-    def _decide(self, request_ids: list[Hashable], undraftable: Collection[Hashable], context: Context) -> Decision:
-        """For those who can be drafted for; for all where none can: whether to wake for others."""
-        self._learn()
-        known, feared, hoped = self.survival.bounds(request_ids)
-        if undraftable and not self._nobody:
-            lost = [request_id in undraftable for request_id in request_ids]
-            known[lost], feared[lost], hoped[lost] = 0.0, 0.0, 0.0
-        sleeps = self.resting and self._asleep > 0
-        ready = WAKING if sleeps and self._nobody else READY
+    def _stands(self, ids: list[Hashable]) -> bool:
+        """A draft is decided for its own requests alone; not to draft stands while most of them stay."""
+        if self._left <= 0 or self._ids == ids:
+            return self._left > 0
+        return max(self._widths) == 1 and 2 * len(set(ids) & set(self._ids)) > max(len(ids), len(self._ids))
+
+    def _decide(self, ids: list[Hashable], undraftable: Collection[Hashable], context: Context) -> None:
+        """For requests that can be drafted for; where none can, as if all could: is it worth waiting for others?"""
+        requests, none_can = len(ids), len(undraftable) == len(ids)
+        known, worse, better = (self.acceptance.survival(ids, errors) for errors in (0.0, -1.0, 1.0))
+        if undraftable and not none_can:
+            for survival in (known, worse, better):
+                survival[[request_id in undraftable for request_id in ids]] = 0.0
         choices = choices_of(known, self.allowed_widths)
-        seconds = self.costs.of_steps(choices.rows, choices.drafted, context)
-        doubt = np.where(choices.drafted > 0, self.costs.doubt(len(known), choices.rows), 0.0)
+        seconds = self.times.of_steps(choices.rows, choices.drafted, context)
         cost = seconds / seconds[0]
-        loss = cost - choices.tokens(feared) / len(known)
-        paid = np.where(choices.drafted > 0, seconds, seconds / (1 + ready))
-        rate, hoped_for = choices.tokens(known) / paid, choices.tokens(hoped) / paid
-        self._narrow = not self._narrow
-        payable = self.account.payable(loss, rate, len(known))
-        funds = 0.0 if sleeps else self.account.funds(len(known))
-        choice, price, stands = self._choice(rate, hoped_for, cost, payable, doubt, funds)
-        drafts, widths = choice > 0, choices.widths(choice).tolist()
-        held = self._held(drafts, seconds[choice]) if stands else 1
-        is_trial = drafts and not stands
-        return Decision(request_ids, widths, held, drafts, is_trial, float(cost[choice]), price)
-
-    def _held(self, drafts: bool, seconds: float) -> int:
-        """Steps that a decision stands for; one draft while what it may lose is more than the time to learn from it."""
-        if drafts and not self.account.is_comfortable:
-            return 1
-        return HELD if self.resting and not drafts else min(HELD, 1 + int(STANDS / seconds))
-
-    def _cost(self, widths: list[int], context: Context) -> float:
-        """What a step takes, in steps without speculation."""
-        if self._decision and widths == self._decision.widths:
-            return self._decision.cost
-        rows, drafted = np.array([len(widths), sum(widths)]), np.array([0, self._drafted(widths)])
-        off, on = self.costs.of_steps(rows, drafted, context)
-        return float(on / off)
-
-    def _drafted(self, widths: Sequence[int]) -> int:
-        """Requests that a step drafted for."""
-        drafted = sum(width > 1 for width in widths)
-        return len(widths) if drafted and self.allowed_widths is not None else drafted
-
-    def _learn(self) -> None:
-        """From all steps of a decision at once; an engine may have taken others."""
-        for ids, steps in groupby(self._unlearnt, _drafted_for):
-            same = list(steps)
-            if ids:
-                widths, accepted = [step.widths for step in same], [step.accepted for step in same]
-                self.survival.observe(ids, np.array(widths), np.array(accepted))
-            else:
-                self.survival.pass_by(len(same))
-        alike = groupby(self._unlearnt, lambda step: (sum(step.widths), self._drafted(step.widths)))
-        for (rows, drafted), steps in alike:
-            timed = [(step.seconds, step.context) for step in steps if step.seconds]
-            if timed:
-                self.costs.observe(rows, drafted, timed[0][1], *(seconds for seconds, _ in timed))
-        self._unlearnt.clear()
-        for request_id in self._ended:
-            self.survival.forget(request_id)
-        self._ended.clear()
-
-    def _choice(
-        self, rate: Vector, hoped: Vector, cost: Vector, payable: NDArray[np.bool_], doubt: Vector, funds: float
-    ) -> tuple[int, float, bool]:
-        """Which choice to take, its price beside the best one, and whether it may stand: a trial is for one step.
-
-        Args:
-            rate, hoped: [M] tokens per second, as known and at best.
-            cost: [M], what the step takes, in steps without speculation.
-            payable: [M], what the account allows.
-            doubt: [2, M], of the cost beside that of off, and what of it a step without a draft would settle.
-            funds: what a trial may cost.
-        """
-        best, wish = int(np.argmax(np.where(payable, rate, 0.0))), int(np.argmax(hoped))
-        if not best:  # costs may stand better than known, too
-            wish = int(np.argmax(hoped * np.exp(doubt[0])))
-        elif np.log(hoped[wish] / rate[0]) < doubt[0, wish] and doubt[1, wish] > TELLING * doubt[0, wish]:
-            return 0, 0.0, False  # so may those of off
-        share = 1 - rate / rate[best]
-        price = share * cost
-        affordable = payable & (price <= funds) & (share <= (MARGIN if best else 1))
+        paid = requests * np.where(choices.drafted > 0, cost, 1 / (1 + LEAST_GAIN))
+        rate, hoped = choices.tokens(known) / paid, choices.tokens(better) / paid
+        allowed = self.budget.allowed(cost - choices.tokens(worse) / requests, rate)
+        cools = self.resting and self._cooldown > 0
+        allowed[1:] &= not (cools and none_can)
+        best, hoped[0] = int(np.argmax(np.where(allowed, rate, 0.0))), 0.0
+        wish = int(np.argmax(hoped))
+        error, settled = self.times.uncertainty(requests, int(choices.rows[best or wish]))
+        wish = wish if best or hoped[wish] * exp(error) > rate[0] else 0  # times may be better than known, too
+        price = (1 - rate / rate[best]) * cost
+        payable = allowed & (price <= (0.0 if cools else self.budget.for_trial))
+        payable &= rate >= (1 - REFILL) * rate[best] * (best > 0)  # off is left for anything that is payable
+        self._narrow, choice, self._is_trial = not self._narrow, best, False
         if best and self._narrow:
-            narrowest = 1 + int(np.argmax(affordable[1:]))
-            return narrowest, max(0.0, float(price[narrowest])), True
-        wider = best + 1 + np.flatnonzero(affordable[best + 1 : wish + 1])
-        if not len(wider):
-            return best, 0.0, True
-        return int(wider[-1]), max(0.0, float(price[wider[-1]])), best > 0
+            self._is_trial = log(rate[best] / rate[0]) < settled
+            choice = 0 if self._is_trial else 1 + int(np.argmax(payable[1:]))
+        elif len(wider := best + 1 + np.flatnonzero(payable[best + 1 : wish + 1])):
+            choice, self._is_trial = int(wider[-1]), not best
+        self._ids, self._widths, self._price = ids, choices.widths(choice).tolist(), max(0.0, float(price[choice]))
+        held = HOLD if self.resting and not choice else min(HOLD, 1 + int(HOLD_SECONDS / seconds[choice]))
+        self._left = 1 if self._is_trial else held
 
 
-def _drafted_for(step: Step) -> list[Hashable]:
-    """The requests of a step with a draft; [] of one without."""
-    return list(step.request_ids) if max(step.widths) > 1 else []
+def _logistic(odds: Floats) -> Floats:
+    return np.asarray((1 + np.tanh(odds / 2)) / 2)
+
+
+def _weights(rows: int, drafted: int) -> Floats:
+    """[2 * NODES + 1]: the weight of each correction in that of a step."""
+    weights, doublings = np.zeros(2 * NODES + 1), min(log(max(rows, 1), 2), NODES - 1.0)
+    left = min(int(doublings), NODES - 2)
+    at = left + NODES * (drafted > 0)
+    weights[at], weights[at + 1], weights[-1] = left + 1 - doublings, doublings - left, 1.0
+    return weights

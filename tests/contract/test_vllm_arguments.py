@@ -9,7 +9,6 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,89 +223,3 @@ def test_keys_are_read_from_their_file_and_are_in_no_log(models: dict[str, Path]
     parsed = parsed_words(command.argv)
     assert parsed.api_key == ["secret-one", "secret-two"]
     assert "secret-" not in str(logs.redact_sensitive_args(vars(parsed)))
-
-
-def strict_drafter(monkeypatch: pytest.MonkeyPatch, **upstream: Any) -> Any:
-    """A drafter without weights, of what is ours alone; methods of vLLM's class are replaced."""
-    import torch
-    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
-
-    from dflash_vllm.plugin import model
-    from dflash_vllm.plugin.backlog import Backlog
-
-    for name, method in upstream.items():
-        monkeypatch.setattr(DFlashQwen3ForCausalLM, name, method)
-    drafter: Any = object.__new__(model.StrictDFlash)
-    torch.nn.Module.__init__(drafter)
-    drafter.config, drafter.lm_head = SimpleNamespace(hidden_size=4), torch.nn.Linear(4, 8, dtype=torch.bfloat16)
-    drafter._backlog = Backlog()
-    return drafter
-
-
-def in_context(monkeypatch: pytest.MonkeyPatch, *rows_of_requests: int) -> None:
-    """A pass whose requests have so many rows at most."""
-    from dflash_vllm.plugin import model
-
-    told = {str(layer): SimpleNamespace(max_query_len=rows) for layer, rows in enumerate(rows_of_requests)}
-    monkeypatch.setattr(model, "get_forward_context", lambda: SimpleNamespace(attn_metadata=told))
-
-
-def test_a_block_of_the_anchor_alone_runs_no_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Width 1 on the V1 runner, which would run it and throw all of it away; where nothing is told it runs."""
-    import torch
-
-    drafter, rows = strict_drafter(monkeypatch, forward=lambda *_: "it ran"), torch.arange(3)
-    in_context(monkeypatch, 1, 1)
-    found = drafter.forward(rows, rows)
-    assert (found.shape, found.dtype) == ((3, 4), torch.bfloat16)
-    for told in ((8,), (1, 8), ()):
-        in_context(monkeypatch, *told)
-        assert drafter.forward(rows, rows) == "it ran"
-
-
-def test_a_drafters_context_waits_while_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each slot of the K/V ends with the row that vLLM would have written there last, and no dummy is stored."""
-    import torch
-
-    from dflash_vllm.plugin.backlog import MOST_ROWS
-
-    stored: dict[int, tuple[int, float]] = {}
-    calls = []
-
-    def store(_: Any, states: Any, positions: Any, slots: Any = None) -> None:
-        calls.append(None if slots is None else len(slots))
-        if slots is not None:
-            stored.update(zip(slots.tolist(), zip(positions.tolist(), states[:, 0].tolist(), strict=True), strict=True))
-
-    drafter = strict_drafter(
-        monkeypatch,
-        combine_hidden_states=lambda _, features: features[:, :4] * 10,
-        precompute_and_store_context_kv=store,
-    )
-
-    def rest(features: list[float], positions: list[int], slots: list[int]) -> None:
-        memory = torch.tensor([positions, slots])  # vLLM writes the next step's into it
-        drafter.rest(torch.tensor(features)[:, None].expand(-1, 12), memory[0], memory[1])
-        memory.zero_()
-
-    drafter.precompute_and_store_context_kv(torch.zeros(9, 4), torch.arange(9))
-    rest([1.0, 2.0], [5, 7], [50, 70])
-    rest([3.0, 4.0], [6, 0], [51, -1])
-    rest([5.0], [3], [70])  # slot 70 has another request now
-    assert calls == [None]
-    drafter.precompute_and_store_context_kv(torch.full((1, 4), 60.0), torch.tensor([7]), torch.tensor([52]))
-    assert calls == [None, 4, 1]  # what waited goes first, of slot 70 one row
-    assert stored == {50: (5, 10.0), 70: (3, 50.0), 51: (6, 30.0), -1: (0, 40.0), 52: (7, 60.0)}
-    rest([1.0] * MOST_ROWS, [0] * MOST_ROWS, list(range(MOST_ROWS)))
-    assert calls[-1] == MOST_ROWS  # it never grows without end
-
-
-def test_a_context_waits_on_a_cpu_alone() -> None:
-    from dflash_vllm.plugin.model import may_wait
-
-    def config(device: str, transfer: object = None) -> Any:
-        return SimpleNamespace(device_config=SimpleNamespace(device_type=device), kv_transfer_config=transfer)
-
-    assert may_wait(config("cpu"))
-    assert not may_wait(config("cuda"))
-    assert not may_wait(config("cpu", transfer=object()))

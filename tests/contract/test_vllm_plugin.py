@@ -131,7 +131,6 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("dflash_serve.last_run.recorded_survival", lambda _: None)
     monkeypatch.setattr(module, "_last_run", lambda _: run)
     monkeypatch.setattr(module, "proof", lambda: None)
-    monkeypatch.setattr(module, "spare_the_scheduler", lambda: None)
     monkeypatch.setattr(Scheduler, "__init__", begin)
     monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: "vLLM's answer")
     return module.WidthScheduler()

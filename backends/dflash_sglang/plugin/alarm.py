@@ -1,8 +1,8 @@
-"""An alarm on acceptance: what collapses while serving is switched off, what is too good to be true is reported.
+"""An alarm on acceptance: drafting stops when acceptance collapses, and acceptance of exactly 1 is reported.
 
-A drafter whose acceptance falls far below its own past has most often lost its footing (weights updated under it, K/V
-read from the wrong place), not met a hard prompt. Acceptance of exactly 1 over thousands of tokens is no better: no
-drafter is right always, but a verification that compares a block with itself is.
+Acceptance far below a drafter's own past is seldom a hard prompt. It mostly means that weights were updated under the
+drafter or that its K/V is read from the wrong place. Acceptance of exactly 1 over thousands of tokens means that a
+block is compared with itself.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
 RECENT, PAST = 256, 8192
-"""Tests of slot 1 (one a request and step) that the two averages remember, roughly."""
+"""Memory of the two averages, in tests of slot 1 (one for each request and step)."""
 COLLAPSED = 0.2
-"""Recent survival of slot 1, as a share of its past, at which speculation is switched off."""
+"""Recent over past survival of slot 1 below which drafting stops."""
 RECOVERED = 0.5
-"""The same, of a probe, at which it comes back."""
+"""A probe's survival over past survival from which drafting starts again."""
 LEAST_PAST = 0.05
-"""A drafter that never was any good cannot collapse."""
+"""Past survival below which there is no alarm: such a drafter was never good."""
 PROBE_EVERY, PROBE_TESTS = 512, 64
-"""Steps without speculation until it is tried again, and tests of slot 1 that a trial takes."""
+"""Steps without drafts between probes, and tests of slot 1 in a probe."""
 PERFECT = 4096
-"""Drafted tokens, accepted without an exception, that are one too many."""
+"""Drafted tokens, all of them accepted, at which an error is logged."""
 
 
 class Alarm:
-    """Watches slot 1, which is tested whenever anything is drafted."""
+    """Watches slot 1, which every draft tests."""
 
     def __init__(self) -> None:
         self.raised = False
-        """Speculation is switched off, but for probes."""
+        """True while only probes are drafted."""
         self.too_good = False
-        """Everything was accepted."""
+        """True while every drafted token has been accepted."""
         self._recent = self._past = 0.0
         self._tests = 0
         self._waited = 0
@@ -40,14 +40,14 @@ class Alarm:
         self._all_accepted: int | None = 0
 
     def allows(self) -> bool:
-        """Whether the coming step may draft; asked once a step."""
+        """True if the next step may draft; call it once a step."""
         if not self.raised:
             return True
         self._waited += 1
         return self._waited > PROBE_EVERY
 
     def verified(self, width: int, accepted: Sequence[int]) -> None:
-        """A step of `width` slots, and how many drafted tokens of each request it accepted."""
+        """Takes a step of `width` slots and the accepted drafted tokens of each request."""
         if width == 1 or not accepted:
             return
         passed = sum(count > 0 for count in accepted)

@@ -1,8 +1,8 @@
-"""What steps cost on this machine: whole steps, as they are served, timed at start-up on made-up requests.
+"""Measures the costs of whole steps on this machine, at start-up, with made-up requests.
 
-Nothing has been served yet, so the steps may write into any K/V entry. Several ranks take the slowest one's figures.
-The figures are kept in the cache, by everything that changes them, and only seed the policy, which follows what served
-steps take.
+Nothing has been served yet, so the steps may write into any K/V entry. With several ranks the slowest rank's times
+count. The costs are kept in the cache under a key of everything that changes them. They are the policy's starting
+point; it follows the times of served steps.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .host import HostWorker
 from .ranks import Ranks
 
 CONTEXT, LONG_CONTEXT = 128, 2048
-"""Tokens of context of each request; the difference gives the price of a token of context."""
+"""Tokens of context of each request; the difference gives the cost of a token of context."""
 REPETITIONS, MOST_REPETITIONS = 3, 9
-"""Of every step, and of those whose least time was not met twice."""
-DOUBTFUL = 0.2
-"""Figures whose repetitions lie so far apart (median over least) were taken beside other work, and are not kept."""
+"""Repetitions of every step, and of steps whose least time was measured once only."""
+MOST_SPREAD = 0.2
+"""Median over least time, less 1, from which costs are not kept: other work disturbed the measurement."""
 LEAST = 1e-6
-"""Seconds: what a draft costs at least."""
+"""Least cost of a draft, in seconds."""
 
 RunStep = Callable[[Any, int], object]
 """Runs a step of a batch at a width."""
@@ -56,13 +56,13 @@ def costs_of(worker: HostWorker, widths: list[int], run: RunStep, ranks: Ranks) 
     if kept is not None:
         return kept
     cost, spread = measure(worker, widths, run, ranks)
-    if ranks.is_first and spread <= DOUBTFUL:
+    if ranks.is_first and spread <= MOST_SPREAD:
         keep_record(path, cost, otherwise="dflash-serve: costs are measured again next time")
     return cost
 
 
 def _key(worker: HostWorker, widths: list[int], ranks: Ranks) -> str:
-    """Of everything that changes the figures: device, models, numbers, ranks, attention, releases."""
+    """Digest of everything that changes the costs: device, models, dtypes, ranks, attention, releases."""
     runner, draft = worker.model_runner, worker.draft_model_runner
     cuda = str(worker.device).startswith("cuda")
     facts = {
@@ -83,14 +83,15 @@ def _key(worker: HostWorker, widths: list[int], ranks: Ranks) -> str:
 
 @torch.no_grad()  # not inference_mode: buffers that are made here serve later, outside of it
 def measure(worker: HostWorker, widths: list[int], run: RunStep, ranks: Ranks) -> tuple[CostModel, float]:
-    """Times steps at every width and 1, 2, 4, ... requests up to a full batch; gives their costs and their spread."""
+    """Times steps at every width and 1, 2, 4, ... requests up to a full batch; returns costs and their spread."""
     most = int(worker.model_runner.max_running_requests)
     long = min(LONG_CONTEXT, int(worker.model_runner.model_config.context_len) - 2 * max(widths))
     short = min(CONTEXT, long)
     jobs: list[Job] = [(requests, width, short) for requests in _doubling(most) for width in widths]
     jobs += [(1, width, long) for width in (1, max(widths)) if long > short]
     times: dict[Job, list[float]] = {job: [] for job in jobs}
-    for turn in range(1 + MOST_REPETITIONS):  # interleaved: a busy spell hits all alike; the first one warms up
+    # Interleaved, so that other work disturbs all alike; the first turn warms up.
+    for turn in range(1 + MOST_REPETITIONS):
         again = [job for job in jobs if turn <= REPETITIONS or not is_confirmed(times[job])]
         for job in ranks.from_first("the steps to time", lambda again=again: again):  # type: ignore[misc]
             seconds = _together_timed(worker, job, run, ranks)
@@ -115,9 +116,10 @@ def _together_timed(worker: HostWorker, job: Job, run: RunStep, ranks: Ranks) ->
 
 
 def tabulate(seconds: Mapping[Job, float]) -> CostModel:
-    """Steps without a draft give the target's costs by rows; what a step with one takes beyond that is the draft's.
+    """Costs from measured steps.
 
-    What the K/V of their contexts costs is told apart from both. A draft for more requests costs no less.
+    Steps without a draft give the target's costs by rows. The remaining time of a step with a draft is the draft's
+    cost. The cost of context tokens is separate from both. A draft for more requests costs no less than one for fewer.
     """
     short = min(context for *_, context in seconds)
     widest = max(width for _, width, _ in seconds)
@@ -131,7 +133,7 @@ def tabulate(seconds: Mapping[Job, float]) -> CostModel:
     target = {requests: taken for (requests, width), taken in bare.items() if width == 1}
     draft: dict[int, float] = {}
     least = LEAST
-    for requests in sorted(target):  # from few on: what they say of wide rows serves to tell the drafts of many
+    for requests in sorted(target):  # from few to many: wide steps of few requests give the costs of many rows
         known, most = CostModel(target=target, draft={1: LEAST}), max(target)
         drafted = {w: taken for (n, w), taken in bare.items() if n == requests and w > 1}
         extra = [taken - known.target_seconds(requests * w) for w, taken in drafted.items() if requests * w <= most]
@@ -142,7 +144,7 @@ def tabulate(seconds: Mapping[Job, float]) -> CostModel:
 
 
 def _per_token(seconds: Mapping[Job, float], width: int, short: int) -> float:
-    """Seconds more for a token more of context, of one request."""
+    """Seconds for one more token of context, of one request."""
     long = max(context for *_, context in seconds)
     if long == short:
         return 0.0
@@ -156,7 +158,7 @@ def _doubling(limit: int) -> list[int]:
 
 @contextmanager
 def made_up_batch(worker: HostWorker, requests: int, context: int) -> Iterator[Any]:
-    """SGLang's own batch of greedy requests; their contexts lie anywhere in the K/V cache."""
+    """A `ScheduleBatch` of greedy requests; their contexts are arbitrary entries of the K/V cache."""
     runner = worker.model_runner
     lengths = torch.full((requests,), context, dtype=torch.int64)
     rows = torch.arange(requests, dtype=torch.int64, device=worker.device)
@@ -186,7 +188,7 @@ def made_up_batch(worker: HostWorker, requests: int, context: int) -> Iterator[A
 
 
 def _timed(run: Callable[[], object], device: Any) -> float:
-    """Seconds of one call, its device's work included."""
+    """Seconds of one call, the device's work included."""
     module = torch.get_device_module(device)
     module.synchronize()
     start = perf_counter()

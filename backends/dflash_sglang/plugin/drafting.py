@@ -1,4 +1,4 @@
-"""Blocks in SGLang's terms (after `DFlashWorkerV2`, 0.5.23): where they lie, and the drafter's pass over them.
+"""Blocks in SGLang's terms (after `DFlashWorkerV2`, 0.5.23): their K/V entries, and the drafter's pass over them.
 
 Shapes: n requests, B slots in a drafted block. Every token has a K/V entry, named by its index in SGLang's pools.
 """
@@ -119,7 +119,7 @@ def _lengths(worker: HostWorker, batch: Any, entries: Any) -> tuple[Any, Any]:
 
 
 def _bind(worker: HostWorker, kv_plan: Any, forward_batch: Any, lengths: Any, lengths_cpu: Any) -> None:
-    """Gives the pass its K/V entries; a windowed drafter reads a table of its own."""
+    """Sets the K/V entries of the pass; a windowed drafter reads a table of its own."""
     reader = worker.draft_model_runner.kv_index_translator
     if worker.use_compact_draft_cache:
         block = int(worker.block_size)

@@ -1,4 +1,4 @@
-"""Drafts that SGLang would read wrongly, without a word: found before anything is loaded, from their files alone."""
+"""Finds drafts that SGLang would silently read wrongly, from their files, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ READ_BY_SGLANG = "mask_embedding.pt"
 
 
 def draft_problems(server_args: Any) -> list[Problem]:
-    """Everything wrong with the draft named in `server_args`.
+    """Problems of the draft named in `server_args`.
 
-    Nothing where none is named, and where we cannot find it: SGLang has other ways (ModelScope, object stores), says
-    itself when they fail, and loads strictly what it finds.
+    Empty if none is named or it cannot be found: SGLang also knows ModelScope and object stores, and `StrictLoad`
+    checks what it loads from them.
     """
     if server_args.speculative_draft_model_path is None:
         return []
@@ -39,7 +39,7 @@ def draft_problems(server_args: Any) -> list[Problem]:
 
 
 def _dialect(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """SGLang reads z-lab's dialect; it skips in silence what another one says elsewhere."""
+    """SGLang reads z-lab's dialect and silently skips the keys of others."""
     if checkpoint.config is None or checkpoint.dialect is None:
         return
     do = f"dflash-serve convert {checkpoint.folder} --to zlab"
@@ -54,12 +54,12 @@ def _dialect(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _heads(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Slots and heads that DFLASH would read otherwise or leave out."""
+    """Slots and heads that DFLASH would misread or leave out."""
     if checkpoint.config is None:
         return
     yield from head_problems(checkpoint.config)
     if algorithm_of(checkpoint.config) != DFLASH:
-        what = "the draft has a Markov head, which DFLASH leaves out without a word"
+        what = "the draft has a Markov head, which DFLASH silently leaves out"
         yield Problem(what, str(checkpoint.folder), f"start it with --speculative-algorithm {DSPARK}")
 
 

@@ -1,4 +1,4 @@
-"""SGLang's DFlash worker, as far as our steps use it (0.5.23): what they import instead of the worker itself."""
+"""The part of SGLang's DFlash worker (0.5.23) that our steps use."""
 
 from __future__ import annotations
 

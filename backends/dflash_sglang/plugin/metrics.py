@@ -1,8 +1,7 @@
-"""What is counted and timed of a running server, for Prometheus: every verification, and the drafter's passes.
+"""Prometheus metrics of a running server: every verification, and the drafter's passes.
 
-Metrics stand beside SGLang's own on the same page. What is derived from them is a quotient of rates, taken where it is
-read: survival of slot k = slots_accepted{slot="k"} / slots_offered{slot="k"}; acceptance length = 1 + sum of
-slots_accepted / steps over widths > 1.
+They stand on the same page as SGLang's own. Readers derive from them: survival of slot k = slots_accepted{slot="k"} /
+slots_offered{slot="k"}; acceptance length = 1 + sum of slots_accepted / steps over widths > 1.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from dflash_sglang.facts import ACCEPTED, DRAFT_SECONDS, OFFERED, PARTS, STEPS, 
 from . import results
 
 SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0)
-"""Bounds of the histogram's buckets."""
+"""Upper bounds of the histogram's buckets."""
 PENDING = 64
-"""Most GPU events that wait to be read; older ones are forgotten."""
+"""Maximum number of unread pairs of GPU events; older ones are dropped."""
 
 
 class SpeculationMetrics:
@@ -34,11 +33,11 @@ class SpeculationMetrics:
             return Counter(name, what, ["model_name", label])
 
         self._model = model_name
-        self._offered = counter(OFFERED, "Drafted tokens put to the test, by slot of the block.", "slot")
+        self._offered = counter(OFFERED, "Drafted tokens that were verified, by slot of the block.", "slot")
         self._accepted = counter(ACCEPTED, "Drafted tokens that were accepted, by slot of the block.", "slot")
         self._steps = counter(STEPS, "Verifications of one request, by width (the anchor counted).", "width")
         self._parts = counter(PARTS, "Seconds of the host, by part of a step.", "part")
-        what = "1 while acceptance has collapsed, and nothing is drafted but probes."
+        what = "1 while acceptance has collapsed and only probes are drafted."
         self._suspended = Gauge(SUSPENDED, what, ["model_name"], multiprocess_mode="max")
         what = "Time of one drafter pass over a batch."
         self._drafting = Histogram(DRAFT_SECONDS, what, ["model_name"], buckets=SECONDS)
@@ -59,7 +58,7 @@ class SpeculationMetrics:
         self._parts.labels(self._model, part).inc(seconds)
 
     def suspended(self, raised: bool) -> None:
-        """Whether acceptance has collapsed."""
+        """Sets whether acceptance has collapsed."""
         self._suspended.labels(self._model).set(float(raised))
 
     def drafted(self, seconds: float) -> None:
@@ -68,7 +67,7 @@ class SpeculationMetrics:
 
 
 def watch(worker: Any) -> None:
-    """Counts and times a built worker, on the first rank, with metrics on."""
+    """Attaches metrics to a built worker, on the first rank and if SGLang's metrics are on."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_parallel
 
@@ -84,7 +83,7 @@ def watch(worker: Any) -> None:
 
 @contextmanager
 def unwatched(runner: Any) -> Iterator[None]:
-    """Leaves the drafter's passes untimed while they are run for their own sake."""
+    """Does not time the drafter's passes meanwhile, such as those of a calibration."""
     watched = runner.forward
     runner.forward = getattr(watched, "__wrapped__", watched)
     try:

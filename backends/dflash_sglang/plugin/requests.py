@@ -1,9 +1,8 @@
-"""Requests that SGLang would answer wrongly without a word: refused in the scheduler's process, whoever took them in.
+"""Requests that SGLang would silently answer wrongly are refused in the scheduler's process.
 
 * Penalties: SGLang counts a request's output for its penalties only in plain decoding steps
-  (`schedule_batch.prepare_for_decode`), so its own DFlash worker answers as if none had been asked for. Ours counts
-  them itself (`penalties`).
-* Sampling: where its kernel is absent SGLang logs one warning and answers every request as if at temperature 0.
+  (`schedule_batch.prepare_for_decode`), so its own DFlash worker ignores them. Our worker counts them (`penalties`).
+* Sampling: without the sampling kernel SGLang logs one warning and answers every request as if at temperature 0.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from dflash_serve.checkpoint.target import PENALTIES
 
 NEUTRAL = {**PENALTIES, "min_new_tokens": 0}
-"""Sampling parameters that depend on what has been generated, and the values at which they do nothing."""
+"""Sampling parameters that depend on the generated tokens, and their neutral values."""
 PENALISED = (
     "dflash-serve: SGLang does not count the tokens of DFlash steps for {names}, so the answer would not be the one "
     "without speculation; leave it out (where the model's generation_config.json sets it, start the server with "
@@ -27,12 +26,12 @@ SAMPLED = (
 
 
 def penalties_of(params: Any) -> list[str]:
-    """The names of the parameters that depend on what has been generated, and are not neutral."""
+    """Names of the parameters that depend on the generated tokens and are not neutral."""
     return [name for name, neutral in NEUTRAL.items() if getattr(params, name) != neutral]
 
 
 def refusal(params: Any, *, can_sample: bool, counts_penalties: bool) -> str | None:
-    """Why a request with these sampling parameters (SGLang's, normalised) is refused."""
+    """The reason to refuse a request with these sampling parameters (SGLang's, normalised); None: it is answered."""
     names = penalties_of(params)
     if names and not counts_penalties:
         return PENALISED.format(names=", ".join(names))
@@ -41,7 +40,7 @@ def refusal(params: Any, *, can_sample: bool, counts_penalties: bool) -> str | N
 
 
 def guarded(add: Callable[..., Any], scheduler: Any, req: Any, is_retracted: bool = False) -> Any:
-    """Around the scheduler's taking a request into its queue: one that is refused is answered with HTTP 400."""
+    """Around `Scheduler._add_request_to_queue`: a refused request is answered with HTTP 400."""
     worker = scheduler.draft_worker
     if worker is not None and not is_retracted and req.to_finish is None:
         from sglang.srt.speculative.dflash_utils import is_dflash_sampling_verify_available

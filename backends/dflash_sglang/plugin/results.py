@@ -1,4 +1,4 @@
-"""The result of every step, told to whoever learns from it: what was accepted, and what the step took."""
+"""Tells listeners the result of every step: accepted tokens and the step's time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 _MARK = "_dflash_serve_launch"
-"""The attribute of SGLang's results that says which launch they come from."""
+"""Attribute of SGLang's results that has their `Launch`."""
 
 
 @dataclass(frozen=True)
@@ -18,26 +18,24 @@ class StepResult:
 
     width: int
     requests: int
-    """In the batch; with those that have ended meanwhile."""
+    """Requests in the batch, those included that have ended meanwhile."""
     accepted: Sequence[tuple[str, int]]
-    """Request ids, and how many drafted tokens of each were accepted."""
+    """Request ids and their accepted drafted tokens."""
     seconds: float | None
-    """From the result before to this one; None where something else ran in between."""
+    """Time from the last result to this one; None if something else ran in between."""
     context_tokens: int = 0
     """K/V tokens of all requests together, before the step."""
 
 
 class StepListener(Protocol):
-    """Something that learns the result of every step."""
+    """Is told the result of every step."""
 
-    def verified(self, step: StepResult) -> None:
-        """Takes one."""
-        ...
+    def verified(self, step: StepResult) -> None: ...
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A step on its way."""
+    """A step whose result has not been read."""
 
     number: int
     context_tokens: int
@@ -46,8 +44,8 @@ class Launch:
 class Steps:
     """Launches and results of one worker, in this process.
 
-    With overlapped scheduling a step's result is read when the next one has been launched already, so a step's time is
-    that from the result before to its own: what it adds to its clients' waiting, host work included.
+    With overlapped scheduling SGLang reads a step's result after it has launched the next step. So a step's time is the
+    time from the last result to its own, host work included.
     """
 
     def __init__(self) -> None:
@@ -58,16 +56,16 @@ class Steps:
         self._last: tuple[int, float] = (-1, 0.0)
 
     def launched(self, result: Any = None, *, context_tokens: int = 0) -> None:
-        """Notes that a batch has been launched; `result` is SGLang's, None for a prefill."""
+        """Notes the launch of a batch; `result` is SGLang's, None for a prefill."""
         self._launched += 1
         if result is not None:
             setattr(result, _MARK, Launch(self._launched, context_tokens))
 
     def on_result(self, settle: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
-        """Around SGLang's own settling of a step: tells the listeners of the requests that SGLang counts.
+        """Around SGLang's processing of a result: tells the listeners of the requests that SGLang counts.
 
-        Those are neither retracted nor finished: with overlapped scheduling a request may be verified once more after
-        it has finished.
+        Retracted and finished requests are left out. With overlapped scheduling a finished request may be verified once
+        more.
         """
         live = [i for i, request in enumerate(batch.reqs) if not (request.is_retracted or request.finished())]
         settled = settle(processor, result, batch)
@@ -82,7 +80,7 @@ class Steps:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Reports the host's time of a part of a step; on a GPU that is its launching, on a CPU all of it."""
+        """Reports the host time of a part of a step: on a GPU the time to launch it, on a CPU all of it."""
         start = perf_counter()
         try:
             yield
@@ -97,4 +95,4 @@ class Steps:
 
 
 STEPS = Steps()
-"""This process's: a scheduler has one worker."""
+"""The steps of this process: a scheduler has one worker."""

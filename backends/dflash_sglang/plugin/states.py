@@ -1,8 +1,8 @@
-"""What the target verifies narrow blocks with, made at start-up, one for each width.
+"""Attention and CUDA graphs with which the target verifies narrow blocks, made at start-up for each width.
 
-SGLang fixes the width of a verification in its attention and in its CUDA graphs when it makes them. So every narrow
-width has its own of both, as in SGLang's adaptive EAGLE (`build_adaptive_runtime_state`): made once, swapped in for a
-verification. They are made when SGLang has taken its K/V cache, from what is left: nothing is made that does not fit.
+SGLang fixes the width of a verification in its attention and CUDA graphs. So every narrow width has its own of both, as
+in SGLang's adaptive EAGLE (`build_adaptive_runtime_state`), swapped in for a verification. They are made from the
+memory that SGLang's K/V cache leaves; widths that do not fit are left out.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from .ranks import Ranks
 
 logger = logging.getLogger(__name__)
 FIRST_GB = 1.5
-"""What the first width is taken to need; every further one needs what the largest so far has taken."""
+"""Assumed memory of the first width; a further width is assumed to need as much as the largest so far took."""
 PREFILL_MB = 0.5
-"""Left free for each token of the largest prefill (`--chunked-prefill-size`): activations, features, logits."""
+"""Memory left free for each token of the largest prefill (`--chunked-prefill-size`): activations, features, logits."""
 REHEARSED = 6
 """Logits, scaled logits, probabilities, renormalised ones and their sort, drafts' (`dflash_utils`, read in 0.5.23)."""
 LEAST_FREE_GB = 1.0
-"""Left free in any case."""
+"""Least memory that is left free."""
 
 
 @dataclass(frozen=True)
 class WidthState:
-    """What the target runs with while it verifies blocks of one width."""
+    """The target's attention and graphs for blocks of one width."""
 
     width: int
     attention: Any
     graphs: Any
-    """None = launched kernel by kernel."""
+    """None: no graphs, kernels are launched one by one."""
 
 
 def build_states(worker: HostWorker, widths: Iterable[int], ranks: Ranks) -> dict[int, WidthState]:
-    """One for each width for which there is memory, the most useful first; call it when SGLang has captured its graphs.
+    """Makes states for widths while there is memory, the most useful first. Call it after SGLang has captured its
+    graphs.
 
     Raises:
         RankError: attention or graphs of a width could not be made on one rank; all ranks raise it.
@@ -63,7 +64,7 @@ def build_states(worker: HostWorker, widths: Iterable[int], ranks: Ranks) -> dic
 
 
 def by_use(widths: Iterable[int]) -> list[int]:
-    """1 (speculation off) is what keeps the promise of never being slower; then 4, then from narrow to wide."""
+    """Widths by use: 1 first, because `auto` may not be slower than no speculation; then 4; then narrow to wide."""
     return sorted(widths, key=lambda width: (width != 1, width != 4, width))
 
 
@@ -103,7 +104,7 @@ def _attention(worker: HostWorker) -> Any:
 
 
 def may_capture() -> bool:
-    """Whether SGLang captures CUDA graphs here, as its own DFlash worker asks."""
+    """True if SGLang captures CUDA graphs here; the same condition as in its own DFlash worker."""
     if current_platform.is_out_of_tree() and not current_platform.capabilities.graph_capture:
         return False
     return bool(get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED)
@@ -122,7 +123,7 @@ def _capture(worker: HostWorker, attention: Any, width: int) -> Any:
 
 @contextmanager
 def verifying(runner: Any, state: WidthState | None) -> Iterator[None]:
-    """Lets the target verify with `state`; None = SGLang's own, for whole blocks."""
+    """Lets the target verify with `state`; None: SGLang's own, for whole blocks."""
     saved = runner.attn_backend, runner.decode_cuda_graph_runner
     if state is not None:
         runner.attn_backend, runner.decode_cuda_graph_runner = state.attention, state.graphs

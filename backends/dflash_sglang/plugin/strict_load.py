@@ -1,5 +1,7 @@
-"""Loads drafts strictly: SGLang's `load_weights` skips names it does not know and never looks for missing ones, so that
-the server would start, and accept nothing.
+"""Loads drafts strictly.
+
+SGLang's `load_weights` skips unknown names and does not look for missing ones. Such a server would start and accept
+nothing.
 """
 
 from __future__ import annotations
@@ -17,33 +19,35 @@ STACKED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-"""Tensors of a checkpoint that become rows of one parameter."""
+"""Tensors of a checkpoint -> the parameter whose rows they become."""
 ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 """Other names that SGLang knows for a tensor."""
 SPARE = ("rotary_emb.", "embed_tokens.", "lm_head.", ".k_scale", ".v_scale")
-"""Parts of the names of tensors that SGLang's drafts may bring and do not use: both ends are the target's."""
+"""Parts of the names of tensors that a draft may have and SGLang does not use; it takes the target's embedding and
+head.
+"""
 DERIVED = ("_scale", "_scale_inv", "_zero_point", "_scale_2", "k_scale", "v_scale")
-"""Endings of parameters that a quantisation fills itself where the checkpoint does not."""
+"""Endings of parameters that a quantisation method fills if the checkpoint does not."""
 
 
 class StrictLoad:
     """Accounts for every tensor and parameter of a draft until its worker is built.
 
-    Later loads are updates of weights, in parts or whole (`update_weights_from_disk`, ..._from_tensor). SGLang hands
-    the target's to its draft, too, whose layers bear the same names but for a prefix: only tensors that were in the
-    draft's own checkpoint are let through.
+    Later loads are updates of weights (`update_weights_from_disk`, ..._from_tensor). SGLang hands the target's tensors
+    to its draft, too, whose layers have the same names but for a prefix. Only tensors of the draft's own checkpoint are
+    taken.
     """
 
     def __init__(self) -> None:
         self.active = False
         self._own: frozenset[str] | None = None
-        """Names of the tensors that the draft was loaded from; None = none was."""
+        """Names of the tensors of the draft's checkpoint; None: nothing was loaded yet."""
 
     def __call__(self, load: Callable[..., Any], model: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        """Loads as SGLang does, then accounts.
+        """Loads, then accounts for every tensor.
 
         Raises:
-            ValueError: a tensor is unknown or missing; all of them are named.
+            ValueError: tensors are unknown or missing; the message names all of them.
         """
         if not self.active:
             own = self._own
@@ -67,7 +71,7 @@ class StrictLoad:
 
 
 def account(names: Iterable[str], parameters: Collection[str]) -> tuple[list[str], list[str]]:
-    """(tensors that went nowhere, tensors that parameters still wait for), by the checkpoint's kind of names."""
+    """Unknown tensors and missing ones, both by the checkpoint's names."""
     unknown, filled = [], set()
     for name in names:
         place = _place(name, parameters)
@@ -82,7 +86,7 @@ def account(names: Iterable[str], parameters: Collection[str]) -> tuple[list[str
 
 
 def _place(name: str, parameters: Collection[str]) -> tuple[str, str] | None:
-    """The parameter a tensor goes to, and which part of it; "" = all."""
+    """The parameter of a tensor, and the part of it; "" is the whole."""
     for part, whole in STACKED.items():
         if f".{part}." in name:
             found = _parameter(name.replace(part, whole), parameters)

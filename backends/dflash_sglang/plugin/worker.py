@@ -1,8 +1,8 @@
-"""SGLang's DFlash worker, whose blocks are verified as far as it pays.
+"""SGLang's DFlash worker with a width for every step.
 
-Full blocks, prefills and idle rounds are SGLang's own code. A narrower step drafts the same full block (the drafter was
-trained on it) and verifies its first slots; a step of width 1 does not draft at all. Whatever fails while it starts
-leaves SGLang's own whole blocks, and a warning that says why.
+Whole blocks, prefills and idle rounds are SGLang's own code. A narrower step drafts the whole block, as the drafter was
+trained to, and verifies its first slots; a step of width 1 does not draft. After any failure at start-up SGLang's own
+whole blocks are served, with a warning that gives the reason.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ WHOLE = "dflash-serve: blocks are verified whole, as SGLang does by itself: %s"
 
 
 class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
-    """DFlash with a width of its own for every step; to our steps a `HostWorker`."""
+    """The worker; our steps see it as a `HostWorker`."""
 
     block_size: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.counts_penalties = False
-        """Whether penalised requests are answered; asked by `requests.guarded`."""
+        """True if penalised requests are answered; read by `requests.guarded`."""
         self.widths: BatchWidths | None = None
-        """None: whole blocks."""
+        """None: only whole blocks are verified."""
         self.states: dict[int, WidthState] = {}
-        """What verifies a step, by width, for those narrower than B."""
+        """Attention and graphs by width, for widths below B."""
 
     def init_cuda_graphs(self) -> None:
         """The last step of start-up: everything is allocated, and costs can be measured."""
@@ -62,7 +62,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
             logger.warning(WHOLE, reason)
 
     def _start(self) -> str | None:
-        """Makes what the widths need, and the policy; gives the reason where it cannot."""
+        """Makes attention and graphs of the widths, and the policy; returns the reason if it cannot."""
         fixed = asked_width() or None
         if fixed is not None and fixed >= self.block_size:
             return None if fixed == self.block_size else f"width {fixed} is beyond the block of {self.block_size} slots"
@@ -82,7 +82,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         return None
 
     def _policy(self, cost: CostModel | None, offered: list[int]) -> WidthPolicy:
-        """The fixed width that was asked for, or the one that pays by the costs."""
+        """The policy of the fixed width that was asked for, or of `auto` with these costs."""
         if cost is None:
             return FixedWidth(offered[0])
         args = self.server_args
@@ -90,7 +90,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         return KeptWidth(cost, self.block_size, run, offered)
 
     def _costs(self) -> CostModel:
-        """The first rank's table where it was given one, else what all measure together."""
+        """The cost table that the first rank was given, else costs that all ranks measure together."""
         cost = self.ranks.from_first("the cost table", given_cost)
         if cost is None:
             with unwatched(self.draft_model_runner):
@@ -134,7 +134,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         return step.run(batch, on_publish, grammar_barrier)
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
-        """Forgets a request; SGLang tells that it has ended."""
+        """Called by SGLang when a request has ended."""
         if self.widths is not None:
             self.widths.finished(rid)
 
@@ -154,7 +154,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
 
 
 def whole_only(worker: WidthWorker) -> str | None:
-    """Why this server's blocks cannot be verified at another width; None = they can."""
+    """The reason why this server verifies whole blocks only; None: other widths can be verified."""
     problems = list(worker_problems(worker))
     if problems:
         return str(problems[0])
@@ -172,6 +172,6 @@ def whole_only(worker: WidthWorker) -> str | None:
 
 
 def _context_tokens(batch: Any) -> int:
-    """K/V tokens of all requests together, as far as the host knows."""
+    """K/V tokens of all requests together, from lengths on the host; 0 if it has none."""
     known = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
     return 0 if known is None else int(known.sum())

@@ -1,8 +1,8 @@
-"""What vLLM loads into each of its processes (entry point `vllm.general_plugins`): drafters that are loaded strictly.
+"""The plug-in that vLLM loads into each of its processes (entry point `vllm.general_plugins`).
 
-vLLM only logs what fails while a plug-in is loaded; that this one took effect is asked where it can stop the server: by
-our schedulers and by our metrics (`proof`). vLLM loads us into every server of an environment, so beside a release that
-we do not know nothing is done but one line of log, and servers that draft by other methods are left alone (`is_ours`).
+It makes vLLM load DFlash drafters strictly. vLLM only logs an error of a plug-in, so our schedulers and metrics ask
+whether it took effect (`proof`). vLLM loads it into every server of an environment: with a release that we do not
+support it only logs one line, and servers with other drafting methods are left alone (`is_ours`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dflash_vllm.facts import TESTED, installed_version, is_supported
 
 logger = logging.getLogger(__name__)
 STRICT = {"DFlashDraftModel": "StrictDFlash", "DFlash2DraftModel": "StrictDFlash2"}
-"""Architectures of drafters -> our classes of them."""
+"""Architectures of drafters -> our classes."""
 METHODS = ("dflash", "dspark")
 """vLLM's methods for drafters that we know."""
 
 
 def register() -> None:
-    """Puts our classes in the place of vLLM's; the entry point, called in every process, maybe more than once."""
+    """Registers our classes in place of vLLM's. The entry point; each process may call it more than once."""
     version = installed_version() or "unknown"
     if not is_supported(version):
         logger.warning("dflash-serve does nothing here: vLLM %s is not supported, tested %s", version, TESTED)
@@ -33,7 +33,7 @@ def register() -> None:
 
 
 def is_ours(vllm_config: Any) -> bool:
-    """Whether a server drafts by a drafter that we know, or has our scheduler; False beside an unknown release."""
+    """True for a server with a method of ours or with our scheduler; False with an unsupported release."""
     asked = vllm_config.speculative_config
     if not is_supported(installed_version() or "") or asked is None:
         return False
@@ -41,7 +41,7 @@ def is_ours(vllm_config: Any) -> bool:
 
 
 def proof() -> None:
-    """Does nothing where `register` took effect in this process.
+    """Checks that `register` took effect in this process.
 
     Raises:
         ValueError: it did not.

@@ -1,4 +1,4 @@
-"""What is asked of a drafter inside vLLM, whoever started it: its files, and what vLLM's own model made of them."""
+"""Checks of a drafter inside vLLM: its files, and the model that vLLM built from them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ STACKED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-"""Tensors of a checkpoint that become rows of one parameter."""
+"""Tensors of a checkpoint -> the parameter whose rows they become."""
 ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "midlayer.": "layers.0."}
 """Other names that vLLM knows for a tensor (`DFlashQwen3Model.hf_to_vllm_mapper`)."""
 OF_THE_TARGET = ("embed_tokens", "lm_head", "mask_embedding", "draft_id_to_target_id")
 """Parts of the names of parameters that a checkpoint need not fill."""
 SKIPPED = ("t2d", "d2t", "rotary_emb.")
-"""Parts of the names of tensors that go elsewhere, or nowhere on purpose."""
+"""Parts of the names of tensors that no parameter of the drafter takes."""
 
 
 def draft_problems(vllm_config: Any) -> list[Problem]:
-    """Everything wrong with the drafter that vLLM was given, and with how it is to be used."""
+    """Problems of the drafter that vLLM was given, and of its settings."""
     asked = vllm_config.speculative_config
     found = list(_acceptance_problems(asked))
     checkpoint = draft_checkpoint(vllm_config)
@@ -59,7 +59,7 @@ def _acceptance_problems(asked: Any) -> Iterator[Problem]:
 
 
 def draft_checkpoint(vllm_config: Any) -> Checkpoint | None:
-    """The drafter's files; None where we cannot find them, or where it has a head that we do not know."""
+    """The drafter's files; None where they cannot be found, or have a head that we do not know."""
     draft = vllm_config.speculative_config.draft_model_config
     try:
         folder = local_folder(draft.model, draft.revision)
@@ -83,7 +83,7 @@ def target_shape(model_config: Any) -> TargetShape:
 
 
 def _block_problems(checkpoint: Checkpoint, drafted: int) -> Iterator[Problem]:
-    """vLLM drafts slots for which the drafter was never trained, pays for them and accepts none."""
+    """vLLM would draft slots for which the drafter was not trained; none of them would be accepted."""
     assert checkpoint.config is not None
     most = checkpoint.config.block_size - 1
     if drafted > most:
@@ -92,7 +92,7 @@ def _block_problems(checkpoint: Checkpoint, drafted: int) -> Iterator[Problem]:
 
 
 def reading_problems(model: Any, vllm_config: Any) -> Iterator[Problem]:
-    """Where the model that vLLM built is not the one that the checkpoint describes: ids, windows, causality."""
+    """Differences between the model that vLLM built and the checkpoint: ids, windows, causality."""
     checkpoint = draft_checkpoint(vllm_config)
     if checkpoint is None or checkpoint.config is None:
         return
@@ -122,7 +122,7 @@ def tensor_problems(names: Iterable[str], parameters: Collection[str]) -> Iterat
 
 
 def account(names: Iterable[str], parameters: Collection[str]) -> tuple[list[str], list[str]]:
-    """(tensors that went nowhere, tensors that parameters still wait for), both by the checkpoint's kind of names."""
+    """Unknown tensors and missing ones, both by the checkpoint's names."""
     wanted = {piece for name in parameters for piece in _pieces(name.removeprefix("model."))}
     found = {_plain(name) for name in names if not any(part in name for part in SKIPPED)}
     needed = {name for name in wanted if not any(part in name for part in OF_THE_TARGET)}
@@ -135,6 +135,6 @@ def _plain(name: str) -> str:
 
 
 def _pieces(parameter: str) -> Iterator[str]:
-    """A stacked parameter's pieces; another one itself."""
+    """The checkpoint's names of a parameter's parts."""
     parts = [parameter.replace(whole, part) for part, whole in STACKED.items() if f".{whole}." in parameter]
     yield from parts or [parameter]

@@ -1,8 +1,7 @@
 """Our counters beside vLLM's own on /metrics, in the API server's process (entry point `vllm.stat_logger_plugins`).
 
-What is derived from them is a quotient of rates, taken where it is read: survival of slot k =
-slots_accepted{slot="k"} / slots_offered{slot="k"}; acceptance length = 1 + sum of slots_accepted / steps over widths
-greater than 1.
+Readers derive from them: survival of slot k = slots_accepted{slot="k"} / slots_offered{slot="k"}; acceptance length =
+1 + sum of slots_accepted / steps over widths greater than 1.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
-    """Counts the slots and the widths of every step, of servers that are ours.
+    """Counts slots and widths of every step, on servers that are ours.
 
     Raises:
         ValueError: the server is ours, and our plug-in was not loaded.
@@ -36,7 +35,7 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
             self.labels = (str(vllm_config.model_config.served_model_name), str(engine_index))
 
     def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any) -> None:
-        """Counts one step of the engine. What a stat logger raises would end vLLM's engine, so this never does."""
+        """Counts one step of the engine. Raises nothing: an error of a stat logger ends vLLM's engine."""
         if not self.counts:
             return
         try:
@@ -46,7 +45,7 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
             self.counts = False
 
     def _record(self, drafting: Any, iteration: Any) -> None:
-        """vLLM tells of the requests that drafted, and of the tokens that came."""
+        """`drafting`: statistics of requests with drafts; `iteration`: of all decoded tokens."""
         offered = list(drafting.num_draft_tokens_per_pos) if drafting else []
         widths = steps_by_width(offered)
         decoding = len(iteration.inter_token_latencies_iter) if iteration else 0
@@ -68,12 +67,12 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
         """Says nothing."""
 
 
-# Otherwise a method that a later release asks of every stat logger ends servers that we do nothing for.
+# A later release may add abstract methods to its base class; without this they would end servers that are not ours.
 SpeculationMetrics.__abstractmethods__ = frozenset()
 
 HELP: Mapping[str, str] = {
     STEPS: "Decoding steps of one request, by width (the anchor counted; 1 = no draft).",
-    SLOTS_OFFERED: "Drafted tokens put to the test, by slot of the block.",
+    SLOTS_OFFERED: "Drafted tokens that were verified, by slot of the block.",
     SLOTS_ACCEPTED: "Drafted tokens that were accepted, by slot of the block.",
 }
 

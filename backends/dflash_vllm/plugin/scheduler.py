@@ -1,8 +1,7 @@
-"""vLLM's schedulers with widths that follow the load: at every step our policy says how many tokens are drafted.
+"""vLLM's schedulers with `width: auto`: at every step our policy says how many tokens are drafted.
 
-The choice is made in the one process that schedules for all ranks, so they all draft the same. Drafts of step t are
-verified by step t + 1; a width chosen now shows its result then. A policy that fails is given up: whole blocks are
-drafted from then on, which is slower at most.
+One process schedules for all ranks, so all of them draft the same. Drafts of step t are verified in step t + 1. If the
+policy fails, whole blocks are drafted from then on.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_vllm.schedule import GUESSED_COSTS
 
 from . import proof
-from .resting import spare_the_scheduler
 from .steps import StepClock, decoding_steps, is_even
 from .widths import LiveWidths, make_widths
 
@@ -33,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Lookup:
-    """Stands where vLLM has its table batch size -> drafted tokens."""
+    """Takes the place of vLLM's table from batch size to drafted tokens."""
 
     def __init__(self, scheduler: _FollowsLoad) -> None:
         self.scheduler = scheduler
@@ -46,8 +44,8 @@ class _FollowsLoad:
     """Mixed into a scheduler.
 
     Raises:
-        ValueError: our plug-in was not loaded, or vLLM was started without a schedule (it is where the widths stand
-            that have CUDA graphs), or with the other one of our two classes.
+        ValueError: our plug-in was not loaded; vLLM was started without a schedule, which names the widths that get
+            CUDA graphs; or it was started with the other one of our two classes.
     """
 
     is_async: bool
@@ -70,18 +68,13 @@ class _FollowsLoad:
         self._clock = StepClock()
         self._accepted: dict[str, int] = {}
         host.dynamic_sd_lookup = _Lookup(self)
-        self.drafts_nothing = False
-        """Whether the step that was scheduled last drafts nothing."""
-        if not self.is_async:
-            spare_the_scheduler()
 
     def drafted_tokens(self) -> int:
-        """How many tokens this step drafts for each request."""
+        """Tokens that this step drafts for each request."""
         running, width = self.running, self._whole_block  # type: ignore[attr-defined]
         with self._giving_up():
             if self.widths is not None:
                 width = self.widths.choose([request.request_id for request in running], _context_tokens(running))
-        self.drafts_nothing = width == 1
         return width - 1
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +82,7 @@ class _FollowsLoad:
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """Called for every request whose drafted tokens were put to the test."""
+        """Called for every request whose drafted tokens were verified."""
         self._accepted[kwargs["request_id"]] = kwargs["num_accepted_tokens"]
         return super().make_spec_decoding_stats(*args, **kwargs)  # type: ignore[misc]
 
@@ -113,7 +106,7 @@ class _FollowsLoad:
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Does without the policy if it fails: what is raised here would end vLLM's engine, and all its requests."""
+        """Drops a policy that fails: an error here would end vLLM's engine and all its requests."""
         try:
             yield
         except Exception:
@@ -122,19 +115,19 @@ class _FollowsLoad:
 
 
 class WidthScheduler(_FollowsLoad, Scheduler):  # type: ignore[misc]
-    """For servers that schedule and compute in turns: CPUs."""
+    """For servers that schedule after the last step has ended: CPUs."""
 
     is_async = False
 
 
 class AsyncWidthScheduler(_FollowsLoad, AsyncScheduler):  # type: ignore[misc]
-    """For servers that schedule while the last step computes: GPUs."""
+    """For servers that schedule while the last step is computed: GPUs."""
 
     is_async = True
 
 
 def _last_run(config: Any) -> LastRun:
-    """What the last run of such a server left."""
+    """The record of the last run of such a server."""
     model, parallel = config.model_config, config.parallel_config
     conditions = [vllm.__version__, current_platform.get_device_name(), str(model.dtype), model.quantization]
     conditions += [parallel.world_size, os.environ.get(GUESSED_COSTS)]

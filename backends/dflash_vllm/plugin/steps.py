@@ -1,4 +1,4 @@
-"""What a step of vLLM's scheduler came to: which requests decoded, how wide, how long it took. Needs no vLLM."""
+"""Results of a step of vLLM's scheduler: requests that decoded, their widths, and the step's time. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class StepClock:
-    """Seconds of a step: from one answer to the next where steps follow one another, else from its scheduling."""
+    """Seconds of a step: from the last result to this one, or from its scheduling after an idle time."""
 
     def __init__(self) -> None:
         self._begun: float | None = None
@@ -20,24 +20,24 @@ class StepClock:
             self._begun = perf_counter()
 
     def answered(self) -> float | None:
-        """The step's result is there; None where its begin was not seen."""
+        """Seconds of the step whose result has come; None if its start was not seen."""
         now = perf_counter()
         begun, self._begun = self._from or self._begun, None
         self._from = now
         return None if begun is None else now - begun
 
     def settled(self, *, busy: bool) -> None:
-        """The result is worked in; `busy`: requests are left."""
+        """Call after the result has been processed; `busy`: requests are left."""
         if not busy:
             self._from = None
 
 
 def decoding_steps(output: Any, accepted: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Of the requests that decoded in a step: (width, drafted tokens accepted); those that were prefilled are left out.
+    """(width, accepted drafted tokens) of each request that decoded in a step; prefilled requests are left out.
 
     Args:
         output: vLLM's `SchedulerOutput`.
-        accepted: by request, for those whose drafted tokens were put to the test and that had not ended.
+        accepted: by request, for requests with verified drafts that had not ended.
     """
     steps = {}
     begun = {request.req_id for request in output.scheduled_new_reqs}
@@ -49,15 +49,15 @@ def decoding_steps(output: Any, accepted: Mapping[str, int]) -> dict[str, tuple[
 
 
 def is_even(output: Any, steps: Mapping[str, tuple[int, int]]) -> bool:
-    """Whether a step did nothing but decode, as wide as it drafted: what it took is the cost of that width.
+    """True if the step only decoded and its drafts and verifications had one width: its time is that width's cost.
 
-    A block is drafted in one step and verified in the next, so where the width changes a step's time is of two.
+    A block is drafted in one step and verified in the next, so a step in which the width changes mixes two widths.
     """
     widths = {width for width, _ in steps.values()}
     return len(steps) == len(output.num_scheduled_tokens) and widths <= {output.num_spec_tokens_to_schedule + 1}
 
 
 def steps_by_width(offered: Sequence[int]) -> dict[int, int]:
-    """Steps of each width, from how often each slot was offered: slot k is in every step wider than k."""
+    """Number of steps by width, from the number of times each slot was verified: a step of width w has slots 1..w-1."""
     wider = [*offered[1:], 0]
     return {slot + 1: count - wider[slot - 1] for slot, count in enumerate(offered, 1) if count > wider[slot - 1]}

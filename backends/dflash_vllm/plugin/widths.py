@@ -1,4 +1,4 @@
-"""Which width the coming step drafts for, and what the policy learns of the last one. Needs no vLLM."""
+"""The width that the next step drafts for, and what the policy learns from the last step. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dflash_serve.speculation.policy import FixedWidth, Step, WidthPolicy
 from dflash_vllm.schedule import GUESSED_COSTS
 
 CLEAN, ANY = 4, 32
-"""Steps after which the second is known that a guess counts in: of decoding alone, or of whatever there was."""
+"""Steps after which the unit of guessed costs is known: steps of decoding alone, or steps of any kind."""
 
 
 class MakePolicy(Protocol):
-    """Costs to the policy that goes by them: those that were given, or a guess and what was learnt of it."""
+    """Makes a policy from costs: given ones, or guessed ones and their corrections."""
 
     def __call__(
         self, cost: CostModel, *, believed: bool = False, learnt: LearntCosts | None = None
@@ -30,15 +30,15 @@ class MakePolicy(Protocol):
 def make_widths(
     make_policy: MakePolicy, learnt: LearntCosts | None = None, environment: Mapping[str, str] = os.environ
 ) -> LiveWidths:
-    """Those of a server, by the costs that it was given or by a guess.
+    """The widths of a server, from the costs that it was given or from a guess.
 
     Args:
         make_policy: makes the policy.
-        learnt: what the last run learnt of the guess; None = not even its unit is known.
-        environment: where costs or guess stand.
+        learnt: corrections of the guess from the last run; None: its unit is unknown.
+        environment: has the costs or the guess.
 
     Raises:
-        UserError: what was given are no costs.
+        UserError: the costs cannot be read.
     """
     cost = given_cost(environment)
     if cost is not None:
@@ -52,17 +52,13 @@ def make_widths(
 
 
 class LiveWidths:
-    """One width for a whole batch, from a policy that speaks of requests.
-
-    Args:
-        policy: what is asked and told.
-    """
+    """One width for a whole batch, from a policy that gives each request a width of its own."""
 
     def __init__(self, policy: WidthPolicy) -> None:
         self.policy = policy
 
     def choose(self, request_ids: Sequence[str], context_tokens: int) -> int:
-        """The width of the blocks that this step drafts, verified by the next one."""
+        """The width of the blocks that this step drafts; the next step verifies them."""
         return max(self.policy.widths(request_ids, context_tokens), default=1)
 
     def verified(self, steps: Mapping[str, tuple[int, int]], *, seconds: float | None, context_tokens: int) -> None:
@@ -70,8 +66,8 @@ class LiveWidths:
 
         Args:
             steps: request ids -> (width, drafted tokens that were accepted).
-            seconds: what it took; None where it was no clean measurement.
-            context_tokens: tokens of all its requests' contexts together.
+            seconds: its time; None if it did other work, too.
+            context_tokens: sum of all its requests' contexts.
         """
         widths, accepted = [width for width, _ in steps.values()], [count for _, count in steps.values()]
         self.policy.observe(Step(list(steps), widths, accepted, seconds, context_tokens))
@@ -83,13 +79,13 @@ class LiveWidths:
 
 
 class _Unscaled:
-    """The policy while nobody knows the unit of a guess: no drafts, for a few steps; then the one that is wanted."""
+    """Does not draft until a few steps have told the unit of guessed costs; then hands over to the real policy."""
 
     def __init__(self, guess: CostModel, make_policy: MakePolicy) -> None:
         self.guess, self.make_policy = guess, make_policy
         self.policy: WidthPolicy = FixedWidth(1)
         self._ratios: list[float] | None = []
-        """Seconds by guess, of each clean step; None = the policy is the final one."""
+        """Measured over guessed seconds of each clean step; None: handed over."""
         self._steps = 0
 
     @property

@@ -52,7 +52,7 @@ def test_costs_are_measured_once_and_kept(folders: Folders, measured: list[tuple
     for _ in range(2):
         policy = start_engine(deployment(folders)).scheduler.policy
         assert isinstance(policy, AutoWidth)
-        assert policy.costs.measured == COST
+        assert policy.times.measured == COST
     assert len(measured) == 1
 
 

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from dflash_serve.speculation.costs import GUESSED, NO_CONTEXT, NODES, CostModel, LearntCosts, StepCosts
+from dflash_serve.speculation.costs import NO_CONTEXT, NODES, CostModel, LearntCosts
+from dflash_serve.speculation.width import SURPRISE, TimeEstimate
 
 MEASURED = CostModel(target={1: 1.0, 2: 1.3, 8: 1.6, 64: 4.0, 256: 16.0}, draft={1: 0.3, 32: 0.6})
 
 
-def seconds(costs: StepCosts, rows: int, drafted: int) -> float:
+def seconds(costs: TimeEstimate, rows: int, drafted: int) -> float:
     return float(costs.of_steps(np.array([rows]), np.array([drafted]))[0])
 
 
-def serve(costs: StepCosts, rows: int, drafted: int, factor: float, steps: int, seed: int = 0) -> None:
+def serve(costs: TimeEstimate, rows: int, drafted: int, factor: float, steps: int, seed: int = 0) -> None:
     """Steps that take `factor` times what was measured, give or take 5 %."""
     noise = np.random.default_rng(seed)
     for _ in range(steps):
@@ -44,11 +45,11 @@ def test_tables_that_make_no_sense_are_refused(bad: dict[int, float]) -> None:
 
 
 def test_what_was_measured_holds_until_steps_say_otherwise() -> None:
-    assert seconds(StepCosts(MEASURED), 24, 8) == pytest.approx(_measured(24, 8))
+    assert seconds(TimeEstimate(MEASURED), 24, 8) == pytest.approx(_measured(24, 8))
 
 
 def test_a_busy_machine_is_followed_within_a_hundred_steps_and_for_widths_that_are_not_served_either() -> None:
-    costs = StepCosts(MEASURED)
+    costs = TimeEstimate(MEASURED)
     serve(costs, 8, 8, 1.0, 200)
     serve(costs, 8, 8, 2.0, 100, seed=1)
     assert seconds(costs, 8, 8) == pytest.approx(2 * _measured(8, 8), rel=0.1)
@@ -57,7 +58,7 @@ def test_a_busy_machine_is_followed_within_a_hundred_steps_and_for_widths_that_a
 
 
 def test_each_kind_of_step_and_each_size_has_its_own_price() -> None:
-    costs = StepCosts(MEASURED)
+    costs = TimeEstimate(MEASURED)
     for round_ in range(30):
         serve(costs, 8, 0, 1.0, 5, seed=round_)
         serve(costs, 64, 8, 1.4, 5, seed=round_)
@@ -66,7 +67,7 @@ def test_each_kind_of_step_and_each_size_has_its_own_price() -> None:
 
 
 def test_one_step_that_took_very_long_changes_little_and_nothing_of_one_width_beside_another() -> None:
-    costs = StepCosts(MEASURED)
+    costs = TimeEstimate(MEASURED)
     serve(costs, 8, 8, 1.0, 100)
     before = ratio(costs)
     costs.observe(8, 8, NO_CONTEXT, 50 * _measured(8, 8))
@@ -76,64 +77,62 @@ def test_one_step_that_took_very_long_changes_little_and_nothing_of_one_width_be
     assert seconds(costs, 8, 8) == pytest.approx(_measured(8, 8), rel=0.1)
 
 
-def ratio(costs: StepCosts) -> float:
+def ratio(costs: TimeEstimate) -> float:
     """Of steps of one width with a draft and steps without."""
     return seconds(costs, 16, 8) / seconds(costs, 8, 0)
 
 
 def test_a_neighbour_that_comes_with_one_width_and_goes_with_another_says_little_of_the_two() -> None:
-    costs = StepCosts(MEASURED)
+    costs = TimeEstimate(MEASURED)
     for round_ in range(10):
         serve(costs, 8, 0, 1.0, 10, seed=round_)
         serve(costs, 16, 8, 1.0, 10, seed=round_)
     serve(costs, 8, 0, 1.8, 25)
-    assert ratio(costs) == pytest.approx(ratio(StepCosts(MEASURED)), rel=0.05)
+    assert ratio(costs) == pytest.approx(ratio(TimeEstimate(MEASURED)), rel=0.05)
     serve(costs, 16, 8, 1.0, 20)
-    assert ratio(costs) == pytest.approx(ratio(StepCosts(MEASURED)), rel=0.06)
+    assert ratio(costs) == pytest.approx(ratio(TimeEstimate(MEASURED)), rel=0.06)
 
 
 def test_where_a_neighbour_goes_in_a_trial_one_step_without_a_draft_tells_who_it_was() -> None:
     """Drafts after a rest, just as the machine becomes quiet: were they cheap, or is it the machine?"""
-    costs, rows = StepCosts(MEASURED), np.array([16])
+    costs = TimeEstimate(MEASURED)
     serve(costs, 8, 0, 1.0, 20)
     serve(costs, 16, 8, 1.0, 5)
     serve(costs, 8, 0, 1.7, 60)
     serve(costs, 16, 8, 1.0, 5)
-    doubt, settled = costs.doubt(8, rows)
-    assert settled > 0.75 * doubt  # so the policy tries one
     serve(costs, 8, 0, 1.0, 1)
-    assert ratio(costs) == pytest.approx(ratio(StepCosts(MEASURED)), rel=0.14)
+    assert ratio(costs) == pytest.approx(ratio(TimeEstimate(MEASURED)), rel=0.14)
 
 
 def test_what_is_not_served_is_known_less_and_less() -> None:
-    costs = StepCosts(MEASURED)
+    costs = TimeEstimate(MEASURED)
     serve(costs, 8, 0, 1.0, 50)
     serve(costs, 64, 8, 1.0, 50)
-    before = costs.doubt(8, np.array([64]))[0][0]
+    before = costs.uncertainty(8, 64)[0]
     serve(costs, 64, 8, 1.0, 300)
-    assert costs.doubt(8, np.array([64]))[0][0] > before
+    assert costs.uncertainty(8, 64)[0] > before
 
 
 def test_what_was_learnt_is_where_the_next_run_begins_and_is_known_a_little_less() -> None:
-    costs = StepCosts(MEASURED)
+    costs = TimeEstimate(MEASURED)
     for round_ in range(30):
         serve(costs, 8, 0, 3.0, 5, seed=round_)
         serve(costs, 64, 8, 4.2, 5, seed=round_)
-    again = StepCosts(MEASURED, LearntCosts.model_validate_json(costs.learnt.model_dump_json()))
+    again = TimeEstimate(MEASURED, LearntCosts.model_validate_json(costs.learnt.model_dump_json()))
     for rows, drafted in ((8, 0), (64, 8), (256, 8), (1, 0)):
         assert seconds(again, rows, drafted) == pytest.approx(seconds(costs, rows, drafted), rel=1e-4)
-    new, now, then = (float(known.doubt(8, np.array([64]))[0][0]) for known in (StepCosts(MEASURED), again, costs))
+    new, now, then = (float(known.uncertainty(8, 64)[0]) for known in (TimeEstimate(MEASURED), again, costs))
     assert then < now < new / 2
 
 
 def test_a_unit_is_where_a_guess_begins_and_nothing_more_is_known() -> None:
-    costs, rows = StepCosts(MEASURED, LearntCosts.of_unit(0.01)), np.array([64])
+    costs = TimeEstimate(MEASURED, LearntCosts.of_unit(0.01))
     assert seconds(costs, 24, 8) == pytest.approx(0.01 * _measured(24, 8))
-    assert costs.doubt(8, rows)[0] == pytest.approx(GUESSED * StepCosts(MEASURED).doubt(8, rows)[0])
+    assert costs.uncertainty(8, 64)[0] == pytest.approx(SURPRISE * TimeEstimate(MEASURED).uncertainty(8, 64)[0])
 
 
 def test_a_guess_that_is_twice_wrong_about_drafts_says_little_of_steps_without() -> None:
-    costs = StepCosts(MEASURED, LearntCosts.of_unit(1.0))
+    costs = TimeEstimate(MEASURED, LearntCosts.of_unit(1.0))
     serve(costs, 4, 0, 1.0, 30)
     serve(costs, 32, 8, 2.0, 30)
     assert seconds(costs, 32, 8) == pytest.approx(2 * _measured(32, 8), rel=0.1)
@@ -141,32 +140,19 @@ def test_a_guess_that_is_twice_wrong_about_drafts_says_little_of_steps_without()
 
 
 def test_what_a_step_without_a_draft_would_settle_is_what_is_not_known_of_it() -> None:
-    costs, rows = StepCosts(MEASURED), np.array([64])
+    costs = TimeEstimate(MEASURED)
     serve(costs, 64, 8, 1.0, 30)
-    doubt, settled = costs.doubt(8, rows)
+    doubt, settled = costs.uncertainty(8, 64)
     assert 0.8 * doubt < settled <= doubt
     serve(costs, 8, 0, 1.0, 30)
     serve(costs, 64, 8, 1.0, 1)
-    assert costs.doubt(8, rows)[1] < 0.5 * settled
-    only_off = StepCosts(MEASURED)
+    assert costs.uncertainty(8, 64)[1] < 0.5 * settled
+    only_off = TimeEstimate(MEASURED)
     serve(only_off, 8, 0, 1.0, 30)
-    assert only_off.doubt(8, rows)[1] < 0.2 * only_off.doubt(8, rows)[0]
+    assert only_off.uncertainty(8, 64)[1] < 0.2 * only_off.uncertainty(8, 64)[0]
 
 
 @pytest.mark.parametrize("bad", [{"mean": [0.0]}, {"mean": [float("nan")] * 2 * NODES}, {"mean": [0.0], "x": 1}])
 def test_learnt_costs_that_are_none_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         LearntCosts.model_validate(bad)
-
-
-def test_steps_alike_may_be_learnt_at_once_and_one_that_was_disturbed_counts_for_less() -> None:
-    single, together = StepCosts(MEASURED), StepCosts(MEASURED)
-    for number in range(20):
-        disturbed = 5.0 if number % 5 == 4 else 1.1
-        seconds = [factor * _measured(8, 8) for factor in (1.1, disturbed, 1.1, 1.1)]
-        together.observe(8, 8, NO_CONTEXT, *seconds)
-        for each in seconds:
-            single.observe(8, 8, NO_CONTEXT, each)
-    rows = np.array([8])
-    assert together.of_steps(rows, rows) == pytest.approx(single.of_steps(rows, rows), rel=0.05)
-    assert together.of_steps(rows, rows) < 1.4 * _measured(8, 8)  # the mean is 2.1

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_serve.cost_table import COST_TABLE, given_cost
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.costs import CostModel, LearntCosts, StepCosts
+from dflash_serve.speculation.costs import CostModel, LearntCosts
 from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_serve.speculation.width import AutoWidth
 from dflash_vllm.plugin import steps
@@ -192,8 +192,7 @@ def test_what_the_last_run_learnt_of_a_guess_spares_the_next_one_finding_out() -
 
     first = AutoWidth(GUESS, 8, [2, 4, 8], learnt=LearntCosts.of_unit(STEP_SECONDS))
     tried = crowd(first, 100)
-    assert isinstance(first.costs, StepCosts)
-    learnt = LearntCosts.model_validate_json(first.costs.learnt.model_dump_json())
+    learnt = LearntCosts.model_validate_json(first.times.learnt.model_dump_json())
     second = guessed(learnt)
     assert crowd(second.policy, 100) < tried / 2
 
