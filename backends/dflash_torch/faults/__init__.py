@@ -1,1 +1,1 @@
-"""Faults in how a drafter is served: made on purpose, replayed, predicted, and found in tensors."""
+"""What can be wrong with how a drafter is served: made on purpose, replayed, predicted, and told from tensors."""

@@ -1,6 +1,6 @@
-"""The faults that are tried on a pair: mistakes that engines, converters and checkpoints have made.
+"""The faults that are tried on a pair: those that engines, converters and checkpoints were seen to make.
 
-Known upstream cases are named; the other faults are conventions in which readers of DFlash differ
+Upstream cases are named where they are known; the rest are the conventions in which readers of DFlash differ
 (layer ids counted from 0 or 1, causal sliding windows, mask tokens that fall back, embedding scales).
 """
 
@@ -18,7 +18,7 @@ from dflash_serve.checkpoint.heads import Slots
 
 from ..speculator import Speculator
 from . import changes
-from .changes import (
+from .fault import (
     Disturbance,
     DisturbedSpeculator,
     DrafterFault,
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 THETAS = (1e4, 1e5, 1e6)
-"""transformers' default and the values of published targets."""
+"""transformers' default and what published targets use."""
 
 
 def catalogue(speculator: Speculator) -> list[DrafterFault]:
-    """Every fault that this pair can have, without faults of the prompt; their names are unique."""
+    """Every fault that means something for this pair, faults of the prompt excepted; their names are unique."""
     return [*settings(speculator), *_block(speculator), *_context(), *_weights(speculator), *_heads(speculator)]
 
 
 def settings(speculator: Speculator) -> Iterator[DrafterFault]:
-    """Faults that another value in the checkpoint's configuration would also cause."""
+    """Faults that a line of the checkpoint's configuration would have as well."""
     config, depth = speculator.drafter.config, speculator.target.config.num_layers
     listed = config.target_layer_ids
     for by, who in ((1, "ids were raised twice"), (-1, "an id counted from 1 (speculators, GGUF) is read as from 0")):
@@ -52,7 +52,7 @@ def settings(speculator: Speculator) -> Iterator[DrafterFault]:
         says = "the layers are concatenated in another order than fc takes them"
         yield _other_layers("layer order", "target layers in reverse order", says, listed[::-1])
     if depth >= 4 and (ids := uniform_target_layer_ids(depth, len(listed))) != listed:
-        says = "the list in the checkpoint is not read; the formula's is used"
+        says = "the list in the checkpoint is not read; the formula's takes its place"
         yield _other_layers("layer ids", "layer ids by formula", says, ids)
     target = speculator.target.config
     yield from mask_tokens(config, (0, *target.eos_token_ids[:1], target.vocab_size - 1))
@@ -66,17 +66,17 @@ def settings(speculator: Speculator) -> Iterator[DrafterFault]:
 
 
 def _other(cause: str, name: str, says: str, setting: str, **fields: object) -> DrafterFault:
-    """A fault that changes fields of DrafterConfig, as the setting would."""
+    """Other fields of DrafterConfig, as the setting would make them."""
     return DrafterFault(cause, name, says, setting, change=configured(**fields))
 
 
 def _other_layers(cause: str, name: str, says: str, ids: tuple[int, ...]) -> DrafterFault:
-    """A fault with features of other target layers."""
+    """Features of as many other target layers."""
     return _other(cause, name, says, f"target_layer_ids = {list(ids)}", target_layer_ids=ids)
 
 
 def mask_tokens(config: DrafterConfig, tokens: Iterable[int]) -> Iterator[DrafterFault]:
-    """Other mask tokens: readers fall back to padding, end of text, or the first or last token."""
+    """Other mask tokens than the configured one: readers fall back to padding, end of text, the first or last token."""
     if config.mask_token_id is None:
         return
     for token in dict.fromkeys(tokens):
@@ -86,9 +86,9 @@ def mask_tokens(config: DrafterConfig, tokens: Iterable[int]) -> Iterator[Drafte
 
 
 def _slots(config: DrafterConfig) -> DrafterFault:
-    """Weights that are read in the other slot convention accept less than 1 % and raise no error (vLLM #56792)."""
+    """The same weights read in the other convention accept less than 1 % and raise no error (vLLM #56792)."""
     other: Slots = "anchor-first" if config.slots == "fill-in" else "fill-in"
-    says = "row j is read as the token at its position, or after it: readers differ in their default"
+    says = "row j is read as the token at its position, or after it: a missing key means either, by the reader"
     setting = f"sample_from_anchor = {str(other == 'anchor-first').lower()}"
     return _other("slot convention", f"slots read as {other}", says, setting, slots=other)
 
@@ -152,21 +152,21 @@ def _context() -> Iterator[DrafterFault]:
 
 
 def _rows(cause: str, name: str, says: str, make: Callable[[], Disturbance]) -> DrafterFault:
-    """A fault with other feature rows; `make` is called for every run, since disturbances may have state."""
+    """Other feature rows; `make` is called for every run, since a disturbance may remember requests."""
     return DrafterFault(cause, name, says, change=lambda speculator: DisturbedSpeculator(speculator, make()))
 
 
 def _weights(speculator: Speculator) -> Iterator[DrafterFault]:
     last = speculator.drafter.config.num_layers - 1
     for index in sorted({0, last // 2, last}):
-        says = "its tensors have other names and are skipped silently"
+        says = "its tensors have other names and are skipped in silence"
         change = drafter_changed(partial(changes.skip_layer, index=index))
         yield DrafterFault(f"layer {index}", f"weights of drafter layer {index} missing", says, change=change)
-    says = "fc was skipped silently and is random (SGLang #39087: fc.weight_packed)"
+    says = "fc was skipped in silence and is random (SGLang #39087: fc.weight_packed)"
     yield DrafterFault("fc", "fc not loaded", says, change=drafter_changed(changes.random_fc))
     says = "the context goes to the layers without hidden_norm"
     yield DrafterFault("hidden_norm", "hidden_norm missing", says, change=drafter_changed(changes.without_context_norm))
-    says = "the head gets the last layer's output without its norm"
+    says = "the head gets the last layer's output without norm"
     yield DrafterFault("norm", "final norm missing", says, change=drafter_changed(changes.without_final_norm))
     other = torch.bfloat16 if speculator.target.embedding.dtype == torch.float32 else torch.float32
     name = f"drafter in {str(other).removeprefix('torch.')}"
@@ -180,10 +180,10 @@ def _weights(speculator: Speculator) -> Iterator[DrafterFault]:
 
 
 def _heads(speculator: Speculator) -> Iterator[DrafterFault]:
-    """Faults of heads that loaders skip or misread; none for plain DFlash."""
+    """Heads that loaders skip or mistake; nothing for plain DFlash."""
     config = speculator.drafter.config
     if config.draft_vocabulary is not None:
-        says = "the engine uses the target's head in its place (vllm-ascend #11374: acceptance 25 % -> 1.7 %)"
+        says = "the engine puts the target's head in its place (vllm-ascend #11374: acceptance 25 % -> 1.7 %)"
         yield DrafterFault("draft head", "lm_head replaced by the target's", says, change=changes.target_head)
         says = "d2t's offsets are read as the ids themselves"
         change = drafter_changed(changes.offsets_as_ids)
@@ -209,13 +209,13 @@ def prompt_faults(
     """Faults of the chat template and of the token that begins a text (BOS).
 
     Args:
-        asked: prompts as text, token ids or messages.
-        token_ids: token ids of these prompts without a fault.
+        asked: text, token ids or messages.
+        token_ids: the same, as the target is rightly given them.
     """
     texts = [_without_template(prompt) for prompt in asked]
     if tokenizer.chat_template and all(text is not None for text in texts):
         bare = tuple(tuple(tokenizer(text)["input_ids"]) for text in texts)
-        says = "prompts reach the target without the chat template that the drafter was trained with"
+        says = "prompts reach the target without the chat template that the drafter was trained behind"
         yield PromptFault("chat template", "chat template missing", says, prompts=bare)
     bos = tokenizer.bos_token_id
     if bos is None:
@@ -230,6 +230,6 @@ def prompt_faults(
 
 
 def _without_template(prompt: Prompt) -> str | None:
-    """The text of messages without their template; None for other prompts."""
+    """The text of messages without their template; None for what has none."""
     turns = [turn for turn in prompt if isinstance(turn, Mapping)]
     return "\n".join(turn["content"] for turn in turns) if turns else None

@@ -1,8 +1,4 @@
-"""Faults as changes of a Speculator: changes of its configuration, of its feature rows, and of its drafter's weights.
-
-Each is a mistake that engines and checkpoints really make, made on purpose. Faults run through the real loop or are
-replayed (`reference`). They are the negative controls of acceptance figures (`evaluate`) and the explanations of low
-ones (`doctor`). A changed Speculator shares the weights of the sound one.
+"""What can go wrong in front of and inside a drafter: disturbances of its feature rows, changes of its weights.
 
 A row of features that never arrives is a row of zeros: without biases its keys and values are zero, as in memory that
 was never written.
@@ -11,119 +7,28 @@ was never written.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from dflash_serve.doctor.evidence import Fault
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.hot_tokens import HotHead
-from dflash_serve.models.layers import RotaryEmbedding, dense_weight
+from dflash_serve.models.layers import dense_weight
 
 from ..request import Request
 from ..speculator import Speculator
+from .fault import Disturbance, twin
 
 FP8 = torch.float8_e4m3fn
-Module = TypeVar("Module", bound=nn.Module)
-Change = Callable[[Speculator], Speculator]
-Disturbance = Callable[[Tensor, Request], Tensor]
-"""New feature rows [rows, F*H] of a request, from position `injected` on -> the rows that are injected instead."""
-
-
-@dataclass(frozen=True)
-class DrafterFault(Fault):
-    """A fault in how the drafter is served: drafts change, the target's answers do not."""
-
-    change: Change = field(kw_only=True)
-
-
-@dataclass(frozen=True)
-class PromptFault(Fault):
-    """A fault in the target's prompts: its answers differ, so it needs another run."""
-
-    prompts: tuple[tuple[int, ...], ...] = ()
-    """Token ids of each prompt with the fault."""
-
-
-class DisturbedSpeculator(Speculator):
-    """A sound speculator's drafter and K/V cache, with other feature rows injected.
-
-    Args:
-        disturb: applied to the new rows of each request before they reach the drafter.
-    """
-
-    def __init__(self, sound: Speculator, disturb: Disturbance) -> None:
-        super().__init__(sound.drafter, sound.target, block_size=sound.block_size, max_batch_size=1, capacity=1)
-        self.cache, self.drafter_runner = sound.cache, sound.drafter_runner
-        self.disturb = disturb
-
-    def inject(self, requests: Sequence[Request]) -> None:
-        """Disturbs the pending rows, then injects them."""
-        for request in requests:
-            if request.features:
-                request.features = [self.disturb(torch.cat(request.features), request)]
-        super().inject(requests)
-
-
-def drafter_changed(change: Callable[[Drafter], None]) -> Change:
-    """A change of a copy of the drafter."""
-
-    def apply(speculator: Speculator) -> Speculator:
-        made = copy.copy(speculator)
-        made.drafter = twin(speculator.drafter)
-        change(made.drafter)
-        return made
-
-    return apply
-
-
-def configured(**fields: object) -> Change:
-    """Other fields of DrafterConfig with unchanged weights."""
-
-    def change(drafter: Drafter) -> None:
-        device = drafter.rotary.inverse_frequency.device
-        drafter.config = config = drafter.config.model_copy(update=fields)
-        drafter.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings).to(device)
-
-    return drafter_changed(change)
-
-
-def block_input(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], block_size: int) -> Change:
-    """Other inputs of the block: rows [blocks, B, H] and positions [rows]."""
-
-    def before(_: nn.Module, args: tuple[Tensor, Tensor, object]) -> tuple[Tensor, Tensor, object]:
-        noise, positions, attend = args
-        rows, positions = change(noise.view(-1, block_size, noise.shape[-1]), positions)
-        return rows.reshape(noise.shape), positions, attend
-
-    def hook(drafter: Drafter) -> None:
-        drafter.register_forward_pre_hook(before)
-
-    return drafter_changed(hook)
-
-
-def twin(module: Module) -> Module:
-    """A copy that can be changed without changing the original; the tensors themselves are shared."""
-    tensors = [tensor for part in module.modules() for tensor in _tensors_of(part)]
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
-
-
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    """Its own parameters and buffers, and packed weights, which are plain attributes."""
-    attributes = [value for value in vars(module).values() if isinstance(value, Tensor)]
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False), *attributes]
 
 
 def zeroed(rows: Tensor, request: Request) -> Tensor:
-    """Every row is zero."""
+    """No row arrives."""
     return torch.zeros_like(rows)
 
 
 def without_prompt(share: float = 1.0) -> Disturbance:
-    """The first `share` of the prompt is missing."""
+    """The first `share` of the prompt never arrives."""
 
     def disturb(rows: Tensor, request: Request) -> Tensor:
         missing = round(share * request.prompt_length)
@@ -133,18 +38,18 @@ def without_prompt(share: float = 1.0) -> Disturbance:
 
 
 def without_answer(rows: Tensor, request: Request) -> Tensor:
-    """Rows of the answer are missing."""
+    """Only the prompt arrives."""
     return rows * (_positions(rows, request) < request.prompt_length)[:, None]
 
 
 def anchors_only(rows: Tensor, request: Request) -> Tensor:
-    """Only the anchor's row of a verified block is kept; rows of accepted slots are missing."""
+    """Of a verified block only the anchor's row arrives, not those of the accepted slots."""
     positions = _positions(rows, request)
     return rows * ((positions < request.prompt_length) | (positions == request.injected))[:, None]
 
 
 class Shuffled:
-    """The right rows at wrong positions, shuffled anew for every draft: acceptance must collapse."""
+    """The right rows at the wrong positions, made anew for every draft: acceptance must collapse."""
 
     def __init__(self) -> None:
         self.kept: dict[int, Tensor] = {}
@@ -158,7 +63,7 @@ class Shuffled:
 
 
 class DelayedByOne:
-    """Each row is one position late, as for EAGLE's drafters: the first row is there twice, the newest is missing."""
+    """Each row lands one position late, as EAGLE's drafters want them: the first is there twice, the newest missing."""
 
     def __init__(self) -> None:
         self.last: dict[int, Tensor] = {}
@@ -174,12 +79,12 @@ def _positions(rows: Tensor, request: Request) -> Tensor:
 
 
 def skip_layer(drafter: Drafter, index: int) -> None:
-    """A layer with zero weights, which adds nothing to its input."""
+    """A layer whose weights never arrived and are zero adds nothing to what passes through it."""
     drafter.layers[index].register_forward_hook(lambda module, args, out: args[0])
 
 
 def random_fc(drafter: Drafter) -> None:
-    """A random `fc`, as if its tensor had not been found."""
+    """`fc` as initialised: its tensor was not found under its name."""
     device = drafter.rotary.inverse_frequency.device
     weight = torch.empty(drafter.config.hidden_size, drafter.config.feature_size)
     nn.init.normal_(weight, std=0.02, generator=torch.Generator().manual_seed(20602))
@@ -198,7 +103,7 @@ def without_final_norm(drafter: Drafter) -> None:
 
 
 def in_dtype(drafter: Drafter, dtype: torch.dtype) -> None:
-    """All of the drafter's arithmetic in another dtype; inputs and outputs keep theirs."""
+    """All of the drafter's arithmetic in another dtype; what comes and goes keeps its own."""
     outer = drafter.hidden_norm.weight.dtype
     drafter.fc.register_forward_pre_hook(lambda module, args: (args[0].to(dtype),))
 
@@ -234,7 +139,7 @@ def in_fp8(drafter: Drafter) -> None:
 
 
 def fp8_head(speculator: Speculator) -> Speculator:
-    """The head for drafts rounded to FP8; the target verifies with the unchanged head."""
+    """The head it drafts with rounded to FP8; the target verifies with its own."""
     made, target = copy.copy(speculator), twin(speculator.target)
     weight = dense_weight(target.head)
     head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
@@ -246,7 +151,7 @@ def fp8_head(speculator: Speculator) -> Speculator:
 
 
 def target_head(speculator: Speculator) -> Speculator:
-    """The first rows of the target's head in place of the drafter's head."""
+    """The first rows of the target's head in the place of the drafter's own."""
     made = copy.copy(speculator)
     made.drafter = drafter = twin(speculator.drafter)
     assert drafter.d2t is not None
@@ -257,12 +162,12 @@ def target_head(speculator: Speculator) -> Speculator:
 
 
 def offsets_as_ids(drafter: Drafter) -> None:
-    """`d2t` read as target ids."""
+    """`d2t` taken for target ids."""
     drafter.token_ids = drafter.d2t
 
 
 class NoConvolution(nn.Module):
-    """Returns rows unchanged; takes the place of a `GroupedConvolution`."""
+    """Lets rows pass as they are; stands where a `GroupedConvolution` was."""
 
     def before(self, x: Tensor, rows: int) -> tuple[Tensor, None]:
         return x, None
@@ -279,7 +184,7 @@ def without_convolution(drafter: Drafter) -> None:
 
 
 def empty_codebooks(drafter: Drafter) -> None:
-    """A selector with zero codebooks."""
+    """A selector that knows nothing of any token."""
     selector = drafter.candidate_selector
     assert selector is not None
     for name in ("predecessor_codebook", "successor_codebook"):
@@ -288,11 +193,11 @@ def empty_codebooks(drafter: Drafter) -> None:
 
 
 def without_markov_head(drafter: Drafter) -> None:
-    """No Markov head: each slot is drafted alone."""
+    """Each slot by itself."""
     drafter.markov_head = None
 
 
 def rounded_to_fp8(weight: Tensor) -> Tensor:
-    """A weight rounded to FP8 (e4m3) with one scale."""
+    """A weight as it comes back from FP8 (e4m3) with one scale."""
     scale = weight.abs().max().float().clamp(min=1e-12) / torch.finfo(FP8).max
     return ((weight.float() / scale).to(FP8).float() * scale).to(weight.dtype)

@@ -1,10 +1,11 @@
-"""The reference of `doctor`: acceptance of this pair in the embedded loop, sound and under every fault.
+"""The reference of `doctor`: what this pair accepts in our own loop, sound and under every fault.
 
-Speculation changes no token, so the target's greedy answer is the same under every fault of the drafter, and
-acceptance at an anchor follows from that answer alone. So a `Replay` visits the anchors of the real loop under the
-fault and counts the same acceptances (a test compares the two). It runs the drafter alone: on two cores a tenth of a
-second a step for a dozen prompts. The target runs twice in all: through the real loop for the answers, and once over
-the finished texts for the features of every layer that a fault needs.
+Speculation changes no token, so the target's greedy answer is the same under every fault of the drafter, and what is
+accepted at an anchor follows from that answer alone. A `Replay` therefore walks the very anchors that the real loop
+would walk under the fault and counts the very same acceptances (a test holds the two together), at the cost of the
+drafter: on two cores a tenth of a second a step for a dozen prompts, where drafting at every position would compute
+twice as much and still have to be walked. The target is run twice in all: through the real loop for the answers, and
+once over the finished texts for the features of every layer that a fault asks for.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from ..model_runner import TargetRunner
 from ..request import Request
 from ..speculator import Speculator
 from .catalogue import catalogue, mask_tokens, prompt_faults, settings
-from .changes import DrafterFault, PromptFault
+from .fault import DrafterFault, PromptFault
 
-# Special tokens that are tried as the mask token of a checkpoint.
 MOST_MASK_TOKENS = 32
-# Rows of one target pass over a finished text.
+"""Special tokens that are tried as the mask token of a checkpoint."""
 PREFILL_ROWS = 1024
+"""Rows of one target pass over a finished text."""
 
 
 class EmbeddedReference:
-    """The embedded loop over the doctor's prompts; a `dflash_serve.doctor.evidence.Reference`.
+    """Our own loop over the doctor's prompts; a `dflash_serve.doctor.evidence.Reference`.
 
     Args:
         engine: the sound engine.
-        drafter: the core's unfused drafter, so that predictions do not come from the code that serves.
+        drafter: the core's own, unfused: what is predicted does not come from the code that serves.
         prompts: text, token ids or messages for the target's own template.
         params: greedy, with `max_tokens`.
         width: slots verified a step, at most.
-        steps: by prompt, widths of its steps; None = every step has `width` slots.
+        steps: by prompt, the steps' widths where they change; None = every step is `width` wide.
     """
 
     def __init__(
@@ -71,17 +72,17 @@ class EmbeddedReference:
         self.prompts = [engine.tokenize(prompt) for prompt in prompts]
 
     def faults(self) -> list[DrafterFault | PromptFault]:
-        """Every known fault of a server, with those of the prompt."""
+        """Every fault of a server that is known, those of the prompt included."""
         return [*catalogue(self.speculator), *prompt_faults(self.engine.tokenizer, self.asked, self.prompts)]
 
     def settings(self) -> list[DrafterFault]:
-        """Every fault that another value in the checkpoint's configuration would correct."""
+        """Every fault that another line in the checkpoint's configuration would mend."""
         special = sorted(self.engine.tokenizer.get_added_vocab().values())[:MOST_MASK_TOKENS]
         found = [*settings(self.speculator), *mask_tokens(self.speculator.drafter.config, special)]
         return list({fault.name: fault for fault in found}.values())
 
     def predict(self, fault: str | None) -> Prediction:
-        """The acceptance that the loop would count under the named fault; None = without a fault."""
+        """What the loop would count under the fault of that name; None = under none."""
         found = None if fault is None else self._by_name[fault]
         if isinstance(found, PromptFault):
             outputs = self._run(found.prompts)
@@ -121,7 +122,7 @@ class EmbeddedReference:
         return self._replay_of(self._outputs, {*layers, *formula})
 
     def _replay_of(self, outputs: Sequence[RequestOutput], layer_ids: set[int]) -> Replay:
-        """Recordings of answers of the real loop, with the outputs of some 0-based target layers."""
+        """Of answers of the real loop, with the outputs of some 0-based target layers."""
         assert self.params.max_tokens is not None
         prompts = [output.prompt_token_ids for output in outputs]
         limits = [len(prompt) + self.params.max_tokens for prompt in prompts]
@@ -157,17 +158,17 @@ class Recording:
     """One prompt and its greedy answer, as the target saw them."""
 
     token_ids: tuple[int, ...]
-    """Prompt and answer, and the tokens behind the end that a last block could verify."""
+    """Prompt and answer, and as much behind the end as a block could verify."""
     prompt_length: int
     limit: int
-    """Length at which the loop ends if no end token comes before."""
+    """Length at which the loop ends at the latest."""
     features: dict[int, Tensor]
     """Outputs [tokens, H] by target layer."""
 
 
 @torch.inference_mode()
 def features(target: TargetModel, token_ids: Sequence[int], layer_ids: Sequence[int]) -> Tensor:
-    """Outputs [layers, tokens, H] of some target layers over one text, computed in portions like a prefill."""
+    """Outputs [layers, tokens, H] of some target layers over one text, in portions as the loop prefills."""
     run, portions = TargetRunner(target, target.new_cache(1, len(token_ids)), 1), []
     for start in range(0, len(token_ids), PREFILL_ROWS):
         rows = list(token_ids[start : start + PREFILL_ROWS])
@@ -181,7 +182,7 @@ ORDERS = ("evenly", "wide first", "narrow first", "shuffled")
 
 
 def in_order(steps: Steps, order: str, *, otherwise: int) -> Iterator[int]:
-    """The widths of one prompt's steps in an endless cycle; `otherwise` where there are none."""
+    """The widths of one prompt's steps, one by one and over again; `otherwise` where there are none."""
     places = [((n + 0.5) / count, width) for width, count in steps.items() for n in range(round(count))]
     if order == "shuffled":
         Random(0).shuffle(places)  # noqa: S311 - no secret
@@ -195,10 +196,10 @@ class Replay:
     """The decoding loop without the target: a sound or faulty speculator's drafts, judged by recorded answers.
 
     Args:
-        speculator: a sound one, of which drafter, target and block size are used, but not the K/V cache.
-        recordings: the prompts of one batch.
+        speculator: a sound one; its drafter, target and block size are used, its K/V cache is not.
+        recordings: as many as are to run in one batch.
         width: slots verified a step, at most.
-        steps: by recording, widths of its steps where they are not all `width`.
+        steps: by recording, the steps' widths where they change.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class Replay:
 
     @torch.inference_mode()
     def run(self, fault: DrafterFault | None = None, *, order: str = "evenly") -> list[AcceptanceStatistics]:
-        """Statistics of each recording as the real loop would count them; `order` is the order of changing widths."""
+        """The statistics of each recording, as the real loop would count them; `order` is of changing widths."""
         speculator = self.speculator if fault is None else fault.change(self.speculator)
         layer_ids = speculator.target_layer_ids
         everything = [self._start(n, recording, layer_ids) for n, recording in enumerate(self.recordings)]
@@ -237,7 +238,7 @@ class Replay:
         return [request.statistics for request in everything]
 
     def _start(self, index: int, recording: Recording, layer_ids: Sequence[int]) -> Request:
-        """The request after its prefill, with the first token and the features of the whole prompt."""
+        """The request as it is after the prefill: the first token is there, and features of the whole prompt."""
         request = Request(
             id=index,
             entry=index,
@@ -252,7 +253,7 @@ class Replay:
         return request
 
     def _advance(self, request: Request, draft: Sequence[int], layer_ids: Sequence[int]) -> bool:
-        """Runs one step; returns False after the last."""
+        """One step; whether there will be another."""
         truth = self.recordings[request.id].token_ids[len(request.token_ids) :]
         accepted = next((n for n, token in enumerate(draft) if token != truth[n]), len(draft))
         request.statistics.record(1 + len(draft), accepted)

@@ -1,7 +1,7 @@
-"""Comparison of an engine in this process tensor by tensor: acceptance alone does not show every fault.
+"""Where an engine in this process goes wrong, tensor by tensor: acceptance alone does not show every fault.
 
-The engine decodes a few tokens through its loop. The inputs and outputs of its drafter are compared, in the order in
-which they are computed, with transformers' hidden states and the core's drafter, both read from disk anew.
+The engine decodes a few tokens through its own loop. What its drafter was given and what it made of it is compared, in
+the order in which it flows, with transformers' hidden states and the core's drafter, read from disk anew.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from ..engine import EmbeddedEngine
 from ..request import Request
 from ..speculator import proposal_of
 
-# Decoding steps before the comparison: accepted tokens are in the context by then.
 STEPS = 8
-# Relative to a row's norm: above the difference of two orders of summation, below the difference of a fault.
+"""Decoding steps before the comparison: accepted tokens must have reached the context by then."""
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 6e-2}
+"""Relative, of a row's norm: more than two orders of summation differ, less than faults do."""
 
 Flow = dict[str, Tensor]
-"""Tensors by name, in order of computation; the first dimension is a position or slot."""
+"""Tensors by name, in the order in which they flow; the first dimension is a position or slot."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first tensor that differs from its expected value."""
+    """The first tensor that is not what it should be."""
 
     tensor: str
     row: int
     error: float
-    """Relative error of that row."""
+    """Relative, of that row."""
 
     def __str__(self) -> str:
         return f"{self.tensor} differs first, in row {self.row} (relative error {self.error:.2g})"
 
 
 def first_difference(engine: EmbeddedEngine, target: Path, drafter: Path, prompt: Prompt) -> Difference | None:
-    """Finds the first tensor of an engine that differs from transformers and the core.
+    """Finds the first tensor of an engine that is not what transformers and the core compute from disk.
 
     Args:
-        engine: the engine to examine; it must speculate.
+        engine: the one that is suspected; it speculates.
         target: folder of its target.
         drafter: folder of its drafter.
 
@@ -71,7 +71,7 @@ def first_difference(engine: EmbeddedEngine, target: Path, drafter: Path, prompt
         if found.shape != tensor.shape:
             return Difference(name, 0, float("inf"))
         errors = (found - tensor).flatten(1).norm(dim=1) / tensor.flatten(1).norm(dim=1).clamp(min=1e-6)
-        wrong = ~(errors <= limit)  # also true for NaN
+        wrong = ~(errors <= limit)  # NaN is wrong, too
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             return Difference(name, row, float(errors[row]))
@@ -80,7 +80,7 @@ def first_difference(engine: EmbeddedEngine, target: Path, drafter: Path, prompt
 
 @torch.inference_mode()
 def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Prompt) -> tuple[Flow, Request]:
-    """Tensors of the engine's drafter in a draft after a few steps, and the drafted request."""
+    """What flows through the engine's drafter when it drafts after a few steps, and for which tokens."""
     assert engine.block_size is not None
     width, flow = engine.block_size, Flow()
     scheduler = engine.fixed(width).scheduler
@@ -102,7 +102,7 @@ def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Pro
 
 @torch.inference_mode()
 def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow, width: int) -> Flow:
-    """These tensors from transformers and the core. Drafts are compared by their logits, because of near-ties."""
+    """The same from transformers and the core. Drafts are compared by their logits: a near-tie may fall either way."""
     config, verified = drafter.config, request.verified
     model = _transformers(target)
     states = _hidden_states(model, request.token_ids[:verified])
@@ -164,11 +164,11 @@ def _context(cache: KVCache, entry: int, verified: int) -> Flow:
 
 @contextmanager
 def _watched(drafter: Drafter, flow: Flow, verified: int) -> Iterator[None]:
-    """Keeps the block's input and positions (from its anchor on), and the outputs of each layer and of the drafter."""
+    """Keeps the block's input and positions (from its anchor on), and what each layer and the whole drafter put out."""
 
     def entered(module: nn.Module, args: tuple[Any, ...]) -> None:
         flow["block input"] = _kept(args[0])
-        # Relative to the anchor and from 1 on: an error of 1 would be small in the relative error of a long context.
+        # From the anchor on and from 1 on: one late must not vanish in the relative error of a long context.
         flow["block positions"] = _kept(1.0 + args[1][:, None] - verified)
 
     def left(name: str, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
