@@ -1,4 +1,4 @@
-"""Tools, through the official client: what is offered is shown to the target, and what it calls fits its schema."""
+"""Tools through the official client: the target is shown the offered tools, and its calls fit their schemas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queue, disconnects, failures, keys and caps: what a server must do when things go wrong."""
+"""Queue, disconnects, failures, keys and limits: a server's promises when things go wrong."""
 
 from __future__ import annotations
 
@@ -202,11 +202,11 @@ def test_all_answers_of_n_are_cancelled_together(served: Running, gate: Gate) ->
 # --- slow streams
 
 
-def test_a_reader_that_stops_for_a_while_gets_all_of_its_stream_and_holds_nobody_up(served: Running) -> None:
+def test_a_reader_that_stops_for_a_while_gets_all_of_its_stream_and_delays_no_other(served: Running) -> None:
     slow = raw_request(served.url, LONG | {"stream": True})
     until(lambda: served.worker.running == 1)
     assert post(served.url).status_code == 200
-    until(served.idle)  # its answer is done, and nobody has read it
+    until(served.idle)  # its answer is done, and not read yet
     slow.settimeout(20)
     received = b""
     while b"data: [DONE]" not in received:
@@ -289,7 +289,7 @@ def test_those_that_waited_are_not_failed_by_anothers_step(narrow: Running, narr
 def test_an_engine_that_fails_every_step_ends_the_server(
     tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that whoever watches over it starts a new one."""
+    """So that a supervisor starts a new one."""
     engine = tiny_engine(tiny_folders)
     with running(engine) as server:
         Gate(engine, monkeypatch).faults = 1000
@@ -421,7 +421,7 @@ def test_what_is_no_request_is_a_4xx_in_openais_shape(served: Running, content: 
     assert error(response)["message"]
 
 
-def test_broken_json_is_nobodys_field(served: Running) -> None:
+def test_broken_json_names_no_field(served: Running) -> None:
     headers = {"Content-Type": "application/json"}
     response = httpx.post(f"{served.url}/v1/completions", content=b'{"model": "tiny",', headers=headers)
     assert response.status_code == 400

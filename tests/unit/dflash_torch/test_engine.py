@@ -1,4 +1,4 @@
-"""The engine as the core knows it: streams side by side, comparisons, and what an evaluation asks of it."""
+"""The engine's promises to the core: streams side by side, comparisons, and controls for an evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a Deployment to an engine: what is measured, kept, and chosen by it."""
+"""The start of an engine: measurements, their cache, and the choices that depend on them."""
 
 from __future__ import annotations
 

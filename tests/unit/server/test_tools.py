@@ -1,4 +1,4 @@
-"""Calls are read out of an answer's text however it is cut, and what is no call stays text."""
+"""Calls are read out of an answer's text at any cuts; the other text stays text."""
 
 from __future__ import annotations
 
