@@ -53,7 +53,7 @@ docs: .venv/test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: .venv/test
-	$(BIN)/python benchmarks/decoding.py
+	$(BIN)/python -m benchmarks.decoding
 
 .venv-torch/ready:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -78,7 +78,7 @@ bench: .venv/test
 clean:
 	rm -rf .venv .venv-torch .mypy_cache .pytest_cache .ruff_cache
 
-# The build pipeline with the real ModelOpt and onnxruntime, in an environment of its own (several GB).
+# The build pipeline with the real ModelOpt, in an environment of its own (several GB).
 .PHONY: test-engines
 test-engines: .venv-engines/ready
 	.venv-engines/bin/python -m pytest tests/integration/test_build_engines.py

@@ -1,6 +1,6 @@
 """Published DFlash tables predicted side by side, with errors; constants fitted on named rows only.
 
-`python -m benchmarks.plan_published` writes results/plan-published.{json,md}; needs the extra [plan]; under a minute.
+`python -m benchmarks.plan_published` writes results/plan-published.json; needs the extra [plan]; under a minute.
 """
 
 from __future__ import annotations
@@ -8,30 +8,23 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.plan_report import as_markdown
-from benchmarks.plan_seeds import seeds
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Model
 from dflash_serve.planning import tables
-from dflash_serve.planning.calibration import ALL, MeasuredCell, fit
-from dflash_serve.planning.constants import Constants, constants_of
-from dflash_serve.planning.prediction import Load, Predictor
+from dflash_serve.planning.prediction import ALL, Load, MeasuredCell, Predictor, fit
 from dflash_serve.planning.question import specification
-from dflash_serve.planning.roofline import Roofline
-from dflash_serve.planning.step_times import Pair, Split
+from dflash_serve.planning.step_times import Constants, Pair, Roofline, Split, constants_of
 
 HERE = Path(__file__).parent
-RESULT = HERE / "results" / "plan-published"
+RESULT = HERE / "results" / "plan-published.json"
 DATA: dict[str, Any] = json.loads((HERE / "plan" / "published.json").read_text())
-FITTED = "fitted"
 TOLERANCE = 0.15
 
 
@@ -59,38 +52,23 @@ def times_of(name: str, gpu: str, engine: str, tensor: int = 1, *, by_hand: bool
     return Roofline(pair, on, Split(tensor)) if by_hand else tables.Tables(pair, on, Split(tensor), engine)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A published cell: tokens/s without and with DFlash, or their ratio; None = not published."""
+class Case(NamedTuple):
+    """A published cell: its row, tokens/s without and with DFlash (None = not published) and their ratio."""
 
-    group: str
-    held_out: bool
-    target: str
-    task: str
-    concurrency: int
-    tau: float
-    block: int
-    base: float | None
-    dflash: float | None
+    row: dict[str, Any]
     speedup: float
     plain: MeasuredCell
     wide: MeasuredCell
 
     def line(self, constants: Constants) -> dict[str, Any]:
         """Published beside predicted."""
-        base, dflash = self.plain.predicted(constants), self.wide.predicted(constants)
-        ratio = dflash / base
-        keys = ("group", "held_out", "target", "task", "concurrency", "tau", "block", "base", "dflash")
-        return {
-            **{key: getattr(self, key) for key in keys},
-            "predicted_base": round(base),
-            "base_error": None if self.base is None else round(base / self.base - 1, 4),
-            "predicted_dflash": round(dflash),
-            "dflash_error": None if self.dflash is None else round(dflash / self.dflash - 1, 4),
-            "speedup": round(self.speedup, 2),
-            "predicted_speedup": round(ratio, 2),
-            "speedup_error": round(ratio / self.speedup - 1, 4),
-        }
+        out = dict(self.row)
+        for key, cell in (("base", self.plain), ("dflash", self.wide)):
+            told, published = cell.predicted(constants), self.row[key]
+            out |= {f"predicted_{key}": round(told), f"{key}_error": published and round(told / published - 1, 4)}
+        ratio = self.wide.predicted(constants) / self.plain.predicted(constants)
+        figures = {"speedup": round(self.speedup, 2), "predicted_speedup": round(ratio, 2)}
+        return {**out, **figures, "speedup_error": round(ratio / self.speedup - 1, 4)}
 
 
 def cases(group: Mapping[str, Any], start: Constants, *, by_hand: bool = False) -> Iterator[Case]:
@@ -99,33 +77,17 @@ def cases(group: Mapping[str, Any], start: Constants, *, by_hand: bool = False) 
         times = times_of(row["target"], group["gpu"], group["engine"], group.get("tensor", 1), by_hand=by_hand)
         load = Load(*DATA["tasks"][row["task"]])
         predictor = Predictor(times, start, load, row["block"], Split(group.get("tensor", 1)))
+        told = {"group": group["name"], "held_out": group["role"] != "in sample"}
+        told |= {key: row[key] for key in ("target", "task", "tau", "block")}
         for place, batch in enumerate(row["concurrency"]):
-            yield _case(group, row, place, batch, predictor)
-
-
-def _case(group: Mapping[str, Any], row: Mapping[str, Any], place: int, batch: int, predictor: Predictor) -> Case:
-    def given(key: str) -> float | None:
-        return row[key][place] if key in row else None
-
-    base, dflash, ratio = given("base"), given("dflash"), given("speedup")
-    if base and dflash:
-        ratio = dflash / base
-    base = base or (dflash / ratio if dflash and ratio else None)
-    dflash = dflash or (base * ratio if base and ratio else None)
-    assert ratio is not None
-    label = f"{row['target']} {row['task']} {batch}"
-    plain = MeasuredCell(label, predictor, batch, 1, 1.0, base or 1.0)
-    wide = MeasuredCell(label, predictor, batch, row["block"], row["tau"], dflash or 1.0)
-    held_out = group["role"] != "in sample"
-    return Case(
-        group["name"], held_out, row["target"], row["task"], batch, row["tau"], row["block"], base, dflash, ratio,
-        plain, wide,
-    )  # fmt: skip
-
-
-def both(found: Sequence[Case]) -> list[MeasuredCell]:
-    """The cells that constants are fitted to."""
-    return [cell for case in found for cell in (case.plain, case.wide)]
+            base, dflash, ratio = (row[key][place] if key in row else None for key in ("base", "dflash", "speedup"))
+            ratio = dflash / base if base and dflash else ratio
+            base = base or (dflash / ratio if dflash else None)
+            dflash = dflash or (base * ratio if base else None)
+            label = f"{row['target']} {row['task']} {batch}"
+            plain = MeasuredCell(label, predictor, batch, 1, 1.0, base or 1.0)
+            wide = MeasuredCell(label, predictor, batch, row["block"], row["tau"], dflash or 1.0)
+            yield Case({**told, "concurrency": batch, "base": base, "dflash": dflash}, ratio or 0.0, plain, wide)
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -136,20 +98,9 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if known:
             out[key.removesuffix("_error")] = {
                 "mean_error": round(mean(map(abs, known)), 4),
-                "bias": round(mean(known), 4),
-                "worst": max(known, key=abs),
                 "within_15": sum(abs(error) <= TOLERANCE for error in known),
                 "cells": len(known),
             }
-    return out
-
-
-def left_out(found: Sequence[Case], start: Constants) -> dict[str, Any]:
-    """Each fitted target predicted by constants that were fitted to the others."""
-    out = {}
-    for target in dict.fromkeys(case.target for case in found):
-        constants = fit(both([case for case in found if case.target != target]), start)
-        out[target] = summary([case.line(constants) for case in found if case.target == target])
     return out
 
 
@@ -177,61 +128,30 @@ def measured_curve(constants: Constants) -> dict[str, Any]:
         "points": len(cells),
         **{f"{name}_mean_error": round(mean(abs(cell.error(each)) for cell in cells), 4)
            for name, each in (("raw", raw), ("fitted", fitted))},
-        "fitted_within_15": sum(abs(cell.error(fitted)) <= TOLERANCE for cell in cells),
         "scale": fitted.scale, "plain_step": fitted.plain_step,
-        "cells": [{"cell": cell.label, "measured": round(cell.rate), "raw": round(cell.predicted(raw)),
-                   "fitted": round(cell.predicted(fitted))} for cell in cells],
     }  # fmt: skip
-
-
-def next_engine(constants: Constants) -> list[dict[str, Any]]:
-    """SGLang's second speculative engine: what each published cell leaves for the engine's own milliseconds."""
-    out = []
-    for row in DATA["next_engine"]["rows"]:
-        group = {**DATA["next_engine"], "role": "implied", "name": "spec v2"}
-        times = times_of(row["target"], group["gpu"], group["engine"])
-        predictor = Predictor(times, constants, Load(*DATA["tasks"][row["task"]]), row["block"])
-        (batch,), (rate,), (before,) = row["concurrency"], row["dflash"], row["before"]
-        share = predictor.prefill_share(batch * row["tau"] / predictor.load.osl).total
-        kernels = predictor.step(batch, row["block"]).total - constants.of_step(batch, speculates=True).total
-        own = {name: round(1e3 * batch * row["tau"] / value - share - kernels, 2)
-               for name, value in (("v1", before), ("v2", rate))}  # fmt: skip
-        v2 = replace(predictor, constants=constants_of("sglang", "sglang-spec-v2"))
-        told = batch * v2.point("", batch, row["block"], row["tau"]).interactivity
-        out.append({"concurrency": batch, "published": rate, "predicted": round(told),
-                    "error": round(told / rate - 1, 4), "engine_ms_left": own})  # fmt: skip
-    return out
 
 
 def main() -> None:
     """Fits, predicts, writes."""
     start = constants_of("sglang", "sglang-spec-v1")
     groups = {group["name"]: list(cases(group, start)) for group in DATA["groups"]}
-    constants = fit(both(groups[FITTED]), start)
+    constants = fit([cell for case in groups["fitted"] for cell in (case.plain, case.wide)], start)
     lines = {name: [case.line(constants) for case in found] for name, found in groups.items()}
     held = [line for found in lines.values() for line in found if line["held_out"]]
     by_hand = list(cases(DATA["groups"][0], start, by_hand=True))
-    hand = fit(both(by_hand), start)
-    names = ALL
     result = {
         "command": "python -m benchmarks.plan_published",
         "basis": times_of("qwen3-8b", "b200", "sglang").basis,
-        "constants": {name: getattr(constants, name) for name in names},
-        "groups": {name: {"source": group["source"], "role": group["role"], **summary(lines[name])}
-                   for group in DATA["groups"] for name in (group["name"],)},
+        "constants": {name: getattr(constants, name) for name in ALL},
+        "groups": {group["name"]: {"source": group["source"], "role": group["role"], **summary(lines[group["name"]])}
+                   for group in DATA["groups"]},
         "held_out": summary(held),
-        "held_out_without_h100": summary([line for line in held if line["group"] != "one cell on H100"]),
-        "left_out": left_out(groups[FITTED], start),
-        "roofline": {"constants": {name: getattr(hand, name) for name in names},
-                     "refitted": summary([case.line(hand) for case in by_hand]),
-                     "constants_of_the_tables": summary([case.line(constants) for case in by_hand])},
+        "roofline": {"constants_of_the_tables": summary([case.line(constants) for case in by_hand])},
         "plain_curve": measured_curve(constants_of("tensorrt-llm", None)),
-        "next_engine": next_engine(constants),
-        "seeds": seeds(times_of, constants),
         "lines": [line for found in lines.values() for line in found],
     }  # fmt: skip
-    write_whole(RESULT.with_suffix(".json"), json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    write_whole(RESULT.with_suffix(".md"), as_markdown(result))
+    write_whole(RESULT, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

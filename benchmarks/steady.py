@@ -1,81 +1,78 @@
-"""Tokens per second with so many requests in flight all the time, in process: off, a fixed width, `auto` in turns.
+"""Tokens per second with a constant number of requests in flight, in process: off, a fixed width and `auto`, in turns.
 
     python -m benchmarks.steady [--concurrency 1,2,4,8,16,32,64] [--ways off,fixed,auto] [--rounds 10] [--steps 100]
+    python -m benchmarks.steady --burst --rounds 3      # all requests start together: see benchmarks.throughput
 
-As at a server, whoever has an answer asks again at once: answers of 32 to 128 tokens (greedy, the end of sequence
-ignored), so that requests do not stay in step; prefill is included, prefix reuse is off. `benchmarks.throughput` starts
-as many together and waits for the last of them, so drafts, of which some requests gain more than others, leave its last
-steps half empty. All ways run at once, a step of each in turn. The first round is not counted; a way's speed is all its
-tokens over all its seconds.
+The next request starts as soon as one ends, as at a server: answers of 32 to 128 tokens (greedy, the end of sequence
+ignored), so that requests do not stay in step. Prefill is included, prefix reuse is off. All ways run at once, a step
+of each in turn. The first round is not counted; a way's speed is all its tokens over all its seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from time import perf_counter
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.progress import track
 
-from benchmarks.decoding import measured_on, write_report
-from benchmarks.served import ANSWERS
-from benchmarks.throughput import WAYS, Bench
-from benchmarks.turns import Turn, show, summary
+from benchmarks.throughput import Bench
+from benchmarks.throughput import summary as bursts
+from benchmarks.turns import ANSWERS, in_turns, show, summary, write_report
 from dflash_serve import SamplingParams
-from dflash_serve.backend import Stream
-from dflash_serve.common.provenance import versions
 from dflash_torch.engine import EmbeddedEngine
 
 SHORTEST = 8
-"""Steps of an answer, at least, in the mean: of that many prompts none runs out."""
+"""Least mean number of steps of an answer: decides how many prompts are needed."""
 
 
 def main(
     concurrency: Annotated[str, typer.Option(help="Requests in flight, comma-separated.")] = "1,2,4,8,16,32,64",
-    ways: Annotated[str, typer.Option(help="Which of off, fixed and auto.")] = "off,fixed,auto",
+    ways: Annotated[str, typer.Option(help="Ways, comma-separated: off, fixed, auto.")] = "off,fixed,auto",
     rounds: Annotated[int, typer.Option(help="Rounds that count.")] = 10,
-    steps: Annotated[int, typer.Option(help="Of every way in a round.")] = 100,
-    target: Annotated[str, typer.Option(help="Hub id, folder, or the bundled smollm2.")] = "smollm2",
-    drafter: Annotated[str, typer.Option(help="Likewise.")] = "smollm2",
+    steps: Annotated[int, typer.Option(help="Steps of every way in a round.")] = 100,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "auto",
-    output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
+    burst: Annotated[bool, typer.Option("--burst", help="Start all requests together, 96 tokens each.")] = False,
+    output: Annotated[Path | None, typer.Option(help="File for the JSON.")] = None,
 ) -> None:
-    """Measure the ways side by side."""
+    """Measure all ways side by side, SmolLM2 with the bundled drafter."""
     sizes = [int(size) for size in concurrency.split(",")]
-    chosen = [way for way in WAYS if way in ways.split(",") and way != "hf"]
-    bench = Bench(target, drafter, chosen, tokens=ANSWERS[1], most=max(sizes), dtype=dtype)
-    results = [load(bench, size, rounds, steps) for size in sizes]
-    report = {
-        "environment": measured_on(),
-        "versions": versions("torch", "dflash-serve"),
-        "load": {"target": target, "drafter": drafter, "dtype": bench.dtype, "rounds": rounds, "steps": steps},
-        "results": results,
-    }
-    show(results, "tokens/s in process, in turns")
-    write_report(report, output)
+    tokens = 96 if burst else ANSWERS[1]
+    bench = Bench("smollm2", "smollm2", ways.split(","), tokens=tokens, most=max(sizes), dtype=dtype)
+    if burst:
+        bench.round(min(sizes), 0)  # warm-up, not counted
+        results = [{"concurrency": size, **bursts([bench.round(size, n) for n in range(rounds)])} for size in sizes]
+    else:
+        results = [load(bench, size, rounds, steps) for size in sizes]
+    if burst:
+        Console().print_json(data=[{name: row[name] for name in row if name != "all_rounds"} for row in results])
+    else:
+        show(results, "tokens/s in process, in turns")
+    write_report({"dtype": bench.dtype, "rounds": rounds, "steps": steps, "burst": burst}, results, output)
 
 
 def load(bench: Bench, size: int, rounds: int, steps: int) -> dict[str, Any]:
-    """All rounds of `size` requests in flight."""
-    count, luck = size * (2 + (1 + rounds) * steps // SHORTEST), Random(size)
-    prompts = [luck.choice(bench.prompts) for _ in range(count)]
-    params = [SamplingParams(temperature=0, max_tokens=luck.randint(*ANSWERS), ignore_eos=True) for _ in prompts]
-    with entries(bench.engines.values(), size):
+    """All rounds with `size` requests in flight."""
+    count, chance = size * (2 + (1 + rounds) * steps // SHORTEST), Random(size)
+    prompts = [chance.choice(bench.prompts) for _ in range(count)]
+    params = [SamplingParams(temperature=0, max_tokens=chance.randint(*ANSWERS), ignore_eos=True) for _ in prompts]
+    with limited(bench.engines.values(), size):
         streams = {way: engine.stream(prompts, params) for way, engine in bench.engines.items()}
-        run(streams, size * steps, seed=0)
-        measured = [run(streams, size * steps, seed=1 + each) for each in track(range(rounds), f"{size} in flight")]
+        in_turns(streams, 0, size * steps)
+        numbers = track(range(rounds), f"{size} in flight")
+        measured = [in_turns(streams, 1 + number, size * steps) for number in numbers]
         for stream in streams.values():
             stream.close()
     return {"users": size, **summary({way: [turn[way] for turn in measured] for way in streams})}
 
 
 @contextmanager
-def entries(engines: Iterable[EmbeddedEngine], size: int) -> Iterator[None]:
-    """Engines that run no more than `size` requests at once meanwhile."""
+def limited(engines: Iterable[EmbeddedEngine], size: int) -> Iterator[None]:
+    """Engines run at most `size` requests at once inside."""
     free = [engine.scheduler.cache_manager.free for engine in engines]
     withheld = [each[size:] for each in free]
     for each in free:
@@ -83,21 +80,8 @@ def entries(engines: Iterable[EmbeddedEngine], size: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for each, rest in zip(free, withheld, strict=True):
-            each += rest
-
-
-def run(streams: Mapping[str, Stream], chunks: int, seed: int) -> dict[str, Turn]:
-    """So many chunks of every stream, one of each in turn, in another order every time."""
-    tokens, seconds, order, luck = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0.0), list(streams), Random(seed)
-    for _ in range(chunks):
-        luck.shuffle(order)
-        for way in order:
-            start = perf_counter()
-            chunk = next(streams[way])
-            seconds[way] += perf_counter() - start
-            tokens[way] += len(chunk.token_ids)
-    return {way: Turn(tokens[way], seconds[way]) for way in streams}
+        for each, others in zip(free, withheld, strict=True):
+            each += others
 
 
 if __name__ == "__main__":

@@ -1,46 +1,62 @@
-"""Ways that take turns, so that a busy spell of the machine slows all alike: running them, and what it came to."""
+"""Helpers of the benchmarks: ways of serving that run in turns, their speeds and ratios, and the report they write.
+
+All ways run alternately, so a busy spell of the machine slows all of them alike.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 from collections.abc import Mapping
+from pathlib import Path
 from random import Random
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from dflash_serve.backend import Stream
 from dflash_serve.bench.settings import AUTO, OFF
+from dflash_serve.common.provenance import commit, processor, versions
+
+ANSWERS = 32, 128
+"""Tokens of the shortest and of the longest answer: requests should not stay in step."""
 
 
 class Turn(NamedTuple):
-    """What one way did while it ran."""
+    """Tokens that one way generated while it ran, and the seconds of that."""
 
     tokens: float
     seconds: float
 
 
-def in_turns(streams: Mapping[str, Stream], seed: int) -> dict[str, float]:
-    """Runs streams of as many requests each to their ends, and returns the seconds of each.
+def in_turns(streams: Mapping[str, Stream], seed: int, chunks: int | None = None) -> dict[str, Turn]:
+    """Runs streams by a chunk of each in turn, `chunks` times or to their ends.
 
-    A chunk of each in turn, in another order every time: a step brings every request one, so engines step in turn, and
-    none always comes behind the one whose steps empty the caches. `seed` decides the orders.
+    The order changes with every turn, so that no way always runs after the one whose steps empty the caches.
     """
-    seconds, running, luck = dict.fromkeys(streams, 0.0), list(streams), Random(seed)
-    while running:
-        luck.shuffle(running)
-        for name in running.copy():
+    tokens, seconds, running = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0.0), list(streams)
+    chance, turn = Random(seed), 0
+    while running and turn != chunks:
+        turn += 1
+        chance.shuffle(running)
+        for way in running.copy():
             start = perf_counter()
-            if next(streams[name], None) is None:
-                running.remove(name)
-            seconds[name] += perf_counter() - start
-    return seconds
+            chunk = next(streams[way], None)
+            seconds[way] += perf_counter() - start
+            if chunk is None:
+                running.remove(way)
+            else:
+                tokens[way] += len(chunk.token_ids)
+    return {way: Turn(tokens[way], seconds[way]) for way in streams}
 
 
 def summary(found: dict[str, list[Turn]]) -> dict[str, Any]:
-    """Speeds; auto beside off and beside the better of the others, with the spread that turns' own scatter gives."""
+    """Speed of each way; `auto` over `off` and over the fastest other way, each with a bootstrap standard error."""
     turns = {way: np.array(each) for way, each in found.items()}
     speed = {way: _speed(each) for way, each in turns.items()}
     others = {way: figure for way, figure in speed.items() if way != AUTO}
@@ -49,12 +65,8 @@ def summary(found: dict[str, list[Turn]]) -> dict[str, Any]:
     if AUTO in turns:
         compared = {"auto_over_better": better, "auto_over_off": OFF if OFF in turns else None}
         ratios = {name: _ratio(turns[AUTO], turns[way]) for name, way in compared.items() if way}
-    return {
-        "tokens_per_second": speed,
-        "better": better,
-        **ratios,
-        "all_turns": {way: [list(turn) for turn in each] for way, each in found.items()},
-    }
+    all_turns = {way: [list(turn) for turn in each] for way, each in found.items()}
+    return {"tokens_per_second": speed, "better": better, **ratios, "all_turns": all_turns}
 
 
 def _speed(turns: Any) -> float:
@@ -63,7 +75,7 @@ def _speed(turns: Any) -> float:
 
 
 def _ratio(one: Any, other: Any) -> dict[str, float]:
-    """Of two ways' speeds, and its spread: of a thousand draws of their turns, with those of one moment together."""
+    # Turns of the same moment are drawn together.
     chance = np.random.default_rng(0)
     draws = [chance.integers(0, len(one), len(one)) for _ in range(1000)]
     spread = float(np.std([_speed(one[draw]) / _speed(other[draw]) for draw in draws]))
@@ -71,7 +83,7 @@ def _ratio(one: Any, other: Any) -> dict[str, float]:
 
 
 def show(results: list[dict[str, Any]], title: str) -> None:
-    """A row a number of users."""
+    """Prints a row for each number of users."""
     ways = list(results[0]["tokens_per_second"])
     table = Table("users", *ways, "auto / better", "auto / off", title=title)
     for row in results:
@@ -80,3 +92,22 @@ def show(results: list[dict[str, Any]], title: str) -> None:
         shown = [f"{ratio['ratio']:.3f} ± {ratio['spread']:.3f}" if ratio else "" for ratio in ratios]
         table.add_row(str(row["users"]), *speeds, *shown)
     Console().print(table)
+
+
+def write_report(load: Mapping[str, Any], results: list[Any], output: Path | None, **more: Any) -> None:
+    """Writes load and results with environment and versions as JSON; `output` None = no file."""
+    if output is None:
+        return
+    environment: dict[str, Any] = {
+        "processor": processor(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
+        "python": platform.python_version(),
+        "commit": commit() or "unknown",
+    }
+    found = versions("torch", "transformers", "dflash", "dflash-serve")
+    report = {"environment": environment, "versions": found, "load": load, **more, "results": results}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=1) + "\n")

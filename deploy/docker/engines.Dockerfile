@@ -1,23 +1,23 @@
 # syntax=docker/dockerfile:1
-# What builds: `dflash-serve build` quantises drafters and makes checkpoints and graphs, on CPUs or GPUs. It serves nothing.
+# The image of `dflash-serve build`, which quantises drafters and makes checkpoints; it serves nothing.
 #
 #   docker buildx build -f deploy/docker/engines.Dockerfile --build-arg PYTHON=python@sha256:... -t dflash-serve-engines:0.1.0 .
 #
-# PYTHON        the base image, by digest; there is no default: what is not pinned is not built
-# TORCH         the requirement that pip gets
-# TORCH_INDEX   where from: .../whl/cpu, or .../whl/cu130 for GPUs
+# PYTHON        the base image, by digest; there is no default, so that every build is pinned
+# TORCH         the requirement of PyTorch for pip
+# TORCH_INDEX   the package index: .../whl/cpu, or .../whl/cu130 for GPUs
 ARG PYTHON
 
 FROM ${PYTHON} AS build
 ARG PYTHON
-# A tag may be another image tomorrow.
+# A tag can move to another image.
 RUN case "$PYTHON" in *@sha256:*) ;; *) echo "PYTHON must be pinned by digest: python@sha256:..." >&2; exit 2 ;; esac
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
 RUN python -m venv /opt/dflash-serve
 ENV PATH=/opt/dflash-serve/bin:$PATH
-# Before our own sources, so that a change of ours does not fetch PyTorch again.
+# Before our own sources, so that a change of them does not download PyTorch again.
 # hadolint ignore=DL3013
 RUN pip install --index-url "$TORCH_INDEX" "$TORCH"
 COPY pyproject.toml README.md LICENSE /src/
@@ -39,7 +39,7 @@ LABEL org.opencontainers.image.title="dflash-serve, builds" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.base.name="$PYTHON"
-# The folders that a container may write; as volumes they keep this owner.
+# Folders that a container may write; volumes mounted there keep this owner.
 RUN install -d -o 10001 -g 10001 /models /cache /prepared
 COPY --from=build /opt/dflash-serve /opt/dflash-serve
 ENV PATH=/opt/dflash-serve/bin:$PATH \

@@ -3,7 +3,7 @@
 # FLASHINFER_CUBIN_DIR cannot move (flashinfer #2976). Under a read-only root that folder has to lead to /tmp.
 #
 #   link_cubins.sh        as root: makes the link
-#   link_cubins.sh probe  as the image's user: makes and removes what FlashInfer would
+#   link_cubins.sh probe  as the image's user: makes and removes a file as FlashInfer would
 set -eu
 cubins=$(python3 -c 'import flashinfer_cubin; print(flashinfer_cubin.get_cubin_dir())' 2> /dev/null || true)
 [ -n "$cubins" ] || { echo "no flashinfer-cubin here: nothing to link"; exit 0; }

@@ -1,15 +1,15 @@
 # syntax=docker/dockerfile:1
-# One thin layer over an image that has TensorRT-LLM: our package, and a user of no rights.
+# A layer over an image that has TensorRT-LLM: our package, and a user without rights.
 #
 #   docker buildx build -f deploy/docker/tensorrt-llm.Dockerfile --build-arg BASE=nvcr.io/nvidia/tensorrt-llm/release@sha256:... -t dflash-serve-tensorrt-llm:0.1.0 .
 #
-# BASE   an image with TensorRT-LLM 1.3.0rc14 or newer, by digest; no default: what is not pinned is not built.
+# BASE   an image with TensorRT-LLM 1.3.0rc14 or newer, by digest; there is no default, so that every build is pinned.
 #        For a Dynamo worker: nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime@sha256:...
 ARG BASE
 
 FROM ${BASE} AS build
 ARG BASE
-# A tag may be another image tomorrow.
+# A tag can move to another image.
 RUN case "$BASE" in *@sha256:*) ;; *) echo "BASE must be pinned by digest: nvcr.io/nvidia/tensorrt-llm/release@sha256:..." >&2; exit 2 ;; esac
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
 COPY pyproject.toml README.md LICENSE /src/
@@ -31,7 +31,7 @@ LABEL org.opencontainers.image.title="dflash-serve on TensorRT-LLM" \
       org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.base.name="$BASE"
 USER 0
-# What the engine brings stays what it is: pip may add what our package needs, and change nothing that is there.
+# pip may add packages that ours needs, but not change any that the engine's image has.
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python3 -m pip list --format=freeze --exclude-editable > /tmp/there.txt && \
     PIP_BREAK_SYSTEM_PACKAGES=1 \

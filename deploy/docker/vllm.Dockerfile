@@ -1,14 +1,14 @@
 # syntax=docker/dockerfile:1
-# One thin layer over an image that has vLLM: our package, and a user of no rights.
+# A layer over an image that has vLLM: our package, and a user without rights.
 #
 #   docker buildx build -f deploy/docker/vllm.Dockerfile --build-arg BASE=vllm/vllm-openai@sha256:... -t dflash-serve-vllm:0.1.0 .
 #
-# BASE   an image with vLLM 0.32 or 0.33, by digest; no default: what is not pinned is not built.
+# BASE   an image with vLLM 0.32 or 0.33, by digest; there is no default, so that every build is pinned.
 ARG BASE
 
 FROM ${BASE} AS build
 ARG BASE
-# A tag may be another image tomorrow.
+# A tag can move to another image.
 RUN case "$BASE" in *@sha256:*) ;; *) echo "BASE must be pinned by digest: vllm/vllm-openai@sha256:..." >&2; exit 2 ;; esac
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
 COPY pyproject.toml README.md LICENSE /src/
@@ -30,7 +30,7 @@ LABEL org.opencontainers.image.title="dflash-serve on vLLM" \
       org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.base.name="$BASE"
 USER 0
-# What the engine brings stays what it is: pip may add what our package needs, and change nothing that is there.
+# pip may add packages that ours needs, but not change any that the engine's image has.
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python3 -m pip list --format=freeze --exclude-editable > /tmp/there.txt && \
     PIP_BREAK_SYSTEM_PACKAGES=1 \
@@ -38,7 +38,7 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     rm /tmp/there.txt && \
     sh /wheels/link_cubins.sh && \
     install -d -o 10001 -g 10001 /models /cache /prepared
-# Nothing is told to vLLM's authors.
+# No usage statistics are sent.
 ENV VLLM_NO_USAGE_STATS=1 \
     DO_NOT_TRACK=1 \
     HOME=/cache \

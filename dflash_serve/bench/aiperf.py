@@ -1,4 +1,4 @@
-"""aiperf, NVIDIA's load generator, as a command: the prompts it gets, one run of it, and the figures it wrote."""
+"""aiperf, NVIDIA's load generator, as a command: its prompts, one run, and the figures of its report."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from dflash_serve.prompts import HUB, HUMAN_EVAL, hub_options, hub_prompts, huma
 
 RESULT = "profile_export_aiperf.json"
 KEY = "OPENAI_API_KEY"
-"""The environment variable in which aiperf looks for a key."""
+"""Environment variable from which aiperf reads the API key."""
 LOOKS_PER_SECOND = 1000
-"""How often a user who has got his answer is looked for. Given no rate, aiperf 0.13 looks all the time
+"""Rate at which aiperf polls for finished requests. Without a rate aiperf 0.13 polls in a busy loop
 (timing/strategies/request_rate.py), which takes a whole core from servers on the same machine."""
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 AIPERF_FILES, AIPERF_PUBLIC = "speed_bench_", ("spec_al_", "spec_bench")
@@ -61,7 +61,7 @@ class Dataset:
 
 
 def load_dataset(text: str) -> Dataset:
-    """A dataset by what the user calls it.
+    """The dataset that `--dataset` names.
 
     Args:
         text: FILE.jsonl of {"prompt": ...} lines; `humaneval`; `hf:ORG/NAME,subset=...,split=...,column=...`;
@@ -69,7 +69,7 @@ def load_dataset(text: str) -> Dataset:
             which aiperf fetches.
 
     Raises:
-        UserError: synthetic prompts, a file that cannot be read, a name that nobody knows.
+        UserError: synthetic prompts, a file that cannot be read, an unknown name.
     """
     name, _, rest = text.partition("=")
     where = f"--dataset {text}"
@@ -103,10 +103,10 @@ def _speed_bench(name: str, file: str) -> Dataset:
 
 
 class RequestSettings(Frozen):
-    """What every request asks for. Runs with different ones are never put side by side."""
+    """Settings of every request. Runs with different settings are never compared."""
 
     dataset: str
-    """Its name in the report."""
+    """Name of the dataset in the report."""
     prompts_sha256: str | None
     """Checksum of the prompts; None where aiperf fetches them itself."""
     output_tokens: PositiveInt
@@ -118,7 +118,7 @@ class RequestSettings(Frozen):
 
 
 class Figures(Frozen):
-    """What aiperf measured in one run. A figure that is not known is None."""
+    """Figures of one run of aiperf. An unknown figure is None."""
 
     requests: int
     """Requests that were answered."""
@@ -138,21 +138,20 @@ class Figures(Frozen):
 
 @dataclass(frozen=True)
 class Job:
-    """What differs between two runs of aiperf."""
+    """Settings that differ between runs of aiperf."""
 
     url: str
     model: str
     concurrency: int
     requests: int
     folder: Path
-    """Where aiperf leaves its files."""
+    """Folder for aiperf's files."""
     first: int = 0
-    """The number of its first prompt: a server that was asked the same before would answer from its cache of prefixes,
-    as far as it has one."""
+    """Index of the first prompt. Each run has its own prompts: a server may have cached earlier prefixes."""
 
 
 def find_aiperf() -> list[str]:
-    """How aiperf is started: from this environment, or from wherever PATH finds it.
+    """The command that starts aiperf: from this environment, else from PATH.
 
     Raises:
         UserError: it is not installed.
@@ -168,7 +167,7 @@ def find_aiperf() -> list[str]:
 
 @dataclass(frozen=True)
 class Aiperf:
-    """aiperf with what is the same in all runs."""
+    """aiperf with the settings that all runs share."""
 
     dataset: Dataset
     request: RequestSettings
@@ -212,12 +211,12 @@ class Aiperf:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Our own environment, with the key where no process list shows it."""
-        env = {name: value for name, value in os.environ.items() if name != KEY}  # not somebody else's key
+        """The environment of aiperf. The key is in it, so that no process list shows it."""
+        env = {name: value for name, value in os.environ.items() if name != KEY}  # it may belong to another server
         if self.api_key:
             env[KEY] = self.api_key
         if self.tokenizer and Path(self.tokenizer).is_dir():
-            for name in OFFLINE:  # with it aiperf 0.13 takes a folder for a hub id; a folder needs no hub anyway
+            for name in OFFLINE:  # offline, aiperf 0.13 takes a folder for a hub id
                 env.pop(name, None)
         return env
 

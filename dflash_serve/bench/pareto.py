@@ -1,40 +1,30 @@
-"""The Pareto plot: the frontier of throughput against interactivity, the ratio of two frontiers, and the picture.
+"""The Pareto plot: frontiers of throughput against interactivity, their ratio, and the SVG.
 
-The ratio at one place is what NVIDIA's "15x" is: the curves of tokens/s/GPU against tokens/s/user are cut at one
-tokens/s/user (500 to 600 there), far out where the baseline has to run few users at once. One number of many, so the
-report tells it at every spot of the baseline as well.
+A published ratio such as NVIDIA's "15x" compares the curves of tokens/s/GPU against tokens/s/user at one tokens/s/user
+(500 to 600 there), where the baseline can run only few users at once. It depends on that choice, so the report gives
+the ratio at every spot of the baseline.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from html import escape
+from math import floor, log10
+from typing import NamedTuple
 
 import numpy
 
+TIMES = "\N{MULTIPLICATION SIGN}"
 INK, SOFT, GRID = "#1f2933", "#66727f", "#e4e7eb"
 KNOWN = {"off": "#7b8794", "auto": "#0b6bcb"}
 OTHERS = ("#d9730d", "#0f8a5f", "#9b3fb5", "#c0392b", "#8a6d00", "#00838f")
-STYLE: dict[str, Any] = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["Inter", "Helvetica Neue", "Arial", "Liberation Sans", "DejaVu Sans"],
-    "font.size": 10.5,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": INK,
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "dflash-serve",
-}
+WIDTH, HEIGHT, MARGIN, TICKS = 860, 520, 62, 5
+"""Of the picture, in pixels; intervals of each axis."""
 
 
 class Spot(NamedTuple):
-    """Where one concurrency puts a variant."""
+    """Throughput and interactivity of a variant at one concurrency."""
 
     interactivity: float
     """Tokens/s that one user sees."""
@@ -61,13 +51,13 @@ class FrontierComparison:
 
     @property
     def ratio(self) -> float | None:
-        """How many times the baseline's throughput."""
+        """Throughput over the baseline's."""
         if self.throughput is None or not self.baseline_throughput:
             return None
         return self.throughput / self.baseline_throughput
 
     def sentence(self) -> str:
-        """What a reader takes away."""
+        """The comparison in one sentence."""
         variant, baseline, at = self.variant, self.baseline, f"{self.interactivity:.1f} tokens/s/user"
         if self.ratio is not None:
             return (
@@ -76,13 +66,13 @@ class FrontierComparison:
             )
         if self.throughput is None and self.baseline_throughput is None:
             return f"Neither “{variant}” nor “{baseline}” reaches {at}."
-        lame, other = (variant, baseline) if self.throughput is None else (baseline, variant)
+        slower, other = (variant, baseline) if self.throughput is None else (baseline, variant)
         given = self.baseline_throughput if self.throughput is None else self.throughput
-        return f"“{lame}” does not reach {at}; “{other}” serves {given:.1f} tokens/s/device there."
+        return f"“{slower}” does not reach {at}; “{other}” serves {given:.1f} tokens/s/device there."
 
 
 def frontier(spots: Sequence[Spot]) -> list[Spot]:
-    """Those that no other beats in both, by rising interactivity (and so by falling throughput)."""
+    """Spots that no other spot beats in both figures, by rising interactivity (and so by falling throughput)."""
     best: list[Spot] = []
     for spot in sorted(spots, key=lambda spot: (-spot.interactivity, -spot.throughput)):
         if not best or spot.throughput > best[-1].throughput:
@@ -98,7 +88,8 @@ def throughput_at(spots: Sequence[Spot], interactivity: float) -> float | None:
     line = frontier(spots)
     if not line or interactivity > line[-1].interactivity:
         return None
-    return float(numpy.interp(interactivity, *_columns(line)))  # short of the first spot, that spot's
+    users, devices = ([spot[axis] for spot in line] for axis in (0, 1))
+    return float(numpy.interp(interactivity, users, devices))  # below the first spot: that spot's throughput
 
 
 def compare(curves: Curves, variant: str, baseline: str, interactivity: float) -> FrontierComparison:
@@ -115,7 +106,7 @@ def at_every_spot(curves: Curves, baseline: str) -> list[list[FrontierComparison
 
 
 def cut(curves: Curves, baseline: str, interactivity: float) -> FrontierComparison | None:
-    """The comparison that somebody asked for: of `auto` where there is one, else of the variant with the highest ratio.
+    """The comparison at a given interactivity: of `auto` if there is one, else of the variant with the highest ratio.
 
     Returns:
         None where fewer than two variants have spots.
@@ -134,65 +125,67 @@ def colours(variants: Collection[str]) -> dict[str, str]:
     return {name: KNOWN.get(name) or next(spare) for name in variants}
 
 
-def draw_pareto(
-    curves: Curves, colour: Mapping[str, str], comparison: FrontierComparison | None
-) -> tuple[bytes, bytes]:
-    """Tokens/s/device against tokens/s/user, a line for each variant, a mark for each concurrency.
+def draw_pareto(curves: Curves, colour: Mapping[str, str], comparison: FrontierComparison | None) -> str:
+    """Tokens/s/device against tokens/s/user as SVG: a line for each variant's frontier, a mark for each concurrency.
 
     Args:
         colour: of each variant.
         comparison: marked by a dashed line where both variants reach its interactivity.
-
-    Returns:
-        The same picture as PNG, for a README, and as SVG, for the report.
     """
-    from matplotlib import rc_context  # type: ignore[import-not-found, unused-ignore]
-    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
-
-    with rc_context(STYLE):  # type: ignore[arg-type, unused-ignore]
-        figure = Figure(figsize=(8.6, 5.2), layout="constrained")
-        axes = figure.add_subplot()
-        for name, spots in curves.items():
-            _draw(axes, spots, name, colour[name])
-        if comparison is not None:
-            _mark(axes, comparison)
-        axes.set_xlabel("Interactivity: tokens/s that one user sees")
-        axes.set_ylabel("Throughput: tokens/s/device")
-        axes.grid(color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.margins(0.08)
-        axes.tick_params(length=0)
-        axes.legend(frameon=False, loc="best")
-        return _saved(figure, "png", {"Software": None}), _saved(figure, "svg", {"Date": None})
-
-
-def _draw(axes: Any, spots: Sequence[Spot], name: str, colour: str) -> None:
-    axes.plot(*_columns(frontier(spots)), color=colour, linewidth=2.2, solid_capstyle="round", zorder=2)
-    marks = {"marker": "o", "markersize": 6.5, "markeredgecolor": "white", "markeredgewidth": 1.2, "color": colour}
-    axes.plot(*_columns(spots), linestyle="none", zorder=3, **marks)
-    axes.plot([], [], linewidth=2.2, label=name, **marks)
-    for x, y, users in spots:
-        axes.annotate(str(users), (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8.5, color=colour)
+    every = [spot for spots in curves.values() for spot in spots]
+    right, top = (_round_up(max((spot[axis] for spot in every), default=0.0) or 1.0) for axis in (0, 1))
+    parts = [*_axes(right, top), *_legend(curves, colour)]
+    for name, spots in curves.items():
+        placed = [_place(spot.interactivity / right, spot.throughput / top) for spot in spots]
+        line = " ".join(f"{x},{y}" for x, y in (_place(s[0] / right, s[1] / top) for s in frontier(spots)))
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour[name]}" stroke-width="2.5"/>')
+        for (x, y), spot in zip(placed, spots, strict=True):
+            parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour[name]}" stroke="#fff"/>')
+            parts.append(f'<text x="{x + 6}" y="{y - 6}" fill="{colour[name]}">{spot.users}</text>')
+    if comparison is not None and comparison.ratio is not None:
+        at = comparison.interactivity / right
+        both = (comparison.baseline_throughput or 0.0, comparison.throughput or 0.0)
+        (x, low), (_, high) = (_place(at, y / top) for y in both)
+        parts.append(f'<path d="M{x} {low}V{high}" stroke="{INK}" stroke-dasharray="4 3"/>')
+        parts.append(
+            f'<text x="{x + 7}" y="{(low + high) / 2:.1f}" font-weight="bold">{comparison.ratio:.2f}{TIMES}</text>'
+        )
+    names = escape(", ".join(curves))
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Throughput against interactivity for {names}" '
+        f'fill="{INK}" font-size="12">{"".join(parts)}</svg>'
+    )
 
 
-def _columns(spots: Sequence[Spot]) -> tuple[list[float], list[float]]:
-    return [spot.interactivity for spot in spots], [spot.throughput for spot in spots]
+def _place(x: float, y: float) -> tuple[float, float]:
+    # Shares of the axes -> coordinates in the picture.
+    left, bottom = MARGIN, HEIGHT - MARGIN
+    return round(left + x * (WIDTH - MARGIN - 20), 1), round(bottom - y * (bottom - 10), 1)
 
 
-def _mark(axes: Any, found: FrontierComparison) -> None:
-    if found.ratio is None or found.throughput is None or found.baseline_throughput is None:
-        return
-    at = found.interactivity
-    axes.plot([at, at], [found.baseline_throughput, found.throughput], color=INK, linewidth=1.2, linestyle=(0, (3, 2)))
-    middle = (found.baseline_throughput + found.throughput) / 2
-    words = f"{found.ratio:.2f}\N{MULTIPLICATION SIGN}"
-    axes.annotate(words, (at, middle), xytext=(7, 0), textcoords="offset points", fontsize=12, fontweight="bold",
-                  va="center", color=INK)  # fmt: skip
+def _round_up(value: float) -> float:
+    # The end of an axis: 1, 1.5, 2, 3, 5 or 8 times a power of ten, at least 5 % beyond the largest value.
+    power = 10.0 ** floor(log10(value))
+    return power * next(step for step in (1, 1.5, 2, 3, 5, 8, 10, 15) if step * power >= 1.05 * value)
 
 
-def _saved(figure: Any, form: str, metadata: Mapping[str, None]) -> bytes:
-    out = io.BytesIO()
-    figure.savefig(out, format=form, dpi=180, metadata=metadata)
-    return out.getvalue()
+def _axes(right: float, top: float) -> Iterator[str]:
+    for part in range(TICKS + 1):
+        share = part / TICKS
+        (x, bottom), (_, ceiling) = _place(share, 0), _place(share, 1)
+        (left, y), (end, _) = _place(0, share), _place(1, share)
+        yield f'<path d="M{x} {bottom}V{ceiling}M{left} {y}H{end}" stroke="{GRID}" fill="none"/>'
+        yield f'<text x="{x}" y="{bottom + 18}" text-anchor="middle" fill="{SOFT}">{share * right:g}</text>'
+        yield f'<text x="{left - 8}" y="{y + 4}" text-anchor="end" fill="{SOFT}">{share * top:g}</text>'
+    for place, words in (
+        (f"translate({WIDTH / 2} {HEIGHT - 8})", "Interactivity: tokens/s that one user sees"),
+        (f"translate(14 {HEIGHT / 2}) rotate(-90)", "Throughput: tokens/s/device"),
+    ):
+        yield f'<text transform="{place}" text-anchor="middle">{words}</text>'
+
+
+def _legend(curves: Curves, colour: Mapping[str, str]) -> Iterator[str]:
+    for place, name in enumerate(curves):
+        y = 28 + 20 * place
+        yield f'<circle cx="{WIDTH - 150}" cy="{y - 4}" r="5" fill="{colour[name]}"/>'
+        yield f'<text x="{WIDTH - 138}" y="{y}">{escape(name)}</text>'

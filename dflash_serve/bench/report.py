@@ -1,10 +1,7 @@
-"""Everything a finished (or interrupted) bench says, in one value, and the files that say it."""
+"""The report of a finished or interrupted bench: all figures in one value, written as JSON and HTML."""
 
 from __future__ import annotations
 
-import base64
-import csv
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,8 +19,7 @@ from dflash_serve.common.provenance import Environment
 from dflash_serve.deployment import Deployment
 from dflash_serve.draft_method import METHODS
 
-JSON, CSV, HTML, PARETO = "bench.json", "bench.csv", "report.html", "pareto.png"
-TEMPLATE, STYLE = "report.html.jinja", "report.css"
+JSON, HTML, TEMPLATE = "bench.json", "report.html", "report.html.jinja"
 UNKNOWN = "\N{EN DASH}"
 SIDE_BY_SIDE = "over all concurrencies, at each all variants in turn, another one first each time; servers side by side"
 IN_TURN = "over all variants, one server at a time, for each all concurrencies; another one first in each round"
@@ -32,7 +28,7 @@ SWEEP = {"concurrency", "rounds", "requests_per_user", "min_requests", "warm_up"
 
 @dataclass(frozen=True)
 class ReportData:
-    """What was asked for and what was measured; all that a report says follows from it."""
+    """Settings and runs of a bench; every figure and sentence of the report is derived from them."""
 
     settings: Settings
     request: RequestSettings
@@ -68,7 +64,7 @@ class ReportData:
 
     @cached_property
     def loads(self) -> dict[str, list[LoadRatio]]:
-        """The other variants against the baseline at every load, by name."""
+        """The other variants against the baseline at every load."""
         others = [name for name in self.variants if name != self.baseline]
         found = {name: load_ratios(self.runs, name, self.baseline) for name in others}
         return {name: ratios for name, ratios in found.items() if ratios}
@@ -92,12 +88,12 @@ class ReportData:
 
     @cached_property
     def deployed(self) -> dict[str, Deployment]:
-        """The variants that were started by the bench, by name: the load generator shared the machine with them."""
+        """Variants whose servers the bench started: the load generator ran on the same machine."""
         return {name: variant for name, variant in self.variants.items() if isinstance(variant, Deployment)}
 
     @property
     def devices(self) -> int:
-        """What throughput is divided by."""
+        """Number of devices that throughput is divided by."""
         return self.settings.devices or next((each.hardware.count for each in self.deployed.values()), 1)
 
     @property
@@ -122,7 +118,7 @@ class ReportData:
 
     @property
     def served(self) -> list[tuple[str, str]]:
-        """What was served, as (term, words)."""
+        """Facts about the servers, as (term, description)."""
         engines = {run.variant: run.acceptance.engine or "unknown" for run in reversed(self.runs)}
         told: list[tuple[str, str]] = []
         # They differ in their widths only, and those without a drafter in how their engine drafts.
@@ -146,18 +142,12 @@ def _at_each(ratios: Sequence[LoadRatio]) -> str:
 
 
 def write_report(report: ReportData, folder: Path) -> list[Path]:
-    """Writes JSON, CSV, PNG and HTML, each whole or not at all, and returns their paths.
+    """Writes JSON and HTML, each whole or not at all, and returns their paths.
 
     Raises:
         UserError: a file cannot be written.
     """
-    png, svg = draw_pareto(report.curves, colours(report.variants), report.comparison)
-    contents: dict[str, str | bytes] = {
-        JSON: json.dumps(as_json(report), indent=1, ensure_ascii=False) + "\n",
-        CSV: as_csv(report),
-        PARETO: png,
-        HTML: as_html(report, svg),
-    }
+    contents = {JSON: json.dumps(as_json(report), indent=1, ensure_ascii=False) + "\n", HTML: as_html(report)}
     for name, content in contents.items():
         write_whole(folder / name, content, do="name another --output")
     return [folder / name for name in contents]
@@ -189,56 +179,21 @@ def _point(point: Point) -> dict[str, Any]:
     return {**point.model_dump(mode="json"), "acceptance": {**point.acceptance.to_dict(), **quotients}}
 
 
-def as_csv(report: ReportData) -> str:
-    """A line for each variant and concurrency; an unknown figure is an empty field."""
-    out = io.StringIO()
-    names = list(_line(report.points[0])) if report.points else ["variant"]
-    writer = csv.DictWriter(out, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(_line(point) for point in report.points)
-    return out.getvalue()
-
-
-def _line(point: Point) -> dict[str, Any]:
-    return {
-        "variant": point.variant,
-        "concurrency": point.concurrency,
-        "rounds": point.rounds,
-        "tokens_per_s_per_device": round(point.throughput_per_device, 3),
-        "lowest": round(point.lowest, 3),
-        "highest": round(point.highest, 3),
-        "tokens_per_s_per_user": _rounded(point.interactivity),
-        "first_token_ms_p50": _rounded(point.first_token_ms),
-        "first_token_ms_p99": _rounded(point.first_token_p99_ms),
-        "inter_token_ms_p50": _rounded(point.inter_token_ms),
-        "acceptance_length": _rounded(point.acceptance.acceptance_length, 4),
-        "survival": " ".join(f"{share:.4f}" for share in point.survival),
-        "mean_width": _rounded(point.mean_width),
-        "requests": point.requests,
-        "errors": point.errors,
-    }
-
-
-def _rounded(value: float | None, digits: int = 3) -> float | None:
-    return None if value is None else round(value, digits)
-
-
-def as_html(report: ReportData, plot: bytes) -> str:
-    """One HTML document that needs no network: style and picture (SVG) are inside it."""
+def as_html(report: ReportData) -> str:
+    """One HTML document that needs no network: style and plot (SVG) are inside it."""
     from jinja2 import Environment, StrictUndefined
 
-    here = files(__package__)
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.filters.update(figure=_figure, counted=_counted)
+    colour = colours(report.variants)
     best = {
         users: max((p.throughput_per_device for p in report.points if p.concurrency == users), default=None)
         for users in report.settings.concurrency
     }
-    return jinja.from_string((here / TEMPLATE).read_text(encoding="utf-8")).render(
+    return jinja.from_string((files(__package__) / TEMPLATE).read_text(encoding="utf-8")).render(
         report=report,
-        style=(here / STYLE).read_text(encoding="utf-8"),
-        plot=base64.b64encode(plot).decode("ascii"),
-        colours=colours(report.variants),
+        plot=draw_pareto(report.curves, colour, report.comparison),
+        colours=colour,
         best=best,
         caveats=list(caveats(report)),
         unknown=UNKNOWN,
@@ -254,12 +209,12 @@ def _counted(count: int, word: str) -> str:
 
 
 def caveats(report: ReportData) -> Iterator[str]:
-    """What a careful reader has to know, from what happened."""
+    """Warnings about these runs, one sentence each."""
     done, others = len(report.runs), [point for point in report.points if point.variant != report.baseline]
     if done < report.planned:
-        yield f"Incomplete: {done} of {report.planned} runs are done. The same command goes on with the rest."
+        yield f"Incomplete: {done} of {report.planned} runs are done. The same command continues it."
     if report.settings.rounds == 1:
-        yield "One round: nothing is known of how much the figures scatter."
+        yield "One round: the scatter of the figures is unknown."
     yield from _scatter(report.points)
     errors = sum(point.errors for point in report.points)
     if errors:
@@ -269,10 +224,7 @@ def caveats(report: ReportData) -> Iterator[str]:
     if any(commit.endswith("-dirty") for commit in report.commits):
         yield "Files of the source tree differed from its commit."
     if report.deployed:
-        yield (
-            "aiperf ran on the same machine as the servers, and took its share of the processor, from all variants "
-            "alike."
-        )
+        yield ("aiperf ran on the same machine as the servers and used its processor; that affects all variants alike.")
     if not report.request.ignore_eos:
         yield "Answers end where the model ends them; with fixed lengths (--ignore-eos) a text goes on past its end."
     yield (

@@ -1,4 +1,4 @@
-"""Runs what is missing of a bench, in order, keeps each run as soon as it ends, and reports what there is."""
+"""Makes the missing runs of a bench in order, keeps each as soon as it ends, and writes the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 
 WORK = "work"
-"""Folder of the output: what aiperf and the servers leave behind, which nobody needs later."""
+"""Subfolder of the output for files of aiperf and the servers; it can be deleted afterwards."""
 
 
 class Bench:
@@ -51,7 +51,7 @@ class Bench:
         self.folder = RunFolder(settings.output)
         self.cells = schedule(list(self.variants), settings)
         self.env: Mapping[str, str] = {}
-        """Of all servers that are started."""
+        """Environment of all servers that the bench starts."""
 
     def run(self, report_run: Callable[[Run, int, int], None]) -> list[Path]:
         """Measures what is missing, then writes the report.
@@ -106,7 +106,7 @@ class Bench:
                 report_run(run, len(self.cells) - len(self.missing()), len(self.cells))
 
     def report(self) -> ReportData:
-        """What there is to say of the runs that are there."""
+        """The report of the runs that are finished."""
         planned = set(self.cells)
         return ReportData(
             settings=self.settings,
@@ -118,7 +118,7 @@ class Bench:
         )
 
     def _start(self, name: str, servers: ExitStack, aiperf: Aiperf) -> Endpoint:
-        """The variant's server, warm; one that we start ends with `servers`."""
+        # A server that the bench starts ends with `servers`.
         url = self.variants[name]
         if isinstance(url, Deployment):
             assert self.backend is not None

@@ -1,4 +1,4 @@
-"""What a bench compares and how much of it: its settings, the variants of serving, and the order of its runs."""
+"""Settings of a bench, the variants that it compares, and the order of its runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _several(given: Any) -> Any:
 
 
 class Settings(Frozen):
-    """What the user asks for: a field for each option of `dflash-serve bench`, by its name."""
+    """A field for each option of `dflash-serve bench`, with the same name."""
 
     deployment: Path | None
     """YAML file of what is served in each of `variants`; None = target and drafter say it, or nothing is started."""
@@ -64,8 +64,8 @@ class Settings(Frozen):
     devices: int | None
     """Throughput is divided by that; None = the deployment's hardware.count, else 1."""
     in_turn: bool | None
-    """One server at a time, for servers that take all of a GPU's memory; otherwise all run side by side, where one that
-    nobody asks costs memory only. None = unless the embedded backend serves."""
+    """One server at a time, for servers that take all of a GPU's memory; otherwise all run side by side, where an idle
+    one costs only memory. None = true unless the embedded backend serves."""
     warm_up: bool
     """Each server answers a request for each user before it is measured."""
     output: Path
@@ -77,18 +77,18 @@ class Settings(Frozen):
         return max(self.min_requests, self.requests_per_user * concurrency)
 
     def prompts_before(self, cell: Cell) -> int:
-        """Prompts that the runs of its variant before it take: each run has its own, the same for all variants."""
+        """Number of prompts that earlier runs of its variant use. Each run has its own, the same for all variants."""
         each = [self.requests(users) for users in self.concurrency]
         return cell.round * sum(each) + sum(each[: self.concurrency.index(cell.concurrency)])
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether servers run one after the other."""
+        """True where servers run one after the other."""
         return self.backend != EMBEDDED if self.in_turn is None else self.in_turn
 
 
 Variant = str | Deployment
-"""One way of serving that is measured: the URL of a server that runs already, or what one is started from."""
+"""One way of serving: the URL of a running server, or the deployment of one to start."""
 
 
 def slug(name: str) -> str:
@@ -110,8 +110,7 @@ class Cell(NamedTuple):
 
 
 def read_deployment(settings: Settings) -> tuple[Deployment | None, str | None]:
-    """What is served in each of `settings.variants`, None = nothing is started; and what is to be said of a drafter
-    that was chosen.
+    """The deployment of `settings.variants` (None = no server is started), and a remark on a drafter that was chosen.
 
     Raises:
         UserError: the file cannot be read, or is no deployment, or no drafter can be chosen.
@@ -124,7 +123,7 @@ def read_deployment(settings: Settings) -> tuple[Deployment | None, str | None]:
 
 
 def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[dict[str, Variant], ServerBackend | None]:
-    """All variants that are asked for, by name, and what starts the servers of those that are deployed.
+    """All variants by their names, and the backend that starts the servers of the deployed ones.
 
     Raises:
         UserError: there are none, two share a name, the backend refuses one, or the baseline is none of them.
@@ -178,7 +177,7 @@ def deployed_variants(deployment: Deployment, asked: Sequence[str], backend: Bac
 
 
 def endpoint_variants(asked: Sequence[str]) -> dict[str, str]:
-    """URLs of servers that run already, by name; each given as `name=http://host:port`.
+    """URLs of running servers, each given as `name=http://host:port`.
 
     Raises:
         UserError: not of that form, or a name given twice.
@@ -195,7 +194,7 @@ def endpoint_variants(asked: Sequence[str]) -> dict[str, str]:
 
 
 def schedule(variants: Sequence[str], settings: Settings) -> list[Cell]:
-    """All runs in order, interleaved so that a machine's moods fall on all variants alike.
+    """All runs in order, interleaved so that a busy spell of the machine slows all variants alike.
 
     Side by side, variants change at every concurrency; one at a time, only once a round. Each time another is first.
     """

@@ -33,11 +33,11 @@ AT = "Compare the variants at so many tokens/s/user, too."
 Interactivity = Annotated[float | None, Option(help=AT, min=0)]
 Baseline = Annotated[str | None, Option(help="Variant to compare with. [default: off, or the first]")]
 Tokenizer = Annotated[str | None, Option(help="Tokenizer: hub id or folder. [default: the target's]")]
-Hardware = Annotated[str | None, Option(help="What the running servers run on, for the report.")]
+Hardware = Annotated[str | None, Option(help="Hardware of the running servers, for the report.")]
 Devices = Annotated[int | None, Option(help="Devices that throughput is divided by. [default: hardware.count]", min=1)]
 InTurn = Annotated[bool | None, Option(help="Run one server at a time. [default: not with the embedded backend]")]
 WarmUp = Annotated[bool, Option(help="Ask each server as many requests as are in flight, before it is measured.")]
-Output = Annotated[Path, Option(help="Folder for runs and report; what is there is kept.")]
+Output = Annotated[Path, Option(help="Folder for runs and report; finished runs in it are kept.")]
 
 
 def bench(
@@ -70,9 +70,9 @@ def bench(
 ) -> None:
     """Measure throughput and interactivity with and without speculation, side by side.
 
-    Interrupt it when you like: finished runs are kept, and the same command goes on with the rest.
+    It can be interrupted: finished runs are kept, and the same command continues.
     """
-    need("bench", "httpx", "jinja2", "matplotlib", "prometheus_client")
+    need("bench", "httpx", "jinja2", "prometheus_client")
     from dflash_serve.bench.runner import Bench
     from dflash_serve.bench.settings import Settings
 
@@ -82,7 +82,6 @@ def bench(
 
 
 def _run(asked: Bench, *, as_json: bool, quiet: bool) -> None:
-    """Runs it; however it ends, what is finished is told."""
     output = asked.settings.output
     if asked.told is not None and not quiet:
         typer.echo(f"dflash-serve: {asked.told}", err=True)

@@ -1,4 +1,4 @@
-"""`dflash-serve plan`: what to run on which GPUs and what to expect of it, before anything runs."""
+"""`dflash-serve plan`: split, width and batch for given GPUs, with expected figures, before anything runs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
-    from dflash_serve.planning.acceptance import ExpectedAcceptance
-    from dflash_serve.planning.calibration import Calibration
     from dflash_serve.planning.plan import Plan
+    from dflash_serve.planning.prediction import Calibration, ExpectedAcceptance
     from dflash_serve.planning.question import PlanQuestion
 
 TOP = 12
 """Lines of a front in the terminal, at most."""
 Gpu = Annotated[str | None, Option(help="Kind of GPU: h100, h200, b200, b300, gb200, gb300.")]
-Count = Annotated[int | None, Option(help="GPUs there are. [default: hardware.count, or 1]", min=1)]
+Count = Annotated[int | None, Option(help="Number of GPUs. [default: hardware.count, or 1]", min=1)]
 Tensor = Annotated[int | None, Option(help="GPUs that share every layer. [default: the best]", min=1)]
 Expert = Annotated[int | None, Option(help="GPUs that share out the experts. [default: the best]", min=1)]
 Isl = Annotated[int, Option(help="Mean prompt, in tokens.", min=1)]
@@ -38,7 +37,6 @@ Task = Annotated[str | None, Option(help="Task: of --survival's report, else as 
 ConstantsOf = Annotated[str | None, Option("--constants", help="Engine constants: a known set, or a JSON file.")]
 Calibrate = Annotated[Path | None, Option(help="bench.json of a sweep: fit the engine constants to it.")]
 Output = Annotated[Path, Option(help="Folder for the plan.")]
-Html = Annotated[bool, Option("--html", help="Write report.html, too.")]
 
 
 def plan(
@@ -62,31 +60,27 @@ def plan(
     constants: ConstantsOf = None,
     calibrate: Calibrate = None,
     output: Output = Path("plan"),
-    html: Html = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Say which split, width and batch to run on which GPUs, and what to expect. Nothing is run."""
-    need("plan", "numpy", "scipy", "matplotlib", "jinja2")
+    need("plan", "numpy", "scipy")
     options.require_target("plan", deployment, target)
     chosen = server_backend(backend)
     described = name_drafter(load_deployment(deployment, _flags(context.params)), chosen, quiet=quiet)
     question, calibration = _calibrated(_question(described, context.params), calibrate)
-    _answer(question, calibration, output, html=html, as_json=as_json, quiet=quiet)
+    _answer(question, calibration, output, as_json=as_json, quiet=quiet)
 
 
 def _answer(
-    question: PlanQuestion, calibration: Calibration | None, output: Path, *, html: bool, as_json: bool, quiet: bool
+    question: PlanQuestion, calibration: Calibration | None, output: Path, *, as_json: bool, quiet: bool
 ) -> None:
-    """Plans, writes, tells."""
     from dflash_serve.common.files import require_writable
-    from dflash_serve.planning.handover import can_follow
-    from dflash_serve.planning.plan import make_plan
-    from dflash_serve.planning.report import JSON, write_plan
+    from dflash_serve.planning.plan import JSON, can_follow, make_plan, write_plan
 
     answer = make_plan(question, can_follow=can_follow(question.backend, question.deployment))
     require_writable(output)
-    files = write_plan(answer, output, html=html, calibration=calibration)
+    files = write_plan(answer, output, calibration)
     if as_json:
         typer.echo((output / JSON).read_text(encoding="utf-8"), nl=False)
         return
@@ -105,9 +99,9 @@ def _flags(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _question(described: Deployment, given: dict[str, Any]) -> PlanQuestion:
-    from dflash_serve.planning.constants import constants_of
     from dflash_serve.planning.prediction import Load
     from dflash_serve.planning.question import Objective, PlanQuestion, read_pair, specification
+    from dflash_serve.planning.step_times import constants_of
 
     on = specification(described.hardware.gpu)
     backend = given["backend"]
@@ -128,7 +122,7 @@ def _question(described: Deployment, given: dict[str, Any]) -> PlanQuestion:
 
 
 def _acceptances(given: dict[str, Any], target: str, block_size: int) -> list[ExpectedAcceptance]:
-    from dflash_serve.planning.acceptance import band, from_length, from_report, of_task
+    from dflash_serve.planning.prediction import band, from_length, from_report, of_task
 
     length, report, task = given["acceptance_length"], given["survival"], given["task"]
     if length is not None and (report is not None or task is not None):
@@ -141,11 +135,10 @@ def _acceptances(given: dict[str, Any], target: str, block_size: int) -> list[Ex
 
 
 def _calibrated(question: PlanQuestion, report: Path | None) -> tuple[PlanQuestion, Calibration | None]:
-    """The question with constants of a bench, of the split that the deployment says; the same where there is none."""
+    # The question with constants fitted to a bench of the split that the deployment has.
     if report is None:
         return question, None
-    from dflash_serve.planning.calibration import calibrate
-    from dflash_serve.planning.prediction import Predictor
+    from dflash_serve.planning.prediction import Predictor, calibrate
     from dflash_serve.planning.question import step_times_of
     from dflash_serve.planning.step_times import Split
 
@@ -158,7 +151,7 @@ def _calibrated(question: PlanQuestion, report: Path | None) -> tuple[PlanQuesti
 
 
 def _print(answer: Plan, calibration: Calibration | None, output: Path, files: list[Path], *, quiet: bool) -> None:
-    from dflash_serve.planning.handover import next_steps, refusals
+    from dflash_serve.planning.plan import next_steps, refusals
 
     for line in answer.verdict():
         typer.echo(line)
@@ -182,7 +175,7 @@ def _table(answer: Plan) -> Any:
     from rich import box
     from rich.table import Table
 
-    from dflash_serve.planning.report import fronts
+    from dflash_serve.planning.plan import fronts
 
     table = Table("", "split", "batch", "width", "tokens/s/GPU", "tokens/s/user", "TTFT ms", box=box.SIMPLE)
     for column in table.columns[2:]:

@@ -1,1 +1,1 @@
-"""`dflash-serve deploy`: one Deployment as Helm values, manifests, a Dynamo graph, a KServe service, a compose file."""
+"""`dflash-serve deploy`: a Deployment as values of the Helm chart, or as the manifests that the chart makes of them."""

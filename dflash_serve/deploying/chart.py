@@ -1,7 +1,8 @@
-"""Our Helm chart: its values for a workload, its manifests where helm is installed, and its generated files.
+"""The Helm chart: its values for a workload, the manifests that helm makes of them, and the chart ready to be packaged.
 
-`python -m dflash_serve.deploying.chart` writes the generated files anew: the schema of its values, the engines that it
-knows, Grafana's dashboard, and its README.
+`python -m dflash_serve.deploying.chart FOLDER` writes the whole chart, with the schema of its values, to a new folder.
+Without a folder it writes the generated files of this checkout again: the engines that the chart knows, and Grafana's
+dashboard.
 """
 
 from __future__ import annotations
@@ -10,52 +11,43 @@ import json
 import math
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Literal
 
 import yaml
 
-from dflash_serve import deployment
 from dflash_serve.backend import EngineFacts, backend
 from dflash_serve.errors import UserError
 
-from .chart_docs import attribute_docs, readme
-from .chart_values import Values
-from .chart_values_cluster import EngineProbes, EngineValues
 from .dashboard import dashboard
+from .values_schema import values_schema
 from .workload import Document, Workload, yaml_text
+
+Form = Literal["helm", "manifests"]
 
 CHART = "deploy/helm/dflash-serve"
 KNOWN = ("torch", "sglang", "tensorrt-llm", "vllm")
-"""Backends that the chart has images, checks and acceptance probes for; others bring their `engine` in the values."""
-README = "README.md"
-ARGUMENTS = "files/arguments.yaml"
+"""Backends that the chart has images and acceptance probes for; the values of another one contain its `engine`."""
 SCHEMA, ENGINES, DASHBOARD = "values.schema.json", "files/engines.yaml", "dashboards/dflash-serve.json"
-GIGABYTES_OF_MODELS = 500
-"""What models.size holds unless it is said otherwise."""
-DIALECT = "http://json-schema.org/draft-07/schema#"
-"""Helm 3's validator knows no later one."""
-GLOBAL = {"type": "object", "description": "Helm gives every subchart these; none is read."}
+UNITS = {"": 1, **{f"{prefix}i": 2 ** (10 * power) for power, prefix in enumerate("KMGT", 1)}}
 
 
-@runtime_checkable
-class ArgumentBackend(Protocol):
-    """A backend whose server takes arguments of the user's, but for those that keys of the deployment stand for."""
+def render(workload: Workload, form: Form) -> str:
+    """The chart's values, or the manifests of a release, as YAML documents separated by `---`.
 
-    def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
-        """These by every name, with underscores, and the key or the reason of each.
-
-        Args:
-            drafter: those that only a drafter of ours takes away; else all others.
-        """
-        ...
+    Raises:
+        UserError: the image is not pinned by its digest, or helm is not installed or refuses the values.
+    """
+    documents = [values(workload)] if form == "helm" else manifests(workload)
+    return "---\n".join(yaml_text(document) for document in documents)
 
 
-def values(workload: Workload) -> Iterator[Document]:
-    """The chart's values: the deployment as it is, and what Kubernetes must be told besides.
+def values(workload: Workload) -> Document:
+    """The values that differ from the chart's defaults.
 
     Raises:
         UserError: the image is not pinned by its digest.
@@ -71,34 +63,35 @@ def values(workload: Workload) -> Iterator[Document]:
         "podLabels": workload.pod_labels,
         "podAnnotations": workload.pod_annotations,
     }
-    yield {name: value for name, value in found.items() if value not in ({}, {"gigabytes": None}, 1)}
+    return {name: value for name, value in found.items() if value not in ({}, {"gigabytes": None}, 1)}
 
 
 def _engine(facts: EngineFacts) -> Document:
-    """An engine's facts as the chart's templates read them."""
-    lines = facts.speculation
-    engine = EngineValues(
-        probes=EngineProbes(**asdict(facts.probes)),
-        metrics_path=facts.metrics.path,
-        queued=facts.metrics.queued,
-        running=facts.metrics.running,
-        generated=facts.metrics.generated,
-        inter_token_latency=facts.metrics.inter_token_latency,
-        queue_time=facts.metrics.queue_time,
-        acceptance_length=lines.acceptance_length[1],
-        survival=lines.survival and lines.survival[1],
-        widths=lines.widths and lines.widths[1],
-        needs_gpu=facts.needs_gpu,
-        server_flags=list(facts.server_flags),
-        environment=dict(facts.environment),
-    )
-    return engine.model_dump(by_alias=True)
+    """An engine's facts under the names by which the chart's templates read them."""
+    metrics, lines = facts.metrics, facts.speculation
+    return {
+        "probes": asdict(facts.probes),
+        "metricsPath": metrics.path,
+        "queued": metrics.queued,
+        "running": metrics.running,
+        "generated": metrics.generated,
+        "interTokenLatency": metrics.inter_token_latency,
+        "queueTime": metrics.queue_time,
+        "acceptanceLength": lines.acceptance_length[1],
+        "survival": lines.survival and lines.survival[1],
+        "widths": lines.widths and lines.widths[1],
+        "needsGpu": facts.needs_gpu,
+        "serverFlags": list(facts.server_flags),
+        "environment": dict(facts.environment),
+    }
 
 
 def _room(gigabytes: int | None) -> dict[str, str]:
-    """A larger /models than by default, where the weights need it; a tenth more, for what is fetched in pieces."""
+    """A larger volume than the chart's default where the weights, and a tenth more for downloads, do not fit it."""
+    default = str(yaml.safe_load((chart() / "values.yaml").read_text(encoding="utf-8"))["models"]["size"])
+    number = default.rstrip("KMGTi")
     needed = math.ceil((gigabytes or 0) * 1.1)
-    return {"size": f"{needed}G"} if needed > GIGABYTES_OF_MODELS else {}
+    return {"size": f"{needed}G"} if needed * 10**9 > int(number) * UNITS[default.removeprefix(number)] else {}
 
 
 def _image(image: str | None) -> dict[str, str]:
@@ -106,35 +99,34 @@ def _image(image: str | None) -> dict[str, str]:
         return {}
     repository, at, digest = image.partition("@")
     if not at:
-        do = "give REPOSITORY@sha256:..., as `docker buildx imagetools inspect` says"
+        do = "give REPOSITORY@sha256:..., as `docker buildx imagetools inspect` prints it"
         raise UserError(f"{image} is not pinned: a tag can move under a running release", where="--image", do=do)
     return {"repository": repository, "digest": digest}
 
 
 def manifests(workload: Workload) -> Iterator[Document]:
-    """What `helm install` would apply, without a cluster's answer.
+    """The objects that `helm install` would apply.
 
     Raises:
         UserError: helm is not installed, or refuses the values.
     """
-    (given,) = values(workload)
-    yield from (document for document in yaml.safe_load_all(template(workload.name, given)) if document)
+    yield from (document for document in yaml.safe_load_all(template(workload.name, values(workload))) if document)
 
 
 def template(name: str, given: Document) -> str:
-    """`helm template` on our chart.
+    """The output of `helm template` on the chart with its schema.
 
     Raises:
         UserError: helm is not installed, or refuses the values.
     """
     helm = shutil.which("helm")
     if helm is None:
-        do = "install helm 3.17 or newer (helm.sh), or take --render helm to where it is installed"
-        raise UserError("helm is not installed, and manifests are what it makes of our chart", where="helm", do=do)
+        do = "install helm 3.17 or newer (helm.sh), or use --render helm and take the values to a machine with helm"
+        raise UserError("helm is not installed; it makes the manifests from the chart", where="helm", do=do)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "values.yaml")
         file.write_text(yaml.safe_dump(dict(given), sort_keys=False), encoding="utf-8")
-        argv = [helm, "template", name, str(chart()), "--values", str(file)]
+        argv = [helm, "template", name, str(write_chart(Path(folder, "chart"))), "--values", str(file)]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)  # noqa: S603 - found on PATH
     if done.returncode:
         raise UserError(" ".join(done.stderr.split()), where="helm template")
@@ -142,7 +134,7 @@ def template(name: str, given: Document) -> str:
 
 
 def chart() -> Path:
-    """The chart's folder: it travels in the wheel beside this file, and stands in deploy/ of a checkout.
+    """The chart's folder: beside this file in an installed package, in deploy/ in a checkout.
 
     Raises:
         UserError: neither is there.
@@ -154,46 +146,36 @@ def chart() -> Path:
     raise UserError("the chart is not there", where=str(here / "chart"), do="install dflash-serve again")
 
 
-def values_schema() -> dict[str, Any]:
-    """The JSON Schema of values.yaml, from the types of `chart_values` and the Deployment, for both Helm versions."""
-    schema = _untitled(Values.model_json_schema(by_alias=True, ref_template="#/definitions/{model}"))
-    definitions = schema.pop("$defs")
-    for name, texts in attribute_docs(deployment).items():
-        for field, text in texts.items():
-            if field in definitions.get(name, {}).get("properties", {}):
-                definitions[name]["properties"][field].setdefault("description", text)
-    schema["properties"]["global"] = GLOBAL
-    return {"$schema": DIALECT, "title": "dflash-serve", **schema, "definitions": definitions}
+def write_chart(folder: Path) -> Path:
+    """Writes the chart with the schema of its values to a folder that is not there yet, and returns the folder.
+
+    Raises:
+        UserError: the folder is there already, or cannot be written.
+    """
+    try:
+        shutil.copytree(chart(), folder)
+    except OSError as error:
+        do = "name a folder that is not there yet"
+        raise UserError(f"cannot be written: {error.strerror or error}", where=str(folder), do=do) from error
+    schema = json.dumps(values_schema(folder / "values.yaml"), indent=2) + "\n"
+    (folder / SCHEMA).write_text(schema, encoding="utf-8")
+    return folder
 
 
-def _untitled(node: Any) -> Any:
-    """Without pydantic's titles, which only repeat the names of keys."""
-    if isinstance(node, list):
-        return [_untitled(value) for value in node]
-    if not isinstance(node, dict):
-        return node
-    return {key: _untitled(value) for key, value in node.items() if key != "title" or not isinstance(value, str)}
+def generated_files() -> Mapping[str, str]:
+    """Path in the chart and text of every file that is made from the backends' facts."""
+    engines = {name: _engine(backend(name).facts) for name in KNOWN}
+    made = "# Made by `python -m dflash_serve.deploying.chart` from the backends' facts.\n"
+    return {ENGINES: made + yaml_text(engines), DASHBOARD: json.dumps(dashboard(), indent=1) + "\n"}
 
 
-def generated_files() -> dict[str, str]:
-    """Path in the chart -> text, of every file that is made from types and from engines' facts."""
-    known = {name: backend(name) for name in KNOWN}
-    engines = {name: _engine(each.facts) for name, each in known.items()}
-    arguments = {
-        name: {"always": dict(each.own_arguments(drafter=False)), "drafter": dict(each.own_arguments(drafter=True))}
-        for name, each in known.items()
-        if isinstance(each, ArgumentBackend)
-    }
-    made = f"# Made by `python -m {__spec__.name}` from the backends' "
-    return {
-        README: readme(values_schema()),
-        SCHEMA: json.dumps(values_schema(), indent=2) + "\n",
-        ENGINES: f"{made}facts.\n" + yaml_text(engines),
-        ARGUMENTS: f"{made}tables.\n" + yaml_text(arguments),
-        DASHBOARD: json.dumps(dashboard(), indent=1) + "\n",
-    }
+def _main(arguments: list[str]) -> None:
+    if arguments:
+        write_chart(Path(arguments[0]))
+        return
+    for name, text in generated_files().items():
+        (chart() / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    for name, text in generated_files().items():
-        (chart() / name).write_text(text, encoding="utf-8")
+    _main(sys.argv[1:])

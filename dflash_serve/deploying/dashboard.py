@@ -1,7 +1,7 @@
-"""Grafana's dashboard: what a user of DFlash wants to see, in PromQL, for all installed backends.
+"""Grafana's dashboard of speculation, latency, load and failures, in PromQL, for all installed backends.
 
-Whichever engine runs fills the panels. Acceptance length counts the bonus token, whichever engine says it. What an
-engine does not report is empty, never 0. Grafana's model is schema 39 (Grafana 11).
+Each panel has a query for each engine, so that the running engine fills it. Acceptance length counts the bonus token.
+A figure that an engine does not report is empty, never 0. Grafana's model is schema 39 (Grafana 11).
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from dflash_serve.common.prometheus import gauge, quantile, rate
 from .workload import Document
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-WIDE, HIGH = 8, 8
-"""Of a panel; Grafana's grid is 24 wide."""
+WIDE, HIGH = 8, 8  # of a panel; Grafana's grid is 24 wide
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One graph: a line for each engine that can say it."""
+    """One graph: a line for each engine that reports the figure."""
 
     title: str
     about: str
@@ -34,9 +33,9 @@ def dashboard() -> Document:
     engines = [backend(name).facts for name in installed()]
     rows = {
         "Speculation": _speculation(engines),
-        "What a user feels": _experience(engines),
+        "Latency": _experience(engines),
         "Load": _load(engines),
-        "What goes wrong": _failures(engines),
+        "Failures": _failures(engines),
     }
     return {
         "uid": "dflash-serve",
@@ -69,8 +68,8 @@ def _speculation(engines: Sequence[EngineFacts]) -> list[Panel]:
         ),
         Panel(
             "Width",
-            "Verifications a second by slots verified, the anchor counted; 1 = drafting was found not to pay. "
-            "TensorRT-LLM does not tell the width of a step.",
+            "Verifications a second by slots verified, the anchor counted; 1 = speculation would not pay. "
+            "TensorRT-LLM does not report widths.",
             "ops",
             [each.widths for each in lines if each.widths is not None],
         ),
@@ -89,7 +88,7 @@ def _experience(engines: Sequence[EngineFacts]) -> list[Panel]:
         Panel("Time between tokens", "Inter-token latency; of a request, over its answer.", "s", _quantiles(between)),
         Panel(
             "Time to the first token",
-            "From arrival, the time in the queue included.",
+            "From arrival; includes the time in the queue.",
             "s",
             _quantiles(engine.metrics.time_to_first_token for engine in engines),
         ),
@@ -103,7 +102,7 @@ def _load(engines: Sequence[EngineFacts]) -> list[Panel]:
     return [
         Panel(
             "Queue",
-            "Requests that wait to run: what autoscaling looks at.",
+            "Waiting requests; autoscaling reads them.",
             "short",
             [("{{pod}}", gauge(each.queued)) for each in metrics],
         ),
@@ -128,7 +127,7 @@ def _load(engines: Sequence[EngineFacts]) -> list[Panel]:
 
 
 RESTARTS = 'kube_pod_container_status_restarts_total{container="server", namespace=~"$namespace", pod=~"$release-.+"}'
-"""kube-state-metrics', which knows pods and no releases."""
+"""A metric of kube-state-metrics, which has labels of pods, not of releases."""
 
 
 def _failures(engines: Sequence[EngineFacts]) -> list[Panel]:
@@ -141,7 +140,7 @@ def _failures(engines: Sequence[EngineFacts]) -> list[Panel]:
         ),
         Panel(
             "Refused",
-            "Turned away a second, 429 and 503: the queue is full, or the server not ready. vLLM and "
+            "Requests refused a second, 429 and 503: the queue is full, or the server not ready. vLLM and "
             "TensorRT-LLM count them as errors.",
             "reqps",
             [engine.refused for engine in engines if engine.refused is not None],
@@ -156,12 +155,12 @@ def _failures(engines: Sequence[EngineFacts]) -> list[Panel]:
 
 
 def _quantiles(histograms: Iterable[str]) -> list[Line]:
-    """Median and the slowest hundredth of each."""
+    """Median and 99th percentile of each histogram."""
     return [(f"p{100 * q:.0f}", quantile(q, name)) for name in histograms for q in (0.5, 0.99)]
 
 
 def _placed(rows: Mapping[str, Sequence[Panel]]) -> list[Document]:
-    """Rows and their panels on Grafana's grid, numbered from 1."""
+    """Rows and their panels with their places on Grafana's grid, numbered from 1."""
     panels: list[Document] = []
     for title, row in rows.items():
         top = HIGH * len(panels)  # far enough below: Grafana closes the gaps

@@ -178,8 +178,8 @@ def compiled_linear(linear: nn.Linear) -> CompiledLinear | None:
 class PackedLinear(nn.Module):
     """x [rows, in] -> [rows, out] with weights in oneDNN's blocked layout: 8 rows cost about what one costs.
 
-    PyTorch's plain CPU path picks a poor kernel for 4-16 rows, just the widths that speculation verifies
-    (`benchmarks/layouts.py` measures it). What `CompiledLinear` cannot do. Inference only.
+    PyTorch's plain CPU path picks a poor kernel for 4-16 rows, just the widths that speculation verifies.
+    For layers that `CompiledLinear` cannot run. Inference only.
     """
 
     def __init__(self, linear: nn.Linear) -> None:

@@ -1,4 +1,4 @@
-"""The question: which pair, on which GPUs, under which load and limits; everything wrong with it is found here."""
+"""The question of a plan: pair, GPUs, load and limits. All mistakes in it are found here."""
 
 from __future__ import annotations
 
@@ -16,19 +16,16 @@ from dflash_serve.deployment import PER_NODE, Deployment, Model
 from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems
 from dflash_serve.errors import Problem, UserError, did_you_mean, first_line, raise_problems
 from dflash_serve.planning import tables
-from dflash_serve.planning.acceptance import ExpectedAcceptance
-from dflash_serve.planning.constants import Constants
-from dflash_serve.planning.prediction import Load
-from dflash_serve.planning.roofline import SPECIFICATIONS, Roofline
-from dflash_serve.planning.step_times import Pair, Specification, Split, StepTimes
+from dflash_serve.planning.prediction import ExpectedAcceptance, Load
+from dflash_serve.planning.step_times import SPECIFICATIONS, Constants, Pair, Roofline, Specification, Split, StepTimes
 
 USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
-"""Of a DFlash drafter, as z-lab publishes most of them."""
+"""Shape of most published DFlash drafters (z-lab)."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What must hold; None = anything."""
+    """Limits that a plan must meet; None = no limit."""
 
     interactivity: float | None = None
     """Tokens/s/user at least."""
@@ -38,7 +35,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """What a plan answers."""
+    """Everything that a plan depends on."""
 
     deployment: Deployment
     backend: str
@@ -53,7 +50,7 @@ class PlanQuestion:
 
     @property
     def count(self) -> int:
-        """GPUs there are."""
+        """Number of GPUs."""
         return self.deployment.hardware.count
 
     def splits(self) -> list[Split]:
@@ -89,10 +86,10 @@ class PlanQuestion:
 
 
 def specification(gpu: str | None) -> Specification:
-    """The GPU by name.
+    """The data sheet of a GPU.
 
     Raises:
-        UserError: none was named, or one that nothing is known of.
+        UserError: no GPU was named, or its data sheet is not known.
     """
     have = ", ".join(SPECIFICATIONS)
     if gpu in SPECIFICATIONS:
@@ -131,7 +128,7 @@ def _target_folder(model: Model) -> Path:
 
 
 def usual_drafter(layout: TargetLayout, raw: Mapping[str, Any], block_size: int) -> tuple[DrafterConfig, str]:
-    """A drafter as DFlash's authors would make it for this target, and the words that say so."""
+    """A drafter of the usual shape for this target, and a sentence that says that it is assumed."""
     inner = next((raw[key] for key in ("text_config", "llm_config") if isinstance(raw.get(key), dict)), raw)
     shape, wide = layout.shape, inner.get("intermediate_size")
     config = DrafterConfig(

@@ -1,4 +1,4 @@
-"""All ways of running that a question leaves open, priced; and the best of them."""
+"""Prices every split, batch and width that a question leaves open, and finds the best."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_serve.errors import UserError
-from dflash_serve.planning.acceptance import ExpectedAcceptance
-from dflash_serve.planning.prediction import OperatingPoint, Predictor
+from dflash_serve.planning.prediction import ExpectedAcceptance, OperatingPoint, Predictor
 from dflash_serve.planning.question import Objective, PlanQuestion, step_times_of
 from dflash_serve.planning.step_times import Split
 
@@ -23,11 +22,11 @@ def fixed(block_size: int) -> str:
 
 @dataclass
 class Exploration:
-    """What was priced."""
+    """All operating points that were priced."""
 
     question: PlanQuestion
     can_follow: bool
-    """Whether the engine can run `width: auto`."""
+    """True where the engine can run `width: auto`."""
     predictors: dict[Split, Predictor] = field(default_factory=dict)
     room: dict[Split, int] = field(default_factory=dict)
     """Requests whose K/V fits, by split."""
@@ -95,14 +94,14 @@ def _curves(found: Exploration, acceptance: ExpectedAcceptance) -> dict[str, lis
 def _auto(
     found: Exploration, predictor: Predictor, batches: Sequence[int], acceptance: ExpectedAcceptance
 ) -> list[OperatingPoint]:
-    """At each batch the width of our own policy."""
+    # At each batch, the width that the policy chooses.
     chosen = [predictor.auto(batch, found.widths, acceptance) for batch in batches]
     by_width = {w: predictor.curve(AUTO, batches, w, acceptance) for w in sorted(set(chosen))}
     return [by_width[width][place] for place, width in enumerate(chosen)]
 
 
 def meets(point: OperatingPoint, objective: Objective) -> bool:
-    """Whether every limit holds."""
+    """True where every limit holds."""
     slow = objective.interactivity is not None and point.interactivity < objective.interactivity
     late = objective.first_token_ms is not None and point.first_token_ms > objective.first_token_ms
     return not (slow or late)
@@ -141,10 +140,10 @@ def stops_paying(points: Sequence[OperatingPoint], plain: Sequence[OperatingPoin
 
 
 def require_met(found: Exploration, objective: Objective) -> None:
-    """Refuses limits that no way of running meets, and names the nearest that is.
+    """Refuses limits that no point meets, and names the nearest limit that is met.
 
     Raises:
-        UserError: none meets them.
+        UserError: no point meets them.
     """
     points = [point for curves in found.curves for each in curves.values() for point in each]
     if any(meets(point, objective) for point in points):

@@ -1,6 +1,6 @@
-"""Step times from `aiconfigurator-core`'s operator tables, measured by NVIDIA for each GPU and engine. The one module
-that knows that library (0.12.0, pinned: some of what is used lies outside its stable facade); its successor's import
-name stands beside it, untested: no wheel of it could be had.
+"""Step times from `aiconfigurator-core`'s operator tables, measured by NVIDIA for each GPU and engine. This is the
+only module that uses that library (0.12.0, pinned: some names lie outside its stable facade). The import name of its
+successor is accepted, too, but untested.
 
     verify(b, w, ctx) = the target's generation operators at b*w rows + decode attention at (b, ctx)
     draft(b, B, ctx)  = the drafter's matrix products at b*B rows + its attention over ctx + B + the head at b*(B-1)
@@ -28,7 +28,7 @@ from dflash_serve.planning.step_times import Milliseconds, Pair, Specification, 
 
 NAMES = ("aisimulate_core", "aiconfigurator_core")
 ENGINES = {"sglang": "sglang", "vllm": "vllm", "tensorrt-llm": "trtllm"}
-"""Our backends -> whose kernels the tables were measured with."""
+"""Backend -> the engine whose kernels the tables were measured with."""
 MEMORY_SHARE = 0.85
 QUANTIZED = {"fp8": ("fp8", "fp8"), "nvfp4": ("nvfp4", "nvfp4")}
 """A number format -> the library's words for matrix products and experts."""
@@ -51,7 +51,7 @@ def library(*parts: str) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the library's remarks on low-fidelity rows: provenance says it."""
+    """Silences the library's remarks on low-fidelity rows: the provenance of each figure says it."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -148,7 +148,7 @@ class Tables:
         return sum((self._evaluate([op], batch, seen) for op, seen in attention), start=done)
 
     def _drafter_ops(self, block_size: int, context: int) -> tuple[list[Any], list[tuple[Any, int]], list[Any]]:
-        """(what runs over all rows, attention of each window with the tokens it sees, the head)."""
+        # (operators over all rows, attention of each window with the tokens it reads, the head)
         ops, common, drafter = library("sdk", "operations"), library("sdk", "common"), self.pair.drafter
         tensor, bf16 = self.split.tensor, common.GEMMQuantMode.bfloat16
         depth, hidden, wide = drafter.num_layers, drafter.hidden_size, drafter.intermediate_size // tensor
@@ -187,7 +187,7 @@ class Tables:
 
 
 def _sum(ops: Iterable[Sequence[Any]]) -> Milliseconds:
-    """Of (name, ms, energy, source)."""
+    # Rows are (name, ms, energy, source).
     parts = {"measured": 0.0, "interpolated": 0.0, "roofline": 0.0}
     for op in ops:
         parts[SOURCES.get(str(op[-1]), "interpolated")] += float(op[1])

@@ -1,4 +1,4 @@
-"""What quantisation costs: acceptance of every drafter on the same prompts, by the embedded backend, greedy."""
+"""Acceptance of every quantised drafter beside the unquantised one: same prompts, embedded backend, greedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .pipeline import Measured, Work
 from .recipe import Acceptance, Format
 
 ENOUGH = {"fp8": 0.99, "nvfp4": 0.95}
-"""Acceptance length relative to bf16 below which a precision is not worth its speed."""
+"""Least acceptance length relative to bf16; below it a precision costs more than its speed gives."""
 
 
 def measure(work: Work, deployment: Deployment, wanted: Acceptance, formats: Sequence[Format]) -> Measured:
@@ -57,7 +57,7 @@ def measure(work: Work, deployment: Deployment, wanted: Acceptance, formats: Seq
 
 
 def _drafters(work: Work, formats: Sequence[Format]) -> Iterator[tuple[str, Path]]:
-    """Precision and folder of each drafter, bf16 first; a quantised one is decoded, and deleted once measured."""
+    # Precision and folder of each drafter, bf16 first. A quantised one is decoded, and deleted once measured.
     yield "bf16", work.inputs["drafter"]
     for format in formats:
         config, weights = load_weights(work.inputs[f"drafter-{format}"])
@@ -70,7 +70,7 @@ def _drafters(work: Work, formats: Sequence[Format]) -> Iterator[tuple[str, Path
 def measure_drafter(
     deployment: Deployment, target: Path, drafter: Path, prompts: Sequence[str], max_tokens: int
 ) -> list[AcceptanceStatistics]:
-    """Acceptance of each answer; every step verifies the whole block, so that no policy has a say in it."""
+    """Acceptance of each answer. Every step verifies the whole block, so no width policy influences it."""
     speculation = {"block_size": deployment.speculation.block_size}
     engine = embedded_engine(deployment, target, drafter={"model": str(drafter)}, speculation=speculation)
     assert engine.block_size is not None
@@ -81,9 +81,10 @@ def measure_drafter(
 def ratio_of(
     answers: Sequence[AcceptanceStatistics], base: Sequence[AcceptanceStatistics]
 ) -> tuple[float, float, float]:
-    """How many times longer than `base` these are accepted, and the ends of its 95 % confidence interval.
+    """Ratio of acceptance lengths to those of `base`, with the ends of its 95 % confidence interval.
 
-    The prompts are the same, so that luck with them cancels: logarithms of the ratio, prompt by prompt (delta method).
+    Both sides answered the same prompts, so differences between prompts cancel: delta method on the logarithm of the
+    ratio, prompt by prompt.
     """
     tokens, steps = (np.array(counts, float) for counts in zip(*map(_tokens_and_steps, answers), strict=True))
     base_tokens, base_steps = (np.array(counts, float) for counts in zip(*map(_tokens_and_steps, base), strict=True))
@@ -94,7 +95,7 @@ def ratio_of(
 
 
 def _tokens_and_steps(answer: AcceptanceStatistics) -> tuple[float, float]:
-    """Tokens gained by steps with a draft, and these."""
+    # Tokens gained by steps with a draft, and the number of these steps.
     steps = answer.verifications or 0
     return steps + (answer.accepted or 0), steps
 

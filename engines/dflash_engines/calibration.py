@@ -1,7 +1,7 @@
-"""The target's own answers, and how large the drafter's activations get on them.
+"""Calibration data: the target's own answers, and the largest activations of the drafter on them.
 
-Post-training quantisation is calibrated on what the model will see: prompts followed by the target's greedy answers.
-Without a file of prompts the target answers a few openers of ours.
+Post-training quantisation is calibrated on text that the model will see: prompts followed by the target's greedy
+answers. Without a file of prompts the target answers a few built-in openers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.attention.ragged import RaggedAttention
 from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.kv_cache import Span, span_positions
+from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.models.target import TargetModel
 from dflash_serve.outputs import RequestOutput
@@ -30,7 +30,6 @@ from dflash_serve.speculation.params import SamplingParams
 
 from .pipeline import Measured, Work
 from .recipe import Prompts
-from .sample import Sample, by_core
 
 OPENERS = (
     "Write a Python function that checks whether a number is prime.",
@@ -110,23 +109,17 @@ def drafter_ranges(work: Work) -> Measured:
     for name, module in drafter.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(_recorder(name, amax))
-    samples = [_draft_over(drafter, target, *answer) for answer in read_answers(work.inputs["answers"])]
+    blocks = sum(_draft_over(drafter, target, *answer) for answer in read_answers(work.inputs["answers"]))
     save_file(amax, work.folder / AMAX)
-    samples[0].save(work.folder)
     largest = max(amax, key=lambda name: float(amax[name]))
-    return {"blocks": sum(len(sample.anchors) for sample in samples), "largest": {largest: float(amax[largest])}}
+    return {"blocks": blocks, "largest": {largest: float(amax[largest])}}
 
 
 def free_ranges(work: Work) -> Measured:
-    """Step `drafter-ranges` without data: one range for all, and made-up inputs to compare graphs on."""
+    """Step `drafter-ranges` without data: one range for all products."""
     config, _ = read_config(work.inputs["drafter"])
     products = [name.removesuffix(".weight") for name in expected_tensors(config) if name.endswith("_proj.weight")]
     save_file({name: torch.tensor(FP8_MAX) for name in products}, work.folder / AMAX)
-    generator = torch.Generator().manual_seed(0)
-    anchors = (7, 20, 33, 40)
-    features = torch.randn(48, config.feature_size, generator=generator)
-    noise = torch.randn(len(anchors), config.block_size, config.hidden_size, generator=generator)
-    Sample(features, noise, anchors).save(work.folder)
     return {"calibration": "none: activations may reach 448"}
 
 
@@ -138,19 +131,26 @@ def _recorder(name: str, amax: dict[str, Tensor]) -> Callable[[nn.Module, tuple[
     return record
 
 
-def _draft_over(drafter: Drafter, target: TargetModel, prompt: list[int], reply: list[int]) -> Sample:
-    """Runs the drafter over some blocks of an answer, with the features of all tokens before each."""
+def _draft_over(drafter: Drafter, target: TargetModel, prompt: list[int], reply: list[int]) -> int:
+    # Each block sees the context features of all tokens before it. Returns the number of blocks.
     config, ids = drafter.config, torch.tensor(prompt + reply)
     features = _features(target, ids, config.target_layer_ids)
     anchors = torch.linspace(len(prompt), len(ids) - 1, BLOCKS).long().unique()
-    noise = drafter.noise(ids[anchors], target.embedding).view(len(anchors), config.block_size, -1)
-    sample = Sample(features, noise, tuple(anchors.tolist()))
-    by_core(drafter, sample)
-    return sample
+    k, v = drafter.context_kv(drafter.project_context(features), torch.arange(len(ids)))
+    cache = KVCache(
+        layers=config.num_layers, entries=len(anchors), kv_heads=config.num_key_value_heads,
+        capacity=len(ids) + config.block_size, head_dim=config.head_dim, dtype=features.dtype,
+    )  # fmt: skip
+    for entry, anchor in enumerate(anchors.tolist()):
+        cache.write_all([Span(entry, 0, anchor)], k[:anchor], v[:anchor])
+    spans = [Span(entry, anchor, config.block_size) for entry, anchor in enumerate(anchors.tolist())]
+    attend = RaggedAttention(cache, spans, config.layers, config.num_attention_heads)
+    drafter(drafter.noise(ids[anchors], target.embedding), span_positions(spans), attend)
+    return len(anchors)
 
 
 def _features(target: TargetModel, ids: Tensor, target_layer_ids: Sequence[int]) -> Tensor:
-    """Context features [tokens, F*H] of one text, by one pass of the target."""
+    # Context features [tokens, F*H] of one text, by one pass of the target.
     spans, config = [Span(0, 0, len(ids))], target.config
     attend = RaggedAttention(target.new_cache(1, len(ids)), spans, config.layers, config.num_attention_heads)
     features: Tensor | None = target(ids, span_positions(spans), attend, target_layer_ids).features

@@ -119,7 +119,7 @@ def _run_and_show(
 
 
 def _require_tools(steps: Sequence[Step]) -> None:
-    """Says what is not installed before hours are spent on the steps that come first."""
+    # Checked first: the steps before the one that needs a tool can take hours.
     absent = {
         tool: step.name for step in steps for tool, version in step.tool_versions().items() if version == "absent"
     }
@@ -130,7 +130,6 @@ def _require_tools(steps: Sequence[Step]) -> None:
 
 
 def _findings(measured: Mapping[str, object]) -> Iterator[str]:
-    """What a step found out, as far as a line on the terminal has room for it."""
     if "worst_error" in measured:
         yield f"worst error {measured['worst_error']:.3f} ({measured['worst_tensor']})"
     errors = measured.get("relative_error")

@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import shutil
 import warnings
@@ -57,11 +56,10 @@ class Work:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Silences ModelOpt, transformers and the exporter inside, but for errors: a step speaks by `Work.say`."""
+    """Silences ModelOpt and transformers inside, errors excepted; a step reports through `Work.say`."""
     logs = import_extra("engines", "transformers").utils.logging
     logs.disable_progress_bar()
     logs.set_verbosity_error()
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with (
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere),

@@ -40,14 +40,14 @@ from .calibration import read_answers, read_ranges
 from .pipeline import Measured, Work, quietly
 
 EXCLUDED = ("fc", "lm_head", "embed_tokens", "model.embed_tokens")
-"""fc makes the context feature of every layer at once: its error would be in all of them."""
+"""Modules that stay in bf16. fc makes the context features of every layer: its error would be in all of them."""
 CARRIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json",
     "merges.txt",
 )  # fmt: skip
 """Files of the target that are copied as they are."""
 BOUNDS: Mapping[Format, float] = {"fp8": 0.04, "nvfp4": 0.15}
-"""A weight that is farther from its source than this was not quantised but broken."""
+"""Largest relative error of a correctly quantised weight."""
 BACKEND = "dflash_cpu_nvfp4"
 """Our NVFP4 in ModelOpt's registry: its own is a CUDA kernel."""
 
@@ -110,7 +110,7 @@ def _share_scales(modules: Mapping[str, Any]) -> None:
 
 
 def _skeleton(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The layers' products as bare Linear modules under their names: all that ModelOpt has to see."""
+    # The layers' products as bare Linear modules under their names: ModelOpt needs no more.
     root = nn.Module()
     for name in filter(_is_product, tensors):
         *path, leaf = name.removesuffix(".weight").split(".")
@@ -127,7 +127,7 @@ def _skeleton(tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _config_files(config: DrafterConfig, format: Format) -> dict[str, dict[str, object]]:
-    """config.json and hf_quant_config.json: the same facts in the two forms that engines look for."""
+    # config.json and hf_quant_config.json: the same facts in the two forms that engines look for.
     producer = {"name": "modelopt", "version": import_extra("engines", "modelopt").__version__}
     excluded = list(EXCLUDED)
     facts: dict[str, object] = {"quant_algo": format.upper(), "kv_cache_quant_algo": None, "exclude_modules": excluded}
@@ -186,7 +186,7 @@ def quantized_model(work: Work, format: Format | None) -> Any:
 
 
 def _name_modules_as_engines_do(folder: Path) -> None:
-    """Makes config.json say what hf_quant_config.json says, under the names that engines give the modules."""
+    # config.json gets the facts of hf_quant_config.json, under the names that engines give the modules.
     path = folder / "config.json"
     fields = json.loads(path.read_text(encoding="utf-8"))
     facts = json.loads((folder / QUANT_CONFIG).read_text(encoding="utf-8"))["quantization"]
@@ -217,7 +217,7 @@ def _register() -> None:
 
 
 def _fake_quantize(x: Tensor, quantizer: Any) -> Tensor:
-    """Encodes x to NVFP4 and decodes it again: what the calibration's later layers see."""
+    # Encodes x to NVFP4 and decodes it again, as the input of the layers that are calibrated after it.
     rows = x.reshape(-1, x.shape[-1])
     return quantize(rows, "nvfp4").dequantize(x.dtype).view(x.shape)
 

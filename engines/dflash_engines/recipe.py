@@ -1,4 +1,4 @@
-"""A recipe: what to serve, and what to build for it: YAML, unknown keys refused."""
+"""The recipe file of `dflash-serve build`: a deployment and the outputs to build for it. Unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Prompts(Frozen):
     """Prompts of a JSONL file, one {"prompt": ...} a line."""
 
     prompts: Path | None = None
-    """None = the step does without (calibration) or is left out (acceptance)."""
+    """None = calibration uses built-in openers; acceptance is left out."""
     count: PositiveInt = 64
     max_tokens: PositiveInt = 256
     """Longest answer of the target to each prompt."""
@@ -43,7 +43,7 @@ class Acceptance(Prompts):
     """Prompts that acceptance is measured on."""
 
     skip: NonNegativeInt = 0
-    """Prompts passed over first: those that the drafters were calibrated on must not judge them."""
+    """Prompts skipped first: those that the drafters were calibrated on."""
 
 
 class Checkpoints(Frozen):
@@ -54,22 +54,20 @@ class Checkpoints(Frozen):
 
 
 class Build(Frozen):
-    """What to make; an empty list makes none of its kind."""
+    """Outputs of a build; an empty list makes none of its kind."""
 
     target: tuple[Format, ...] = ()
     """Precisions of Hugging Face-form target checkpoints."""
     drafter: tuple[Format, ...] = ()
-    """The same of the drafter."""
+    """Precisions of the drafter."""
     calibration: Calibration = Calibration()
     checkpoints: Checkpoints | None = None
-    onnx: bool = False
-    """The drafter in plain operators, checked against the core; nothing serves it."""
     commands: tuple[Literal["edge-llm"], ...] = ()
     acceptance: Acceptance | None = None
 
 
 class Recipe(Frozen):
-    """One YAML file, as in `engines/recipes`: what to serve and what to build for it."""
+    """One YAML file, as in `engines/recipes`: a deployment and the outputs to build for it."""
 
     tensorrt_llm: Annotated[str, Field(pattern=r"^\d+\.\d+")] = "1.4"
     """The release its configuration is written for."""

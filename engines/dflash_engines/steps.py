@@ -1,8 +1,10 @@
-"""What a recipe asks for: the sources it starts from, its steps in order, and a Deployment for each drafter made."""
+"""Sources and steps of a recipe, in order, and a Deployment for each drafter that was built."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,14 +21,14 @@ from .pipeline import Measured, Source, Step, Work
 from .recipe import Format, Recipe
 
 MODELOPT = ("nvidia-modelopt", "torch", "transformers")
-ONNX = ("onnx", "onnxruntime", "onnxscript", "torch")
+LABEL = "not built here: Edge-LLM builds for the GPU that it finds"
 CALIBRATION, ACCEPTANCE = "calibration prompts", "acceptance prompts"
 SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 """Files of a model that its digest covers."""
 
 
 def find_sources(recipe: Recipe) -> dict[str, Source]:
-    """Target, drafter and prompts, as far as a step needs them, with digests of what they hold.
+    """Target, drafter and prompts, as far as a step needs them, with digests of their contents.
 
     Raises:
         UserError: one cannot be found, or trtllm-build would not serve the target.
@@ -38,7 +40,7 @@ def find_sources(recipe: Recipe) -> dict[str, Source]:
     if any("target" in step.needs for step in make_steps(recipe)):
         folder = target_folder(target.model, target.revision)
         if recipe.build.checkpoints:
-            from .rank_config import refuse
+            from .trtllm_checkpoint import refuse
 
             refuse(import_extra("engines", "transformers").AutoConfig.from_pretrained(folder))
         sources["target"] = _model(target, folder)
@@ -60,7 +62,6 @@ def _model(model: Model, folder: Path) -> Source:
 
 
 def _prompts(path: Path) -> Source:
-    """A JSONL file of prompts as a source."""
     if not path.is_file():
         raise UserError("no such file of prompts", where=str(path), do="correct the recipe, or unset its variable")
     digest = sha256(path)
@@ -68,17 +69,16 @@ def _prompts(path: Path) -> Source:
 
 
 def make_steps(recipe: Recipe) -> list[Step]:
-    """Every step in an order in which each comes after what it needs."""
-    return [*_calibration(recipe), *_targets(recipe), *_drafters(recipe), *_graphs(recipe), *_last(recipe)]
+    """All steps of a recipe, each after those that it needs."""
+    return [*_calibration(recipe), *_targets(recipe), *_drafters(recipe), *_last(recipe)]
 
 
 def _calibration(recipe: Recipe) -> Iterator[Step]:
     build, deployment = recipe.build, recipe.deployment
-    needs_drafter_ranges = bool(build.drafter or build.onnx)
     free = build.calibration.free
     if free and (build.target or build.checkpoints):
         raise UserError("a target is calibrated on data", where="build.calibration.free", do="set it to false")
-    if build.target or build.checkpoints or (needs_drafter_ranges and not free):
+    if build.target or build.checkpoints or (build.drafter and not free):
         given = build.calibration
         parameters = {"count": given.count, "max_tokens": given.max_tokens, "length": deployment.limits.max_model_len}
         needs = ("target", *([CALIBRATION] if given.prompts else []))
@@ -92,7 +92,7 @@ def _calibration(recipe: Recipe) -> Iterator[Step]:
             return answer(work, deployment, given)
 
         yield Step("answers", answers, needs, parameters, ("torch",), about=about)
-    if needs_drafter_ranges:
+    if build.drafter:
 
         def ranges(work: Work) -> Measured:
             from .calibration import drafter_ranges, free_ranges
@@ -141,30 +141,12 @@ def _drafters(recipe: Recipe) -> Iterator[Step]:
         yield Step(f"drafter-{format}", drafter, needs, {"format": format}, MODELOPT, 3, "in ModelOpt's layout")
 
 
-def _graphs(recipe: Recipe) -> Iterator[Step]:
-    if recipe.build.onnx:
-
-        def onnx(work: Work) -> Measured:
-            from .onnx_export import export_and_check
-
-            return export_and_check(work)
-
-        about = "block and context in plain operators, checked against the core; nothing serves them"
-        yield Step("onnx", onnx, ("drafter", "drafter-ranges"), {}, ONNX, about=about)
-
-
 def _last(recipe: Recipe) -> Iterator[Step]:
     build, deployment = recipe.build, recipe.deployment
     if build.commands:
-
-        def commands(work: Work) -> Measured:
-            from .commands import write_commands
-
-            return write_commands(work)
-
         needs = ("drafter", *(f"drafter-{f}" for f in build.drafter))
         about = "of TensorRT Edge-LLM: written down, not built here"
-        yield Step("commands", commands, needs, {"kinds": list(build.commands)}, revision=3, about=about)
+        yield Step("commands", write_commands, needs, {"kinds": list(build.commands)}, revision=3, about=about)
     if build.acceptance and build.acceptance.prompts:
         wanted = build.acceptance
 
@@ -178,6 +160,28 @@ def _last(recipe: Recipe) -> Iterator[Step]:
         needs = ("target", "drafter", ACCEPTANCE, *(f"drafter-{format}" for format in build.drafter))
         about = "of every drafter, against bf16"
         yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 3, about)
+
+
+def write_commands(work: Work) -> Measured:
+    """Step `commands`: commands of TensorRT Edge-LLM, NVIDIA's runtime for small devices; nothing is run."""
+    commands = _edge_llm(work.inputs)
+    fields = {"label": LABEL, "commands": commands}
+    (work.folder / "commands.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    lines = [f"# {name}\n{shlex.join(argv)}\n" for name, argv in commands.items()]
+    (work.folder / "commands.sh").write_text("\n".join([f"# {LABEL}\n", *lines]), encoding="utf-8")
+    return {"label": LABEL, "commands": len(commands)}
+
+
+def _edge_llm(inputs: Mapping[str, object]) -> dict[str, list[str]]:
+    # Edge-LLM 0.11 exports and builds target and drafter together; it refuses tensor parallelism.
+    drafters = sorted(name for name in inputs if name.startswith("drafter-") and name != "drafter-ranges")
+    commands = {}
+    for name in drafters or ["drafter"]:
+        export = ["tensorrt-edgellm-export", "--dflash-base", "--dflash-draft", "--dflash-draft-dir", name]
+        commands[f"edge-llm export {name}"] = [*export, "TARGET", f"edge-{name}"]
+        build = ["tensorrt-edgellm-build", "--spec-type", "dflash", "--draft-model-dir", f"edge-{name}/draft"]
+        commands[f"edge-llm build {name}"] = [*build, f"edge-{name}/base"]
+    return commands
 
 
 def write_deployments(recipe: Recipe, sources: Mapping[str, Source], output: Path) -> list[Path]:

@@ -1,6 +1,12 @@
-"""LEGACY: checkpoints for trtllm-build, one file a rank.
+"""Legacy checkpoints for trtllm-build, one file a rank.
 
-The command ended with TensorRT-LLM 1.3.0rc20 and never knew DFlash: these serve a Llama or Mistral without speculation.
+trtllm-build ended with TensorRT-LLM 1.3.0rc20 and never knew DFlash: its engines serve a Llama or Mistral without
+speculation.
+
+ModelOpt reads `rope_theta` and `rope_scaling`, which transformers 5 keeps in `rope_parameters`. It writes neither, and
+TensorRT-LLM then takes base 10000 without scaling: an engine that builds and answers garbage. So every field of
+config.json comes from the model's own configuration, as `LLaMAConfig.from_hugging_face` takes it (TensorRT-LLM
+`tensorrt_llm/models/llama/config.py` @04100fd).
 """
 
 from __future__ import annotations
@@ -19,15 +25,24 @@ from torch import Tensor
 
 from dflash_serve.common.extras import import_extra
 from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
 
 from .pipeline import Measured, Work, quietly
 from .quantize import BOUNDS, compare, quantized_model, source_in_bf16
-from .rank_config import DECODERS, rank_config, refuse
 from .recipe import BATCH, Checkpoints
 
 LAST = "1.3.0rc20"
 GATE, UP = "fc", "gate"
 """TensorRT-LLM calls gate_proj `fc` and up_proj `gate`."""
+DECODERS = {"llama": "llama", "mistral": "llama"}
+"""transformers' model_type -> ModelOpt's decoder_type."""
+SCALINGS = ("llama3", "linear", "dynamic")
+"""Kinds of RoPE scaling that its Llama computes."""
+QWEN = (
+    "its rank files need q_norm, k_norm or biases, its config.json qwen_type and seq_length, and "
+    "ModelOpt exports none of them; NVIDIA's own path to FP8 fails too (TensorRT-LLM #9298, #8570)"
+)
+REASONS = {"qwen2": QWEN, "qwen3": QWEN}
 
 
 def write_checkpoints(work: Work, deployment: Deployment, wanted: Checkpoints) -> Measured:
@@ -67,7 +82,7 @@ def write_checkpoints(work: Work, deployment: Deployment, wanted: Checkpoints) -
 
 
 def _complete(path: Path, config: Any) -> None:
-    """Writes the fields that ModelOpt left out or got wrong."""
+    # Writes the fields that ModelOpt left out or got wrong.
     exported = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(rank_config(exported, config), indent=2) + "\n", encoding="utf-8")
 
@@ -83,7 +98,6 @@ def build_command(folder: Path, deployment: Deployment, size: int, precision: st
 
 
 def _build(argv: list[str], folder: Path) -> str:
-    """Runs trtllm-build where it is installed, and says what came of it."""
     if shutil.which(argv[0]) is None:
         return "not built here: there is no trtllm-build"
     done = subprocess.run(argv, cwd=folder.parent, capture_output=True, text=True, check=False)  # noqa: S603
@@ -127,7 +141,7 @@ def _attention(ranks: list[dict[str, Tensor]], theirs: str, ours: str, q_rows: i
 
 
 def _stack(ranks: list[dict[str, Tensor]], module: str, axis: int, rows: int | None) -> Tensor:
-    """The ranks' parts side by side; `rows` cuts padding off and undoes copies."""
+    # The ranks' parts side by side; `rows` cuts padding off and undoes copies.
     parts = [_plain(rank, module) for rank in ranks]
     return parts[0] if rows is not None and len(parts[0]) == rows else torch.cat(parts, dim=axis)[:rows]
 
@@ -135,3 +149,75 @@ def _stack(ranks: list[dict[str, Tensor]], module: str, axis: int, rows: int | N
 def _plain(rank: Mapping[str, Tensor], module: str) -> Tensor:
     weight, scale = rank[f"{module}.weight"].float(), rank.get(f"{module}.weights_scaling_factor")
     return weight if scale is None else weight * scale.float()
+
+
+def refuse(config: Any) -> None:
+    """Stops before hours of work for a target whose engine would not build, or would answer garbage.
+
+    Args:
+        config: the target's configuration, as transformers reads it.
+
+    Raises:
+        UserError: trtllm-build has no way, or no field, for it.
+    """
+    kind = str(config.model_type)
+    reasons = {
+        REASONS.get(kind, "only Llama and Mistral are known to build"): kind not in DECODERS,
+        "its attention has biases": bool(getattr(config, "attention_bias", False)),
+        "its MLP has biases": bool(getattr(config, "mlp_bias", False)),
+        "it attends to a sliding window, for which the checkpoint has no field": _window(config) is not None,
+        f"its RoPE is scaled by {_rope_type(config)!r}": _rope_type(config) not in ("default", *SCALINGS),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            what = f"trtllm-build does not serve a {kind} like this: {reason}"
+            do = "leave it out: SGLang, vLLM and trtllm-serve load the Hugging Face checkpoint as it is"
+            raise UserError(what, where="build.checkpoints", do=do)
+
+
+def rank_config(exported: Mapping[str, object], config: Any) -> dict[str, object]:
+    """ModelOpt's config.json with every field that TensorRT-LLM reads of a Llama.
+
+    Args:
+        exported: ModelOpt's config.json: the split, the quantisation, the padded vocabulary, its own remarks.
+        config: the target's configuration, as transformers reads it.
+    """
+    heads = config.num_attention_heads
+    scaling = {name: value for name, value in _rope(config).items() if name != "rope_theta"}
+    return {
+        **exported,
+        "architecture": config.architectures[0],
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "hidden_act": config.hidden_act,
+        "norm_epsilon": config.rms_norm_eps,
+        "position_embedding_type": "rope_gpt_neox",
+        "rotary_base": float(_rope(config).get("rope_theta", 10000.0)),
+        # Its attention looks for `type`, its configuration for `rope_type`.
+        "rotary_scaling": None if _rope_type(config) == "default" else {**scaling, "type": _rope_type(config)},
+        "attn_bias": False,
+        "mlp_bias": False,
+        "residual_mlp": False,
+        "disable_weight_only_quant_plugin": False,
+        "remove_duplicated_kv_heads": False,
+        "tie_word_embeddings": bool(config.tie_word_embeddings),
+    }
+
+
+def _rope(config: Any) -> Mapping[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
+
+
+def _rope_type(config: Any) -> str:
+    return str(_rope(config).get("rope_type", "default"))
+
+
+def _window(config: Any) -> int | None:
+    # A window shorter than the model's positions; None = attention sees all of them.
+    window = getattr(config, "sliding_window", None)
+    return window if isinstance(window, int) and window < config.max_position_embeddings else None

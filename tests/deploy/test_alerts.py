@@ -78,7 +78,7 @@ BAD = [
     {"series": READY % "7d9c-x1", "values": "0x240"},
 ]
 QUEUE = "sglang:queue_time_seconds_bucket"
-CROWDED = [
+WAITING = [
     *(series(QUEUE, "0+10x240", f', le="{bound}"') for bound in ("1", "10")),  # nine of ten wait longer
     *(series(QUEUE, "0+100x240", f', le="{bound}"') for bound in ("60", "+Inf")),
 ]
@@ -95,11 +95,11 @@ IDLE_DRAFTER = [series(STEPS, "0+100x240", ', width="1"'), series(GENERATED, "0+
         (GOOD, set()),
         (BAD, {"DFlashAcceptanceLow", "DFlashDrafterDoesNotFit", "DFlashNotReady"}),
         (IDLE_DRAFTER, {"DFlashDraftsNothing"}),
-        (CROWDED, {"DFlashQueueOld"}),
+        (WAITING, {"DFlashQueueOld"}),
         (RESTARTED, {"DFlashRestarts"}),
         (BUILD_FAILED, {"DFlashJobFailed"}),
     ],
-    ids=["good", "bad", "idle", "crowded", "restarted", "build failed"],
+    ids=["good", "bad", "idle", "waiting", "restarted", "build failed"],
 )
 def test_what_fires_in_two_hours(
     played: list[dict[str, str]], firing: set[str], every: dict[str, Manifest], tmp_path: Path

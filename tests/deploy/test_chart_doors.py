@@ -1,4 +1,4 @@
-"""What a cluster needs besides our values: doors into the pod that take Kubernetes' own words, and stay strict."""
+"""Values that pass Kubernetes' own objects on: volumes, variables, containers, schedulers and labels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from dflash_serve.backend import backend as backend_named
-from tests.deploy.test_chart_golden import case
 from tests.support.chart import (
     BACKENDS,
     Manifest,
+    case,
     config,
     of_kind,
     only,

@@ -1,6 +1,7 @@
-"""What the chart renders for real installations, by both helms, is what is written down beside their values.
+"""Golden files: one for each engine and form of `deploy`.
 
-After a wanted change: GOLDEN=write make test-deploy, and read the difference.
+`ENGINE.values.yaml` is what `deploy --render helm` makes of examples/deployments; `ENGINE.manifests.yaml` is what the
+chart makes of one installation. After a wanted change: GOLDEN=write make test-deploy, and read the difference.
 """
 
 from __future__ import annotations
@@ -8,37 +9,57 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
-from tests.support.chart import HELMS, Manifest, lint, notes, render
-from tests.support.helm import HELM_4
+from dflash_serve.cli.main import app
+from tests.support.chart import BACKENDS, CASES, DIGEST, HELMS, ROOT, Manifest, case, lint, notes, render
+from tests.support.offline_hub import offline_hub
 
 GOLDEN = Path(__file__).parent / "golden"
-CASES = sorted(path.name.removesuffix(".values.yaml") for path in GOLDEN.glob("*.values.yaml"))
+INSTALLED = {
+    "torch": "torch-on-a-cpu",
+    "sglang": "sglang-in-one-nvlink-domain",
+    "tensorrt-llm": "tensorrt-llm-with-a-built-drafter",
+    "vllm": "vllm",
+}
 
 
-def case(name: str) -> Manifest:
-    """Its values."""
-    given: Manifest = yaml.safe_load((GOLDEN / f"{name}.values.yaml").read_text())
-    return given
+def check(name: str, found: list[Any]) -> None:
+    file = GOLDEN / f"{name}.yaml"
+    if os.environ.get("GOLDEN") == "write":
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(yaml.safe_dump_all(found, sort_keys=True, width=130, default_flow_style=None))
+    assert found == list(yaml.safe_load_all(file.read_text())), f"{file.name}: GOLDEN=write, and read the difference"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_deploy_writes_these_values(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline_hub(tmp_path, monkeypatch)
+    file, image = ROOT / "examples" / "deployments" / f"{backend}.yaml", f"registry.example/{backend}@{DIGEST}"
+    words = ["deploy", str(file), "--render", "helm", "--backend", backend, "--image", image]
+    result = CliRunner().invoke(app, words)
+    assert result.exception is None
+    check(f"{backend}.values", [yaml.safe_load(result.stdout)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_chart_makes_these_manifests(backend: str) -> None:
+    for layer in HELMS:
+        check(f"{backend}.manifests", [_shortened(document) for document in render(case(INSTALLED[backend]), layer)])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_both_helms_render_what_is_written_down(name: str) -> None:
-    given, file = case(name), GOLDEN / f"{name}.yaml"
-    if os.environ.get("GOLDEN") == "write":
-        documents = [_shortened(document) for document in render(given, HELM_4)]
-        file.write_text(yaml.safe_dump_all(documents, sort_keys=True, width=120))
-    wanted = list(yaml.safe_load_all(file.read_text()))
+def test_helm_lints_every_installation(name: str) -> None:
     for layer in HELMS:
-        assert [_shortened(document) for document in render(given, layer)] == wanted
-        assert lint(given, layer) == ""
+        assert lint(case(name), layer) == ""
 
 
 def _shortened(document: Manifest) -> Manifest:
-    """Without the texts of files that are tested where they stand, and the digest of them."""
+    """The document without the text of scripts and dashboards, and without the digest of them."""
     shown = {**document}
     if document["kind"] == "ConfigMap":
         files = {name: "" if name.endswith((".py", ".json")) else text for name, text in document["data"].items()}

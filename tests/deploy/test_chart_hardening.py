@@ -1,4 +1,4 @@
-"""What an intruder finds: nobody, nothing writable, nothing to reach, no secret."""
+"""Security: no root, no writable root file system, no open port, no secret in a manifest."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.test_chart_golden import CASES, case
-from tests.support.chart import Manifest, of_kind, pods, render
+from tests.support.chart import CASES, Manifest, case, of_kind, pods, render
 
 RESTRICTED_VOLUMES = {
     *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"),
 }
-"""What Kubernetes' Pod Security Standard `restricted` allows; the rest of it is in the first test below."""
+"""Volumes that Kubernetes' Pod Security Standard `restricted` allows."""
 
 DEFAULT = {"type": "RuntimeDefault"}
 EACH = pytest.mark.parametrize("name", CASES)
@@ -73,7 +72,7 @@ def test_no_secret_stands_in_a_manifest(name: str) -> None:
 
 
 def selects(selector: Manifest, labels: Manifest) -> bool:
-    """Whether a label selector takes a pod, in the two forms that the chart uses."""
+    """True if a label selector, in the two forms that the chart uses, selects a pod."""
     for expression in selector.get("matchExpressions", []):
         inside = labels.get(expression["key"]) in expression["values"]
         if inside != (expression["operator"] == "In"):

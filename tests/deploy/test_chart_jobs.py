@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.test_chart_golden import case
-from tests.support.chart import CHART, DIGEST, RECIPES, Manifest, of_kind, only, render, server_pod, values
+from tests.support.chart import CHART, DIGEST, RECIPES, Manifest, case, of_kind, only, render, server_pod, values
 from tests.support.offline_hub import offline_hub
 from tests.support.scheduler import Cluster, StuckError, without_hooks
 
@@ -30,7 +29,7 @@ def block(file: str) -> Manifest:
 
 
 def walk_through() -> Manifest:
-    """Its values with the drafter that a Job quantises, put together as by `deploy --render helm`, -f, --set-file."""
+    """Values of the walk-through with a quantised drafter, merged as helm merges -f and --set-file."""
     cluster, deployment = {**block("cluster.yaml"), **block("quantised.yaml")}, block("deployment.yaml")
     deployment["drafter"] |= cluster.pop("deployment")["drafter"]
     given = {**values("tensorrt-llm", deployment), "startup": {"gigabytes": 70}, **cluster}
@@ -57,7 +56,7 @@ def test_the_walk_through_ends_with_a_ready_server(manifests: list[Manifest]) ->
 
 
 def test_without_hooks_it_is_a_deadlock(manifests: list[Manifest]) -> None:
-    """As it was: the server holds all GPUs while it waits for a build that needs one."""
+    """The server would hold all GPUs while it waits for a build that needs one."""
     node = Cluster(claims={"models"})
     with pytest.raises(StuckError, match=r"Job trial-dflash-serve-build, Deployment .* wait for ever; free: 0 GPUs"):
         node.install(without_hooks(manifests))
@@ -155,9 +154,9 @@ def test_the_download_finds_both_models_and_says_in_a_line_what_is_not_to_be_had
     done = fetched(target="Qwen/Qwen3-8B", drafter="z-lab/Qwen3-8B-DFlash-b16")
     assert (done.returncode, done.stdout.count("snapshots")) == (0, 2), done.stderr
     assert fetched(target="/models/here", drafter="/models/there").stdout == ""
-    gone = fetched(target="nobody/nothing")
+    gone = fetched(target="no-owner/no-model")
     assert (gone.returncode, gone.stderr.count("\n")) == (1, 1)
-    assert gone.stderr.startswith("nobody/nothing: ")
+    assert gone.stderr.startswith("no-owner/no-model: ")
 
 
 def test_the_encoding_of_gpt_oss_is_taken_as_it_was_published_or_not_at_all(tmp_path: Path) -> None:
@@ -172,7 +171,7 @@ def test_the_encoding_of_gpt_oss_is_taken_as_it_was_published_or_not_at_all(tmp_
     (folder / "o200k_base.tiktoken").write_bytes(b"cut off")
     assert encoding(folder).read_bytes() == published
     source.unlink()
-    assert encoding(folder) == folder / "o200k_base.tiktoken"  # it is there: nobody is asked
+    assert encoding(folder) == folder / "o200k_base.tiktoken"  # it is there: nothing is downloaded
     source.write_bytes(b"another")
     with pytest.raises(ValueError, match="not the file that was published"):
         encoding(tmp_path / "elsewhere")

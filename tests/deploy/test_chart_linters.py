@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.test_chart_golden import CASES, GOLDEN, case
-from tests.support.chart import CHART, Manifest, pods, render
+from tests.support.chart import CASES, CHART, INSTALLATIONS, Manifest, case, pods, render
 
 YAMLLINT = """
 extends: default
@@ -47,7 +46,7 @@ ARGUED = {
 
 
 def test_its_yaml_is_tidy() -> None:
-    files = [CHART / "Chart.yaml", CHART / "values.yaml", *GOLDEN.glob("*.values.yaml")]
+    files = [CHART / "Chart.yaml", CHART / "values.yaml", *INSTALLATIONS.glob("*.yaml")]
     argv: list[str | Path] = [sys.executable, "-m", "yamllint", "--strict", "--config-data", YAMLLINT, *files]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,4 @@
-"""What a node must be like, and what is asked of it: looked at before an engine starts, or by the scheduler."""
+"""Requirements of a node: checked before an engine starts, or by the scheduler."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.test_chart_golden import case
-from tests.support.chart import CHART, ROOT, Manifest, of_kind, only, pods, render, server, server_pod, values
+from tests.support.chart import CHART, ROOT, Manifest, case, of_kind, only, pods, render, server, server_pod, values
 
 CHECK = CHART / "files" / "check.py"
-NOBODY = 10001
+ANOTHER_USER = 10001
 SYSTEM_PYTHON = shutil.which("python3", path="/usr/bin:/usr/local/bin")
 """One that any user can run: this one may lie in somebody's home."""
 
 
-def checked(*arguments: str, before: Callable[[], None] | None = None, nobody: bool = False) -> tuple[int, str]:
-    python, user = (str(SYSTEM_PYTHON), NOBODY) if nobody else (sys.executable, None)
+def checked(*arguments: str, before: Callable[[], None] | None = None, another_user: bool = False) -> tuple[int, str]:
+    python, user = (str(SYSTEM_PYTHON), ANOTHER_USER) if another_user else (sys.executable, None)
     source = CHECK.read_text()
     argv = [python, "-c", source, *arguments]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, preexec_fn=before, user=user)
@@ -50,10 +49,12 @@ def test_a_folder_that_the_user_cannot_write_ends_the_pod_with_what_to_do(tmp_pa
             folder.chmod(folder.stat().st_mode | 0o055)
     locked, missing = tmp_path / "claim", tmp_path / "o200k_base.tiktoken"
     locked.mkdir(mode=0o755)
-    code, said = checked(f"--writable={locked}", f"--file={missing}", nobody=True)
+    code, said = checked(f"--writable={locked}", f"--file={missing}", another_user=True)
     assert code == 1
     first, second = said.splitlines()
-    assert first.startswith(f"{locked}: user {NOBODY} cannot write it (Permission denied); chown it to {NOBODY}")
+    assert first.startswith(
+        f"{locked}: user {ANOTHER_USER} cannot write it (Permission denied); chown it to {ANOTHER_USER}"
+    )
     assert second == f"{missing}: not there; put it there, or let models.download fetch it"
     missing.touch()
     assert checked(f"--writable={tmp_path}", f"--file={missing}") == (0, "")
@@ -157,7 +158,7 @@ def test_the_examples_are_the_smallest_values_and_render(name: str) -> None:
 
 
 def test_argo_cd_and_flux_install_what_the_smallest_example_does() -> None:
-    """And Flux waits longer than the Jobs that come first."""
+    """Flux waits longer than the Jobs that come first."""
     folder = ROOT / "examples" / "helm"
     wanted = yaml.safe_load((folder / "qwen3-8b-one-b200.yaml").read_text())
     argo = yaml.safe_load((folder / "argo-cd.yaml").read_text())["spec"]["source"]

@@ -16,8 +16,7 @@ import pytest
 from typer.main import get_group
 
 from dflash_serve.cli.main import app
-from tests.deploy.test_chart_golden import case
-from tests.support.chart import CHART, config, pods, render
+from tests.support.chart import CHART, case, config, pods, render
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, running
 from tests.support.tiny_target import write_tiny_pair
@@ -170,7 +169,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_the_embedded_server_says_that_a_random_drafter_does_not_fit(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """And is asked with the first of its keys."""
+    """The probe uses the first key of the file."""
     keys = tmp_path / "keys"
     keys.write_text("# clients\n\nfirst\nsecond\n")
     with running(tiny_engine(pair, width=4), api_key_file=keys) as tiny:
@@ -192,7 +191,7 @@ def test_an_answer_that_breaks_off_or_is_empty_fails_helm_test() -> None:
 
 
 def test_helm_tests_commands_get_whole_and_streamed_answers(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """As the pods are told to, but for the address, the model and where the key lies."""
+    """With the pods' own arguments, except address, model and the path of the key."""
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     manifests = render(case("torch-on-a-cpu"))
@@ -234,8 +233,8 @@ def test_the_acceptance_gate_opens_at_the_baseline_and_not_below(pair: tuple[Pat
     with running(tiny_engine(pair, width=4)) as tiny:
         asked = [f"--url={tiny.url}", f"--model={MODEL}", "--tokens=8"]
         code, said = script(ACCEPTANCE, *asked, "--at-least=1")
-        assert (code, "tokens per verification, wanted are 1.00" in said) == (0, True), said
+        assert (code, "tokens per verification; the minimum is 1.00" in said) == (0, True), said
         code, said = script(ACCEPTANCE, *asked, "--at-least=3")
-        assert (code, "tokens per verification, wanted are 3.00" in said) == (1, True), said
+        assert (code, "tokens per verification; the minimum is 3.00" in said) == (1, True), said
     code, said = script(ACCEPTANCE, *asked, "--at-least=1")
     assert (code, said.startswith("no acceptance: ")) == (1, True), said

@@ -1,24 +1,25 @@
-"""Values, their types and their schema are one thing, and nothing is accepted that nobody reads."""
+"""values.yaml is the one place of a default, and its schema accepts no key that nothing reads."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from dflash_serve.backend import backend as backend_named
-from dflash_serve.deploying.chart import ENGINES, generated_files, values_schema
-from dflash_serve.deploying.chart_values import Values
-from tests.deploy.test_chart_golden import CASES, case
-from tests.deploy.test_chart_refusals import changed
+from dflash_serve.deploying.chart import ENGINES, generated_files, write_chart
+from dflash_serve.deploying.values_schema import values_schema
+from dflash_serve.errors import UserError
 from tests.support.chart import (
     BACKENDS,
     CHART,
     HELMS,
     Manifest,
+    changed,
     only,
     recipe_deployment,
     refusal,
@@ -28,54 +29,22 @@ from tests.support.chart import (
 )
 
 GENERATED = generated_files()
+SCHEMA = values_schema(CHART / "values.yaml")
 OPEN = {
-    "global": "Helm's own",
-    "deployment.engine_args": "arguments of an engine's own server",
-    "engine.environment": "an engine's own variables",
-    "resources.extra": "extended resources",
-    "placement.nodeSelector": "node labels",
-    "service.annotations": "annotations",
-    "placement.tolerations[]": "Kubernetes' own type",
-    "extraVolumes[]": "Kubernetes' own type",
-    "extraVolumeMounts[]": "Kubernetes' own type",
-    "initContainers[]": "Kubernetes' own type",
-    "labels": "labels",
-    "podMonitor.labels": "labels",
-    "alerts.labels": "labels",
-    "dashboards.labels": "labels",
-    "serviceAccount.annotations": "annotations",
-    "podLabels": "labels",
-    "podAnnotations": "annotations",
+    *("global", "engine.environment", "deployment.engine_args", "resources.extra", "placement.nodeSelector"),
+    *("placement.tolerations[]", "extraVolumes[]", "extraVolumeMounts[]", "initContainers[]"),
+    *("service.annotations", "serviceAccount.annotations", "podAnnotations", "labels", "podLabels"),
+    *("podMonitor.labels", "alerts.labels", "dashboards.labels"),
 }
-"""Where keys are the user's."""
+"""Objects whose keys are the user's, Kubernetes' or an engine's."""
 MISSPELT = [
-    *("replica", "deployment.targets", "deployment.target.modell", "deployment.drafter.quantisation"),
-    *("deployment.speculation.widht", "deployment.parallel.tensors", "deployment.limits.batch"),
-    *("deployment.kv_cache.dtyp", "deployment.hardware.gpus", "image.tag", "image.pullPolicies", "resources.gpu"),
-    *("placement.product", "placement.topology.keys", "models.kinds", "secrets.hfToken", "secrets.apiKeys.value"),
-    *("build.recipes", "build.image.tag", "startup.seconds", "readiness.accept", "drain.grace", "rollout.surge"),
-    *("disruption.minAvailable", "autoscaling.metric", "service.ports", "networkPolicy.allow", "podMonitor.path"),
-    *("dashboards.folder", "serviceAccount.automount", "tests.verify.url"),
-]
-WRONG = [
-    *(
-        {"engine": {"probes": {}}},
-        {"replicas": "two"},
-        {"deployment.hardware.gpu": "b100"},
-        {"models.kind": "hostPath"},
-    ),
-    *({"deployment.speculation.width": "widest"}, {"deployment.parallel.tensor": 0}, {"autoscaling.kind": "both"}),
-    *({"deployment.target.quantization": "int3"}, {"service.type": "ExternalName"}, {"env": [{"value": "A"}]}),
-    *(
-        {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "x"}}}]},
-        {"image.pullPolicy": "Sometimes"},
-        {"build.gpus": -1},
-    ),
+    *("replica", "deployment.targets", "deployment.speculation.widht", "image.tag", "models.kinds", "build.image.tag"),
+    *("secrets.apiKeys.value", "tests.verify.url"),
 ]
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_what_is_generated_is_what_types_and_facts_make(name: str) -> None:
+def test_generated_files_are_what_the_facts_make(name: str) -> None:
     """After a wanted change: python -m dflash_serve.deploying.chart"""
     assert (CHART / name).read_text() == GENERATED[name]
 
@@ -86,66 +55,50 @@ def test_the_chart_knows_the_backends_whose_drafters_its_probe_can_see_accept() 
     assert set(known) == set(BACKENDS) == set(re.findall(r'"([\w-]+)":', probe))
 
 
-def test_values_yaml_has_every_default_of_the_types_and_no_other() -> None:
-    written = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert written.pop("deployment") == {}
-    minimal = Values.model_validate({"deployment": {"target": {"model": "x"}}})
-    defaults = minimal.model_dump(by_alias=True, exclude_none=True, exclude={"deployment"})
-    assert written == defaults
-    assert list(written) == [name for name in defaults if name in written]  # and in one order
-
-
-def test_values_yaml_is_short_enough_to_be_read() -> None:
-    lines = (CHART / "values.yaml").read_text().splitlines()
-    assert len(lines) < 220
-    assert max(map(len, lines)) <= 130
-
-
-def objects(schema: Manifest, node: Any, path: str = "") -> Iterator[tuple[str, Manifest]]:
+def objects(node: Any, path: str = "") -> Iterator[tuple[str, Manifest]]:
     """Every object of the schema with its path of keys."""
     if "$ref" in node:
-        node = schema["definitions"][node["$ref"].rsplit("/", 1)[1]]
+        node = SCHEMA["definitions"][node["$ref"].rsplit("/", 1)[1]]
     for branch in node.get("anyOf", []):
-        yield from objects(schema, branch, path)
+        yield from objects(branch, path)
     if "items" in node:
-        yield from objects(schema, node["items"], f"{path}[]")
+        yield from objects(node["items"], f"{path}[]")
     if node.get("type") == "object":
         yield path, node
         for name, inner in node.get("properties", {}).items():
-            yield from objects(schema, inner, f"{path}.{name}".lstrip("."))
+            yield from objects(inner, f"{path}.{name}".lstrip("."))
 
 
 def test_every_object_is_closed_but_those_whose_keys_are_the_users() -> None:
-    schema = values_schema()
-    found = dict(objects(schema, schema))
-    assert {path for path, node in found.items() if node.get("additionalProperties") is not False} == set(OPEN)
-    assert {"deployment.target", "deployment.speculation", "deployment.hardware"} <= set(found)
+    found = dict(objects(SCHEMA))
+    assert {path for path, node in found.items() if node.get("additionalProperties") is not False} == OPEN
+    assert {"deployment.target", "deployment.speculation", "deployment.hardware", "engine.probes"} <= set(found)
 
 
-@pytest.mark.parametrize("layer", HELMS, ids=[layer.helm for layer in HELMS])
+def test_the_schema_has_the_defaults_and_comments_of_values_yaml() -> None:
+    sections = SCHEMA["properties"]
+    assert sections["replicas"]["default"] == 1
+    assert "autoscaling overrules it" in sections["replicas"]["description"]
+    assert "hub" in sections["networkPolicy"]["properties"]["egressPorts"]["description"]
+    assert sections["models"]["properties"]["download"]["properties"]["enabled"]["type"] == "boolean"
+    assert "dflash-serve serve" in sections["deployment"]["description"]
+    keys = [inner for section in sections.values() for inner in section.get("properties", {}).values()]
+    assert sum("description" in inner for inner in keys) > 50
+
+
+def test_a_rule_for_a_key_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    text = (CHART / "values.yaml").read_text().replace("replicas: 1 #", "copies: 1 #")
+    (tmp_path / "values.yaml").write_text(text)
+    with pytest.raises(ValueError, match="has no replicas"):
+        values_schema(tmp_path / "values.yaml")
+
+
 @pytest.mark.parametrize("key", MISSPELT)
-def test_a_misspelt_key_is_refused_by_name(key: str, layer: Any) -> None:
-    said = refusal(changed("tensorrt-llm-with-a-built-drafter", {key: {}}), layer)
-    assert re.search(
-        rf"additional propert(y|ies) '?{key.rsplit('.', 1)[-1]}'? (is )?not allowed", said, re.IGNORECASE
-    ), said
-
-
-@pytest.mark.parametrize("layer", HELMS, ids=[layer.helm for layer in HELMS])
-@pytest.mark.parametrize("changes", WRONG, ids=[str(changes)[:40] for changes in WRONG])
-def test_a_value_of_the_wrong_kind_is_refused(changes: dict[str, object], layer: Any) -> None:
-    assert "meet the specifications of the schema" in refusal(changed("sglang", changes), layer)
-
-
-def test_every_value_is_described() -> None:
-    schema = values_schema()
-    described = [
-        (path, name, "description" in inner or "$ref" in inner)
-        for path, node in objects(schema, schema)
-        for name, inner in node.get("properties", {}).items()
-    ]
-    assert len(described) > 180
-    assert [f"{path}.{name}" for path, name, is_so in described if not is_so] == []
+def test_an_error_names_a_misspelt_key(key: str) -> None:
+    for layer in HELMS:
+        said = refusal(changed("tensorrt-llm-with-a-built-drafter", {key: {}}), layer)
+        last = key.rsplit(".", 1)[-1]
+        assert re.search(rf"additional propert(y|ies) '?{last}'? (is )?not allowed", said, re.IGNORECASE), said
 
 
 def test_the_target_cannot_be_forgotten() -> None:
@@ -157,13 +110,13 @@ def test_a_parent_chart_may_hold_it() -> None:
     assert refusal(changed("sglang", {"global": {"imageRegistry": "x"}})) == ""
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_installations_are_values_by_the_types_too(name: str) -> None:
-    Values.model_validate(case(name))
+def test_a_whole_chart_is_not_written_over_something(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="name a folder that is not there yet"):
+        write_chart(tmp_path)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_paths_and_metrics_are_those_that_other_renderings_use(backend: str) -> None:
+def test_probes_and_metrics_are_the_engines(backend: str) -> None:
     given = values(
         backend,
         recipe_deployment("qwen3-8b-b200"),
@@ -175,8 +128,11 @@ def test_paths_and_metrics_are_those_that_other_renderings_use(backend: str) -> 
     manifests = render({**given, "autoscaling": scaled})
     facts = backend_named(backend).facts
     container = server(manifests)
+    assert container["startupProbe"]["httpGet"]["path"] == facts.probes.started
     assert container["livenessProbe"]["httpGet"]["path"] == facts.probes.live
     assert container["readinessProbe"]["httpGet"]["path"] == facts.probes.ready
+    assert {"name": "HOME", "value": "/cache"} in container["env"]
+    assert facts.environment.items() <= {entry["name"]: entry["value"] for entry in container["env"]}.items()
     assert only(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"][0]["path"] == facts.metrics.path
     query = only(manifests, "ScaledObject")["spec"]["triggers"][0]["metadata"]["query"]
     assert query == f'sum({facts.metrics.queued}{{namespace="serving", app_kubernetes_io_instance="trial"}})'

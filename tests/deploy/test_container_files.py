@@ -1,4 +1,4 @@
-"""What the container files promise, read from the files: there is no container engine here to build them with."""
+"""Properties of the container files, read from the files; test_images.py builds them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dockerfile_parse import DockerfileParser
@@ -18,9 +19,10 @@ from packaging.requirements import Requirement
 import dflash_serve
 from dflash_serve.backend import backend
 from dflash_serve.deploying.chart import KNOWN as BACKENDS
-from dflash_serve.deploying.workload import USER, WRITABLE, Workload
-from dflash_serve.deployment import Deployment, Model
+from tests.support.chart import render, server, server_pod, values
 
+USER = 10001
+WRITABLE = {"/models", "/prepared", "/cache", "/tmp"}
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
 EACH = pytest.mark.parametrize("name", BACKENDS)
@@ -54,6 +56,11 @@ def variables(name: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(\S+)", " ".join(last_stage(name)["ENV"])))
 
 
+def charts_server(name: str) -> dict[str, Any]:
+    """The server's container in the chart."""
+    return server(render(values(name, {"target": {"model": "x"}})))
+
+
 @EVERY
 def test_hadolint_has_nothing_to_say(name: str) -> None:
     argv = [str(Path(sys.executable).with_name("hadolint")), str(path_of(name))]
@@ -63,7 +70,7 @@ def test_hadolint_has_nothing_to_say(name: str) -> None:
 
 @EVERY
 def test_nothing_is_built_on_what_is_not_pinned(name: str) -> None:
-    """The base has no default, and a build stage that the rest needs refuses one without a digest."""
+    """The base has no default, and a build stage that all others need refuses one without a digest."""
     argument = BASE[name]
     steps = parsed(name)
     assert ("ARG", argument) in steps
@@ -81,8 +88,12 @@ def test_nothing_is_built_on_what_is_not_pinned(name: str) -> None:
 def test_it_runs_without_rights_and_owns_only_what_it_writes(name: str) -> None:
     stage = last_stage(name)
     assert stage["USER"][-1] == f"{USER}:{USER}"
+    pod = server_pod(render(values("torch", {"target": {"model": "x"}})))["spec"]
+    assert pod["securityContext"]["runAsUser"] == USER
+    mounts = pod["containers"][0]["volumeMounts"]
+    assert {m["mountPath"] for m in mounts if not m.get("readOnly")} - {"/dev/shm"} == WRITABLE
     owned = next(value for value in stage["RUN"] if f"install -d -o {USER} -g {USER}" in value).split(f"-g {USER} ")[1]
-    assert set(owned.split()) == set(WRITABLE) - {"/tmp"}
+    assert set(owned.split()) == WRITABLE - {"/tmp"}
     assert stage["WORKDIR"] == ["/cache"]
 
 
@@ -91,7 +102,7 @@ def test_the_entry_point_is_ours_and_no_shell(name: str) -> None:
     stage = last_stage(name)
     assert json.loads(stage["ENTRYPOINT"][0]) == ["dflash-serve"]
     command = " ".join(json.loads(stage["CMD"][0])).replace("=", " ")
-    wanted = Workload("x", name, Deployment(target=Model(model="x"))).command
+    wanted = [*charts_server(name)["command"], *charts_server(name)["args"]]
     assert set(command.split()) <= set(" ".join(wanted).replace("=", " ").split())
     assert "SHELL" not in stage
 
@@ -107,7 +118,7 @@ def test_it_asks_the_server_how_it_is(name: str) -> None:
 
 @EACH
 def test_it_sets_what_the_pod_sets(name: str) -> None:
-    wanted = Workload("x", name, Deployment(target=Model(model="x"))).environment
+    wanted = {variable["name"]: variable["value"] for variable in charts_server(name)["env"]}
     assert wanted.items() <= variables(name).items()
 
 
@@ -129,7 +140,7 @@ def test_nothing_is_fetched_from_a_url_and_no_cache_is_kept(name: str) -> None:
 
 
 def copied(name: str) -> set[str]:
-    """What the builder takes from this repository."""
+    """Paths of this repository that the builder copies."""
     steps = [value for instruction, value in parsed(name) if instruction == "COPY" and not value.startswith("--from")]
     return {word for value in steps for word in value.split()[:-1]}
 
@@ -152,7 +163,7 @@ def test_flashinfers_kernels_are_linked_as_root_and_the_link_is_proven_as_the_us
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_helm_tests_verify_and_acceptance_have_what_they_import(name: str) -> None:
-    """They run in the server's image."""
+    """The chart's scripts run in the server's image."""
     installs = [value for instruction, value in parsed(name) if instruction == "RUN" and "install" in value]
     assert any("prove]" in value for value in installs)
 

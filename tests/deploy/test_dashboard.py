@@ -46,7 +46,7 @@ TENSORRT_LLM = {
     **{f"trtllm_{name}": {"model_name", "engine_type"} for name in GAUGES_AND_COUNTERS},
     **{f"trtllm_{name}": {"model_name", "engine_type", "token_position"} for name in BY_POSITION},
 }
-"""What TensorRT-LLM documents of its Prometheus metrics, as far as a dashboard could care: the docstring and labels of
+"""Prometheus metrics that TensorRT-LLM documents, as far as a dashboard needs them: the docstring and labels of
 tensorrt_llm/metrics/collector.py, NVIDIA/TensorRT-LLM main @050f80def8df (2026). It was never scraped by us."""
 
 VLLM = {
@@ -77,7 +77,7 @@ VLLM = {
     "dflash_vllm:slots_offered_total": {"model_name", "engine", "slot"},
     "dflash_vllm:slots_accepted_total": {"model_name", "engine", "slot"},
 }
-"""What vLLM documents of its Prometheus metrics (docs/design/metrics.md, vllm/v1/metrics/loggers.py and
+"""Prometheus metrics that vLLM documents (docs/design/metrics.md, vllm/v1/metrics/loggers.py and
 vllm/v1/spec_decode/metrics.py), and our plug-in's. The real server is asked in tests/vllm/test_server.py."""
 
 

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.deploying.workload import USER
 from tests.support.container import Container, Spec, container
 from tests.support.images import OLD, TORCH, Buildah, Image
 
 LAYERS = ("sglang", "vllm", "tensorrt-llm")
 CUBINS = "def get_cubin_dir():\n    return '/usr/local/lib/flashinfer_cubin/cubins'\n"
+USER = 10001
 SLEEP = ["python3", "-c", "import time; time.sleep(600)"]
 
 
 @pytest.fixture(scope="module")
 def engine_base(buildah: Buildah, python_base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What an engine's own image is to our layer: Python, pip, packages of its own, FlashInfer's kernels; no engine."""
+    """A base image like an engine's: Python, pip, packages and FlashInfer's kernels, without an engine."""
     context = tmp_path_factory.mktemp("engine")
     (context / "flashinfer_cubin.py").write_text(CUBINS)
     lines = [
@@ -96,9 +96,9 @@ def test_a_layers_kernels_are_linked_where_a_read_only_pod_can_write(image: Imag
 
 
 @pytest.mark.parametrize("image", ["engines"], indirect=True)
-def test_the_builders_image_has_what_quantises_and_exports(image: Image, tmp_path: Path) -> None:
+def test_the_builders_image_has_what_quantises(image: Image, tmp_path: Path) -> None:
     with idle(image, tmp_path) as running:
-        done = running.run("python3", "-c", "import modelopt.torch.quantization, onnx, onnxruntime", timeout=300)
+        done = running.run("python3", "-c", "import modelopt.torch.quantization", timeout=300)
         assert done.returncode == 0, done.stderr
         assert running.run("dflash-serve", "build", "--help").returncode == 0
 

@@ -1,4 +1,4 @@
-"""A backend that we have never heard of is deployed in every form: all that is its own comes from its facts."""
+"""A backend of another package is deployed too: the values describe its engine by its facts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ acme = Acme()
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside ours, found by its entry point like any other."""
+    """Installed beside ours, and found by its entry point."""
     point = EntryPoint("acme", f"{__name__}:acme", registry.GROUP)
     monkeypatch.setattr(type(point), "load", _load)
     found = EntryPoints([*entry_points(group=registry.GROUP), point])
@@ -86,25 +86,6 @@ def test_serve_starts_it(file: Path) -> None:
     assert result.stdout.split() == ["acme-serve", "--host=127.0.0.1", "--port=8000"]
 
 
-def test_compose(file: Path) -> None:
-    (found,) = deploy(file, "compose")
-    service = found["services"]["server"]
-    assert service["environment"]["ACME_QUIET"] == "1"
-    assert "http://127.0.0.1:8000/deep" in service["healthcheck"]["test"][3]
-    assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == 1
-    assert "--backend=acme" in service["entrypoint"]
-    assert not [word for word in service["entrypoint"] if "drain" in word]
-
-
-def test_kserve(file: Path) -> None:
-    service = deploy(file, "kserve")[1]
-    (container,) = service["spec"]["predictor"]["containers"]
-    probes = [container[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")]
-    assert probes == ["/up", "/alive", "/deep"]
-    assert service["metadata"]["labels"]["llm-d.ai/engine-type"] == "acme-serve"
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": "1"}}
-
-
 def test_the_chart_runs_it_by_what_the_values_say_of_it(file: Path) -> None:
     (values,) = deploy(file, "helm")
     cluster = {"podMonitor": {"enabled": True}, "networkPolicy": {"namespaces": ["monitoring"]}}
@@ -126,11 +107,6 @@ def test_backends_that_the_chart_knows_need_no_engine_in_their_values(file: Path
     assert "engine" not in values
 
 
-def test_dynamo_says_that_it_does_not_know_it(file: Path) -> None:
-    with pytest.raises(UserError, match=r"--backend acme: Dynamo has no such engine"):
-        deploy(file, "dynamo")
-
-
 def test_an_engine_of_which_we_only_have_facts_is_refused_in_one_line(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,4 +115,4 @@ def test_an_engine_of_which_we_only_have_facts_is_refused_in_one_line(
         UserError,
         match=r"^--backend acme: dflash-serve does not start it yet: .*; use another, such as --backend torch$",
     ):
-        deploy(file, "compose")
+        deploy(file, "helm")

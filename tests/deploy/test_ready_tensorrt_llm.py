@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from tests.deploy.test_chart_golden import case
 from tests.deploy.test_chart_probes import ready
-from tests.support.chart import render, server
+from tests.support.chart import case, render, server
 from tests.support.fake_trtllm_serve import FakeTrtllmServe
 
 ROUTE = "/health"
@@ -41,7 +40,7 @@ def test_a_drafter_that_accepts_nothing_is_said(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_takes_no_readiness_away(tmp_path: Path) -> None:
-    """And gives it, where those in the queue have shown that the drafter accepts: the probe asks nothing of its own."""
+    """Earlier requests have shown that the drafter accepts, so the probe sends none of its own."""
     engine = FakeTrtllmServe(late=0.1)
     with engine.listening() as url:
         assert ready(url, tmp_path / "seen", "tensorrt-llm", route=ROUTE, width="auto") == (0, "")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import csv
 import json
 import re
 import shutil
@@ -90,13 +88,6 @@ def test_acceptance_is_of_this_run_alone_and_fits_the_tokens(measured: Path) -> 
 
 
 @needs_aiperf
-def test_the_csv_agrees_with_the_json(measured: Path) -> None:
-    points = json.loads((measured / "bench.json").read_text())["points"]
-    for line, point in zip(csv.DictReader((measured / "bench.csv").open()), points, strict=True):
-        assert float(line["tokens_per_s_per_device"]) == pytest.approx(point["throughput_per_device"], abs=1e-3)
-
-
-@needs_aiperf
 def test_servers_that_were_started_are_gone(measured: Path) -> None:
     log = (measured / "work" / "fixed-4.server" / "server.log").read_text()
     assert "Finished server process" in log
@@ -109,11 +100,7 @@ def test_the_report_reads_well_in_a_browser_without_a_network(measured: Path, tm
     text = _browse(tmp_path, "--dump-dom", page).decode()
     assert json.loads((measured / "bench.json").read_text())["sentence"] in text
     text = (measured / "report.html").read_text()
-    plot = text.partition("base64,")[2].partition('"')[0]
-    size = re.search(rb'width="[^"]*" height="[^"]*" viewBox="[^"]*"|viewBox="[^"]*"', base64.b64decode(plot))
-    assert size is not None
-    empty = base64.b64encode(b"<svg xmlns='http://www.w3.org/2000/svg' " + size.group() + b"/>").decode()
-    (tmp_path / "bare.html").write_text(text.replace(plot, empty))
+    (tmp_path / "bare.html").write_text(re.sub(r"(<svg viewBox[^>]*>).*?</svg>", r"\1</svg>", text, flags=re.DOTALL))
     assert _ink(tmp_path, page) > _ink(tmp_path, (tmp_path / "bare.html").as_uri()) + 3000  # the plot is there
 
 
@@ -125,7 +112,7 @@ def _browse(tmp_path: Path, *more: str) -> bytes:
 
 def _ink(tmp_path: Path, page: str) -> int:
     """Pixels that are not white."""
-    from matplotlib.image import imread  # type: ignore[import-not-found, unused-ignore]
+    from PIL import Image
 
     _browse(tmp_path, f"--screenshot={tmp_path / 'shot.png'}", "--window-size=1100,1400", page)
-    return int((imread(tmp_path / "shot.png")[..., :3].min(axis=-1) < 0.98).sum())
+    return sum(Image.open(tmp_path / "shot.png").convert("L").histogram()[:250])

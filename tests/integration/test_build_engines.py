@@ -1,4 +1,4 @@
-"""The real tools on tiny models: ModelOpt, ONNX and onnxruntime, all on a CPU.
+"""The real ModelOpt on tiny models, on a CPU.
 
 Needs `pip install 'dflash-serve[engines]'`; skipped where that is not installed.
 """
@@ -21,10 +21,8 @@ import torch
 from safetensors.torch import load_file
 
 pytest.importorskip("modelopt", reason="needs dflash-serve[engines]")
-pytest.importorskip("onnxruntime", reason="needs dflash-serve[engines]")
 
 from dflash_engines.calibration import ANSWERS, drafter_ranges, free_ranges
-from dflash_engines.onnx_export import export_and_check
 from dflash_engines.pipeline import Measured, Work
 from dflash_engines.quantize import (
     EXCLUDED,
@@ -152,7 +150,6 @@ def test_without_data_a_drafter_is_quantised_all_the_same(bench: Bench, tmp_path
         float(w.input_scale) for w in weights.values() if isinstance(w, QuantizedTensor) and w.input_scale is not None
     }
     assert scales == {1.0}
-    assert alone.run("onnx", export_and_check)["relative_error"]["block"] < 0.01
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -249,10 +246,6 @@ def test_a_qwen_is_refused_before_anything_is_quantised(tmp_path: Path) -> None:
         write_checkpoints(Work(tmp_path, {"target": tmp_path}, lambda line: None), DEPLOYMENT, Checkpoints())
 
 
-def test_the_exported_graph_computes_what_the_core_computes(bench: Bench) -> None:
-    assert bench.run("onnx", export_and_check)["relative_error"]["block"] < 0.01
-
-
 RECIPE = """
 deployment:
   target: {{model: smollm2}}
@@ -260,7 +253,6 @@ deployment:
   limits: {{max_model_len: 256, max_batch_size: 2}}
 build:
   drafter: [fp8]
-  onnx: true
   calibration: {{count: 1, max_tokens: 8}}
   acceptance: {{prompts: {prompts}, count: 1, max_tokens: 12}}
 """

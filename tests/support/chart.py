@@ -1,8 +1,9 @@
-"""Our chart through real helms: what it renders, and how it refuses."""
+"""The chart through real helms: its manifests, and its refusals."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,22 +13,26 @@ from typing import Any
 
 import yaml
 
+from dflash_serve.deploying.chart import write_chart
+
 from .helm import HELM_3, HELM_4, Layer, helm
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "dflash-serve"
 RECIPES = ROOT / "engines" / "recipes"
+INSTALLATIONS = ROOT / "tests" / "deploy" / "installations"
+CASES = sorted(path.stem for path in INSTALLATIONS.glob("*.yaml"))
 BACKENDS = ("torch", "sglang", "tensorrt-llm", "vllm")
-HELMS = (HELM_3, HELM_4)
+EVERYTHING = os.environ.get("DFLASH_SERVE_TEST_DEPLOY") == "all"
+HELMS = (HELM_3, HELM_4) if EVERYTHING else (HELM_4,)
+"""Helms to test with: the newest; with DFLASH_SERVE_TEST_DEPLOY=all the oldest too."""
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 KUBERNETES = "1.34.0"
-"""What the render is for; helm 3 would otherwise take its own, 1.32."""
+"""The cluster's release as helm is told; helm 3 would otherwise take its own, 1.32."""
 
 Manifest = dict[str, Any]
 
-
-def recipes() -> list[str]:
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+_FOLDER = tempfile.TemporaryDirectory(prefix="chart-")
 
 
 def recipe_deployment(recipe: str) -> Manifest:
@@ -36,15 +41,25 @@ def recipe_deployment(recipe: str) -> Manifest:
     return deployment
 
 
-def impossible(deployment: Mapping[str, Any], backend: str) -> bool:
-    """The embedded engine runs on one device, and the chart says so before anything is installed."""
-    return backend == "torch" and deployment["hardware"]["count"] > 1
+def case(name: str) -> Manifest:
+    """The values of an installation."""
+    given: Manifest = yaml.safe_load((INSTALLATIONS / f"{name}.yaml").read_text())
+    return given
 
 
-def pairs(*, possible: bool) -> list[tuple[str, str]]:
-    """Recipe and backend: those that the chart renders, or those that it refuses."""
-    every = [(recipe, backend) for recipe in recipes() for backend in BACKENDS]
-    return [pair for pair in every if impossible(recipe_deployment(pair[0]), pair[1]) != possible]
+def changed(name: str, changes: Mapping[str, object]) -> Manifest:
+    """The values of an installation, with `a.b: value` set; None removes a key."""
+    given = case(name)
+    for dotted, value in changes.items():
+        *outer, last = dotted.split(".")
+        inner = given
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        if value is None:
+            inner.pop(last, None)
+        else:
+            inner[last] = value
+    return given
 
 
 def values(backend: str, deployment: Mapping[str, Any], **more: object) -> Manifest:
@@ -54,7 +69,7 @@ def values(backend: str, deployment: Mapping[str, Any], **more: object) -> Manif
 
 
 def render(
-    given: Mapping[str, Any], layer: Layer = HELM_4, *, kubernetes: str = KUBERNETES, chart: Path = CHART
+    given: Mapping[str, Any], layer: Layer = HELM_4, *, kubernetes: str = KUBERNETES, chart: Path | None = None
 ) -> list[Manifest]:
     """`helm template`, parsed."""
     done = _helm("template", json.dumps(given), layer, kubernetes, chart)
@@ -63,7 +78,7 @@ def render(
 
 
 def refusal(given: Mapping[str, Any], layer: Layer = HELM_4, *, kubernetes: str = KUBERNETES) -> str:
-    """What helm says on not rendering it; empty where it does."""
+    """helm's message for values that it refuses; empty where it renders them."""
     done = _helm("template", json.dumps(given), layer, kubernetes)
     return done.stderr if done.returncode else ""
 
@@ -82,9 +97,16 @@ def notes(given: Mapping[str, Any]) -> str:
 
 
 @cache
+def whole_chart() -> Path:
+    """The chart with the schema of its values, as it is packaged."""
+    return write_chart(Path(_FOLDER.name, "dflash-serve"))
+
+
+@cache
 def _helm(
-    verb: str, given: str, layer: Layer, kubernetes: str, chart: Path = CHART
+    verb: str, given: str, layer: Layer, kubernetes: str, chart: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
+    chart = chart or whole_chart()
     what: list[str | Path] = ["--strict", chart] if verb == "lint" else ["trial", chart]
     dry = ["--dry-run=client"] if verb == "install" else []
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
@@ -107,7 +129,7 @@ def only(manifests: list[Manifest], kind: str) -> Manifest:
 
 
 def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """What runs: its name, and `metadata` and `spec` of the pod."""
+    """Every pod: the name of its object, and its `metadata` and `spec`."""
     for manifest in manifests:
         name, spec = f"{manifest['kind']} {manifest['metadata']['name']}", manifest.get("spec", {})
         if manifest["kind"] == "Pod":
@@ -120,7 +142,7 @@ def pods(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
 
 
 def server_pod(manifests: list[Manifest]) -> Manifest:
-    """Of the pods, the one with an http server in it."""
+    """The pod with an http server in it."""
     server = {"app.kubernetes.io/component": "server"}
     (found,) = (pod for _, pod in pods(manifests) if server.items() <= pod["metadata"]["labels"].items())
     return found

@@ -27,7 +27,7 @@ UNPRIVILEGED = ("--clear-groups", "--no-new-privs", "--bounding-set=-all", "--in
 
 
 def why_not() -> str | None:
-    """What this machine lacks; None = nothing."""
+    """The thing that this machine lacks; None if it has everything."""
     if os.geteuid() != 0:
         return "namespaces need root"
     if not all(map(shutil.which, ("unshare", "nsenter", "setpriv", "mount"))):
@@ -60,7 +60,7 @@ def spec_of(
     given: Mapping[str, Path],
     image: Image | None = None,
 ) -> Spec:
-    """Of a pod's first container; Secrets that are optional are not there."""
+    """The specification of a pod's first container, without optional Secrets."""
     container = pod["containers"][0]
     assert container["securityContext"]["readOnlyRootFilesystem"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -95,13 +95,13 @@ class Container:
 
     @property
     def pid(self) -> int:
-        """Of its process 1, as seen from here."""
+        """PID of the container's process 1 on this machine."""
         here = self.process.pid
         assert self.process.poll() is None, f"it has ended: {self.log.read_text()}"
         return int(Path(f"/proc/{here}/task/{here}/children").read_text().split()[0])
 
     def run(self, *argv: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-        """What `kubectl exec` would do: inside, as its user."""
+        """Runs a command inside, as the container's user, like `kubectl exec`."""
         user = (f"--reuid={self.spec.user}", f"--regid={self.spec.user}", *UNPRIVILEGED)
         enter = ["nsenter", f"--target={self.pid}", "--mount", "--pid", "--net", "--root"]
         # nsenter's own --wd is outside the new root, where oneMKL, which asks for it, ends the process.
@@ -119,7 +119,7 @@ class Container:
         return environment(self.spec)
 
     def terminate(self) -> None:
-        """What the kubelet does after preStop."""
+        """Sends SIGTERM, as the kubelet does after preStop."""
         os.kill(self.pid, signal.SIGTERM)
 
     def probe(self, probe: Mapping[str, Any]) -> bool:
@@ -140,7 +140,7 @@ class Container:
 
 
 def environment(spec: Spec) -> dict[str, str]:
-    """Of its command."""
+    """Environment of the container's command."""
     return {**(STAND_IN if spec.image is None else spec.image.environment), **spec.environment}
 
 

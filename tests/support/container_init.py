@@ -56,7 +56,7 @@ def stand_in(root: Path) -> None:
 
 
 def system(root: Path) -> None:
-    """What a container runtime adds to an image."""
+    """Adds the file systems that a container runtime adds to an image."""
     bind(Path("/sys"), root)
     (root / "proc").mkdir(exist_ok=True)
     mount("-t", "proc", "proc", str(root / "proc"))

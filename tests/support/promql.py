@@ -1,4 +1,4 @@
-"""What a dashboard asks Prometheus for, read by a real PromQL parser; and what an engine's /metrics has to give."""
+"""The metrics and labels in a dashboard's PromQL, by a real PromQL parser, and those of an engine's /metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def expressions() -> list[str]:
 
 
 def variables() -> Iterator[tuple[set[str], str]]:
-    """Of each `label_values(selector, label)`: the metrics it looks in, and the label."""
+    """Metrics and label of each `label_values(selector, label)`."""
     for variable in json.loads(DASHBOARD.read_text())["templating"]["list"]:
         asked = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]) if variable["type"] == "query" else None
         if asked:
@@ -90,7 +90,7 @@ def exported(text: str) -> Labels:
 
 
 def missing(engine: str, has: Mapping[str, set[str]]) -> list[str]:
-    """What the dashboard wants of this engine that it does not have."""
+    """Metrics and labels that the dashboard asks this engine for and that it does not have."""
     wanted = [(name, labels) for expression in expressions() for name, labels in asked(expression).items()]
     return sorted(
         {

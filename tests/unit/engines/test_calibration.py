@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from dflash_engines.calibration import AMAX, ANSWERS, OPENERS, answer, drafter_ranges, free_ranges, read_answers
 from dflash_engines.pipeline import Work
 from dflash_engines.recipe import Prompts
-from dflash_engines.sample import Sample
 from dflash_serve.backend import embedded_backend
 from dflash_serve.deployment import Deployment
 from dflash_serve.models.loader import load_drafter
@@ -32,22 +31,17 @@ def work(tmp_path: Path) -> Work:
     return Work(tmp_path / "out", folders, lambda line: None)
 
 
-def test_features_are_the_targets_hidden_states(work: Work) -> None:
+def test_features_have_the_range_of_the_targets_hidden_states(work: Work) -> None:
     from transformers import AutoModelForCausalLM
 
-    measured = drafter_ranges(work)
-    sample = Sample.load(work.folder)
-    assert measured["blocks"] == len(sample.anchors) == 4
-    assert (sample.anchors[0], sample.anchors[-1]) == (8, 27)
+    assert drafter_ranges(work)["blocks"] == 4
     (prompt, reply), *_ = read_answers(work.inputs["answers"])
     oracle = AutoModelForCausalLM.from_pretrained(work.inputs["target"], dtype=torch.float32).eval()
     with torch.inference_mode():
         hidden = oracle(torch.tensor([prompt + reply]), output_hidden_states=True).hidden_states
     drafter = load_drafter(work.inputs["drafter"])
     wanted = torch.cat([hidden[layer + 1][0] for layer in drafter.config.target_layer_ids], dim=-1)
-    torch.testing.assert_close(sample.features, wanted, rtol=1e-4, atol=1e-4)
-    embedding = oracle.get_input_embeddings().weight
-    torch.testing.assert_close(sample.noise[:, 0], embedding[torch.tensor(prompt + reply)[list(sample.anchors)]])
+    torch.testing.assert_close(load_file(work.folder / AMAX)["fc"], wanted.abs().max(), rtol=1e-4, atol=1e-4)
 
 
 def test_every_product_has_the_range_of_its_inputs(work: Work) -> None:

@@ -24,18 +24,30 @@ def test_a_dry_run_lists_the_steps_and_builds_nothing(tmp_path: Path, monkeypatc
     monkeypatch.delenv("PROMPTS", raising=False)
     code, text = invoke(RECIPE, "--dry-run")
     assert code == 0
-    assert text.index("drafter-fp8") < text.index("onnx ") < text.index("commands")
+    assert text.index("drafter-fp8") < text.index("commands")
     assert "acceptance is left out" in text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_plan_is_there_as_json() -> None:
+def test_the_plan_is_there_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROMPTS", raising=False)
     code, text = invoke(RECIPE, "--dry-run", "--json")
     assert code == 0
-    assert json.loads(text)[0]["step"] == "answers"
+    steps = {step["step"]: step["needs"] for step in json.loads(text)}
+    assert all(step["about"] for step in json.loads(text))
+    assert steps == {
+        "answers": ["target"],
+        "drafter-ranges": ["target", "drafter", "answers"],
+        "target-fp8": ["target", "answers"],
+        "target-nvfp4": ["target", "answers"],
+        "trtllm-checkpoints": ["target", "answers"],
+        "drafter-fp8": ["drafter", "drafter-ranges"],
+        "drafter-nvfp4": ["drafter", "drafter-ranges"],
+        "commands": ["drafter", "drafter-fp8", "drafter-nvfp4"],
+    }
 
 
-def test_verify_ends_with_2_where_a_byte_was_flipped(tmp_path: Path) -> None:
+def test_verify_ends_with_1_where_a_byte_was_flipped(tmp_path: Path) -> None:
     def write(work: Work) -> Measured:
         (work.folder / "engine").write_bytes(bytes(100))
         return {}

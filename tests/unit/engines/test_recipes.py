@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from dflash_engines.calibration import read_prompts
+from dflash_engines.pipeline import Work
 from dflash_engines.recipe import load_recipe
-from dflash_engines.steps import make_steps
+from dflash_engines.steps import LABEL, make_steps, write_commands
 from dflash_serve.deployment import GPUS
 from dflash_serve.errors import UserError
 
@@ -39,6 +41,7 @@ def write(folder: Path, text: str) -> Path:
     [
         ("build: {engines: [sm89]}", "unknown key build.engines"),
         ("build: {rtx: [sm120]}", "unknown key build.rtx"),
+        ("build: {onnx: true}", "unknown key build.onnx"),
         ("build: {drafters: [fp8]}", r"unknown key build.drafters; did you mean build.drafter\?"),
         ("buld: {}", r"unknown key buld; did you mean build\?"),
         ("build: {drafter: [int4]}", "build.drafter"),
@@ -85,8 +88,8 @@ def test_a_plan_costs_no_torch() -> None:
 
 def test_a_drafter_alone_is_built_without_its_target(tmp_path: Path) -> None:
     """What gpt-oss and Kimi need: nobody wants to fetch 600 GB to quantise 6."""
-    steps = make_steps(load_recipe(write(tmp_path, "build: {drafter: [fp8], onnx: true, calibration: {free: true}}")))
-    assert [step.name for step in steps] == ["drafter-ranges", "drafter-fp8", "onnx"]
+    steps = make_steps(load_recipe(write(tmp_path, "build: {drafter: [fp8], calibration: {free: true}}")))
+    assert [step.name for step in steps] == ["drafter-ranges", "drafter-fp8"]
     assert all("target" not in step.needs for step in steps)
     with pytest.raises(UserError, match="a target is calibrated on data"):
         make_steps(load_recipe(write(tmp_path, "build: {target: [fp8], calibration: {free: true}}")))
@@ -102,3 +105,11 @@ def test_a_recipe_builds_for_its_own_gpu_and_names_no_other(path: Path) -> None:
     for step in make_steps(recipe):
         named = {int(number) for number in re.findall(r"SM(\d+)", step.about)}
         assert named <= {gpu.compute}, step.about
+
+
+def test_each_quantised_drafter_is_exported_and_built(tmp_path: Path) -> None:
+    inputs = {"drafter": tmp_path, "drafter-fp8": tmp_path, "drafter-ranges": tmp_path}
+    write_commands(Work(tmp_path, inputs, lambda line: None))
+    written = json.loads((tmp_path / "commands.json").read_text())
+    assert written["label"] == LABEL
+    assert list(written["commands"]) == ["edge-llm export drafter-fp8", "edge-llm build drafter-fp8"]

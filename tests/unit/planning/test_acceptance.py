@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.errors import UserError
-from dflash_serve.planning.acceptance import BAND, band, from_length, from_report, of_task
+from dflash_serve.planning.prediction import BAND, band, from_length, from_report, of_task
 from tests.house import ROOT
 
 MEASURED = ROOT / "benchmarks" / "results"
@@ -44,7 +44,7 @@ def test_a_published_task_is_that_of_the_target_s_own_drafter() -> None:
 
 
 def test_survival_of_a_report_of_evaluate() -> None:
-    path = MEASURED / "acceptance-smollm2.json"
+    path = MEASURED / "acceptance-smollm2-48.json"
     with pytest.raises(UserError, match=r"which task\?; give --task one of: gsm8k"):
         from_report(path, None, 8)
     found = from_report(path, "gsm8k", 8)
@@ -54,7 +54,7 @@ def test_survival_of_a_report_of_evaluate() -> None:
 
 
 def test_survival_of_a_report_of_bench() -> None:
-    found = from_report(MEASURED / "serving-smollm2-2core" / "bench.json", None, 8)
+    found = from_report(MEASURED / "serving-vllm-2core" / "bench.json", None, 8)
     assert 1.5 < found.length(8) < 3
     assert list(found.survival) == sorted(found.survival, reverse=True)
 

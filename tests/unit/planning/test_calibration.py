@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 
 from dflash_serve.errors import UserError
-from dflash_serve.planning.calibration import ALL, calibrate
-from dflash_serve.planning.constants import constants_of
-from dflash_serve.planning.prediction import Load, Predictor
-from dflash_serve.planning.roofline import SPECIFICATIONS, Roofline
-from dflash_serve.planning.step_times import Split
+from dflash_serve.planning.prediction import ALL, Load, Predictor, calibrate
+from dflash_serve.planning.step_times import SPECIFICATIONS, Roofline, Split, constants_of
 from tests.house import ROOT
 from tests.support.planned import planned_pair
 
@@ -77,7 +74,7 @@ def test_a_sweep_of_another_target_or_without_a_baseline_is_refused(predictor: P
 
 def test_a_real_report_of_bench_is_read(predictor: Predictor) -> None:
     """Of two CPU cores, so the constants mean nothing here: every point of off and fixed is used."""
-    path = ROOT / "benchmarks" / "results" / "serving-smollm2-2core" / "bench.json"
+    path = ROOT / "benchmarks" / "results" / "serving-vllm-2core" / "bench.json"
     found = calibrate(path, predictor, "smollm2")
     steady = [point for point in json.loads(path.read_text())["points"] if point["variant"] != "auto"]
     assert len(found.cells) == len(steady) > 8

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shlex
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from dflash_serve.planning import tables
 from dflash_serve.speculation.costs import CostModel
 from tests.support.golden_deployments import hub
 
-pytest.importorskip("matplotlib", reason="the plan has a picture: pip install 'dflash-serve[plan]'")
 __all__ = ["hub"]
 pytestmark = pytest.mark.usefixtures("hub")
 PAIR = ("--target", "Qwen/Qwen3-8B", "--drafter", "z-lab/Qwen3-8B-DFlash-b16")
@@ -52,13 +49,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, hub: None) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tables, "installed", lambda: None)
         made = tmp_path_factory.mktemp("plan")
-        done = plan(made, *PAIR, *LENGTH, "--gpu", "h200", "--count", "2", "--slo-interactivity", "60", "--html")
+        done = plan(made, *PAIR, *LENGTH, "--gpu", "h200", "--count", "2", "--slo-interactivity", "60")
         assert done.exception is None, done.exception
         (made / "said.txt").write_text(done.stdout)
     return made
 
 
-def test_three_lines_say_what_to_run_what_it_gives_and_what_it_rests_on(folder: Path) -> None:
+def test_three_lines_say_what_to_run_what_it_gives_and_where_that_comes_from(folder: Path) -> None:
     run, gives, trust = json.loads((folder / "plan.json").read_text())["verdict"]
     assert re.match(r"Run Qwen/Qwen3-8B on H200 with TP 1, 2 copies on 2 GPUs, width auto \(about \d+ at", run)
     assert "tokens/s/GPU (" in gives
@@ -81,18 +78,14 @@ def test_the_deployment_is_one_that_serve_takes(folder: Path) -> None:
     assert "--max-running-requests" in done.stdout
 
 
-def test_the_cost_table_and_the_tables_of_points_are_whole(folder: Path) -> None:
+def test_the_cost_table_and_the_points_are_whole(folder: Path) -> None:
     cost = CostModel.model_validate_json((folder / "costs.json").read_text())
     assert cost.draft_seconds(8) > 0
     told = json.loads((folder / "plan.json").read_text())
-    with (folder / "plan.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == len(told["points"])
-    for row in rows:
-        shares = sum(float(row[f"share_{name}"]) for name in ("measured", "interpolated", "roofline", "constants"))
-        assert shares == pytest.approx(1, abs=0.001)
-        assert float(row["lowest"]) < float(row["tokens_per_s_per_gpu"]) < float(row["highest"])
     for row in told["points"]:
+        shares = sum(row[f"share_{name}"] for name in ("measured", "interpolated", "roofline", "constants"))
+        assert shares == pytest.approx(1, abs=0.001)
+        assert row["lowest"] < row["tokens_per_s_per_gpu"] < row["highest"]
         if row["variant"] == "off":
             assert (row["width"], row["acceptance_length"]) == (1, 1.0)
 
@@ -115,17 +108,6 @@ def test_what_to_do_next_can_be_typed(folder: Path) -> None:
         assert parsed.exit_code == 0
         known = parsed.stdout
         assert all(word in known for word in words if word.startswith("--"))
-
-
-def test_the_report_needs_no_network_and_has_the_picture_in_it(folder: Path) -> None:
-    text = (folder / "report.html").read_text()
-    assert 'src="data:image/svg+xml;base64,' in text
-    assert not re.findall(r'(?:src|href)="https?:', text)
-    assert "default-src 'none'" in text
-    HTMLParser().feed(text)
-    assert (folder / "pareto.png").read_bytes().startswith(b"\x89PNG")
-    for word in ("Read with care", "max_batch_size", "sglang-spec-v2"):
-        assert word in text
 
 
 def test_without_acceptance_it_is_a_band(tmp_path: Path) -> None:

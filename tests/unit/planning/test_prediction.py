@@ -8,11 +8,15 @@ import pytest
 
 from dflash_serve.cost_table import COST_TABLE, given_cost
 from dflash_serve.errors import UserError
-from dflash_serve.planning.acceptance import from_length
-from dflash_serve.planning.constants import as_json, constants_of, known_constants
-from dflash_serve.planning.prediction import Load, Predictor
-from dflash_serve.planning.roofline import SPECIFICATIONS, Roofline
-from dflash_serve.planning.step_times import Split
+from dflash_serve.planning.prediction import Load, Predictor, from_length
+from dflash_serve.planning.step_times import (
+    SPECIFICATIONS,
+    Roofline,
+    Split,
+    constants_json,
+    constants_of,
+    known_constants,
+)
 from tests.support.planned import planned_pair
 
 WIDTHS = [2, 4, 6, 8, 12, 16]
@@ -66,7 +70,7 @@ def test_constants_are_checked_and_say_where_they_are_from(tmp_path: Path) -> No
         assert each.source
         assert each.evidence in ("fitted", "implied", "assumed")
     path = tmp_path / "mine.json"
-    path.write_text(as_json(constants_of("vllm", None)))
+    path.write_text(constants_json(constants_of("vllm", None)))
     assert constants_of("vllm", str(path)) == constants_of("vllm", None)
     path.write_text('{"name": "x"}')
     with pytest.raises(UserError, match="no constants"):

@@ -1,4 +1,4 @@
-"""The written result of `python -m benchmarks.plan_published` keeps its promises, and is what the constants rest on."""
+"""The written result of `python -m benchmarks.plan_published` is within its goals, and gave the constants that ship."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.planning.calibration import ALL
-from dflash_serve.planning.constants import constants_of
 from dflash_serve.planning.plan import ROOFLINE_ERROR
+from dflash_serve.planning.prediction import ALL
+from dflash_serve.planning.step_times import constants_of
 from tests.house import ROOT
 
 RESULT: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "plan-published.json").read_text())
@@ -42,8 +42,3 @@ def test_no_error_that_a_plan_shows_is_smaller_than_what_was_found() -> None:
     for name in ("sglang-spec-v1", "sglang-spec-v2"):
         assert constants_of("sglang", name).error >= round(found, 2)
     assert constants_of("vllm", None).error >= round(RESULT["groups"]["another engine"]["dflash"]["mean_error"], 2)
-
-
-def test_every_seed_has_a_prediction_or_a_reason() -> None:
-    for seed in RESULT["seeds"]:
-        assert seed["predicted"] is not None or seed["remark"].startswith(("not reproduced: ", "a wall"))

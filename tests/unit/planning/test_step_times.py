@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.planning import tables
-from dflash_serve.planning.roofline import SPECIFICATIONS, Roofline
-from dflash_serve.planning.step_times import Milliseconds, Split
+from dflash_serve.planning.step_times import SPECIFICATIONS, Milliseconds, Roofline, Split
 from tests.support.planned import planned_pair
 
 LIBRARY = "aiconfigurator_core"

@@ -1,4 +1,4 @@
-"""The gate of a new drafter: what a server's drafter gains on fixed questions, and whether that is enough."""
+"""Acceptance gate of a new drafter: measures the acceptance length on fixed questions against a minimum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.errors import UserError
 
 LATE_SECONDS = 15
-"""TensorRT-LLM counts some time after an answer has ended."""
+"""TensorRT-LLM's counters change some time after an answer has ended."""
 QUESTIONS = (
     "Write a Python function that merges two sorted lists, and explain it.",
     "A train leaves at 9:40 and arrives at 13:05. How long does it take? Show your steps.",
@@ -29,7 +29,7 @@ QUESTIONS = (
 
 
 def main() -> None:
-    """Prints the acceptance length; exit code 1 where it is below the baseline, or not to be had."""
+    """Prints the acceptance length; exit code 1 if it is below the minimum or unknown."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)
@@ -42,14 +42,13 @@ def main() -> None:
     except (UserError, OSError, ValueError, LookupError) as error:
         sys.exit(f"no acceptance: {type(error).__name__}: {error}")
     if length is None:
-        sys.exit("no acceptance: the server verified nothing, or does not say how much")
-    print(f"{length:.2f} tokens per verification, wanted are {given.at_least:.2f}")
+        sys.exit("no acceptance: the server verified nothing, or has no counters of it")
+    print(f"{length:.2f} tokens per verification; the minimum is {given.at_least:.2f}")
     sys.exit(length < given.at_least)
 
 
 def acceptance_length(url: str, model: str, keys: Path | None, tokens: int) -> float | None:
-    """Tokens per verification while the questions were answered, the bonus token counted; all that the server answers
-    meanwhile counts."""
+    """Tokens per verification, the bonus token counted, over all requests that the server answered meanwhile."""
     key = (
         next((line.strip() for line in keys.read_text().splitlines() if line and line[0] != "#"), None)
         if keys

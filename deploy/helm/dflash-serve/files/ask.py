@@ -12,7 +12,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Prints the answer; exit code 1 where there is none."""
+    """Prints the answer; exit code 1 if there is none."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)
@@ -41,13 +41,13 @@ def request(url: str, body: object, keys: Path | None) -> urllib.request.Request
 
 
 def whole(answer: Any) -> str:
-    """What was said. Thinking counts: 32 tokens may not get past it."""
+    """The answer's text. Reasoning counts: 32 tokens may end within it."""
     message = answer["choices"][0]["message"]
     return str(message.get("content") or message.get("reasoning_content") or "")
 
 
 def pieces(lines: Iterator[bytes]) -> Iterator[str]:
-    """What was said, event by event.
+    """The text of each event of a stream.
 
     Raises:
         LookupError: the stream broke off.

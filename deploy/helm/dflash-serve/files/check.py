@@ -1,4 +1,4 @@
-"""Looks at a node and its volumes before an engine is started, and says in one line what would go wrong unseen.
+"""Checks a node and its volumes before an engine starts, for faults that the engine would not report.
 
 Standard library only: it runs in every engine's image.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Exit code 0: nothing is wrong. Otherwise a line for each problem."""
+    """Exit code 0 if nothing is wrong; otherwise a line for each problem."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--memlock", action="store_true")
     parser.add_argument("--writable", type=Path, action="append", default=[])
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def memlock(asked: bool) -> Iterator[str]:
-    """RDMA registers memory that is locked; where it may not be, NCCL talks TCP without a word."""
+    """RDMA needs locked memory; NCCL silently falls back to TCP where memory cannot be locked."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if asked and limit != resource.RLIM_INFINITY:
         do = "set LimitMEMLOCK=infinity for the node's containerd (systemctl edit containerd) and restart it"
@@ -35,7 +35,7 @@ def memlock(asked: bool) -> Iterator[str]:
 
 
 def unwritable(folder: Path) -> str:
-    """A claim whose driver ignores fsGroup, or a node's folder of another owner."""
+    """The problem of a folder that this user cannot write: a driver without fsGroup, or another owner."""
     probe = folder / f".writable-{os.uname().nodename}-{os.getpid()}"
     try:
         probe.touch()
@@ -47,7 +47,7 @@ def unwritable(folder: Path) -> str:
 
 
 def missing(file: Path) -> str:
-    """What was promised to be there."""
+    """The problem of a file that is not there."""
     return "" if file.is_file() else f"{file}: not there; put it there, or let models.download fetch it"
 
 

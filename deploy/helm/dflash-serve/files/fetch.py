@@ -1,4 +1,4 @@
-"""Fetches a deployment's target and drafter into the hub's cache, and the encoding that gpt-oss reads."""
+"""Downloads a deployment's target and drafter into the hub's cache, and the encoding that gpt-oss reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 
 
 def main() -> None:
-    """Prints where each is; exit code 1, and a line, where one is not to be had."""
+    """Prints the folder of each; exit code 1 and one line if a download fails."""
     parser = argparse.ArgumentParser()
     parser.add_argument("deployment", type=Path)
     parser.add_argument("--encodings", type=Path)
@@ -36,10 +36,10 @@ def main() -> None:
 
 
 def encoding(folder: Path) -> Path:
-    """o200k_base.tiktoken in that folder, whole and as it was published.
+    """The path of o200k_base.tiktoken in a folder, downloaded unless its digest is the published one.
 
     Raises:
-        ValueError: what came is another file.
+        ValueError: the downloaded file is not the published one.
         OSError: it cannot be fetched or written.
     """
     path = folder / "o200k_base.tiktoken"

@@ -1,7 +1,7 @@
-"""Whether this server gets traffic: its engine is ready, and its drafter was once seen to accept a token.
+"""Readiness probe: the engine is ready, and its drafter has accepted a token since the engine started.
 
-A drafter that accepts nothing costs speed and says nothing: engines go on without a word. So the first time that the
-engine is ready it is asked to count, which any drafter can foretell, and what came of it is kept for the life of the
+Engines do not report a drafter of which no token is accepted, and serve slowly. So the first time that the engine is
+ready it gets a prompt that counts, which any drafter can continue, and the result is kept for the life of the
 container's process. Standard library only: it runs in every engine's image.
 """
 
@@ -21,9 +21,9 @@ PROMPT = "Count: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,"
 TOKENS = 48
 SEEN = Path("/tmp/dflash-serve-accepts")  # noqa: S108 - the pod's own
 CHOOSE_A_WIDTH = ("torch", "sglang", "vllm")
-"""Engines whose `width: auto` may be 1, by measured cost; TensorRT-LLM's is no measurement of its own."""
+"""Engines whose `width: auto` may choose width 1; TensorRT-LLM always drafts whole blocks."""
 LATE_SECONDS = 15
-"""TensorRT-LLM's metrics are a buffer that is filled after an answer has ended."""
+"""TensorRT-LLM's counters change some time after an answer has ended."""
 COUNTERS = {
     "vllm": ("/metrics", [("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")]),
     "tensorrt-llm": (
@@ -34,11 +34,11 @@ COUNTERS = {
         ],
     ),
 }
-"""Page, and (drafted, accepted) of engines whose answers do not say it; by position where the release has it."""
+"""Metrics page, and pairs of counters (drafted, accepted), of engines whose answers do not contain them."""
 
 
 def main() -> None:
-    """Exit code 0: ready. Otherwise the last line of the probe's event says why not."""
+    """Exit code 0 if the server is ready; otherwise one line with the reason."""
     parser = argparse.ArgumentParser()
     for name in ("backend", "ready", "model", "width"):
         parser.add_argument(f"--{name}", required=True)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def call(url: str, body: object = None, headers: dict[str, str] | None = None) -> Any:
-    """JSON in, JSON out; text that is no JSON comes back as it is."""
+    """Sends and returns JSON; a response that is no JSON is returned as bytes."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})  # noqa: S310
     with urllib.request.urlopen(request, timeout=25) as response:  # noqa: S310 - always http://
@@ -80,52 +80,52 @@ def call(url: str, body: object = None, headers: dict[str, str] | None = None) -
 
 
 def headers(keys: Path | None) -> dict[str, str]:
-    """The first key of the file opens the server."""
+    """Authorization header with the first key of the file."""
     lines = [line.strip() for line in keys.read_text(encoding="utf-8").splitlines()] if keys else []
     return next(({"Authorization": f"Bearer {line}"} for line in lines if line and not line.startswith("#")), {})
 
 
 def process() -> str:
-    """Process 1 of this container, by its start: a container that was started again must show it again."""
+    """Start time of the container's process 1, which identifies it: a restarted container is tested again."""
     return Path("/proc/1/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[19]
 
 
 def seen(marker: Path) -> bool:
-    """Whether this very process was seen to accept."""
+    """True if this process has accepted a token before."""
     return marker.is_file() and marker.read_text(encoding="utf-8") == process()
 
 
 def completion(model: str, **more: object) -> dict[str, object]:
-    """OpenAI's."""
+    """Body of a request for a completion."""
     return {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, **more}
 
 
 def ask_torch(url: str, model: str, headers: dict[str, str]) -> tuple[int, int]:
-    """Drafted and accepted tokens of one answer, as the answer itself says."""
+    """Drafted and accepted tokens of one answer, from the answer itself."""
     answer = call(f"{url}/v1/completions", completion(model, acceptance_metrics="summary"), headers)
     figures = answer["metrics"]["speculative_decoding"]
     return figures["num_draft_tokens"], figures["num_accepted_draft_tokens"]
 
 
 def ask_sglang(url: str, model: str, headers: dict[str, str]) -> tuple[int, int]:
-    """Likewise, by SGLang's own route."""
+    """Drafted and accepted tokens of one answer, from SGLang's own route."""
     sampling = {"max_new_tokens": TOKENS, "temperature": 0}
     figures = call(f"{url}/generate", {"text": PROMPT, "sampling_params": sampling}, headers)["meta_info"]
     return figures.get("spec_num_proposed_drafts", 0), figures.get("spec_num_correct_drafts", 0)
 
 
 def ask_tensorrt_llm(url: str, model: str, headers: dict[str, str]) -> tuple[int, int]:
-    """Of all answers since its start, ours among them where nobody asked before us."""
+    """Drafted and accepted tokens since the server's start."""
     return asked_and_counted("tensorrt-llm", url, model, headers)
 
 
 def ask_vllm(url: str, model: str, headers: dict[str, str]) -> tuple[int, int]:
-    """Likewise."""
+    """Drafted and accepted tokens since the server's start."""
     return asked_and_counted("vllm", url, model, headers)
 
 
 def asked_and_counted(backend: str, url: str, model: str, headers: dict[str, str]) -> tuple[int, int]:
-    """What its counters say; a question of our own only where they have seen nothing accepted yet."""
+    """The server's counters; a request of our own is sent only if nothing was accepted yet."""
     before = counted(url, backend, headers)
     if before[1]:
         return before

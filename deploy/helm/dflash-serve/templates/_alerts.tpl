@@ -1,4 +1,4 @@
-{{- /* PromQL of the alerts. The engine's lines are those of the dashboard, for this release and a window of minutes.
+{{- /* PromQL of the alerts: the expressions of the dashboard, for this release and a window of minutes.
 
 dict "root" $ "line" PromQL "window" "15m", and "extra" label matchers */ -}}
 {{- define "dflash-serve.line" -}}
@@ -6,7 +6,7 @@ dict "root" $ "line" PromQL "window" "15m", and "extra" label matchers */ -}}
 {{- .line | replace "namespace=~\"$namespace\", app_kubernetes_io_instance=~\"$release\"" $where | replace "$__rate_interval" .window -}}
 {{- end -}}
 
-{{- /* name, expression, time, severity, what: a rule. dict "root" $ ... */ -}}
+{{- /* A rule: dict "root" $ "name" "expr" "for" "severity" "what" */ -}}
 {{- define "dflash-serve.alert" -}}
 - alert: {{ .name }}
   expr: {{ .expr | quote }}

@@ -1,4 +1,4 @@
-{{- /* A build is named by all that it is made from: recipe, tools (the image), GPU. */ -}}
+{{- /* The key of a build is a digest of its inputs: recipe, tools (the image) and GPU. */ -}}
 {{- define "dflash-serve.buildKey" -}}
 {{- list (.Values.build.recipe | fromYaml) .Values.build.image.digest (include "dflash-serve.gpuKind" .) | toJson | sha256sum | trunc 12 -}}
 {{- end -}}
@@ -7,7 +7,7 @@
 /models/builds/{{ include "dflash-serve.buildKey" . }}
 {{- end -}}
 
-{{- /* Holds every file of the build, which a hook has made, against its manifest: a fault ends the pod with a line. */ -}}
+{{- /* Compares every file of the build with its manifest; a difference ends the pod with one line. */ -}}
 {{- define "dflash-serve.verifyBuild" -}}
 - name: verify-build
   image: {{ include "dflash-serve.image" .Values.image }}

@@ -1,4 +1,4 @@
-{{- /* What of the node and its volumes is looked at before an engine is started: files/check.py, with its arguments. */ -}}
+{{- /* Arguments of files/check.py, which checks the node and its volumes before an engine starts. */ -}}
 {{- define "dflash-serve.nodeChecks" -}}
 {{- $found := list -}}
 {{- if and .Values.security.checkMemlock (gt ((include "dflash-serve.facts" . | fromYaml).nodes | int) 1) }}{{ $found = append $found "--memlock" }}{{ end -}}

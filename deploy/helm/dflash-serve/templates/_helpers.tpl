@@ -2,7 +2,7 @@
 {{- .Values.fullnameOverride | default (contains .Chart.Name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name)) | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
-{{- /* What never changes: a selector. */ -}}
+{{- /* Labels of selectors: they must not change in an upgrade. */ -}}
 {{- define "dflash-serve.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -31,7 +31,7 @@ labels:
 {{ .repository }}@{{ .digest }}
 {{- end -}}
 
-{{- /* What follows from the deployment; read with fromYaml. GPUs as dflash_serve.deploying.workload counts them. */ -}}
+{{- /* Facts that follow from the deployment; read with fromYaml. */ -}}
 {{- define "dflash-serve.facts" -}}
 {{- $deployment := .Values.deployment -}}
 {{- $gpu := dig "hardware" "gpu" "" $deployment | default "" -}}
@@ -50,18 +50,18 @@ width: {{ dig "speculation" "width" "auto" $deployment | default "auto" | toStri
 {{- ternary "" "yes" (eq .Values.autoscaling.kind "none") -}}
 {{- end -}}
 
-{{- /* The most groups there can be. */ -}}
+{{- /* The largest number of replicas. */ -}}
 {{- define "dflash-serve.maxReplicas" -}}
 {{- ternary .Values.replicas .Values.autoscaling.maxReplicas (eq .Values.autoscaling.kind "none") | int -}}
 {{- end -}}
 
-{{- /* The engine's own names: of the values, else of those that this chart knows. Read with fromYaml. */ -}}
+{{- /* Probes and metric names of the engine: from the values, or from files/engines.yaml. Read with fromYaml. */ -}}
 {{- define "dflash-serve.engine" -}}
 {{- $none := dict "probes" dict "serverFlags" list "environment" dict -}}
 {{- .Values.engine | default (get (.Files.Get "files/engines.yaml" | fromYaml) .Values.backend) | default $none | toYaml -}}
 {{- end -}}
 
-{{- /* Whether this chart knows the backend: has checks of it, and a script that sees its drafter accept. */ -}}
+{{- /* "yes" for a backend of files/engines.yaml: files/ready.py can see its drafter accept tokens. */ -}}
 {{- define "dflash-serve.isKnown" -}}
 {{- ternary "yes" "" (hasKey (.Files.Get "files/engines.yaml" | fromYaml) .Values.backend) -}}
 {{- end -}}
@@ -70,7 +70,7 @@ width: {{ dig "speculation" "width" "auto" $deployment | default "auto" | toStri
 {{- dig "target" "model" "" .Values.deployment -}}
 {{- end -}}
 
-{{- /* The name that clients give. */ -}}
+{{- /* The model name in clients' requests. */ -}}
 {{- define "dflash-serve.servedModel" -}}
 {{- dig "serving" "served_model_name" "" .Values.deployment | default (include "dflash-serve.model" .) -}}
 {{- end -}}

@@ -24,7 +24,7 @@ annotations:
 {{- /* dict "root" $ "name" n "image" reference "command" list "cpu" c "memory" m "gpus" n "deadline" seconds */ -}}
 {{- define "dflash-serve.job" -}}
 {{- $root := .root -}}
-backoffLimit: 3 # one that was stopped goes on where it was
+backoffLimit: 3 # a stopped Job resumes its work
 activeDeadlineSeconds: {{ .deadline }}
 ttlSecondsAfterFinished: 86400
 template:

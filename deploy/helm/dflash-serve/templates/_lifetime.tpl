@@ -1,11 +1,11 @@
-{{- /* Loading, probes, and the end: every second of a pod's life is counted here. */ -}}
+{{- /* Times of loading, probes and termination. */ -}}
 
-{{- /* preStop runs inside the grace period, the drain begins after it: the grace is longer than both. */ -}}
+{{- /* The grace period contains preStop and then the drain, so it is longer than both. */ -}}
 {{- define "dflash-serve.graceSeconds" -}}
 {{- add .Values.drain.preStopSeconds .Values.drain.seconds .Values.drain.marginSeconds -}}
 {{- end -}}
 
-{{- /* Gigabytes to load: as told, or what the GPUs hold at most (64 where none is named). */ -}}
+{{- /* Gigabytes to load: the value, or the memory of the GPUs (64 GB if none is named). */ -}}
 {{- define "dflash-serve.gigabytes" -}}
 {{- $facts := include "dflash-serve.facts" . | fromYaml -}}
 {{- $memory := dict "h100" 80 "h200" 141 "b200" 180 "b300" 268 "gb200" 186 "gb300" 278 -}}

@@ -2,7 +2,7 @@
 {h100: "9.0", h200: "9.0", b200: "10.0", b300: "10.3", gb200: "10.0", gb300: "10.3"}
 {{- end -}}
 
-{{- /* A Grace is arm64; empty where no GPU is named. */ -}}
+{{- /* arm64 for Grace (gb200, gb300); empty if no GPU is named. */ -}}
 {{- define "dflash-serve.architecture" -}}
 {{- $gpu := (include "dflash-serve.facts" . | fromYaml).gpu -}}
 {{- .Values.placement.architecture | default (hasPrefix "gb" $gpu | ternary "arm64" (has $gpu (list "" "none") | ternary "" "amd64")) -}}
@@ -13,7 +13,7 @@
 {{- .Values.placement.computeCapability | default (get $known (include "dflash-serve.facts" . | fromYaml).gpu) -}}
 {{- end -}}
 
-{{- /* What the GPU is called here: part of a build's key. */ -}}
+{{- /* Name of the GPU in a build's key. */ -}}
 {{- define "dflash-serve.gpuKind" -}}
 {{- .Values.placement.products | sortAlpha | join " " | default (include "dflash-serve.computeCapability" .) -}}
 {{- end -}}
@@ -39,7 +39,7 @@
 {{ include "dflash-serve.imageNodes" . }}
 {{- end -}}
 
-{{- /* Where the image runs at all. */ -}}
+{{- /* Node label of the image's architecture. */ -}}
 {{- define "dflash-serve.imageNodes" -}}
 {{- with include "dflash-serve.architecture" . }}
 - {key: kubernetes.io/arch, operator: In, values: [{{ . }}]}

@@ -1,10 +1,10 @@
-{{- /* dict "root" $ "component" "server" or "worker": workers of a group have no server of their own to ask. */ -}}
+{{- /* dict "root" $ "component" "server" or "worker": workers of a group have no HTTP server, so no probes. */ -}}
 {{- define "dflash-serve.podTemplate" -}}
 {{- $root := .root -}}
 {{- $values := $root.Values -}}
 {{- $facts := include "dflash-serve.facts" $root | fromYaml -}}
 metadata:
-  labels: # no version of the chart: a bump of it restarts no engine
+  labels: # without the chart's version: a new chart restarts no engine
     {{- include "dflash-serve.selector" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
     {{- with $values.podLabels }}

@@ -1,4 +1,4 @@
-{{- /* What servers, Jobs and tests have in common. */ -}}
+{{- /* Parts that the pods of servers, Jobs and tests share. */ -}}
 
 {{- define "dflash-serve.podSecurity" -}}
 runAsNonRoot: true
@@ -36,7 +36,7 @@ serviceAccountName: {{ include "dflash-serve.serviceAccount" . }}
 
 {{- define "dflash-serve.podRights" -}}
 automountServiceAccountToken: false
-enableServiceLinks: false # its variables, DFLASH_SERVE_*, would pass for our settings
+enableServiceLinks: false # Kubernetes' DFLASH_SERVE_* variables would be read as settings
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
@@ -47,11 +47,11 @@ securityContext:
   {{- include "dflash-serve.podSecurity" . | nindent 2 }}
 {{- end -}}
 
-{{- /* HF_HUB_OFFLINE: what a Job or an image has brought is all there is. dict "root" $ "offline" bool */ -}}
+{{- /* HF_HUB_OFFLINE is set if a Job or an image brings the models. dict "root" $ "offline" bool */ -}}
 {{- define "dflash-serve.environment" -}}
 {{- $root := .root -}}
 - {name: HOME, value: /cache}
-- {name: USER, value: dflash} # libraries ask who they are, and 10001 may have no name
+- {name: USER, value: dflash} # libraries look the user's name up, and 10001 may have none
 - {name: XDG_CACHE_HOME, value: /cache}
 - {name: HF_HOME, value: /models/huggingface}
 - {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
@@ -69,7 +69,7 @@ securityContext:
 {{- end }}
 {{- end -}}
 
-{{- /* "models": beside the weights, a folder for each image: what one compiled, another may not read. */ -}}
+{{- /* Kind "models": a folder on the weights' volume for each image, because one image may not read another's kernels. */ -}}
 {{- define "dflash-serve.cacheMount" -}}
 {{- if eq .Values.cache.kind "models" -}}
 {name: models, mountPath: /cache, subPath: cache/{{ .Values.image.digest | trimPrefix "sha256:" | trunc 12 }}}

@@ -1,4 +1,4 @@
-{{- /* Quantities, counted: CPUs and memory for each GPU, and what emptyDirs may take of a node's disk. */ -}}
+{{- /* CPUs and memory for each GPU, and the disk space of emptyDirs. */ -}}
 
 {{- /* A quantity in bytes, as a whole number. */ -}}
 {{- define "dflash-serve.bytes" -}}
@@ -14,7 +14,7 @@
 {{- .Values.resources.memory | default (printf "%dGi" (mul 64 (max 1 (include "dflash-serve.facts" . | fromYaml).gpusPerPod))) -}}
 {{- end -}}
 
-{{- /* What a pod's emptyDirs may fill of its node: with no request, a full disk would evict it. */ -}}
+{{- /* Bytes that a pod's emptyDirs may use: without a request for them, a full disk would evict the pod. */ -}}
 {{- define "dflash-serve.diskBytes" -}}
 {{- $each := include "dflash-serve.bytes" .Values.scratch | int64 -}}
 {{- $scratch := mul $each (eq .Values.cache.kind "emptyDir" | ternary 3 2) -}}

@@ -11,10 +11,10 @@ scaleUp:
 scaleDown:
   stabilizationWindowSeconds: {{ .Values.autoscaling.scaleDownSeconds }}
   policies:
-    - {type: Pods, value: 1, periodSeconds: {{ include "dflash-serve.graceSeconds" . }}} # one drains at a time
+    - {type: Pods, value: 1, periodSeconds: {{ include "dflash-serve.graceSeconds" . }}} # one replica drains at a time
 {{- end -}}
 
-{{- /* Gauges of a pod and how much of each a replica may have: a list of {metric, most}. Read with fromYamlArray. */ -}}
+{{- /* Gauges of a pod and the most that a replica may have of each: a list of {metric, most}. Read with fromYamlArray. */ -}}
 {{- define "dflash-serve.loads" -}}
 {{- $engine := include "dflash-serve.engine" . | fromYaml -}}
 - {metric: {{ $engine.queued | quote }}, most: {{ .Values.autoscaling.queuedPerReplica | quote }}}

@@ -1,4 +1,4 @@
-{{- /* A pod that asks the Service, and its end. dict "root" $ "name" n "command" list "deadline" seconds */ -}}
+{{- /* A pod that sends a request to the Service and ends. dict "root" $ "name" n "command" list "deadline" seconds */ -}}
 {{- define "dflash-serve.testPod" -}}
 {{- $root := .root -}}
 apiVersion: v1
@@ -16,7 +16,7 @@ spec:
   {{- include "dflash-serve.testSpec" . | nindent 2 }}
 {{- end -}}
 
-{{- /* A test of helm's and, where it has a schedule, a CronJob that asks the same. As for testPod, and "schedule" text */ -}}
+{{- /* A test of `helm test` and, if it has a schedule, a CronJob with the same command. Arguments of testPod, and "schedule" text */ -}}
 {{- define "dflash-serve.gate" -}}
 {{- include "dflash-serve.testPod" . }}
 {{- if .schedule }}
@@ -34,7 +34,7 @@ spec:
   jobTemplate:
     spec:
       backoffLimit: 0
-      ttlSecondsAfterFinished: 86400 # and with it the alert
+      ttlSecondsAfterFinished: 86400 # the alert ends with it
       template:
         metadata:
           labels:
@@ -55,7 +55,7 @@ tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 affinity:
-  podAffinity: # beside a server, where the image is
+  podAffinity: # on a server's node, which has the image
     requiredDuringSchedulingIgnoredDuringExecution:
       - topologyKey: kubernetes.io/hostname
         labelSelector:

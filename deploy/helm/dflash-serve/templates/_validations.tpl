@@ -1,73 +1,141 @@
-{{- /* What a schema cannot say. Every problem is a line: where: what; do. All are shown at once. */ -}}
+{{- /* Values that would make a meaningless or an unguarded manifest, and that the schema cannot refuse. All problems are
+told at once, each in a line: where: problem; remedy. `dflash-serve deploy` checks the deployment itself. */ -}}
 {{- define "dflash-serve.validate" -}}
 {{- $found := list -}}
-{{- range $part := list "engine" "arguments" "image" "models" "devices" "nodes" "speculation" "limits" "placement" "replicas" "lifetime" "build" "doors" "routes" "environment" "tests" -}}
+{{- range $part := list "engine" "images" "models" "jobs" "nodes" "scaling" "doors" "environment" "tests" -}}
   {{- range include (printf "dflash-serve.problems.%s" $part) $ | trim | splitList "\n" -}}
-    {{- if trim . -}}{{- $found = append $found (trim .) -}}{{- end -}}
+    {{- with trim . }}{{ $found = append $found . }}{{ end -}}
   {{- end -}}
 {{- end -}}
-{{- if $found -}}
-  {{- fail (printf "\n\n  %s\n" (join "\n  " $found)) -}}
-{{- end -}}
+{{- with $found }}{{ fail (printf "\n\n  %s\n" (join "\n  " .)) }}{{ end -}}
 {{- end -}}
 
-{{- define "dflash-serve.isDigest" -}}
-{{- ternary "yes" "" (regexMatch "^sha256:[0-9a-f]{64}$" .) -}}
+{{- define "dflash-serve.problems.engine" -}}
+{{- if not (or .Values.engine (include "dflash-serve.isKnown" .)) }}
+backend: the chart does not know {{ .Values.backend | quote }}; give its `engine`, as `dflash-serve deploy --render helm` writes it{{ end }}
 {{- end -}}
 
-{{- define "dflash-serve.isQuantity" -}}
-{{- ternary "yes" "" (regexMatch "^[1-9][0-9]*([kMGT]|[KMGT]i)?$" (toString .)) -}}
+{{- define "dflash-serve.problems.images" -}}
+{{- if and .Values.build.enabled (not (and .Values.build.image.repository .Values.build.image.digest)) }}
+build.image: no image; give the repository and the digest of deploy/docker/engines.Dockerfile{{ end }}
+{{- if and (eq .Values.models.kind "image") (not .Values.models.image) }}
+models.image: kind is image, but none is named; give repository@sha256:<64 hexadecimal digits>{{ end }}
+{{- if and (eq .Values.models.kind "image") (not (semverCompare ">=1.33.0-0" .Capabilities.KubeVersion.Version)) }}
+models.kind: image volumes need Kubernetes 1.33, this is {{ .Capabilities.KubeVersion.Version }}; use claim{{ end }}
 {{- end -}}
 
-{{- define "dflash-serve.problems.routes" -}}
-{{- $pool := .Values.inferencePool }}
-{{- if and $pool.enabled (not $pool.endpointPicker) }}
-inferencePool.endpointPicker: none; name the Service of your endpoint picker
+{{- define "dflash-serve.problems.models" -}}
+{{- $pods := mul (include "dflash-serve.maxReplicas" .) (include "dflash-serve.facts" . | fromYaml).nodes }}
+{{- with .Values.models }}
+{{- if ne (eq .kind "claim") (ne .claim "") }}
+models.claim: {{ .claim | quote }} and kind {{ .kind }} do not go together; a PersistentVolumeClaim of this namespace belongs to kind claim{{ end }}
+{{- if ne (eq .kind "node") (ne .path "") }}
+models.path: {{ .path | quote }} and kind {{ .kind }} do not go together; a folder of the node, such as /raid/models, belongs to kind node{{ end }}
+{{- if and (has .kind (list "volume" "claim")) (ne .accessMode "ReadWriteMany") (gt $pods 1) }}
+models.accessMode: {{ .accessMode }} serves one node, but there may be {{ $pods }} pods; use ReadWriteMany, or another models.kind{{ end }}
 {{- end }}
-{{- if and $pool.endpointPicker (not $pool.enabled) }}
-inferencePool.endpointPicker: would be ignored; set inferencePool.enabled
+{{- with .Values.cache }}
+{{- if ne (eq .kind "node") (ne .path "") }}
+cache.path: {{ .path | quote }} and kind {{ .kind }} do not go together; a folder of the node, such as /raid/cache, belongs to kind node{{ end }}
+{{- if and (eq .kind "models") (not (has $.Values.models.kind (list "volume" "claim" "node"))) }}
+cache.kind: models of kind {{ $.Values.models.kind }} keep nothing; use models.kind volume, claim or node, or cache.kind node{{ end }}
 {{- end }}
+{{- end -}}
+
+{{- define "dflash-serve.problems.jobs" -}}
+{{- $claim := eq .Values.models.kind "claim" }}
+{{- if and .Values.models.download.enabled (not $claim) }}
+models.download: the Job runs before the release exists, and models.kind {{ .Values.models.kind }} comes with it; make a claim, and name it in models.claim{{ end }}
+{{- if and .Values.build.enabled (not (and $claim (eq .Values.models.accessMode "ReadWriteMany"))) }}
+build.enabled: the build writes before the release exists and while servers read; use models.kind claim with accessMode ReadWriteMany{{ end }}
+{{- $recipe := .Values.build.recipe | fromYaml }}
+{{- if and .Values.build.enabled (not (and (hasKey $recipe "deployment") (hasKey $recipe "build"))) }}
+build.recipe: not a recipe with `deployment` and `build`; give a file: --set-file build.recipe=engines/recipes/qwen3-8b-b200.yaml{{ end }}
+{{- range $name := list "target" "drafter" }}
+{{- if and (hasPrefix "/build" (dig "model" "" (get $.Values.deployment $name | default dict))) (not $.Values.build.enabled) }}
+deployment.{{ $name }}.model: below /build, but nothing is built; set build.enabled{{ end }}
+{{- end }}
+{{- end -}}
+
+{{- define "dflash-serve.problems.nodes" -}}
+{{- $facts := include "dflash-serve.facts" . | fromYaml }}
+{{- if and (gt ($facts.nodes | int) 1) (ne .Values.backend "sglang") (include "dflash-serve.isKnown" .) }}
+deployment.parallel.nodes: the chart starts {{ .Values.backend }} on one node, not {{ $facts.nodes }}; use sglang{{ end }}
+{{- if mod ($facts.count | int) ($facts.nodes | int) }}
+deployment.parallel.nodes: {{ $facts.count }} devices do not spread evenly over {{ $facts.nodes }} nodes; change one{{ end }}
+{{- $role := dig "role" "whole" .Values.deployment }}
+{{- if ne $role "whole" }}
+deployment.role: {{ $role }} is one half of a pair that needs a router between, which the chart does not have{{ end }}
+{{- if .Values.placement.computeDomain }}
+{{- if or (gt (include "dflash-serve.maxReplicas" . | int) 1) (gt (int .Values.rollout.maxSurge) 0) (eq ($facts.nodes | int) 1) }}
+placement.computeDomain: a domain belongs to one replica of several nodes; set replicas to 1, autoscaling.kind to none and rollout.maxSurge to 0{{ end }}
+{{- if not (semverCompare ">=1.32.0-0" .Capabilities.KubeVersion.Version) }}
+placement.computeDomain: NVIDIA's DRA driver needs Kubernetes 1.32, this is {{ .Capabilities.KubeVersion.Version }}{{ end }}
+{{- end }}
+{{- with .Values.placement.topology }}
+{{- if and .key (not .exclusive) (not (semverCompare ">=1.31.0-0" $.Capabilities.KubeVersion.Version)) }}
+placement.topology.key: needs Kubernetes 1.31, this is {{ $.Capabilities.KubeVersion.Version }}; set placement.topology.exclusive{{ end }}
+{{- end }}
+{{- end -}}
+
+{{- define "dflash-serve.problems.scaling" -}}
+{{- $engine := include "dflash-serve.engine" . | fromYaml }}
+{{- with .Values.autoscaling }}
+{{- if ne .kind "none" }}
+{{- if lt (int .maxReplicas) (int .minReplicas) }}
+autoscaling.maxReplicas: {{ .maxReplicas }} is less than minReplicas {{ .minReplicas }}; raise it{{ end }}
+{{- if not $.Values.podMonitor.enabled }}
+autoscaling.kind: {{ .kind }} reads the queue from Prometheus, which does not scrape it; set podMonitor.enabled{{ end }}
+{{- if and .runningPerReplica (not $engine.running) }}
+autoscaling.runningPerReplica: {{ $.Values.backend }} has no gauge of running requests; leave it out{{ end }}
+{{- if and .interTokenSeconds (not (and $engine.interTokenLatency (eq .kind "keda"))) }}
+autoscaling.interTokenSeconds: needs kind keda, and an engine with a histogram of it; leave it out{{ end }}
+{{- end }}
+{{- if ne (eq .kind "keda") (ne .prometheusAddress "") }}
+autoscaling.prometheusAddress: {{ .prometheusAddress | quote }} and kind {{ .kind }} do not go together; only keda needs an address such as http://prometheus.monitoring:9090{{ end }}
+{{- end }}
+{{- if and .Values.alerts.enabled (not .Values.podMonitor.enabled) }}
+alerts.enabled: the alerts read metrics that are not scraped; set podMonitor.enabled{{ end }}
+{{- end -}}
+
+{{- define "dflash-serve.problems.doors" -}}
+{{- if and .Values.secrets.apiKeys.name (not (has "api-key-file" (include "dflash-serve.engine" . | fromYaml).serverFlags)) }}
+secrets.apiKeys.name: {{ .Values.backend }} has no API keys; let a gateway ask for them, or use backend torch, sglang or vllm{{ end }}
+{{- if and (ne .Values.service.type "ClusterIP") (not .Values.secrets.apiKeys.name) }}
+service.type: {{ .Values.service.type }} opens a server without keys to the world; keep ClusterIP behind a gateway, or set secrets.apiKeys.name{{ end }}
+{{- if and .Values.hostNetwork .Values.networkPolicy.enabled }}
+hostNetwork: the network policy does not apply to it; set networkPolicy.enabled to false, and guard the nodes' port 8000{{ end }}
+{{- if and .Values.podMonitor.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.namespaces) }}
+podMonitor.enabled: Prometheus comes from another namespace, and networkPolicy denies it; name it in networkPolicy.namespaces{{ end }}
+{{- if and .Values.inferencePool.enabled (not .Values.inferencePool.endpointPicker) }}
+inferencePool.endpointPicker: none; name the Service of your endpoint picker{{ end }}
 {{- with .Values.route }}
-{{- if ne .enabled (ne .gateway "") }}
-route.gateway: {{ .gateway | quote }} with route.enabled {{ .enabled }}; a route needs the name of its Gateway, and a name without a route is ignored
+{{- if and .enabled (not .gateway) }}
+route.gateway: none; name the Gateway of the route{{ end }}
+{{- if eq .canary.service (include "dflash-serve.fullname" $) }}
+route.canary.service: {{ .canary.service }} is the Service of this release; name the other one{{ end }}
 {{- end }}
-{{- if and .canary.service (not .enabled) }}
-route.canary.service: would be ignored; set route.enabled
+{{- end -}}
+
+{{- define "dflash-serve.problems.environment" -}}
+{{- $reserved := list "HOME" "USER" "HF_HOME" "HF_HUB_OFFLINE" "XDG_CACHE_HOME" "HF_TOKEN_PATH" "TIKTOKEN_ENCODINGS_BASE" }}
+{{- range .Values.env }}
+{{- if or (has .name $reserved) (hasPrefix "LWS_" .name) (hasPrefix "DFLASH_SERVE_" .name) }}
+env: {{ .name }} is set by the chart or by `deployment`; leave it out{{ end }}
+{{- if or (has .name (list "HF_TOKEN" "HUGGING_FACE_HUB_TOKEN")) (hasPrefix "hf_" (dig "value" "" . | toString)) }}
+env: {{ .name }} is a secret; put it into a Secret, and name that in secrets.huggingFaceToken{{ end }}
 {{- end }}
-{{- if and .canary.weight (not .canary.service) }}
-route.canary.weight: {{ .canary.weight }} percent of the requests for nobody; name route.canary.service
-{{- end }}
-{{- if and .canary.service (eq .canary.service (include "dflash-serve.fullname" $)) }}
-route.canary.service: {{ .canary.service }} is this release's own; name the other one's
-{{- end }}
+{{- range $name, $_ := .Values.podLabels }}
+{{- if hasPrefix "app.kubernetes.io/" $name }}
+podLabels: {{ $name }} selects the pods of the Service; leave it out{{ end }}
 {{- end }}
 {{- end -}}
 
 {{- define "dflash-serve.problems.tests" -}}
 {{- with .Values.tests.acceptance }}
-{{- if and .schedule (not .atLeast) }}
-tests.acceptance.schedule: would be ignored; set tests.acceptance.atLeast
+{{- if and .atLeast (or (not (include "dflash-serve.facts" $ | fromYaml).speculates) (gt (include "dflash-serve.maxReplicas" $ | int) 1)) }}
+tests.acceptance.atLeast: needs one replica, and a drafter; ask a release of one replica, such as the canary{{ end }}
 {{- end }}
-{{- if .atLeast }}
-{{- if not (include "dflash-serve.facts" $ | fromYaml).speculates }}
-tests.acceptance.atLeast: there is no speculation to measure; name a drafter, or leave it out
-{{- end }}
-{{- if gt (include "dflash-serve.maxReplicas" $ | int) 1 }}
-tests.acceptance.atLeast: any of {{ include "dflash-serve.maxReplicas" $ }} replicas would answer, and one be measured; ask a release of one replica, such as the canary
-{{- end }}
-{{- end }}
-{{- end }}
-{{- with .Values.tests.verify }}
-{{- if and .enabled (not (get $.Values.deployment "drafter")) }}
-tests.verify.enabled: there is no speculation to verify; name a drafter
-{{- end }}
-{{- if and .enabled (not (regexMatch "^https?://" .without)) }}
-tests.verify.without: {{ .without | quote }} is no address; give the server that speculates not, such as http://plain.serving
-{{- end }}
-{{- range $key := list "without" "schedule" }}
-{{- if and (get $.Values.tests.verify $key) (not $.Values.tests.verify.enabled) }}
-tests.verify.{{ $key }}: would be ignored; set tests.verify.enabled
-{{- end }}
-{{- end }}
-{{- end }}
+{{- if and .Values.tests.verify.enabled (not .Values.tests.verify.without) }}
+tests.verify.without: none; give the address of the server without speculation, such as http://plain.serving{{ end }}
 {{- end -}}
