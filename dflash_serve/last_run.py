@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from dflash_serve.checkpoint.source import recorded_survival
-from dflash_serve.common.files import cache_home, write_whole
-from dflash_serve.common.records import read_record
+from dflash_serve.common.files import cache_home, read_record, write_whole
 from dflash_serve.cost_table import given_survival
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts

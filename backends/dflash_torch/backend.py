@@ -38,7 +38,7 @@ from .waiting import choose_waiting, waiting_here
 
 if TYPE_CHECKING:
     from .engine import EmbeddedEngine
-    from .faults.reference import EmbeddedReference
+    from .faults.replay import EmbeddedReference
     from .faults.tensors import Difference
 
 HONOURED = {
@@ -108,7 +108,7 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         from dflash_serve.models.loader import load_drafter
 
         from .engine import EmbeddedEngine
-        from .faults.reference import EmbeddedReference
+        from .faults.replay import EmbeddedReference
 
         assert isinstance(engine, EmbeddedEngine)
         embedding = engine.scheduler.target.embedding

@@ -1,8 +1,8 @@
-"""Runs as they are kept, one JSON file each, in a folder of one bench; and the medians over rounds."""
+"""Finished runs of a bench on disk, and the medians over rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -11,14 +11,14 @@ from pydantic import ValidationError
 
 from dflash_serve.bench.aiperf import Figures, RequestSettings
 from dflash_serve.bench.pareto import Spot
-from dflash_serve.bench.settings import Cell, Variant
-from dflash_serve.common.files import write_whole
+from dflash_serve.bench.settings import Cell, Variant, slug
+from dflash_serve.common.files import require_writable
 from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.store import Store
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
-IDENTITY, RUNS = "bench-of.json", "runs"
-DO = "name another --output"
+RUNS = "runs"
 
 
 class Run(Figures):
@@ -156,68 +156,54 @@ def load_ratios(runs: Iterable[Run], variant: str, baseline: str) -> list[LoadRa
 
 
 class Identity(Frozen):
-    """What runs must share to stand side by side; variants may be added."""
+    """Settings that runs must share to stand side by side."""
 
     request: RequestSettings
     backend: str | None
-    variants: dict[str, Variant]
+    variant: Variant
 
 
-class RunFolder:
-    """Finished runs on disk, and what they are of."""
+class Runs:
+    """Finished runs of a bench on disk, in one store for each variant.
 
-    def __init__(self, output: Path) -> None:
-        self.output = output
+    Args:
+        output: the bench's folder.
+        request: settings of every request.
 
-    def claim(self, mine: Identity) -> None:
-        """Writes what the folder's runs are of, or finds that it is the same as there. Without runs it is nobody's.
+    Attributes:
+        changed: by variant, the settings in which its kept runs differ from this bench, which measures it anew.
 
-        Raises:
-            UserError: it holds another bench, or cannot be written.
-        """
-        path = self.output / IDENTITY
-        try:
-            if path.exists() and self.runs():
-                mine = self._joined(mine, Identity.model_validate_json(path.read_text(encoding="utf-8")))
-        except OSError as error:
-            raise UserError(f"cannot be read ({error.strerror})", where=str(path), do=DO) from None
-        except ValidationError:
-            raise UserError("not of this bench", where=str(path), do=DO) from None
-        write_whole(path, mine.model_dump_json(indent=1) + "\n", do=DO)
+    Raises:
+        UserError: the folder cannot be written, or holds a file that is not a store.
+    """
 
-    def _joined(self, mine: Identity, there: Identity) -> Identity:
-        for other in _differences(mine, there):
-            do = f"{DO}, or repeat the command that it was begun with"
-            raise UserError(f"it holds runs of another {other}", where=str(self.output), do=do)
-        return mine.model_copy(update={"variants": {**there.variants, **mine.variants}})
+    def __init__(
+        self, output: Path, request: RequestSettings, backend: str | None, variants: Mapping[str, Variant]
+    ) -> None:
+        require_writable(output / RUNS)
+        self._stores = {
+            name: Store(
+                output / RUNS / f"{slug(name)}.jsonl",
+                Identity(request=request, backend=backend, variant=variant).model_dump(mode="json"),
+            )
+            for name, variant in variants.items()
+        }
+        self.changed = {name: store.changed for name, store in self._stores.items() if store.changed}
 
     def keep(self, run: Run) -> None:
-        """Writes a run.
+        """Writes a run."""
+        self._stores[run.variant].put(f"c{run.concurrency}-r{run.round + 1}", run.model_dump(mode="json"))
+
+    def all(self) -> list[Run]:
+        """All finished runs with this bench's settings.
 
         Raises:
-            UserError: it cannot be written.
-        """
-        write_whole(self.output / RUNS / f"{run.cell.slug}.json", run.model_dump_json(indent=1) + "\n", do=DO)
-
-    def runs(self) -> list[Run]:
-        """All that are there.
-
-        Raises:
-            UserError: a file that is none of ours.
+            UserError: a run of another version.
         """
         found = []
-        for path in sorted((self.output / RUNS).glob("*.json")):
+        for store in self._stores.values():
             try:
-                found.append(Run.model_validate_json(path.read_text(encoding="utf-8")))
-            except (ValidationError, OSError, UnicodeDecodeError):
-                raise UserError("not a run of this bench", where=str(path), do="remove it") from None
+                found += [Run.model_validate(value) for value in store.values.values()]
+            except ValidationError:
+                raise UserError("not runs of this version", where=str(store.path), do="remove it") from None
         return found
-
-
-def _differences(mine: Identity, there: Identity) -> Iterator[str]:
-    """What keeps the runs of two benches apart, in words."""
-    new, old = mine.request.model_dump(), there.request.model_dump()
-    yield from (f"request ({name} {old[name]!r}, not {new[name]!r})" for name in new if new[name] != old[name])
-    if mine.backend != there.backend:
-        yield f"backend ({there.backend}, not {mine.backend})"
-    yield from (f"“{name}”" for name, each in mine.variants.items() if there.variants.get(name, each) != each)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 from dflash_serve.bench.aiperf import Aiperf, Job, RequestSettings, find_aiperf, load_dataset
 from dflash_serve.bench.report import ReportData, write_report
-from dflash_serve.bench.results import Identity, Run, RunFolder
+from dflash_serve.bench.results import Run, Runs
 from dflash_serve.bench.settings import Cell, Settings, find_variants, read_deployment, schedule, slug
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.client.endpoint import Endpoint
@@ -20,7 +21,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 
 WORK = "work"
-"""Subfolder of the output for files of aiperf and the servers; it can be deleted afterwards."""
+"""Folder of the output for the files of aiperf and the servers; not needed later."""
 
 
 class Bench:
@@ -48,7 +49,8 @@ class Bench:
         self.api_key = read_api_key(settings.api_key_file)
         own = str(target_source(deployment.target.model)) if deployment is not None else None
         self.tokenizer = settings.tokenizer or own
-        self.folder = RunFolder(settings.output)
+        self.runs: Runs | None = None
+        """Finished runs; None until the bench runs, so that a mistake in the settings writes nothing."""
         self.cells = schedule(list(self.variants), settings)
         self.env: Mapping[str, str] = {}
         """Environment of all servers that the bench starts."""
@@ -63,25 +65,31 @@ class Bench:
             The report's files.
 
         Raises:
-            UserError: the folder is another bench's, a server or aiperf failed; finished runs are kept.
+            UserError: the folder cannot be used, a server or aiperf failed; finished runs are kept.
             KeyboardInterrupt: finished runs are kept, and a report of them is written.
         """
         name = self.backend.name if self.backend is not None else None
-        self.folder.claim(Identity(request=self.request, backend=name, variants=self.variants))
+        self.runs = Runs(self.settings.output, self.request, name, self.variants)
+        for variant, why in self.runs.changed.items():
+            print(f"{variant}: its runs were made with other settings ({why}); measured anew", file=sys.stderr)
         try:
             with sigterm_interrupts():
                 if self.missing():
                     find_aiperf()  # before minutes of starting servers
                     self.measure(report_run)
         except (UserError, KeyboardInterrupt):
-            if self.folder.runs():
+            if self.finished():
                 write_report(self.report(), self.settings.output)
             raise
         return write_report(self.report(), self.settings.output)
 
+    def finished(self) -> list[Run]:
+        """Runs that are kept."""
+        return self.runs.all() if self.runs is not None else []
+
     def missing(self) -> list[Cell]:
         """Runs that are not kept yet, in order."""
-        done = {run.cell for run in self.folder.runs()}
+        done = {run.cell for run in self.finished()}
         return [cell for cell in self.cells if cell not in done]
 
     def measure(self, report_run: Callable[[Run, int, int], None]) -> None:
@@ -90,6 +98,7 @@ class Bench:
         Raises:
             UserError: a server or aiperf failed.
         """
+        assert self.runs is not None
         self.work.mkdir(parents=True, exist_ok=True)
         aiperf = Aiperf(self.dataset, self.request, self.tokenizer, self.api_key)
         self.env = self.backend.look() if isinstance(self.backend, LookingBackend) else {}
@@ -102,7 +111,7 @@ class Bench:
                         running.clear()
                     running[cell.variant] = self._start(cell.variant, servers, aiperf)
                 run = self._measure(cell, running[cell.variant], aiperf)
-                self.folder.keep(run)
+                self.runs.keep(run)
                 report_run(run, len(self.cells) - len(self.missing()), len(self.cells))
 
     def report(self) -> ReportData:
@@ -112,7 +121,7 @@ class Bench:
             settings=self.settings,
             request=self.request,
             variants=self.variants,
-            runs=[run for run in self.folder.runs() if run.cell in planned],
+            runs=[run for run in self.finished() if run.cell in planned],
             planned=len(planned),
             environment=environment(self.settings.hardware, local=self.backend is not None),
         )

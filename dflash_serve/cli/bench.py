@@ -91,7 +91,7 @@ def _run(asked: Bench, *, as_json: bool, quiet: bool) -> None:
         typer.echo(f"interrupted: finished runs are in {output}; the same command goes on with the rest", err=True)
         raise typer.Exit(130) from None
     except UserError as error:
-        if (output / "runs").is_dir():
+        if asked.finished():
             typer.echo(f"finished runs are in {output}; the same command goes on with the rest", err=True)
         raise error
     report = files[0].read_text(encoding="utf-8")

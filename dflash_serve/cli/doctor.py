@@ -1,4 +1,4 @@
-"""`dflash-serve doctor`: why is acceptance low? Exit code 0: healthy; 1: a fault was found; 3: it could not be told."""
+"""`dflash-serve doctor`: explains low acceptance. Exit codes: 0 healthy, 1 a fault was found, 3 undecided."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dflash_serve.cli import options
 from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.cli.figures import number, survival_text
 from dflash_serve.common.extras import need
-from dflash_serve.common.journal import resumable
+from dflash_serve.common.store import resumable
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 
@@ -26,23 +26,21 @@ if TYPE_CHECKING:
     from dflash_serve.doctor.evidence import DiagnosableBackend, Interview
     from dflash_serve.doctor.examination import PairReport, SuspectReport
 
-URL = "Address of a running server of this pair, which nobody else uses meanwhile."
+URL = "Address of a running server of this pair. It must have no other clients meanwhile."
 Url = Annotated[str | None, typer.Option(help=URL)]
-SEEN = "Acceptance length that was seen, of a server that is not there to be asked."
+SEEN = "Acceptance length of a server that cannot be asked."
 Observed = Annotated[float | None, typer.Option(help=SEEN, min=1)]
 NumPrompts = Annotated[int, typer.Option(help=options.NUM_PROMPTS, min=2)]
 MaxTokens = Annotated[int, typer.Option(help=options.MAX_TOKENS, min=8)]
 Progress = Callable[[str, int], None]
 """Called with the name of what is about to run, and how many of its kind there are."""
 SHOWN = 8
-"""Explanations on the page; the JSON has all."""
+"""Explanations that are printed; the JSON has all."""
 
 
 @dataclass(frozen=True)
 class ExaminedPair:
-    """What is examined: a target and its drafter, as named by the user (a commit by its folder), and the prompts that
-    they answer greedily.
-    """
+    """The examined target and drafter, as named by the user (a commit by its folder), and their prompts."""
 
     target: str
     drafter: str
@@ -83,7 +81,7 @@ def doctor(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Say why acceptance is low: of a server, or of a pair whose checkpoint may be wrong about itself."""
+    """Explain low acceptance: of a server, or of a pair whose checkpoint may have a wrong setting."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
     from dflash_serve.client.endpoint import Endpoint
     from dflash_serve.common.http import read_api_key
@@ -91,7 +89,7 @@ def doctor(
     from dflash_serve.prompts import read_prompt_set
 
     if url is not None and observed is not None:
-        raise UserError("the server says it itself", where="--observed", do="leave it out, or --url")
+        raise UserError("the server reports it", where="--observed", do="leave it out, or --url")
     asked = tuple(read_prompt_set(prompts)[:num_prompts])
     pair = _examined_pair(deployment, context.params, asked)
     endpoint = Endpoint(url, model, read_api_key(api_key_file)) if url else None
@@ -107,7 +105,7 @@ def doctor(
 
 
 def _examined_pair(path: Path | None, given: Mapping[str, Any], prompts: tuple[Prompt, ...]) -> ExaminedPair:
-    """The pair of the file or the flags; the bundled one where neither names a target."""
+    """The pair of the file or the flags; the bundled one if neither names a target."""
     from dflash_serve.checkpoint.source import drafter_folder
     from dflash_serve.deployment import load_deployment
 
@@ -127,7 +125,7 @@ def _examined_pair(path: Path | None, given: Mapping[str, Any], prompts: tuple[P
 def _examine(
     pair: ExaminedPair, told: Interview | None, observed: float | None, output: Path, resume: bool, advance: Progress
 ) -> SuspectReport | PairReport:
-    """Starts our own loop, at the width that the server verifies, examines, and writes the report."""
+    """Starts our own engine at the server's width, examines, and writes the report."""
     from dflash_serve.common.files import write_whole
     from dflash_serve.doctor.evidence import Observation
     from dflash_serve.doctor.examination import Examination
@@ -146,8 +144,8 @@ def _examine(
         return backend.first_difference(engine, pair.target, pair.drafter, pair.prompts[0])
 
     belongs_to = _belongs_to(pair, engine, width) | ({} if steps is None else {"steps": [dict(one) for one in steps]})
-    with resumable(output, belongs_to, "finished probes", resume=resume) as journal:
-        examination = Examination(reference, journal, advance)
+    with resumable(output, belongs_to, "finished probes", resume=resume) as store:
+        examination = Examination(reference, store, advance)
         report: SuspectReport | PairReport
         if told is not None:
             observation = replace(told.observation, errors=reference.order_errors())
@@ -178,7 +176,7 @@ def _diagnosable_backend() -> DiagnosableBackend:
 
 
 def _engine(backend: DiagnosableBackend, pair: ExaminedPair, block_size: int | None, width: int) -> Engine:
-    """Our own engine, with no more room than the prompts need: the target's whole context would fill a GPU."""
+    # no more room than the prompts need: the target's whole context would fill a GPU
     from dflash_serve.checkpoint.source import target_folder
     from dflash_serve.deployment import load_deployment
     from dflash_serve.models.target_config import read_target_config
@@ -195,7 +193,7 @@ def _engine(backend: DiagnosableBackend, pair: ExaminedPair, block_size: int | N
 
 
 def _belongs_to(pair: ExaminedPair, engine: Engine, width: int) -> dict[str, object]:
-    """All that a probe's counts depend on."""
+    """The settings that a probe's counts depend on."""
     from dflash_serve.checkpoint.manifest import file_entries
     from dflash_serve.checkpoint.source import drafter_folder
     from dflash_serve.prompts import prompts_digest
@@ -213,7 +211,6 @@ def _belongs_to(pair: ExaminedPair, engine: Engine, width: int) -> dict[str, obj
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Progress]:
-    """A line that says what runs, and how much of it is done."""
     from rich.console import Console
 
     with Console(stderr=True, quiet=quiet).status("starting") as status:

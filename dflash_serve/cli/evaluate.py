@@ -1,4 +1,4 @@
-"""`dflash-serve evaluate`: τ, survival and speed-up per task through the real decoding loop, with controls beside."""
+"""`dflash-serve evaluate`: τ, survival and speed-up by task, through the real decoding loop, with controls."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ TIMED = "How many prompts of a task to time alone, with and without speculation 
 Speed = Annotated[int, typer.Option(help=TIMED, min=0)]
 
 AT_ONCE = 16
-"""Requests at once where nobody says how many."""
+"""Requests at once by default."""
 AS_IT_IS = "as it is"
-"""The drafter with its own features, as opposed to the controls."""
+"""The drafter with its own features, in contrast to the controls."""
 
 
 class TaskFigures(Frozen):
@@ -54,12 +54,12 @@ class TaskFigures(Frozen):
 
 
 class EvaluationReport(Frozen):
-    """Every figure is at the one `width`."""
+    """Figures of all tasks at one width."""
 
     target: str
     drafter: str
     width: int | Literal["auto"]
-    """Slots verified a step; auto = what the engine chose, step by step."""
+    """Slots verified in a step; auto = chosen by the engine in each step."""
     max_tokens: int
     temperature: float
     dtype: str
@@ -85,7 +85,7 @@ def evaluate(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Measure what a drafter is worth, task by task: the bundled pair, that of a deployment, or one that is named."""
+    """Measure a drafter task by task: the bundled pair, that of a deployment, or a named one."""
     need("torch", "safetensors", "torch", "transformers")
     from dflash_serve.prompts import task_prompts
 
@@ -115,7 +115,7 @@ def _messages(texts: list[str]) -> list[Prompt]:
 
 
 def _described(path: Path | None, given: Mapping[str, Any]) -> Deployment:
-    """The pair with its width: the flag's, else the file's where it says one, else the whole block.
+    """The pair with its width: the flag's, else the file's, else the whole block.
 
     Raises:
         UserError: anything about them that does not fit, or a width without speculation.
@@ -143,7 +143,7 @@ def _described(path: Path | None, given: Mapping[str, Any]) -> Deployment:
 
 def speed_up(engine: Engine, prompts: list[Prompt], params: SamplingParams) -> float | None:
     """Tokens/s with speculation by those without, each a median over the prompts, one at a time."""
-    time_run(engine, prompts[0], params)  # the first run of an engine pays for more than itself
+    time_run(engine, prompts[0], params)  # warm-up
     return compare_with_plain(engine, prompts, params).ratio
 
 
@@ -160,8 +160,7 @@ class _Evaluation:
     def task(self, name: str, asked: list[Prompt], controls: bool, speed: int) -> dict[str, TaskFigures]:
         """Measures a task as it is and under the controls; the first `speed` prompts are timed, too.
 
-        Controls run at a fixed width alone: with a spoilt drafter `auto` would hardly speculate, and compare other
-        steps.
+        Controls run at a fixed width only: with a spoilt drafter `auto` would hardly speculate.
         """
         engine = self.engine if self.width == "auto" else self.engine.fixed(self.width)
         sound = self._measure(engine, name, asked)
@@ -198,7 +197,6 @@ class _Evaluation:
 
 
 def _put(report: EvaluationReport, output: Path | None, as_json: bool) -> None:
-    """Writes the figures where they are wanted."""
     from rich.console import Console
 
     from dflash_serve.common.files import write_whole

@@ -36,23 +36,14 @@ def train(
     JSON is the finished drafter's provenance.json, or null where the run has not ended.
     """
     need("train", "safetensors", "torch", "transformers")
-    from dflash_serve.training.malloc import keep_freed_memory
+    from dflash_serve.checkpoint.source import PROVENANCE
     from dflash_serve.training.recipe import load_recipe
+    from dflash_serve.training.run import DRAFTER, choose_device, run
 
     settings = load_recipe(recipe)
     require_writable(output)
-    keep_freed_memory()  # before torch
-    import torch
-
-    from dflash_serve.checkpoint.source import PROVENANCE
-    from dflash_serve.models.loader import load_target, load_tokenizer
-    from dflash_serve.training.run import DRAFTER, choose_device, run
-
-    model, revision = settings.target.model, settings.target.revision
-    # Never fp16: features reach 25,000, too near its end.
-    target = load_target(model, dtype=torch.bfloat16, device=choose_device(device), revision=revision)
-    tokenizer = load_tokenizer(model, revision)
-    done = run(settings, target, tokenizer, output, resume=resume, data_only=stage is Stage.data, quiet=quiet)
+    data_only = stage is Stage.data
+    done = run(settings, output, device=choose_device(device), resume=resume, data_only=data_only, quiet=quiet)
     if as_json:
         provenance = output / DRAFTER / PROVENANCE
         typer.echo(provenance.read_text(encoding="utf-8") if provenance.is_file() else "null", nl=False)

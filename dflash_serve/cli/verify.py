@@ -1,4 +1,4 @@
-"""`dflash-serve verify`: does speculation change anything? Exit code 0: no; 1: yes; 3: it could not be told."""
+"""`dflash-serve verify`: tests that speculation is lossless. Exit codes: 0 lossless, 1 not lossless, 3 undecided."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dflash_serve.backend import EMBEDDED, Prompt, backend, server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.common.extras import need
-from dflash_serve.common.journal import resumable
+from dflash_serve.common.store import resumable
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
 from dflash_serve.prompts import read_prompt_set
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BUNDLED_LIMITS = {"max_batch_size": 16, "max_model_len": 1024}
 EMBEDDED_SAMPLES, SERVER_SAMPLES = 256, 1024
-"""Four times as many show deviations half as large; where an engine keeps seeds, those show more than either."""
+"""Four times as many samples show deviations half as large. The embedded engine keeps seeds, which show more."""
 
 WithUrl = Annotated[str | None, typer.Option("--with", help="Address of a running server that speculates.")]
 WithoutUrl = Annotated[str | None, typer.Option("--without", help="Address of the same server without speculation.")]
@@ -77,7 +77,7 @@ def verify(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Prove that speculation changed nothing, on any engine; or show what it changed."""
+    """Test that speculation changes no answer, on any engine; or show the changes."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
     _check_samples(samples)
     asked = read_prompt_set(prompts, raw=raw)
@@ -92,10 +92,10 @@ def verify(
 
 
 def _check_samples(samples: int | None) -> None:
-    """Before anything is asked.
+    """Refuses too few samples before anything is asked.
 
     Raises:
-        UserError: so few that no deviation worth the name could be seen.
+        UserError: they could not show a deviation of any use.
     """
     from dflash_serve.verify.questions import FEWEST
 
@@ -120,7 +120,7 @@ def _servers(
 
 
 def _refuse(given: Mapping[str, object]) -> None:
-    """Options for what running servers have of their own.
+    """Refuses options that running servers have set themselves.
 
     Raises:
         UserError: one of them is given.
@@ -132,7 +132,7 @@ def _refuse(given: Mapping[str, object]) -> None:
 
 
 def _described(path: Path | None, flags: dict[str, Any], backend_name: str) -> Deployment:
-    """The deployment; the bundled pair where nothing is named."""
+    """The deployment; the bundled pair if nothing is named."""
     if path is None and flags["target"]["model"] in (None, options.BUNDLED):
         drafter = flags["drafter"]["model"] or options.BUNDLED
         flags |= {"target": {"model": options.BUNDLED}, "drafter": {"model": drafter}, "limits": BUNDLED_LIMITS}
@@ -170,14 +170,13 @@ def _plan(given: Mapping[str, Any], asked: Sequence[Prompt], pair: SubjectPair) 
 
 
 def _dtype(given: str | None) -> Precision:
-    """Servers compute in bfloat16 unless somebody says otherwise."""
     if given not in (None, "auto", "float32", "bfloat16"):
         raise UserError(f"{given!r} is not float32 or bfloat16", where="--dtype")
     return "float32" if given == "float32" else "bfloat16"
 
 
 class Told(NamedTuple):
-    """How it is told."""
+    """Form of the output."""
 
     as_json: bool
     quiet: bool
@@ -191,9 +190,9 @@ def _run(plan: VerifyPlan, prompts: Sequence[Prompt], pair: SubjectPair, output:
     from dflash_serve.verify.verification import Verification
 
     belongs_to = {"plan": plan.model_dump(mode="json"), "subjects": pair.descriptions}
-    with resumable(output, belongs_to, "finished answers", resume=resume) as journal:
+    with resumable(output, belongs_to, "finished answers", resume=resume) as store:
         with _progress(quiet=told.quiet) as progress:
-            findings = Verification(plan, prompts, pair, journal, progress).run()
+            findings = Verification(plan, prompts, pair, store, progress).run()
         report = report_of(plan, pair.descriptions, findings)
         write_report(report, output)
     console = Console(highlight=False, quiet=told.as_json)

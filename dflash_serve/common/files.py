@@ -1,20 +1,27 @@
-"""Files written whole or not at all, their checksums, and our cache folder."""
+"""Files and folders written whole or not at all, checksums, and records in the cache folder."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from dflash_serve.errors import UserError
 
+log = logging.getLogger(__name__)
+Record = TypeVar("Record", bound=BaseModel)
+
 
 def cache_home() -> Path:
-    """Our private cache folder; follows XDG_CACHE_HOME."""
+    """The cache folder of dflash-serve; follows XDG_CACHE_HOME."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "dflash-serve"
 
@@ -29,8 +36,8 @@ def write_whole(path: Path, content: str | bytes, *, do: str = "name another pla
     """Writes a file (text as UTF-8) under a scratch name beside it, then renames: no reader sees half of it.
 
     Args:
-        do: what the user can do where it cannot be written.
-        private: nobody but the owner may read it.
+        do: advice for the user if it cannot be written.
+        private: only the owner may read it.
 
     Raises:
         UserError: it cannot be written; what was there before is untouched.
@@ -52,7 +59,7 @@ def write_whole(path: Path, content: str | bytes, *, do: str = "name another pla
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A scratch folder beside `folder` to fill, which takes its place when the block ends well.
 
-    What was there before is moved aside first and deleted last, so that it survives a failure; a block that raises
+    The previous contents are moved aside first and deleted last, so that they survive a failure. A block that raises
     leaves nothing behind.
 
     Raises:
@@ -70,9 +77,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def mend_folder(folder: Path) -> None:
-    """Mends what a process killed inside `whole_folder` left: what it had moved aside comes back, its scratch goes.
+    """Cleans up after a process that was killed inside `whole_folder`.
 
-    Not to be called while another process may be writing the folder.
+    The folder that it had moved aside comes back and its scratch folder is removed. Do not call this while another
+    process may be writing the folder.
     """
     leftovers = sorted(folder.parent.glob(f".{folder.name}.*"), key=lambda path: path.stat().st_mtime)
     for path in reversed(leftovers):
@@ -82,8 +90,24 @@ def mend_folder(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def read_record(path: Path, kind: type[Record]) -> Record | None:
+    """Reads a record of earlier measurements; None if it is missing or unreadable."""
+    try:
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
+
+
+def keep_record(path: Path, record: BaseModel, otherwise: str) -> None:
+    """Writes a record. A failure is only logged, after `otherwise`, which says what follows from it."""
+    try:
+        write_whole(path, record.model_dump_json(indent=1))
+    except UserError as error:
+        log.warning("%s: %s", otherwise, error)
+
+
 def require_writable(folder: Path, *, do: str = "name another --output") -> None:
-    """Asks for a folder before hours are spent on what is to stand in it; makes it where it is not there.
+    """Makes a folder and checks that it can be written, before hours are spent on its contents.
 
     Raises:
         UserError: it cannot be made, or nothing can be written in it.
@@ -93,7 +117,7 @@ def require_writable(folder: Path, *, do: str = "name another --output") -> None
 
 
 def _readable(folder: Path) -> None:
-    """Gives every file the mode that the umask gives new files: safetensors' own writer makes them private."""
+    # safetensors' writer makes files private: give them the mode that the umask gives new files.
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():

@@ -1,1 +1,1 @@
-"""Why acceptance is low: what each known fault would make of it, against what was observed."""
+"""Explains low acceptance: compares predictions of every known fault with observations."""

@@ -1,8 +1,8 @@
-"""Does another line in the checkpoint's configuration raise acceptance? The checkpoint's own faults need no server.
+"""Corrections of a checkpoint: lines of its configuration that would raise acceptance if changed.
 
-Two settings are compared on the same prompts, so each prompt is its own control: under the null hypothesis the sign of
-its difference in τ is a coin, which the sign-flip test takes literally. Bonferroni's correction pays for every setting
-that was tried.
+Two settings are compared on the same prompts, so each prompt is its own control: under the null hypothesis its
+difference in τ is as likely positive as negative (the sign-flip test). Bonferroni's correction accounts for the number
+of settings that were tried. No server is needed.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import numpy as np
 from scipy import stats
 
 from dflash_serve.common.frozen import Frozen
-from dflash_serve.doctor.statistics import known_counts
+from dflash_serve.doctor.evidence import known_counts
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 FALSE_ALARMS = 0.05
-"""Probability that any correction is proposed where none helps."""
+"""Probability that a correction is proposed although none helps."""
 MATERIAL = 0.1
-"""A correction must win at least this share of the accepted drafted tokens a step."""
+"""Least relative gain of a correction in accepted drafted tokens per step."""
 
 FLIPS = 4096
 """Sign patterns of the sign-flip test: all of them up to 12 prompts; beyond, so many random ones."""
 RESAMPLES = 1000
-"""Of the prompts, for an interval."""
+"""Bootstrap samples of the prompts for an interval."""
 
 Counts = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another setting and what it would give."""
+    """Another setting and its predicted acceptance."""
 
     cause: str
     setting: str
     predicted: tuple[AcceptanceStatistics, ...]
-    """What it predicts, by prompt."""
+    """Predicted counts, by prompt."""
 
 
 class Correction(Frozen):
@@ -53,7 +53,7 @@ class Correction(Frozen):
     gain_95: tuple[float, float]
     """95 % interval of the gain in τ."""
     p_value: float
-    """One-sided, before paying for the number of settings tried."""
+    """One-sided, before Bonferroni's correction."""
 
     def __str__(self) -> str:
         low, high = self.gain_95
@@ -64,19 +64,18 @@ class Correction(Frozen):
 
 
 def corrections(reference: Sequence[AcceptanceStatistics], alternatives: Sequence[Alternative]) -> list[Correction]:
-    """Those that raise acceptance significantly and materially over `reference` (as configured), the best first."""
+    """Settings that raise acceptance significantly and materially over `reference` (as configured), the best first."""
     limit = FALSE_ALARMS / max(1, len(alternatives))
     compared = [correction for each in alternatives if (correction := _compare(reference, each)) is not None]
     return sorted((c for c in compared if c.p_value <= limit), key=lambda correction: -correction.after)
 
 
 def fewest_prompts(settings: int) -> int:
-    """Prompts below which not even a gain on every one of them could be significant."""
+    """Least number of prompts at which a gain on every one of them is significant."""
     return next(count for count in range(1, 64) if 0.5**count <= FALSE_ALARMS / max(1, settings))
 
 
 def _compare(reference: Sequence[AcceptanceStatistics], alternative: Alternative) -> Correction | None:
-    """None where the gain is immaterial, or fewer than two prompts can be compared."""
     before, after = total(reference).acceptance_length, total(alternative.predicted).acceptance_length
     pairs = zip(reference, alternative.predicted, strict=True)
     drafted = [(a, b) for a, b in pairs if a.verifications and b.verifications]
@@ -96,10 +95,10 @@ def _compare(reference: Sequence[AcceptanceStatistics], alternative: Alternative
 
 
 def gain_p_value(before: Sequence[AcceptanceStatistics], after: Sequence[AcceptanceStatistics]) -> float:
-    """P(a gain in τ as large as this) where the settings are as good as each other: one-sided, by sign flips.
+    """P(a gain in τ as large as this) if both settings are equally good: one-sided, by sign flips.
 
     Args:
-        before, after: of the same prompts, two at least; all with verifications.
+        before, after: counts of the same prompts, two at least, all with verifications.
     """
     differences = [_length(b) - _length(a) for a, b in zip(before, after, strict=True)]
     test = stats.permutation_test(

@@ -1,7 +1,7 @@
-"""Which explanation fits what was observed: healthy, a fault, several that look alike from outside, or none.
+"""Diagnosis: the explanation that fits the observation best, by Bayes' rule: healthy, one fault, several, or none.
 
-Being healthy has the prior 1/2, and the causes share the rest; variants of a cause share its part. So thirty faults
-that all change little cannot outvote a sound server, and a fault is named only where the evidence overcomes that.
+`Healthy` has the prior 1/2. The causes share the other half equally, and variants of a cause share its part, so thirty
+faults that all change little cannot outvote a sound server.
 """
 
 from __future__ import annotations
@@ -13,30 +13,29 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from dflash_serve.doctor.evidence import Observation
-from dflash_serve.doctor.statistics import log_likelihood, p_value
+from dflash_serve.doctor.evidence import Observation, log_likelihood, p_value
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 HEALTHY = "healthy"
 UNVERIFIED = "verification"
-"""The cause of an acceptance that is too good."""
+"""The cause of an acceptance that is too high."""
 NAMED = 0.05
-"""Causes at least this probable are named."""
+"""Least posterior probability at which a cause is named."""
 IMPOSSIBLE = 1e-3
-"""An explanation whose prediction is this far off explains nothing."""
+"""p-value below which an explanation is excluded."""
 COSTLY, EXCLUDED = 0.1, 0.2
-"""A fault that loses this share of the accepted tokens must not be overlooked: `healthy` asks that all such faults
-together are less probable than this. An observation that says nothing leaves them at their prior, the half."""
+"""A fault is costly if it loses this share of the accepted tokens. The verdict `healthy` needs a probability of all
+costly faults together below the second number; without evidence it is their prior, one half."""
 SAME_ANSWER = 3.0
-"""Log-likelihood of an answer that is exactly the expected one: faults of the prompt change the answers."""
+"""Log-likelihood of an answer that equals the expected one; faults of the prompt change answers."""
 
 
 PERFECT = 64
-"""Drafted tokens, accepted without an exception, that are one too many; the reference must have lost some."""
+"""Drafted tokens that, if all are accepted, show a fault; the reference must have rejected some."""
 
 
 class Verdict(StrEnum):
-    """What the doctor says; the exit code follows."""
+    """The doctor's verdict, which sets the exit code."""
 
     HEALTHY = "healthy"
     FAULT = "fault"
@@ -49,23 +48,23 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One explanation and what it predicts."""
+    """One explanation with its predictions."""
 
     cause: str
-    """What it is about; `HEALTHY` for none."""
+    """Subject of the fault; `HEALTHY` for none."""
     name: str
     says: str
-    """How it comes about."""
+    """How an engine or a checkpoint gets this fault."""
     predicted: tuple[AcceptanceStatistics, ...]
-    """What it predicts, by prompt."""
+    """Predicted counts, by prompt."""
     benign: bool = False
     """A choice of precision rather than a mistake."""
     answers: tuple[str, ...] | None = None
-    """The target's answers under it, by prompt."""
+    """The target's answers, by prompt."""
 
     @cached_property
     def acceptance_length(self) -> float | None:
-        """Predicted τ over all prompts; None where nothing would be drafted."""
+        """Predicted τ over all prompts; None if nothing would be drafted."""
         return total(self.predicted).acceptance_length
 
     @property
@@ -101,7 +100,7 @@ class Diagnosis:
     explanations: tuple[Explanation, ...]
     """Most probable first; one for each hypothesis."""
     named: tuple[str, ...]
-    """The causes that could be it."""
+    """Causes that are probable enough to be named."""
     alike: tuple[str, ...]
     """Faults that this evidence cannot tell from healthy."""
 
@@ -131,7 +130,7 @@ def diagnose(observed: Observation, hypotheses: Sequence[Hypothesis]) -> Diagnos
 
 
 def _is_too_good(observed: Observation, sound: Hypothesis) -> bool:
-    """Whether every drafted token was accepted, which the sound drafter does not come near."""
+    # Every drafted token was accepted, although the sound drafter loses some.
     whole, reference = observed.whole, total(sound.predicted)
     if not whole.drafted or whole.accepted is None or not reference.drafted or reference.accepted is None:
         return False
@@ -159,7 +158,6 @@ def _answers_log_likelihood(observed: Observation, hypothesis: Hypothesis) -> fl
 
 
 def _named(explanations: Sequence[Explanation]) -> tuple[str, ...]:
-    """Causes that are probable enough to be named, the most probable first."""
     causes = defaultdict[str, float](float)
     for each in explanations:
         causes[each.hypothesis.cause] += each.posterior
@@ -171,14 +169,14 @@ def _healthy(explanations: Sequence[Explanation]) -> Explanation:
 
 
 def _loses_much(each: Explanation, explanations: Sequence[Explanation]) -> bool:
-    """Whether it predicts a costly loss of accepted tokens against healthy; all are lost where nothing is drafted."""
+    # All accepted tokens are lost if nothing is drafted.
     length, sound = each.hypothesis.acceptance_length, _healthy(explanations).hypothesis.acceptance_length
     assert sound is not None
     return length is None or length < 1 + (1 - COSTLY) * (sound - 1)
 
 
 def _harmless(explanations: Sequence[Explanation]) -> list[Explanation]:
-    """Healthy, and precisions that cost little."""
+    # healthy, and precisions that cost little
     return [
         each
         for each in explanations
@@ -187,7 +185,7 @@ def _harmless(explanations: Sequence[Explanation]) -> list[Explanation]:
 
 
 def _alike(explanations: Sequence[Explanation]) -> tuple[str, ...]:
-    """Faults that predict what healthy predicts, as far as this evidence goes: their odds are nearly their prior's."""
+    # This evidence does not tell these faults from healthy: their odds are nearly those of their priors.
     healthy = _healthy(explanations).posterior
     causes = len({each.hypothesis.cause for each in explanations}) - 1
     return tuple(
@@ -208,11 +206,11 @@ def _fault_sentence(observed: Observation, explanations: Sequence[Explanation], 
     text = f"your server's {observed.acceptance_length:.2f} fits {' or '.join(map(str, best))}"
     if len(best) > 1:
         return f"{text}: these cannot be told apart from outside"
-    rest = next((each for each in explanations if each.hypothesis.cause not in named), None)
-    odds = best[0].posterior / rest.posterior if rest and rest.posterior else math.inf
-    if rest is None or odds > 1 / IMPOSSIBLE:
+    other = next((each for each in explanations if each.hypothesis.cause not in named), None)
+    odds = best[0].posterior / other.posterior if other and other.posterior else math.inf
+    if other is None or odds > 1 / IMPOSSIBLE:
         return f"{text}; nothing else comes near"
-    return f"{text}; next, far less likely, {rest}"
+    return f"{text}; next, far less likely, {other}"
 
 
 def _perfect_sentence(observed: Observation, sound: Hypothesis) -> str:
@@ -224,7 +222,6 @@ def _perfect_sentence(observed: Observation, sound: Hypothesis) -> str:
 
 
 def _undecided_sentence(observed: Observation, explanations: Sequence[Explanation]) -> str:
-    """Names both sides: what would be harmless, and the likeliest faults."""
     harmless = _harmless(explanations)
     faults = [each for each in explanations if each not in harmless][:3]
     return (

@@ -1,15 +1,32 @@
-"""The doctor's evidence: what a reference engine predicts, sound and under faults, and what is observed of a server.
+"""The doctor's evidence: predictions of a reference engine, observations of a server, and the likelihood of one given
+the other.
 
-A server's prompts go out one at a time, as messages, so that its own template applies and its counters can be read in
-between; nothing else may run on it meanwhile. Needs no torch.
+A server gets the prompts one at a time, as messages, so that its own template applies and its counters can be read in
+between. It must serve nothing else meanwhile.
+
+There are three kinds of evidence, best first:
+
+* **paired**: counts of each prompt. Speculation changes no token, so the right explanation predicts each prompt's
+  counts almost exactly, and a wrong one misses prompt by prompt even if its τ is right. The distance d of a prompt's
+  counts (verifications, and those that accepted each slot) is Cauchy with a scale of one step: a few prompts where the
+  answers parted at a near-tie cost every explanation alike. With changing widths the scale grows by the dependence of
+  the sound counts on the order of the widths, which servers do not report.
+* **slots**: counts by slot of other prompts, or of all together. Given that slot k - 1 was accepted, slot k is or is
+  not: a beta-binomial with the prediction as its prior (plus Jeffreys' 1/2), so both samples' errors count.
+* **length**: τ alone, normal with the errors of both sides.
+
+Needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Protocol, runtime_checkable
+
+from scipy import special, stats
 
 from dflash_serve.backend import Engine, InProcessBackend, Prompt
 from dflash_serve.client.endpoint import Endpoint, Reply
@@ -18,13 +35,21 @@ from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
+ROUNDING = 0.005 / math.sqrt(3)
+"""Standard error of a figure given with two decimals."""
+FEW = 5
+"""Trials below which a slot is not compared."""
+
+Trial = tuple[float, float, float, float]
+"""Trials and successes of one slot if the slot before was accepted: as observed, then as predicted."""
+
 Steps = Mapping[int, float]
 """A prompt's steps by width, the anchor counted; 1 = nothing was drafted."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run over the doctor's prompts counts, and what it answers; both by prompt."""
+    """Counts and answers of a run over the doctor's prompts, by prompt."""
 
     counts: tuple[AcceptanceStatistics, ...]
     answers: tuple[str, ...]
@@ -35,13 +60,13 @@ class Fault:
     """One thing that can be wrong with how a drafter is served."""
 
     cause: str
-    """What it is about; variants of one cause are one explanation."""
+    """Its subject; variants of one cause are one explanation."""
     name: str
     """Unique among the faults of a reference."""
     says: str
-    """How an engine or a checkpoint comes to it."""
+    """How an engine or a checkpoint gets this fault."""
     setting: str | None = None
-    """The line of the checkpoint's configuration that would have the same effect; None where none would."""
+    """The line of the checkpoint's configuration that would have the same effect, if there is one."""
     benign: bool = False
     """A choice of precision rather than a mistake."""
 
@@ -50,15 +75,15 @@ class Reference(Protocol):
     """An engine of our own over the doctor's prompts, greedily, sound or under a fault."""
 
     def faults(self) -> Sequence[Fault]:
-        """What may be wrong with a server."""
+        """Known faults of a server."""
         ...
 
     def settings(self) -> Sequence[Fault]:
-        """What may be wrong in a checkpoint's configuration."""
+        """Known faults of a checkpoint's configuration."""
         ...
 
     def predict(self, fault: str | None) -> Prediction:
-        """What the engine would count and answer.
+        """The engine's counts and answers under a fault.
 
         Args:
             fault: the name of one of `faults` or `settings`; None = the sound engine.
@@ -66,9 +91,9 @@ class Reference(Protocol):
         ...
 
     def order_errors(self) -> tuple[float, ...] | None:
-        """By prompt, how far (in steps) the sound engine's counts depend on the order of a server's changing widths.
+        """Dependence of the sound engine's counts on the order of a server's changing widths, in steps, by prompt.
 
-        None where they do not change.
+        None if the widths do not change.
         """
         ...
 
@@ -93,12 +118,12 @@ class DiagnosableBackend(InProcessBackend, Protocol):
             drafter: hub id, folder or bundled name of the same drafter; predictions read it anew.
             params: greedy, with `max_tokens`.
             width: most slots verified a step.
-            steps: by prompt, where a server's width changes from step to step; None = every step is `width` wide.
+            steps: by prompt, for a server whose width changes; None = every step is `width` wide.
         """
         ...
 
     def first_difference(self, engine: Engine, target: str, drafter: str, prompt: Prompt) -> object | None:
-        """The first tensor of the engine that is not what transformers and the core compute, as a sentence by `str`.
+        """The first tensor of the engine that differs from transformers' and the core's; `str` gives a sentence.
 
         Args:
             engine: started by this backend, with a drafter.
@@ -106,14 +131,14 @@ class DiagnosableBackend(InProcessBackend, Protocol):
             drafter: likewise, of its drafter.
 
         Returns:
-            None where nothing differs.
+            None if nothing differs.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What is known of the suspect. Its acceptance length is known at the least."""
+    """Counts observed of a server; at least its acceptance length is known."""
 
     whole: AcceptanceStatistics
     """Counts of all prompts together."""
@@ -122,7 +147,7 @@ class Observation:
     answers: tuple[str, ...] | None = None
     """The answer to each prompt."""
     errors: tuple[float, ...] | None = None
-    """By prompt, in steps: what the predictions do not know by nature, such as the order of widths; None = nothing."""
+    """Uncertainty of the predictions by prompt, in steps, from the unknown order of widths; None = none."""
 
     @classmethod
     def of_length(cls, acceptance_length: float) -> Observation:
@@ -138,12 +163,12 @@ class Observation:
 
     @property
     def has_slots(self) -> bool:
-        """Whether it is known how often each slot was accepted."""
+        """True if acceptance is known by slot."""
         return bool(self.whole.verifications and self.whole.accepted_by_slot)
 
     @property
     def kind(self) -> str:
-        """`paired`, `slots` or `length`; see `statistics`."""
+        """`paired`, `slots` or `length`, as described above."""
         if self.each is not None:
             return "paired"
         return "slots" if self.has_slots else "length"
@@ -151,21 +176,21 @@ class Observation:
 
 @dataclass(frozen=True)
 class Interview:
-    """All that a server told."""
+    """Answers and metrics of a server."""
 
     observation: Observation
     width: int
     """Slots verified a step, at most."""
     steps: tuple[Steps, ...] | None
-    """By prompt, where the width changes from step to step (`width: auto`); None = it is constant."""
+    """By prompt, if the width changes from step to step (`width: auto`); None = it is constant."""
     engine: str | None
-    """Whose metrics these were; None = nobody knows them."""
+    """The engine that these metrics belong to; None = unknown."""
     notes: tuple[str, ...] = ()
 
 
 MIXED = (
-    "the server chose its widths step by step: each prompt's predictions take the widths that it took there, in an "
-    "order that is not told"
+    "the server chose its widths step by step: each prompt's predictions take as many steps of each width, in an "
+    "assumed order, because the server does not report it"
 )
 
 
@@ -184,7 +209,7 @@ def interview(
         advance: called after each answer.
 
     Raises:
-        UserError: no such server, one without acceptance figures, or one that does not tell its changing widths.
+        UserError: no such server, one without acceptance figures, or one that does not report its changing widths.
     """
     answers, readings = list[Reply](), [read_acceptance(endpoint.base, api_key=endpoint.api_key)]
     for prompt in prompts:
@@ -196,7 +221,7 @@ def interview(
     width, steps = widths_of(each, block_size, endpoint.base)
     if whole.acceptance_length is None:
         do = "start it with speculation and with its metrics (SGLang: --enable-metrics), or give --observed"
-        raise UserError("it tells nothing of its acceptance", where=endpoint.base, do=do)
+        raise UserError("it reports no acceptance", where=endpoint.base, do=do)
     counted = all(one.verifications and one.accepted is not None for one in each)
     observation = Observation(whole, each if counted else None, tuple(answer.text for answer in answers))
     notes = (*_others(whole, answers), *([] if steps is None else [MIXED]))
@@ -206,13 +231,13 @@ def interview(
 def widths_of(
     each: Sequence[AcceptanceStatistics], block_size: int, where: str
 ) -> tuple[int, tuple[Steps, ...] | None]:
-    """The one width of all steps, or the most and how many steps of each prompt had which.
+    """The width of all steps; if it changes, the largest one and each prompt's steps by width.
 
     Args:
         each: counts by prompt.
 
     Raises:
-        UserError: the widths change and are not told, or are wider than the drafter's block.
+        UserError: the widths change and are not reported, or are wider than the drafter's block.
     """
     whole = total(each)
     width, constant = _width(whole, len(each), block_size)
@@ -224,36 +249,138 @@ def widths_of(
         return width, None
     if len(told) < len(each):
         do = f"start it with a fixed width (at best {block_size}) while the doctor looks"
-        raise UserError("its width changes from step to step, and it does not tell how", where=where, do=do)
+        raise UserError("its width changes from step to step, and it does not report its widths", where=where, do=do)
     return width, tuple(told)
 
 
 def _width(whole: AcceptanceStatistics, answers: int, block_size: int) -> tuple[int, bool]:
-    """The usual width, and whether all steps have it but those at an answer's end, where fewer tokens are left.
+    """The usual width, and True if all steps have it but those at an answer's end, where fewer tokens are left.
 
-    Each of those gains a token at least, so an answer has width - 1 of them at most. Where it changes: the widest.
+    Each of those gains at least one token, so an answer has at most width - 1 of them. If the width changes, the
+    largest is given.
     """
     wide = {width: steps for width, steps in (whole.widths or {}).items() if width > 1}
     if wide:
         width = max(wide)
-        return width, sum(wide.values()) - wide[width] <= (width - 1) * answers and not _rests(whole, answers)
+        return width, sum(wide.values()) - wide[width] <= (width - 1) * answers and not _pauses(whole, answers)
     if whole.verifications and whole.drafted:
         mean = 1 + whole.drafted / whole.verifications
         return round(mean + 0.25), mean > round(mean + 0.25) - 0.5
     return block_size, True
 
 
-def _rests(whole: AcceptanceStatistics, answers: int) -> bool:
-    """Whether more steps drafted nothing than the first and last of each answer may."""
+def _pauses(whole: AcceptanceStatistics, answers: int) -> bool:
+    # The first and the last step of an answer may draft nothing; more such steps are pauses of speculation.
     return (whole.widths or {}).get(1, 0) > 2 * answers
 
 
 def _others(whole: AcceptanceStatistics, answers: Sequence[Reply]) -> list[str]:
-    """A note where the server generated more than it was asked for here."""
+    # The server's counters move with other clients' requests, too.
     tokens = [answer.completion_tokens for answer in answers if answer.completion_tokens is not None]
     if whole.verifications is None or whole.accepted is None or len(tokens) != len(answers):
         return []
     asked, gained = sum(tokens), whole.verifications + whole.accepted
     if gained <= 1.2 * asked + 8 * len(answers):
         return []
-    return [f"the server gained {gained:.0f} tokens while {asked} were asked for: somebody else uses it"]
+    return [f"the server gained {gained:.0f} tokens while {asked} were asked for: it has other clients"]
+
+
+def log_likelihood(observed: Observation, predicted: Sequence[AcceptanceStatistics]) -> float:
+    """Log likelihood of the observation, up to a constant that is the same for all predictions.
+
+    Args:
+        predicted: by prompt.
+    """
+    whole = total(predicted)
+    if whole.acceptance_length is None:
+        return -math.inf  # it predicts no drafts at all, but some were observed
+    if observed.each is not None:
+        errors = observed.errors or [0.0] * len(observed.each)
+        return -sum(
+            math.log1p(distance(*pair) / (1 + error**2))
+            for *pair, error in zip(observed.each, predicted, errors, strict=True)
+        )
+    if observed.has_slots:
+        return sum(_beta_binomial(trial) for trial in _trials(observed.whole, whole))
+    error = _difference_error(observed, predicted)
+    return -0.5 * ((observed.acceptance_length - whole.acceptance_length) / error) ** 2 - math.log(error)
+
+
+def p_value(observed: Observation, predicted: Sequence[AcceptanceStatistics]) -> float:
+    """Probability of a difference as large as this, in τ and (if known) in survival, if the prediction holds."""
+    whole = total(predicted)
+    if whole.acceptance_length is None:
+        return 0.0
+    z = (observed.acceptance_length - whole.acceptance_length) / _difference_error(observed, predicted)
+    of_length = float(2 * stats.norm.sf(abs(z)))
+    if not observed.has_slots:
+        return of_length
+    squares = [square for trial in _trials(observed.whole, whole) if (square := _square(*trial)) is not None]
+    of_survival = float(stats.chi2.sf(sum(squares), len(squares))) if squares else 1.0
+    return min(1.0, 2 * min(of_length, of_survival))
+
+
+def length_error(each: Sequence[AcceptanceStatistics]) -> float | None:
+    """Standard error of τ over prompts, by the jackknife: prompts differ far more than steps of one prompt.
+
+    Args:
+        each: by prompt; verifications and accepted tokens are known.
+
+    Returns:
+        None if one prompt has all the verifications.
+    """
+    whole, count = total(each), len(each)
+    if count < 2 or any(one.verifications == whole.verifications for one in each):
+        return None
+    verifications, accepted = known_counts(whole)
+    without = [1 + (accepted - b) / (verifications - a) for a, b in map(known_counts, each)]
+    mean = sum(without) / count
+    return math.sqrt((count - 1) / count * sum((length - mean) ** 2 for length in without))
+
+
+def known_counts(counts: AcceptanceStatistics) -> tuple[float, float]:
+    """Verifications and accepted drafted tokens of counts that have them."""
+    assert counts.verifications is not None
+    assert counts.accepted is not None
+    return counts.verifications, counts.accepted
+
+
+def distance(a: AcceptanceStatistics, b: AcceptanceStatistics) -> float:
+    """Squared distance of two counts of one prompt, in steps."""
+    (steps, accepted), (other_steps, other_accepted) = known_counts(a), known_counts(b)
+    if a.accepted_by_slot is None or b.accepted_by_slot is None:
+        return (steps - other_steps) ** 2 + (accepted - other_accepted) ** 2
+    slots = zip_longest(a.accepted_by_slot, b.accepted_by_slot, fillvalue=0)
+    return (steps - other_steps) ** 2 + sum((x - y) ** 2 for x, y in slots)
+
+
+def _difference_error(observed: Observation, predicted: Sequence[AcceptanceStatistics]) -> float:
+    # Standard error of the difference in τ; an unknown sample counts as one like ours.
+    ours = length_error(predicted) or 0.1
+    theirs = length_error(observed.each) if observed.each else None
+    return math.sqrt(ours**2 + (ours if theirs is None else theirs) ** 2 + ROUNDING**2)
+
+
+def _trials(observed: AcceptanceStatistics, predicted: AcceptanceStatistics) -> Iterator[Trial]:
+    assert observed.accepted_by_slot is not None
+    assert predicted.accepted_by_slot is not None
+    tries, guesses = known_counts(observed)[0], known_counts(predicted)[0]
+    for successes, guessed in zip_longest(observed.accepted_by_slot, predicted.accepted_by_slot, fillvalue=0):
+        yield tries, successes, guesses, guessed
+        tries, guesses = successes, guessed
+
+
+def _beta_binomial(trial: Trial) -> float:
+    # log P(observed successes), without the binomial coefficient, which is the same for all predictions
+    tries, successes, guesses, guessed = trial
+    a, b = guessed + 0.5, guesses - guessed + 0.5
+    return float(special.betaln(successes + a, tries - successes + b) - special.betaln(a, b))
+
+
+def _square(tries: float, successes: float, guesses: float, guessed: float) -> float | None:
+    # squared normal deviate of two proportions; None if there are too few trials to compare
+    if min(tries, guesses) < FEW:
+        return None
+    share = (successes + guessed) / (tries + guesses)
+    variance = share * (1 - share) * (1 / tries + 1 / guesses)
+    return (successes / tries - guessed / guesses) ** 2 / variance if variance else None

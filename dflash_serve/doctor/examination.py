@@ -1,4 +1,4 @@
-"""An examination, from the first probe to the report: of a server, or of a pair alone."""
+"""The run of an examination from the first probe to the report, of a server or of a pair alone."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dflash_serve.common.frozen import Frozen
-from dflash_serve.common.journal import Journal
+from dflash_serve.common.store import Store
 from dflash_serve.doctor.corrections import Alternative, Correction, corrections, fewest_prompts
 from dflash_serve.doctor.diagnosis import HEALTHY, Hypothesis, Verdict, diagnose
-from dflash_serve.doctor.evidence import Fault, Observation, Prediction, Reference
-from dflash_serve.doctor.statistics import length_error
+from dflash_serve.doctor.evidence import Fault, Observation, Prediction, Reference, length_error
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 SOUND = "as it is"
-"""Name of the sound prediction in the journal."""
+"""Name of the sound prediction in the store."""
 
 
 class AcceptanceFigures(Frozen):
@@ -44,7 +43,7 @@ class AcceptanceFigures(Frozen):
 
 
 class ExaminationReport(Frozen):
-    """What every examination comes to."""
+    """The result of an examination."""
 
     verdict: Verdict
     sentences: list[str]
@@ -53,26 +52,26 @@ class ExaminationReport(Frozen):
 
 
 class Observed(Frozen):
-    """What was seen of a server."""
+    """Acceptance observed of a server."""
 
     acceptance_length: float
     survival: list[float | None]
 
 
 class ExplanationRow(Frozen):
-    """One explanation of what was seen."""
+    """One explanation of the observation."""
 
     cause: str
     name: str
     says: str
-    """How it comes about."""
+    """How an engine or a checkpoint gets this fault."""
     predicted: AcceptanceFigures
     posterior: float
     p_value: float
 
 
 class SuspectReport(ExaminationReport):
-    """Which explanation fits what was observed of a server."""
+    """The explanations of a server's acceptance."""
 
     evidence: str
     """`paired`, `slots` or `length`."""
@@ -80,12 +79,12 @@ class SuspectReport(ExaminationReport):
     explanations: list[ExplanationRow]
     """The most probable first."""
     named: list[str]
-    """The causes that could be it."""
+    """Causes that are probable enough to be named."""
     cannot_be_told_from_healthy: list[str]
 
 
 class PairReport(ExaminationReport):
-    """Whether a pair's checkpoint is right about itself, and whether our own engine computes what it should."""
+    """Better settings of a pair's checkpoint, and errors of our own engine."""
 
     reference: AcceptanceFigures
     corrections: list[Correction]
@@ -102,7 +101,7 @@ class Examination:
     """
 
     reference: Reference
-    journal: Journal
+    store: Store
     show: Callable[[str, int], None] = lambda name, count: None
 
     def hypotheses(self) -> list[Hypothesis]:
@@ -120,7 +119,7 @@ class Examination:
         return sound, [Alternative(f.cause, f.setting or f.name, one.counts) for f, one in found]
 
     def examine_suspect(self, observation: Observation) -> SuspectReport:
-        """Which explanation fits what was observed of a server."""
+        """The explanations of a server's acceptance."""
         diagnosis = diagnose(observation, self.hypotheses())
         return SuspectReport(
             verdict=diagnosis.verdict,
@@ -143,10 +142,10 @@ class Examination:
         )
 
     def examine_pair(self, first_difference: Callable[[], object | None]) -> PairReport:
-        """Whether another setting of the checkpoint is better, and whether our own engine computes what it should.
+        """Looks for better settings of the checkpoint and for errors of our own engine.
 
         Args:
-            first_difference: finds the first tensor that is not as it should be; None where there is none.
+            first_difference: finds the first wrong tensor; None if there is none.
         """
         sound, alternatives = self.alternatives()
         found, wrong = corrections(sound.counts, alternatives), first_difference()
@@ -163,7 +162,7 @@ class Examination:
         )
 
     def _predictions(self, faults: Sequence[Fault]) -> tuple[Prediction, list[tuple[Fault, Prediction]]]:
-        """Sound, and under each fault.
+        """The sound prediction, and one under each fault.
 
         Raises:
             UserError: not even the sound engine drafts anything.
@@ -177,16 +176,15 @@ class Examination:
     def _kept(self, fault: str | None, count: int) -> Prediction:
         name = fault or SOUND
         self.show(name, count)
-        kept = self.journal.get(name)
+        kept = self.store.get(name)
         if kept is None:
             prediction = self.reference.predict(fault)
             kept = {"counts": [one.to_dict() for one in prediction.counts], "answers": list(prediction.answers)}
-            self.journal.put(name, kept)
+            self.store.put(name, kept)
         return Prediction(tuple(map(AcceptanceStatistics.from_dict, kept["counts"])), tuple(kept["answers"]))
 
 
 def _without_findings(figures: AcceptanceFigures, settings: int) -> tuple[Verdict, str]:
-    """What is said of a pair of which nothing was found to be wrong."""
     length, needed = f"τ = {figures.acceptance_length:.2f}", fewest_prompts(settings)
     if figures.prompts >= needed:
         return Verdict.HEALTHY, f"healthy: {length}, and none of {settings} other settings raises it"

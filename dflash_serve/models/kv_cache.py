@@ -50,8 +50,8 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         shape = (layers, entries, kv_heads, capacity, head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.entries, self.capacity = entries, capacity
 
     def empty_twin(self) -> KVCache:

@@ -1,1 +1,1 @@
-"""Training a drafter for any target, on answers the target wrote itself."""
+"""Trains a drafter for any target, on answers that the target wrote itself."""

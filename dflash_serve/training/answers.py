@@ -1,45 +1,47 @@
-"""Makes the data: user turns from files, from datasets or made up by the target, every one answered by the target.
+"""Makes the training data: gathers user turns and has the target answer them, through any `Engine`.
 
-Answers are kept shard by shard; a killed run goes on where it stopped.
+User turns come from files, from datasets, or from the target itself. Answers are written shard by shard, and a killed
+run goes on after its last shard. Every answer depends on the recipe's seed and its prompt only, so a resumed run writes
+the same answers.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from dflash_serve.backend import Engine, Stream, embedded_backend
+from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.common.files import write_whole
+from dflash_serve.common.store import digest
+from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.models.target import TargetModel
-from dflash_serve.models.target_config import TargetConfig
+from dflash_serve.models.loader import load_tokenizer
+from dflash_serve.models.target_config import read_target_config
 from dflash_serve.prompts import hub_prompts, jsonl_prompts
-from dflash_serve.training.contamination import Excluded, read_excluded
-from dflash_serve.training.dataset import (
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.training.data import (
     DataManifest,
     Example,
+    Excluded,
+    read_excluded,
     read_manifest,
     read_shard,
     totals,
     write_manifest,
     write_shard,
 )
-from dflash_serve.training.decoding import BatchDecoder, Completion, Request
-from dflash_serve.training.initialise import drafter_config
-from dflash_serve.training.recipe import (
-    AnswersSection,
-    DatasetPrompts,
-    FilePrompts,
-    Recipe,
-    SynthesisedPrompts,
-    section_hash,
-)
+from dflash_serve.training.recipe import DatasetPrompts, FilePrompts, Recipe, SynthesisedPrompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,15 +49,60 @@ if TYPE_CHECKING:
 SHORTEST_ANSWER = 4
 SENTINEL = "@@USER@@"
 ATTEMPTS = 4
-"""Sampled turns per kept one before we give up on a source."""
+"""Sampled turns per kept one before a source ends with fewer than it was to give."""
+LONGEST_PERIOD, REPEATS, SHORTEST_TAIL = 24, 4, 24
+"""Limits of a loop: see `repeated_tail`."""
+LOOP_CHECK_EVERY = 16
 Report = Callable[[str, int], None]
-"""Called with what is being made and how much of it there is."""
+"""Called with the kind of data being made and how much of it there is."""
 
 
-def make_data(
-    recipe: Recipe, target: TargetModel, tokenizer: PreTrainedTokenizerBase, folder: Path, report: Report
-) -> DataManifest:
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue."""
+
+    index: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass
+class Completion:
+    """A continued prompt. `ended`: by a stop token (kept, the last one); `looped`: cut because it repeated itself."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False
+    looped: bool = False
+
+
+def answer_engine(recipe: Recipe, device: str) -> Engine:
+    """The target without a drafter, in bfloat16, with room for `max_batch_size` of the recipe's answers.
+
+    Raises:
+        UserError: the embedded backend is not installed, or does not run the target.
+    """
+    model, answers = recipe.target, recipe.data.answers
+    tokenizer = load_tokenizer(model.model, model.revision)
+    room = [answers.max_prompt_tokens + answers.max_new_tokens]
+    for source in recipe.data.prompts:
+        if isinstance(source, SynthesisedPrompts):
+            starts, _ = _user_turns(tokenizer, source.openers)
+            room.append(max(map(len, starts)) + source.max_new_tokens)
+    context = read_target_config(target_folder(model.model, model.revision)).max_position_embeddings
+    fields = {
+        "target": {"model": model.model, "revision": model.revision},
+        "hardware": {"dtype": "bfloat16", "gpu": "none" if device == "cpu" else None},
+        "limits": {"max_batch_size": answers.max_batch_size, "max_model_len": min(max(room), context)},
+    }
+    return embedded_backend().engine(Deployment.model_validate(fields))
+
+
+def make_data(recipe: Recipe, open_engine: Callable[[], Engine], folder: Path, report: Report) -> DataManifest:
     """Fills `folder` with prompts and answers, or finds it filled; with more minutes than before it is filled further.
+
+    Args:
+        open_engine: gives the target's engine; not called if nothing is left to answer.
 
     Raises:
         UserError: the folder holds data of another recipe.
@@ -63,60 +110,54 @@ def make_data(
     folder.mkdir(parents=True, exist_ok=True)
     minutes = recipe.data.answers.max_minutes
     answers = recipe.data.answers.model_copy(update={"max_minutes": None})
-    wanted = section_hash(recipe.target, recipe.data.model_copy(update={"answers": answers}), recipe.seed)
+    data = recipe.data.model_copy(update={"answers": answers})
+    wanted = digest([recipe.target.model_dump(mode="json"), data.model_dump(mode="json"), recipe.seed])
     manifest = read_manifest(folder)
     if manifest and manifest.recipe_sha256 != wanted:
         what = "its data was made with other target, data or seed settings"
         raise UserError(what, where=str(folder), do="give another --output, or remove the folder")
     if manifest and (manifest.finished or (minutes is not None and manifest.seconds >= minutes * 60)):
         return manifest
-    excluded = read_excluded(recipe.data.exclude)
-    prompts = gather_prompts(recipe, target, tokenizer, folder, excluded, report)
+    engine, excluded = open_engine(), read_excluded(recipe.data.exclude)
+    prompts = gather_prompts(recipe, engine, folder, excluded, report)
     if manifest is None:
         counts = {"prompts": len(prompts), "excluded": excluded.found}
-        layers = feature_layers(recipe, target.config)
-        manifest = DataManifest(recipe_sha256=wanted, target=recipe.target.model, feature_layers=layers, **counts)
-    return _answer(recipe, target, prompts, _Writer(folder, manifest, recipe.data.answers.shard_size), report)
-
-
-def feature_layers(recipe: Recipe, target: TargetConfig) -> tuple[int, ...]:
-    """Layers whose outputs are written with the answers: the drafter's, and for soft labels the last."""
-    if not recipe.data.answers.keep_features:
-        return ()
-    return (*drafter_config(recipe.drafter, target).target_layer_ids, target.num_layers - 1)
+        manifest = DataManifest(recipe_sha256=wanted, target=recipe.target.model, **counts)
+    writer = _Writer(folder, manifest, recipe.data.answers.shard_size)
+    deadline = inf if minutes is None else writer.began + minutes * 60
+    requests = _requests(recipe, prompts, writer.done, deadline)
+    for completion in ask(engine, requests, recipe.data.answers.max_batch_size):
+        if writer.add(completion):
+            report("answers", writer.save(finished=False))
+    # A dropped answer is asked for again when an unfinished run goes on.
+    writer.save(finished=time.monotonic() <= deadline)
+    return writer.manifest
 
 
 def gather_prompts(
-    recipe: Recipe,
-    target: TargetModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    excluded: Excluded,
-    report: Report,
+    recipe: Recipe, engine: Engine, folder: Path, excluded: Excluded, report: Report
 ) -> list[tuple[int, ...]]:
     """Token ids of all distinct prompts, shuffled by the seed; each source is kept in a file once it is whole."""
-    answers = recipe.data.answers
     texts: dict[str, None] = {}
     for number, source in enumerate(recipe.data.prompts):
         path = folder / f"prompts-{number:02d}-{source.name}.jsonl"
         if not path.exists():
             if isinstance(source, SynthesisedPrompts):
-                seed = recipe.seed * 1000 + number
-                found = _synthesised(source, target, tokenizer, answers.max_batch_size, seed, report)
+                seeds = (recipe.seed, number)
+                found = _synthesised(source, engine, recipe.data.answers.max_batch_size, seeds, report)
             else:
                 found = written_prompts(source)
             write_whole(path, "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in found))
         if path.stat().st_size:  # a target may make up nothing of use
             texts.update(dict.fromkeys(jsonl_prompts(path)))
-    kept = [text for text in texts if text not in excluded]
-    prompts = [chat_prompt(tokenizer, text) for text in kept]
-    prompts = [prompt for prompt in prompts if len(prompt) <= answers.max_prompt_tokens]
+    prompts = [chat_prompt(engine.tokenizer, text) for text in texts if text not in excluded]
+    prompts = [prompt for prompt in prompts if len(prompt) <= recipe.data.answers.max_prompt_tokens]
     random.Random(recipe.seed).shuffle(prompts)  # noqa: S311 - no secret
     return prompts
 
 
 def written_prompts(source: FilePrompts | DatasetPrompts) -> list[str]:
-    """Distinct user turns that others wrote, each in one of the source's templates, in a fixed order."""
+    """Distinct user turns of a file or a dataset, each in one of the source's templates, in a fixed order."""
     if isinstance(source, FilePrompts):
         texts = jsonl_prompts(source.path)
     else:
@@ -126,52 +167,6 @@ def written_prompts(source: FilePrompts | DatasetPrompts) -> list[str]:
     return list(dict.fromkeys(chosen))[: source.count]
 
 
-def _synthesised(
-    source: SynthesisedPrompts,
-    target: TargetModel,
-    tokenizer: PreTrainedTokenizerBase,
-    max_batch_size: int,
-    seed: int,
-    report: Report,
-) -> list[str]:
-    """Samples user turns; those that did not end by themselves, say nothing or repeat another are dropped."""
-    prefix, stop_ids = _user_turn(tokenizer)
-    starts = [tokenizer.encode(prefix + opener, add_special_tokens=False) for opener in source.openers]
-    skip = len(tokenizer.encode(prefix, add_special_tokens=False))
-    decoder = BatchDecoder(
-        target,
-        max_batch_size=max_batch_size,
-        capacity=max(map(len, starts)) + source.max_new_tokens,
-        max_new_tokens=source.max_new_tokens,
-        stop_ids=stop_ids,
-        seed=seed,
-    )
-    kept: dict[str, None] = {}
-    for completion in decoder.decode(_starts(starts, source, kept)):
-        said = [*completion.request.prompt, *completion.tokens[:-1]][skip:]
-        text = tokenizer.decode(said, skip_special_tokens=True).strip()
-        opener = source.openers[completion.request.index % len(starts)].strip()
-        if completion.ended and len(text) > len(opener) + 3:
-            kept.setdefault(text)
-            report(f"prompts {source.name}", len(kept))
-    return list(kept)[: source.count]
-
-
-def _starts(starts: Sequence[list[int]], source: SynthesisedPrompts, kept: dict[str, None]) -> Iterator[Request]:
-    """The beginnings of user turns, until enough of them are `kept`."""
-    for index in range(ATTEMPTS * source.count):
-        if len(kept) >= source.count:
-            return
-        yield Request(index, tuple(starts[index % len(starts)]), source.temperature)
-
-
-def _user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-    """What the chat template puts before a user's words, and the token it puts after them."""
-    turns = [{"role": "user", "content": SENTINEL}]
-    before, after = str(tokenizer.apply_chat_template(turns, tokenize=False)).split(SENTINEL)
-    return before, tokenizer.encode(after, add_special_tokens=False)[:1]
-
-
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Token ids of one user turn up to where the assistant begins."""
     turns = [{"role": "user", "content": text}]
@@ -179,43 +174,115 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...
     return tuple(tokenizer.encode(rendered, add_special_tokens=False))
 
 
-def _answer(
-    recipe: Recipe, target: TargetModel, prompts: list[tuple[int, ...]], writer: _Writer, report: Report
-) -> DataManifest:
+def ask(engine: Engine, requests: Iterator[Request], at_once: int) -> Iterator[Completion]:
+    """Completions as they end, with up to `at_once` requests in the engine; one that repeats itself is cut."""
+    running: list[tuple[Stream, Completion]] = []  # a stream each, so that one answer can be ended early
+    while True:
+        # Refilled some at a time: a prefill of one prompt costs nearly as much as one of many.
+        if len(running) <= at_once - max(1, at_once // 16):
+            for request in islice(requests, at_once - len(running)):
+                running.append((engine.stream([request.prompt], [request.params]), Completion(request)))
+        if not running:
+            return
+        going = []
+        for stream, completion in running:
+            if _goes_on(stream, completion):
+                going.append((stream, completion))
+            else:
+                stream.close()
+                yield completion
+        running = going
+
+
+def repeated_tail(tokens: Sequence[int]) -> int:
+    """The shortest period n <= 24 with which the tail repeats, 0 if it does not.
+
+    The rule: the last max(4n, 24) tokens are one n-gram over and over, i.e. each equals the token n before it.
+    """
+    for period in range(1, LONGEST_PERIOD + 1):
+        tail = max(REPEATS * period, SHORTEST_TAIL)
+        if len(tokens) < tail:
+            continue
+        last = tokens[-tail:]
+        if last[period:] == last[:-period]:
+            return period
+    return 0
+
+
+def _goes_on(stream: Stream, completion: Completion) -> bool:
+    """Takes the next chunk of an answer; False when it is complete."""
+    chunk, tokens = next(stream), completion.tokens
+    before = len(tokens)
+    tokens += chunk.token_ids
+    if chunk.finish_reason is not None:
+        completion.ended = chunk.finish_reason == "stop"
+        return False
+    if before // LOOP_CHECK_EVERY != len(tokens) // LOOP_CHECK_EVERY and (period := repeated_tail(tokens)):
+        completion.looped = True
+        del tokens[len(tokens) - 2 * period :]
+    return not completion.looped
+
+
+def _synthesised(
+    source: SynthesisedPrompts, engine: Engine, at_once: int, seeds: tuple[int, int], report: Report
+) -> list[str]:
+    """Samples user turns; drops those that are cut at the limit, say nothing or repeat another."""
+    starts, stop_ids = _user_turns(engine.tokenizer, source.openers)
+    skip = len(_user_turns(engine.tokenizer, ("",))[0][0])
+    kept: dict[str, None] = {}
+
+    def requests() -> Iterator[Request]:
+        for index in range(ATTEMPTS * source.count):
+            if len(kept) >= source.count:
+                return
+            params = SamplingParams(
+                temperature=source.temperature,
+                max_tokens=source.max_new_tokens,
+                stop_token_ids=stop_ids,
+                seed=_seed(*seeds, index),
+            )
+            yield Request(index, starts[index % len(starts)], params)
+
+    for completion in ask(engine, requests(), at_once):
+        said = [*completion.request.prompt, *completion.tokens[:-1]][skip:]
+        text = engine.tokenizer.decode(said, skip_special_tokens=True).strip()
+        opener = source.openers[completion.request.index % len(starts)].strip()
+        if completion.ended and len(text) > len(opener) + 3:
+            kept.setdefault(text)
+            report(f"prompts {source.name}", len(kept))
+    return list(kept)[: source.count]
+
+
+def _user_turns(
+    tokenizer: PreTrainedTokenizerBase, openers: Sequence[str]
+) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+    """Token ids of the chat template's beginning of a user turn with each opener, and the token that ends the turn."""
+    turns = [{"role": "user", "content": SENTINEL}]
+    before, after = str(tokenizer.apply_chat_template(turns, tokenize=False)).split(SENTINEL)
+    starts = [tuple(tokenizer.encode(before + opener, add_special_tokens=False)) for opener in openers]
+    return starts, tuple(tokenizer.encode(after, add_special_tokens=False)[:1])
+
+
+def _requests(recipe: Recipe, prompts: list[tuple[int, ...]], done: set[int], deadline: float) -> Iterator[Request]:
     settings = recipe.data.answers
-    decoder = BatchDecoder(
-        target,
-        max_batch_size=settings.max_batch_size,
-        capacity=settings.max_prompt_tokens + settings.max_new_tokens,
-        max_new_tokens=settings.max_new_tokens,
-        stop_ids=target.config.eos_token_ids,
-        seed=recipe.seed + len(writer.done),
-        layer_ids=writer.manifest.feature_layers,
-    )
-    deadline = inf if settings.max_minutes is None else writer.began + settings.max_minutes * 60
-    for completion in decoder.decode(_requests(prompts, writer.done, settings, recipe.seed, deadline)):
-        if writer.add(completion):
-            report("answers", writer.save(finished=False))
-    # An answer that was too short or said before is dropped, and asked for again where a run goes on.
-    writer.save(finished=time.monotonic() <= deadline)
-    return writer.manifest
-
-
-def _requests(
-    prompts: list[tuple[int, ...]], done: set[int], settings: AnswersSection, seed: int, deadline: float
-) -> Iterator[Request]:
     for index, prompt in enumerate(prompts):
         if time.monotonic() > deadline:
             return
         if index in done:
             continue
         # A pure function of seed and prompt: a resumed run samples the same prompts.
-        chance = random.Random(seed * 1_000_003 + index).random()  # noqa: S311 - no secret
-        yield Request(index, prompt, settings.temperature if chance < settings.sampled_share else 0.0)
+        chance = random.Random(recipe.seed * 1_000_003 + index).random()  # noqa: S311 - no secret
+        temperature = settings.temperature if chance < settings.sampled_share else 0.0
+        seed, limit = _seed(recipe.seed, index), settings.max_new_tokens
+        yield Request(index, prompt, SamplingParams(temperature=temperature, max_tokens=limit, seed=seed))
+
+
+def _seed(*parts: int) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
 
 
 class _Writer:
-    """Collects answers into shards; what an earlier run wrote is `done`."""
+    """Collects answers into shards; `done` are the prompts that an earlier run answered."""
 
     def __init__(self, folder: Path, manifest: DataManifest, shard_size: int) -> None:
         self.folder, self.manifest, self.shard_size = folder, manifest, shard_size
@@ -227,7 +294,7 @@ class _Writer:
         self.began = time.monotonic() - manifest.seconds  # as if all had been made without a pause
 
     def add(self, completion: Completion) -> bool:
-        """Takes an answer, or drops one too short or said before; True when a shard is full."""
+        """Takes an answer, or drops one that is too short or a repetition; True when a shard is full."""
         request, said = completion.request, tuple(completion.tokens)
         if len(said) < SHORTEST_ANSWER or said in self.distinct:
             self.counts["dropped"] += 1
@@ -236,11 +303,11 @@ class _Writer:
         self.counts["ended"] += completion.ended
         self.counts["looped"] += completion.looped
         tokens = torch.tensor([*request.prompt, *said], dtype=torch.int32)
-        self.pending.append(Example(request.index, tokens, len(request.prompt), features=completion.features))
+        self.pending.append(Example(request.index, tokens, len(request.prompt)))
         return len(self.pending) >= self.shard_size
 
     def save(self, *, finished: bool) -> int:
-        """Writes what is pending and the manifest; returns how many answers there are."""
+        """Writes the pending answers and the manifest; returns how many answers there are."""
         shards = self.manifest.shards
         if self.pending:
             shards = (*shards, write_shard(self.folder, len(shards), self.pending))

@@ -1,35 +1,83 @@
-"""The blocks of one step: which sequences and anchors, their layout as flat rows, and the drafter's pass over them.
+"""The blocks of one training step: sequences and anchors, attention, the drafter's pass over them, and their labels.
 
-Sequences and anchors are functions of seed and step alone, so that a resumed run is the same run.
+Sequences and anchors are functions of seed and step alone, so that a resumed run is the same run. A block sees its own
+context and itself, and nothing of other blocks. Slots are predicted by teacher forcing: a Markov head reads the right
+token before each slot, as it reads it in decoding for as long as the slots before are accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.models.attention import Attend
-from dflash_serve.models.attention.blocks import BlockAttention, BlockLayout, ContextKV, FlexBlockAttention
 from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.target import TargetModel
+
+if TYPE_CHECKING:
+    from dflash_serve.models.drafter_heads import MarkovHead
 
 CONTEXT_STEP = 32
 """Context rows come in multiples of it, so that shapes recur."""
+ContextKV = tuple[Tensor, Tensor]
+"""Keys and values of the flat context rows, each [rows, layers, kv_heads, head_dim] (`Drafter.context_kv`)."""
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Positions of the blocks of one pass; flat rows are [blocks of sequence 0, of sequence 1, ...], B rows a block.
+
+    Attributes:
+        block_size: rows of a block, here B; an anchor-first drafter has one less.
+        anchors: positions int64 [blocks]; positions: int64 [blocks * B], anchor .. anchor + B - 1.
+        counts: blocks of each sequence.
+        contexts: context rows of each, at positions 0 .. contexts - 1.
+    """
+
+    block_size: int
+    anchors: Tensor
+    positions: Tensor
+    counts: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+    def context_positions(self) -> Tensor:
+        """Positions int64 [sum of contexts] of the flat context rows."""
+        return torch.cat([torch.arange(rows, device=self.anchors.device) for rows in self.contexts])
+
+    def context_visible(self, kind: AttentionKind) -> list[Tensor]:
+        """A sequence's bool [blocks, B or 1, context rows]: features strictly before the anchor, within the window."""
+        out = []
+        for anchors, rows in zip(self.anchors.split(self.counts), self.contexts, strict=True):
+            keys = torch.arange(rows, device=anchors.device)
+            visible = (keys < anchors[:, None])[:, None]
+            if kind.window is not None:
+                queries = anchors[:, None] + torch.arange(self.block_size, device=anchors.device)
+                visible = visible & (queries[:, :, None] - keys < kind.window)
+            out.append(visible)
+        return out
+
+    def block_visible(self, kind: AttentionKind) -> Tensor:
+        """Bool [B, B]: True if a slot of a block sees another."""
+        slots = torch.arange(self.block_size, device=self.anchors.device)
+        distance = slots[:, None] - slots
+        visible = distance >= 0 if kind.causal else torch.ones_like(distance, dtype=torch.bool)
+        return visible if kind.window is None else visible & (distance.abs() < kind.window)
 
 
 @dataclass(frozen=True)
 class Blocks(BlockLayout):
-    """The blocks of a step, what their anchors are and what their slots must predict.
+    """The blocks of a step with their tokens.
 
     Attributes:
         anchor_ids: the anchors' tokens int64 [blocks].
-        targets: token ids int64 [blocks, B-1] of slots 1..B-1; valid: bool, False behind the sequence's end, and behind
-            the first token of a text that the target would not have said.
+        targets: token ids int64 [blocks, B-1] of slots 1..B-1; valid: bool, False behind the sequence's end.
     """
 
     anchor_ids: Tensor
@@ -57,8 +105,8 @@ def step_sequences(seed: int, step: int, count: int, per_step: int) -> list[tupl
 def draw_anchors(seed: int, epoch: int, index: int, *, first: int, length: int, count: int) -> Tensor:
     """Sorted anchors int64 [<= count] among the answer's positions first .. length-2, without repetition.
 
-    The last position is none: nothing follows it. `first` is the answer's first token, which prefill has sampled but
-    the target has not read: the same state as after every verification.
+    The last position is not an anchor, because nothing follows it. `first` is the answer's first token, which prefill
+    has sampled but the target has not read, as after every verification.
     """
     candidates = torch.arange(first, length - 1)
     chosen = torch.randperm(len(candidates), generator=_generator(seed, epoch, index + 1))[:count]
@@ -66,37 +114,23 @@ def draw_anchors(seed: int, epoch: int, index: int, *, first: int, length: int, 
 
 
 def _generator(seed: int, epoch: int, index: int) -> torch.Generator:
-    """A generator of its own for every (seed, epoch, index): the order of the calls does not matter."""
+    # one for every (seed, epoch, index), so that the order of the calls does not matter
     mixed = ((seed * 1_000_003 + epoch) * 1_000_003 + index) & 0x7FFF_FFFF_FFFF_FFFF
     return torch.Generator().manual_seed(mixed)
 
 
-def lay_out(
-    sequences: Sequence[Tensor],
-    anchors: Sequence[Tensor],
-    block_size: int,
-    rows: int | None = None,
-    *,
-    says: Sequence[Tensor | None] | None = None,
-) -> Blocks:
+def lay_out(sequences: Sequence[Tensor], anchors: Sequence[Tensor], block_size: int, rows: int | None = None) -> Blocks:
     """Blocks of sequences' token ids (int64 [length] each) at the given anchors (int64 [count] each).
 
     Args:
-        rows: of a block, the drafter's input: B, and B - 1 where slots are anchor-first; None = B.
-        says: as in `Example`; None = all sequences are the target's own answers.
+        rows: rows of a block in the drafter's input: B, or B - 1 for anchor-first slots; None = B.
     """
     ids, targets, valid = [], [], []
     ahead = torch.arange(1, block_size, device=sequences[0].device)
-    for tokens, starts, said in zip(sequences, anchors, says or [None] * len(sequences), strict=True):
+    for tokens, starts in zip(sequences, anchors, strict=True):
         places = starts[:, None] + ahead
-        inside = places < len(tokens)
-        there = tokens[places.clamp(max=len(tokens) - 1)]
-        if said is not None:
-            wanted = said.to(tokens.device)[places.clamp(max=len(tokens) - 1) - 1].to(there)
-            inside[:, 1:] &= (there == wanted)[:, :-1].cumprod(1).bool()
-            there = wanted
-        valid.append(inside)
-        targets.append(there)
+        valid.append(places < len(tokens))
+        targets.append(tokens[places.clamp(max=len(tokens) - 1)])
         ids.append(tokens[starts])
     starts = torch.cat(list(anchors))
     own = torch.arange(rows or block_size, device=starts.device)
@@ -112,12 +146,112 @@ def lay_out(
     )
 
 
+class BlockAttention:
+    """Softmax over two parts, context and own block, in plain products. An `Attend`.
+
+    A dense mask over all blocks would spend most of its keys on other blocks: on 2 cores with AMX (64 blocks of 8, 300
+    context rows, 9/3 heads x 64, bf16) SDPA with that mask took 4.2 + 17.3 ms forward + backward, this 3.9 + 6.3.
+    """
+
+    def __init__(
+        self, blocks: BlockLayout, context: ContextKV, kinds: Sequence[AttentionKind], dtype: torch.dtype
+    ) -> None:
+        self.blocks, self.kinds = blocks, kinds
+        # Unbound once: a slice a layer would cost a gradient of the whole tensor a layer.
+        self.context = [[per_layer.split(blocks.contexts) for per_layer in part.unbind(1)] for part in context]
+        self.masks = {kind: self._masks(kind, dtype) for kind in set(kinds)}
+
+    def _masks(self, kind: AttentionKind, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+        seen = self.blocks.context_visible(kind)
+        return [_additive(visible, dtype) for visible in seen], _additive(self.blocks.block_visible(kind), dtype)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = [count * self.blocks.block_size for count in self.blocks.counts]
+        context_k, context_v = (part[layer] for part in self.context)
+        context_masks, block_mask = self.masks[self.kinds[layer]]
+        size = self.blocks.block_size
+        parts = zip(q.split(rows), k.split(rows), v.split(rows), context_k, context_v, context_masks, strict=True)
+        return torch.cat([_attend(a, b, c, (ck, cv), seen, block_mask, size) for a, b, c, ck, cv, seen in parts])
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, context: tuple[Tensor, Tensor], context_mask: Tensor, block_mask: Tensor, size: int
+) -> Tensor:
+    """One sequence: q [A*B, heads, D]; k, v [A*B, kv_heads, D]; context k, v [C, kv_heads, D] -> like q."""
+    context_k, context_v = context
+    heads, dim = q.shape[1:]
+    kv_heads, rows = k.shape[1], len(context_k)
+    groups, blocks = heads // kv_heads, len(q) // size
+    # [kv_heads, A, groups * B, D]: the query heads that share a key head are more rows of it.
+    queries = q.view(blocks, size, kv_heads, groups, dim).permute(2, 0, 3, 1, 4).reshape(kv_heads, blocks, -1, dim)
+    queries = queries * dim**-0.5
+    keys, values = (x.view(blocks, size, kv_heads, dim).permute(2, 0, 1, 3) for x in (k, v))
+    to_context = (queries.reshape(kv_heads, -1, dim) @ context_k.permute(1, 2, 0)).view(
+        kv_heads, blocks, groups, -1, rows
+    )
+    to_block = (queries @ keys.transpose(-1, -2)).view(kv_heads, blocks, groups, size, size)
+    scores = torch.cat([to_context + context_mask[:, None], to_block + block_mask], dim=-1)
+    weights = scores.softmax(-1).to(values.dtype).view(kv_heads, blocks, -1, rows + size)
+    out = (weights[..., :rows].reshape(kv_heads, -1, rows) @ context_v.transpose(0, 1)).view_as(queries)
+    out = out + weights[..., rows:] @ values
+    return out.view(kv_heads, blocks, groups, size, dim).permute(1, 3, 0, 2, 4).reshape(-1, heads, dim)
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
+
+
+class FlexBlockAttention:
+    """`BlockAttention` through FlexAttention, which skips the hidden tiles: for CUDA, compiled once.
+
+    Its values are tested against `BlockAttention` on CPU (forward only); it has not been run on a GPU yet.
+    """
+
+    def __init__(
+        self, blocks: BlockLayout, context: ContextKV, kinds: Sequence[AttentionKind], flex: Callable[..., Any]
+    ) -> None:
+        self.context, self.kinds, self.flex = context, kinds, flex
+        self.masks = {kind: _flex_mask(blocks, kind) for kind in set(kinds)}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        context_k, context_v = (part[:, layer] for part in self.context)
+        keys, values = (torch.cat(pair).transpose(0, 1)[None] for pair in ((context_k, k), (context_v, v)))
+        mask = self.masks[self.kinds[layer]]
+        out: Tensor = self.flex(q.transpose(0, 1)[None], keys, values, block_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+
+def _flex_mask(blocks: BlockLayout, kind: AttentionKind) -> Any:
+    """FlexAttention's mask; keys are [all context rows, all block rows], queries all block rows."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    device, size = blocks.anchors.device, blocks.block_size
+    owner = torch.arange(len(blocks.counts), device=device)
+    query_sequence = owner.repeat_interleave(torch.tensor(blocks.counts, device=device)).repeat_interleave(size)
+    context_sequence = owner.repeat_interleave(torch.tensor(blocks.contexts, device=device))
+    context_position = blocks.context_positions()
+    query_position, anchor = blocks.positions, blocks.anchors.repeat_interleave(size)
+    within, last = blocks.block_visible(kind), len(context_position) - 1
+
+    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        place = key.clamp(max=last)
+        in_context = (context_sequence[place] == query_sequence[query]) & (context_position[place] < anchor[query])
+        if kind.window is not None:
+            in_context = in_context & (query_position[query] - context_position[place] < kind.window)
+        row = (key - last - 1).clamp(min=0)
+        in_block = (row // size == query // size) & within[query % size, row % size]
+        return torch.where(key <= last, in_context, in_block)
+
+    queries, keys = len(query_position), last + 1 + len(query_position)
+    return create_block_mask(visible, None, None, queries, keys, device=str(device))
+
+
 class BlockForward:
     """Runs a drafter over `Blocks`: on CPU with plain products, on CUDA with compiled FlexAttention.
 
     Args:
         embedding: the target's table [vocabulary, H].
-        dtype: what it computes in; the drafter's own weights stay fp32, and are rounded once a step.
+        dtype: of the computation; the drafter's own weights stay fp32 and are rounded once a step.
     """
 
     def __init__(self, drafter: Drafter, embedding: Tensor, *, dtype: torch.dtype) -> None:
@@ -144,7 +278,7 @@ class _Pass(nn.Module):
     def __init__(self, drafter: Drafter, embedding: Tensor, flex: Callable[..., Any] | None) -> None:
         super().__init__()
         self.drafter, self.flex = drafter, flex
-        self.embedding = (embedding,)  # in a tuple: it is not ours to train or to move
+        self.embedding = (embedding,)  # in a tuple, so that it is neither trained nor moved
 
     def forward(self, blocks: Blocks, features: Tensor) -> Tensor:
         """features [sum of contexts, F*H] -> [blocks * B, H]."""
@@ -174,3 +308,83 @@ def _flex(device: torch.device) -> Callable[..., Any] | None:
 
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
     return compiled
+
+
+class Predictions(NamedTuple):
+    """Predictions of slots 1..B-1. Logits are hidden @ head.T, plus latent @ bias.T with a Markov head.
+
+    Attributes:
+        hidden: [blocks, B-1, H] after the final norm; latent: [blocks, B-1, r]; bias: [vocabulary, r].
+        confidence: logits [blocks, B-1]; None = no such head.
+    """
+
+    hidden: Tensor
+    latent: Tensor | None = None
+    bias: Tensor | None = None
+    confidence: Tensor | None = None
+
+
+class Labels(NamedTuple):
+    """Labels of slots 1..B-1: token ids int64 [blocks, B-1] and if they count.
+
+    With soft labels also the target's hidden states [blocks, B-1, H] after the final norm.
+    """
+
+    targets: Tensor
+    valid: Tensor
+    teacher: Tensor | None = None
+
+
+class SlotForward:
+    """A drafter over `Blocks`; arguments as for `BlockForward`. Heads compute in fp32: they are small."""
+
+    def __init__(self, drafter: Drafter, embedding: Tensor, *, dtype: torch.dtype) -> None:
+        self.drafter, self.backbone = drafter, BlockForward(drafter, embedding, dtype=dtype)
+
+    def __call__(self, blocks: Blocks, features: Sequence[Tensor]) -> Predictions:
+        hidden = self.backbone(blocks, features)
+        markov, confidence = self.drafter.markov_head, self.drafter.confidence_head
+        previous = torch.cat([blocks.anchor_ids[:, None], blocks.targets[:, :-1]], dim=1)
+        found = Predictions(hidden)
+        if markov is not None:
+            found = found._replace(latent=_latents(markov, previous, hidden), bias=markov.markov_w2.weight)
+        if confidence is not None:
+            known = markov.markov_w1(previous) if markov is not None and confidence.with_markov else None
+            found = found._replace(confidence=confidence(hidden.float(), known))
+        return found
+
+
+def _latents(markov: MarkovHead, previous: Tensor, hidden: Tensor) -> Tensor:
+    """[blocks, B-1, r] of every slot after the tokens `previous` [blocks, B-1], from left to right."""
+    latents, state = [], None
+    for token, rows in zip(previous.unbind(1), hidden.unbind(1), strict=True):
+        latent, state = markov.latent(token, rows.float(), state)
+        latents.append(latent)
+    return torch.stack(latents, dim=1)
+
+
+class Teacher:
+    """The target's part in a step: the drafter's features, and the labels.
+
+    Args:
+        soft: labels include the target's distributions, so its last layer's outputs are one more feature.
+    """
+
+    def __init__(self, target: TargetModel, config: DrafterConfig, *, soft: bool) -> None:
+        self.target, self.soft, self.own = target, soft, config.feature_size
+        self.layer_ids = config.target_layer_ids + ((target.config.num_layers - 1,) if soft else ())
+
+    @torch.no_grad()
+    def __call__(self, blocks: Blocks, features: Sequence[Tensor]) -> tuple[list[Tensor], Labels]:
+        """The drafter's features of each sequence, and the labels.
+
+        Args:
+            features: [length, F*H] of each sequence, of `layer_ids`.
+        """
+        teacher = None
+        if self.soft:
+            ahead = torch.arange(blocks.targets.shape[1], device=blocks.anchors.device)
+            pairs = zip(features, blocks.anchors.split(blocks.counts), strict=True)
+            rows = [rows[(at[:, None] + ahead).clamp(max=len(rows) - 1), self.own :] for rows, at in pairs]
+            teacher = self.target.norm(torch.cat(rows))
+        return [rows[:, : self.own] for rows in features], Labels(blocks.targets, blocks.valid, teacher)

@@ -21,9 +21,9 @@ HEAD_NORM = 1.5
 NOISE = 0.002
 RANDOM = 0.02
 FRESH = ("target", "random")
-"""First weights that are no other drafter's."""
+"""First weights that do not come from another drafter."""
 ADDED = ("convolution", "markov", "confidence")
-"""What a drafter without it is given, idle at first."""
+"""Parts that a given drafter without them gets, idle at first."""
 
 
 def drafter_config(section: DrafterSection, target: TargetConfig) -> DrafterConfig:
@@ -59,7 +59,7 @@ def drafter_config(section: DrafterSection, target: TargetConfig) -> DrafterConf
 
 
 def check_drafter(section: DrafterSection, target: TargetConfig) -> None:
-    """Whether `new_drafter` would have a drafter to make; reads no weights.
+    """Checks that `new_drafter` can make the drafter; reads no weights.
 
     Raises:
         UserError: the recipe does not fit the target, or the drafter to go on from is described otherwise or not there.
@@ -94,7 +94,6 @@ def new_drafter(config: DrafterConfig, target: TargetModel, *, init: str, seed: 
 
 
 def _make_idle(drafter: Drafter) -> None:
-    """Convolutions and heads that change no draft."""
     for layer in drafter.layers:
         if isinstance(layer, ConvolvedLayer):
             layer.attention_conv.make_idle()
@@ -106,7 +105,7 @@ def _make_idle(drafter: Drafter) -> None:
 
 
 def _from_target(drafter: Drafter, target: TargetModel, generator: torch.Generator) -> None:
-    """Layers from the target's last ones; the context starts as its deepest feature, normed as the target would."""
+    # layers from the target's last ones; the context starts as its deepest feature, normed as in the target
     config, depth = drafter.config, target.config.num_layers
     state: dict[str, Tensor] = {}
     for index in range(config.num_layers):
@@ -124,7 +123,7 @@ def _from_target(drafter: Drafter, target: TargetModel, generator: torch.Generat
 
 
 def _from_drafter(drafter: Drafter, name: str) -> None:
-    """What it has learnt, for a longer training or other data; what it has not stays idle."""
+    # parts that the given drafter does not have stay idle
     given = load_drafter(name, dtype=torch.float32)
     _refuse_other(drafter.config, given.config, name)
     drafter.load_state_dict({**drafter.state_dict(), **given.state_dict()})

@@ -1,5 +1,7 @@
-"""What the slots lose through the target's frozen head, weighted, in bounded memory.
+"""The slots' weighted loss through the target's frozen head, in bounded memory.
 
+The loss of a slot is the cross-entropy of the answer's token, mixed by the share `soft` with the soft loss: sum |q - p|
+over the vocabulary, twice the total variation between the drafter's distribution q and the target's p (as in DSpark).
 The gradient is made in the forward pass, chunk by chunk: the logits of a step (thousands of rows x the vocabulary)
 never exist at once, and nothing is computed twice.
 """
@@ -7,28 +9,21 @@ never exist at once, and nothing is computed twice.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dflash_serve.training.slots import Labels, Predictions
+from dflash_serve.training.blocks import Labels, Predictions
 
 BLOCKS_AT_ONCE = 32
-LK_DECAY = 3.0
-"""How fast `lk` goes from KL to TV as acceptance rises, exp(-3 acceptance) (arXiv 2602.23881: its best setting)."""
-SoftLoss = Literal["kl", "tv", "lk"]
-"""How far the drafter's distribution q is from the target's p: `kl`, the cross-entropy of q under p (KL and p's own
-entropy); `tv`, sum |q - p| (twice the total variation, as DSpark has it); `lk`, L KL + (1-L) TV, L = exp(-3 acceptance)
-of each slot, no gradient through L (LK loss, arXiv 2602.23881).
-"""
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """How much each slot counts: D-PACE (arXiv 2605.18810) with `alpha`, or exp(-(k-1)/gamma) where alpha is None."""
+    """Weights of the slots: D-PACE (arXiv 2605.18810) with `alpha`, or exp(-(k-1)/gamma) without."""
 
     alpha: float | None = 0.5
     gamma: float = 4.0
@@ -36,8 +31,8 @@ class Weighting:
     def __call__(self, probability: Tensor, valid: Tensor) -> Tensor:
         """Weights [blocks, B-1] of slots 1..B-1 from the drafter's probability of the right tokens; 0 where not valid.
 
-        D-PACE: q_j = (1-a) p_j + a, w_j = sum over m >= j of prod over i <= m of q_i: a slot counts as far as the slots
-        up to it, and those behind it, are likely to be accepted.
+        D-PACE: q_j = (1-a) p_j + a, w_j = sum over m >= j of prod over i <= m of q_i: the expected number of accepted
+        slots from this one on.
         """
         if self.alpha is None:
             slots = torch.arange(valid.shape[1], dtype=probability.dtype, device=valid.device)
@@ -47,20 +42,19 @@ class Weighting:
 
 
 class SlotScores(NamedTuple):
-    """What a step's slots scored; all [blocks, B-1]."""
+    """Scores of a step's slots, all [blocks, B-1]."""
 
     cross_entropy: Tensor
     weights: Tensor
     hit: Tensor
     distance: Tensor | None = None
-    """Sum of |q - p| over the vocabulary, 0..2; None where the target's distribution is not asked for."""
-    soft: Tensor | None = None
-    """The soft loss (`SoftLoss`); None where the target's distribution is not asked for."""
+    """The soft loss, sum of |q - p| over the vocabulary, 0..2; None without soft labels."""
 
     @property
     def acceptance(self) -> Tensor:
-        """How likely each slot is accepted, those before it given: a sampled draft, or the likeliest token where only
-        the answer's tokens are known.
+        """Probability that each slot is accepted if the slots before it are.
+
+        It is that of a sampled draft with soft labels, and 0 or 1 for the likeliest token without.
         """
         return self.hit.float() if self.distance is None else (1 - self.distance / 2).clamp(0, 1)
 
@@ -106,11 +100,10 @@ class SlotLoss:
         weighting: Weighting,
         *,
         soft: float = 0.0,
-        soft_loss: SoftLoss = "tv",
         kept: Tensor | None = None,
         blocks_at_once: int = BLOCKS_AT_ONCE,
     ) -> None:
-        self.weighting, self.soft, self.soft_loss = weighting, soft, soft_loss
+        self.weighting, self.soft = weighting, soft
         self.kept, self.blocks_at_once = kept, blocks_at_once
         self.head = head if kept is None else head[kept].contiguous()
         self.places: Tensor | None = None
@@ -130,7 +123,7 @@ class SlotLoss:
         return loss, SlotScores(*scores)
 
     def knows(self, targets: Tensor) -> Tensor:
-        """Which of these tokens the softmax runs over; the slots of others must not be valid."""
+        """True for tokens that the softmax runs over; slots of other tokens must not be valid."""
         return torch.ones_like(targets, dtype=torch.bool) if self.places is None else self.places[targets] >= 0
 
     @torch.no_grad()
@@ -182,7 +175,7 @@ class SlotLoss:
         return chunks
 
     def _measure(self, part: _Parts, bias: Tensor | None, *, sloped: bool = False) -> tuple[SlotScores, Tensor]:
-        """Scores, and [rows, vocabulary] in memory of ours: where `sloped`, the weighted loss's slope in the logits."""
+        """Scores, and [rows, vocabulary] in reused memory: with `sloped`, the gradient of the loss in the logits."""
         targets = part.targets[:, None]
         logits = self._logits("drafter", part.hidden)
         if part.latent is not None and bias is not None:
@@ -192,7 +185,6 @@ class SlotLoss:
         if self.soft:
             assert part.teacher is not None
             _softmax_(wanted := self._logits("target", part.teacher))
-        expected = None if wanted is None or self.soft_loss == "tv" else _row_dot(wanted, logits)
         total = _softmax_(logits)
         cross_entropy = part.spread(total - chosen)
         weights = self.weighting(torch.exp(-cross_entropy), part.valid)
@@ -203,42 +195,20 @@ class SlotLoss:
             return scores, logits.mul_(scale).scatter_add_(1, targets, -scale) if sloped else logits
         apart = torch.sub(logits, wanted, out=wanted)
         distance = torch.linalg.vector_norm(apart, ord=1, dim=-1, keepdim=True)
-        of_kl, of_tv = self._shares(distance)
-        soft = of_tv * distance if expected is None else of_kl * (total - expected) + of_tv * distance
-        scores = scores._replace(distance=part.spread(distance), soft=part.spread(soft))
+        scores = scores._replace(distance=part.spread(distance))
         if sloped:
-            hard = scale * (1 - self.soft)
-            self._soften_slope_(logits, apart, of_kl * scale * self.soft, of_tv * scale * self.soft, hard)
-            logits.scatter_add_(1, targets, -hard)
+            # d(sum |q - p|)/d(logits) = q (s - sum q s), s = sign(q - p); here over q, in place
+            hard, sign = scale * (1 - self.soft), apart.sign_()
+            mean = torch.bmm(logits[:, None], sign[:, :, None])[:, 0]
+            logits.mul_(sign.sub_(mean).mul_(scale * self.soft).add_(hard)).scatter_add_(1, targets, -hard)
         return scores, logits
-
-    def _shares(self, distance: Tensor) -> tuple[Tensor, Tensor]:
-        """What KL and sum |q - p| count in the soft loss of each row."""
-        one, none = torch.ones_like(distance), torch.zeros_like(distance)
-        if self.soft_loss != "lk":
-            return (one, none) if self.soft_loss == "kl" else (none, one)
-        of_kl = torch.exp(-LK_DECAY * (1 - distance / 2))
-        return of_kl, (1 - of_kl) / 2
-
-    def _soften_slope_(self, q: Tensor, apart: Tensor, of_kl: Tensor, of_tv: Tensor, hard: Tensor) -> None:
-        """Replaces q by the slope but for the answer's tokens: kl (q - p) + tv q (s - sum q s) + hard q, s the sign of
-        `apart`, q - p, whose memory it takes.
-        """
-        if self.soft_loss == "kl":
-            q.mul_(hard).add_(apart.mul_(of_kl))
-            return
-        sign = torch.sign(apart, out=self._room("sign", apart)) if self.soft_loss == "lk" else apart.sign_()
-        mean = _row_dot(q, sign)
-        q.mul_(sign.sub_(mean).mul_(of_tv).add_(hard))
-        if self.soft_loss == "lk":
-            q.add_(apart.mul_(of_kl))
 
     def _logits(self, whose: str, rows: Tensor) -> Tensor:
         logits = rows.to(self.head.dtype) @ self.head.t()
         return self._room(whose, logits).copy_(logits)
 
     def _room(self, name: str, like: Tensor) -> Tensor:
-        """Memory kept between steps: to take 20 MB anew from the system costs a CPU more than to fill them."""
+        # kept between steps: to take 20 MB from the system costs a CPU more than to fill them
         room = self.rooms.get(name)
         if room is None or len(room) < len(like):
             dtype = torch.promote_types(self.head.dtype, torch.float32)
@@ -253,11 +223,6 @@ def _put(whole: Tensor | None, blocks: slice, at: Tensor, rows: Tensor) -> None:
         whole[blocks].flatten(0, 1).index_copy_(0, at, rows.to(whole.dtype))
 
 
-def _row_dot(first: Tensor, second: Tensor) -> Tensor:
-    """[rows, 1] of two [rows, columns], without a third of their size."""
-    return torch.bmm(first[:, None], second[:, :, None])[:, 0]
-
-
 def _softmax_(logits: Tensor) -> Tensor:
     """Replaces logits [rows, vocabulary] by their softmax; returns the logarithms of their sums, [rows, 1]."""
     highest = logits.amax(-1, keepdim=True)
@@ -267,7 +232,6 @@ def _softmax_(logits: Tensor) -> Tensor:
 
 
 def _joined(chunks: list[SlotScores]) -> SlotScores:
-    """Those of all blocks."""
     columns = zip(*chunks, strict=True)
     return SlotScores(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
@@ -282,8 +246,8 @@ class _SlotLoss(torch.autograd.Function):
         ctx.save_for_backward(total, *gradients)
         ctx.mark_non_differentiable(*(part for part in scores if part is not None))
         each = scores.cross_entropy
-        if scores.soft is not None:
-            each = (1 - loss.soft) * each + loss.soft * scores.soft
+        if scores.distance is not None:
+            each = (1 - loss.soft) * each + loss.soft * scores.distance
         return (each * scores.weights).sum() / total, *scores
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""The recipe: everything a training run depends on, in one frozen YAML; every default stands here and nowhere else."""
+"""The recipe: everything that a training run depends on, with all defaults, read from YAML."""
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,14 +12,25 @@ from dflash_serve.checkpoint.heads import ConfidenceConfig, ConvolutionConfig, M
 from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.common.yaml_file import describe, read_recipe_file
 from dflash_serve.errors import UserError
-from dflash_serve.training.loss import SoftLoss
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 
 
+def refuse_gone(fields: Any, gone: Mapping[str, str]) -> Any:
+    """Refuses keys of earlier versions with what replaces them; gives the fields back.
+
+    Raises:
+        ValueError: one of the keys is there.
+    """
+    for key, why in gone.items():
+        if isinstance(fields, dict) and key in fields:
+            raise ValueError(f"`{key}` {why}")
+    return fields
+
+
 class TargetSection(Frozen):
-    """The model that is sped up: it writes the data, lends its embedding and head, and stays frozen."""
+    """The model to draft for. It writes the data, lends its embedding and head, and stays frozen."""
 
     model: str
     revision: str | None = None
@@ -45,7 +56,7 @@ class DatasetPrompts(Frozen):
     subset: str | None = None
     split: str = "train"
     column: str | None = None
-    """None = the first that is called as columns of prompts are."""
+    """None = the first column with a usual name for prompts."""
     count: PositiveInt | None = None
     templates: Annotated[tuple[str, ...], Field(min_length=1)] = ("{prompt}",)
 
@@ -64,22 +75,8 @@ class SynthesisedPrompts(Frozen):
 Prompts = Annotated[FilePrompts | DatasetPrompts | SynthesisedPrompts, Field(discriminator="kind")]
 
 
-class Texts(Frozen):
-    """Texts that others wrote; `training.texts` says what is learnt from them."""
-
-    name: str
-    path: str
-    """A pattern of files, ** for folders within folders; of .jsonl files each line's {"text": text} is one, every other
-    file is one as a whole. ${NAME} is taken from the environment."""
-    count: PositiveInt | None = None
-    """Pieces, drawn at random; None = all."""
-    piece_tokens: Annotated[int, Field(ge=32)] = 256
-    prompt: str | None = None
-    """The user turn that a piece is read as the answer to; None = it stands alone."""
-
-
 class AnswersSection(Frozen):
-    """How the target answers the prompts."""
+    """Lengths, sampling and storage of the target's answers."""
 
     max_prompt_tokens: PositiveInt = 224
     max_new_tokens: PositiveInt = 256
@@ -90,32 +87,37 @@ class AnswersSection(Frozen):
     temperature: Positive = 0.7
     max_minutes: Positive | None = None
     shard_size: PositiveInt = 256
-    keep_features: bool = False
-    """Writes what the drafter is to read beside the answers, as they are made: 2 bytes for every column of its layers'
-    outputs and of the last layer's (7 KB a token for SmolLM2-135M), and training need not run the target."""
 
     @model_validator(mode="before")
     @classmethod
-    def _has_no_old_names(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and "slots" in fields:
-            raise ValueError("`slots` is called `max_batch_size` now")
-        return fields
+    def _refuse_gone(cls, fields: Any) -> Any:
+        return refuse_gone(
+            fields,
+            {
+                "slots": "is called `max_batch_size` now",
+                "keep_features": "is gone: features are computed while training; leave it out",
+            },
+        )
 
 
 class DataSection(Frozen):
     """Prompts, and the target's answers to them."""
 
     prompts: Annotated[tuple[Prompts, ...], Field(min_length=1)]
-    texts: tuple[Texts, ...] = ()
     exclude: tuple[str, ...] = ()
-    """Prompts that must never be trained on, e.g. those of an evaluation: JSONL files, or `humaneval`. Whatever shares
-    13 words in a row with one of them is left out, and counted."""
+    """Prompts that must never be trained on, e.g. those of an evaluation: JSONL files, or `humaneval`. A user turn that
+    shares 13 words in a row with one of them is left out and counted."""
     answers: AnswersSection = AnswersSection()
     validation_share: Share = 0.015
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_gone(cls, fields: Any) -> Any:
+        return refuse_gone(fields, {"texts": "is gone: train on the target's own answers; give more prompts instead"})
+
 
 class DrafterSection(Frozen):
-    """The drafter; what is not said here follows the target (sizes, RoPE, norms)."""
+    """The drafter's shape and first weights; sizes, RoPE and norms follow the target."""
 
     num_layers: PositiveInt = 3
     block_size: Annotated[int, Field(ge=2)] = 8
@@ -124,22 +126,23 @@ class DrafterSection(Frozen):
     """0-based; None = `num_features` layers by z-lab's formula."""
     num_features: PositiveInt = 5
     convolution: ConvolutionConfig | None = None
-    """Convolutions over the rows of a block in every layer, as DFlash2 has (two taps gave a small drafter most of what
-    DFlash2 gives it: verl-SpeCo #62); they begin as the identity. None = plain DFlash."""
+    """Convolutions over the rows of a block in every layer, as in DFlash2; they begin as the identity. Two taps gave a
+    small drafter most of DFlash2's gain (verl-SpeCo #62). None = plain DFlash."""
     slots: Slots = "fill-in"
-    """Which row of a block predicts which slot; most DSpark drafters are anchor-first. A drafter keeps its own."""
+    """The row of a block that predicts a slot; most DSpark drafters are anchor-first. A given drafter keeps its own."""
     markov: MarkovConfig | None = None
-    """A Markov head, as DSpark has; it begins without a bias."""
+    """A Markov head, as in DSpark; it begins without a bias."""
     confidence: ConfidenceConfig | None = None
-    """A confidence head, as DSpark has; it begins as one half. What it learns: see `training.soft_labels`."""
+    """A confidence head, as in DSpark; it begins as one half. `training.soft_labels` decides what it learns."""
     init: str = "target"
     """First weights: `target` (its last layers), `random`, or a drafter to go on from, by folder or hub id. A drafter
     without convolutions or heads, such as a plain backbone, is given those of the recipe, fresh."""
 
 
 class ShortBlocks(Frozen):
-    """Blocks of fewer slots for the first part of the budget, at the price of as many rows: what the last slots have to
-    learn is little, and counts little, while the first are still wrong.
+    """Blocks of fewer slots for the first part of the budget, which cost fewer rows.
+
+    The last slots learn little while the first are still wrong.
     """
 
     block_size: Annotated[int, Field(ge=2)]
@@ -153,7 +156,7 @@ class TrainingSection(Frozen):
     steps: PositiveInt | None = None
     minutes: Positive | None = None
     sequences: PositiveInt = 8
-    """Sequences a step."""
+    """Sequences in a step."""
     anchors: PositiveInt = 64
     """Anchors a sequence, drawn anew every epoch."""
     short_blocks: ShortBlocks | None = None
@@ -169,22 +172,20 @@ class TrainingSection(Frozen):
     dpace_alpha: Share = 0.5
     decay_gamma: Positive = 4.0
     soft_labels: Share = 0.0
-    """Share of the loss that is the distance of the drafter's distribution from the target's (`soft_loss`); the rest is
-    the cross-entropy of the answer's tokens (DSpark: 0.9). Costs the target's last layers and another product with its
-    head. A confidence head then learns how likely a sampled draft is accepted, 1 - sum |q - p| / 2, as DSpark's;
-    without, whether the likeliest token is the answer's."""
-    soft_loss: SoftLoss = "tv"
-    """That distance: `kl`, `tv` (DSpark's), or `lk`, from KL to TV as each slot is accepted more often."""
+    """Share of the loss that is the distance of the drafter's distribution q from the target's p, sum |q - p|; the rest
+    is the cross-entropy of the answer's tokens (DSpark: 0.9). Costs the target's last layers and another product with
+    its head. A confidence head then learns the probability that a sampled draft is accepted, 1 - sum |q - p| / 2, as
+    DSpark's does; without soft labels it learns if the likeliest token is the answer's."""
     confidence_weight: Positive = 1.0
-    """Of the confidence head's loss beside that of the slots."""
+    """Weight of the confidence head's loss relative to that of the slots."""
     reduced_vocabulary: bool = False
-    """Softmax over the tokens seen in the data only: far cheaper. The drafter's vocabulary stays whole; which tokens it
-    learnt to predict is written beside it (`models.hot_tokens`)."""
+    """Softmax over the tokens seen in the data only, which is far cheaper. The drafter's vocabulary stays whole; the
+    list of tokens that it learnt to predict is written beside it (`models.hot_tokens`)."""
     seen_at_least: PositiveInt = 1
-    """A reduced vocabulary leaves out tokens that the data has fewer times: no slot is to predict them, none learns to
-    avoid them."""
+    """A reduced vocabulary leaves out tokens that occur fewer times in the data: they are neither predicted nor learnt
+    to be avoided."""
     ema: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Decay of an average of the weights, which is then what is validated and saved; None = no average."""
+    """Decay of an average of the weights, which is then validated and saved; None = no average."""
     bf16: bool = True
     """Compute in bf16 over fp32 weights; never fp16, features reach 25,000."""
     feature_cache_gib: Annotated[float, Field(ge=0)] = 0.0
@@ -192,6 +193,11 @@ class TrainingSection(Frozen):
     checkpoint_minutes: Positive = 5.0
     validate_every: PositiveInt = 200
     log_every: PositiveInt = 20
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_gone(cls, fields: Any) -> Any:
+        return refuse_gone(fields, {"soft_loss": "is gone: `soft_labels` is the share of `tv`; leave it out"})
 
     @model_validator(mode="after")
     def _has_one_budget(self) -> TrainingSection:
@@ -238,9 +244,3 @@ def load_recipe(path: Path) -> Recipe:
         return Recipe.model_validate(raw)
     except ValidationError as error:
         raise UserError(describe(error, Recipe), where=str(path), do="correct the recipe") from None
-
-
-def section_hash(*sections: Any) -> str:
-    """sha256 over the sections' JSON: two runs with the same hash make the same thing."""
-    parts = [s.model_dump_json() if isinstance(s, Frozen) else repr(s) for s in sections]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

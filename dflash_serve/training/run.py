@@ -1,4 +1,4 @@
-"""A whole run: data, then training, shown and logged as it goes, then the finished drafter with its provenance."""
+"""A whole run: data, then training with a display and a log, then the finished drafter with its provenance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from rich.console import Console
@@ -19,31 +19,30 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.manifest import file_entries
-from dflash_serve.checkpoint.source import PROVENANCE, drafter_folder
+from dflash_serve.checkpoint.source import PROVENANCE, drafter_folder, target_folder
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import sha256, write_whole
 from dflash_serve.common.provenance import argv, commit, now, processor, versions
+from dflash_serve.common.store import digest
 from dflash_serve.errors import UserError
 from dflash_serve.models.hot_tokens import takes_hot_tokens, write_hot_tokens
+from dflash_serve.models.loader import load_target
 from dflash_serve.models.target import TargetModel
-from dflash_serve.training.answers import make_data
-from dflash_serve.training.dataset import MANIFEST, DataManifest, load_answers, totals
+from dflash_serve.models.target_config import read_target_config
+from dflash_serve.training.answers import answer_engine, make_data
+from dflash_serve.training.data import MANIFEST, DataManifest, load_answers, totals
 from dflash_serve.training.initialise import FRESH, check_drafter, drafter_config, new_drafter
-from dflash_serve.training.recipe import Recipe, section_hash
-from dflash_serve.training.texts import make_texts
-from dflash_serve.training.trainer import CURRENT, Tick, Trainer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from dflash_serve.training.recipe import Recipe
+from dflash_serve.training.trainer import CHECKPOINT, Tick, Trainer
 
 DRAFTER = "drafter"
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; `auto` is the GPU where there is one.
+    """The device of that name; `auto` is the GPU if there is one.
 
     Raises:
-        UserError: a GPU is asked for where there is none.
+        UserError: a GPU is asked for and there is none.
     """
     available = torch.cuda.is_available()
     if name.startswith("cuda") and not available:
@@ -56,32 +55,45 @@ def choose_device(name: str) -> torch.device:
 
 def run(
     recipe: Recipe,
-    target: TargetModel,
-    tokenizer: PreTrainedTokenizerBase,
     output: Path,
     *,
+    device: torch.device | str = "cpu",
     resume: bool = False,
     data_only: bool = False,
     quiet: bool = False,
 ) -> bool:
-    """Makes the data, trains on it and writes output/drafter; goes on where a killed run stopped.
+    """Makes the data, trains on it and writes output/drafter.
+
+    Args:
+        resume: go on where a run with the same settings stopped.
+        data_only: end when the answers are there.
 
     Returns:
-        Whether it did all that was asked of it; False = it was stopped, and --resume goes on.
+        True if it did all that was asked; False if it was stopped, and --resume goes on.
 
     Raises:
         UserError: the output folder holds another run.
     """
-    console, started = Console(stderr=True, quiet=quiet), now()
-    if not resume and not data_only:
-        refuse_another_run(output)
-    check_drafter(recipe.drafter, target.config)  # before hours are spent on answers
-    manifest = all_data(recipe, target, tokenizer, output / "data", console)
+    console, started, model = Console(stderr=True, quiet=quiet), now(), recipe.target
+    if not data_only:
+        refuse_another_run(output, resume=resume)
+    # Before hours are spent on answers:
+    check_drafter(recipe.drafter, read_target_config(target_folder(model.model, model.revision)))
+    manifest = make_data(
+        recipe,
+        lambda: answer_engine(recipe, torch.device(device).type),
+        output / "data",
+        lambda what, count: console.print(f"{what}: {count}"),
+    )
+    answers, tokens, answer_tokens = totals(manifest.shards)
+    console.print(f"data: {answers} answers, {tokens} tokens, {answer_tokens} of them answered")
     if data_only:
         return True
+    # Never fp16: features reach 25,000, too near its end.
+    target = load_target(model.model, dtype=torch.bfloat16, device=device, revision=model.revision)
     trainer = new_trainer(recipe, target, manifest, output)
-    if resume and trainer.resume():
-        console.print(f"resumed at step {trainer.progress.step}")
+    if resume:
+        go_on(trainer, console)
     with Display(output / "log.jsonl", recipe.training.log_every, console) as display, _until_stopped(trainer, console):
         trainer.run(display)
     if trainer.fraction < 1:
@@ -94,30 +106,28 @@ def run(
     return True
 
 
-def all_data(
-    recipe: Recipe, target: TargetModel, tokenizer: PreTrainedTokenizerBase, folder: Path, console: Console
-) -> DataManifest:
-    """Answers and texts, made or found."""
+def go_on(trainer: Trainer, console: Console) -> None:
+    """Resumes a run, or says why it starts anew.
 
-    def report(what: str, count: int) -> None:
-        console.print(f"{what}: {count}")
-
-    manifest = make_data(recipe, target, tokenizer, folder, report)
-    manifest = make_texts(recipe, target, tokenizer, folder, manifest, report)
-    answers, tokens, answer_tokens = totals(manifest.shards)
-    console.print(f"data: {answers} answers, {tokens} tokens, {answer_tokens} of them answered")
-    if manifest.texts:
-        console.print(f"texts: {totals(manifest.texts)[0]} pieces, {totals(manifest.texts)[1]} tokens")
-    return manifest
+    Raises:
+        UserError: the folder holds a finished drafter of other settings.
+    """
+    if trainer.resume():
+        console.print(f"resumed at step {trainer.progress.step}")
+    elif other := trainer.other_settings():
+        if (trainer.output / DRAFTER / PROVENANCE).is_file():
+            what = f"it holds a finished run with other settings ({other})"
+            raise UserError(what, where=str(trainer.output), do="give another --output")
+        console.print(f"the checkpoint was made with other settings ({other}); training starts anew")
 
 
-def refuse_another_run(output: Path) -> None:
-    """Nothing is overwritten.
+def refuse_another_run(output: Path, *, resume: bool) -> None:
+    """Refuses to train over a run unless it is to be resumed.
 
     Raises:
         UserError: the folder holds a run, finished or not.
     """
-    if (output / CURRENT).exists():
+    if not resume and any(output.glob(f"{CHECKPOINT}*")):
         finished = (output / DRAFTER / PROVENANCE).is_file()
         do = "give another --output" if finished else "add --resume, or give another --output"
         raise UserError(f"it holds {'a finished' if finished else 'an unfinished'} run", where=str(output), do=do)
@@ -130,16 +140,13 @@ def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, out
     )
     config = drafter_config(recipe.drafter, target.config)
     drafter = new_drafter(config, target, init=recipe.drafter.init, seed=recipe.seed)
-    # The budget may be changed on resumption, so it is no part of what a checkpoint must match.
-    settings = recipe.training.model_copy(update={"steps": None, "minutes": None})
-    wanted = section_hash(recipe.target, recipe.data, recipe.drafter, settings, recipe.seed)
-    return Trainer(recipe, target, drafter, training, validation, output, wanted, manifest.feature_layers)
+    return Trainer(recipe, target, drafter, training, validation, output)
 
 
 def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
-    """Validates a last time and writes the best held-out step, in bf16, with its provenance: enough to make it again.
+    """Validates a last time and writes the best held-out step in bf16, with all that is needed to make it again.
 
-    The last step's weights where nothing is held out.
+    Without held-out answers the last step's weights are written.
     """
     output, recipe, device = trainer.output, trainer.recipe, trainer.head.device
     if trainer.validation:
@@ -151,7 +158,7 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} x {processor()}"
     provenance = {
         "argv": argv(),
-        "recipe_sha256": section_hash(recipe),
+        "recipe_sha256": digest(recipe.model_dump(mode="json")),
         "data_sha256": sha256(output / "data" / MANIFEST),  # the manifest names every shard's
         "initial_sha256": {name: entry.sha256 for name, entry in given.items()} or None,  # None = fresh weights
         "seed": recipe.seed,
@@ -166,8 +173,7 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
         "data_seconds": round(manifest.seconds, 1),
         "answers": answers,
         "answer_tokens": answer_tokens,
-        "text_tokens": totals(manifest.texts)[1],
-        "left_out": {"prompts": manifest.excluded, "texts": manifest.texts_excluded},  # too like an evaluation's
+        "left_out": {"prompts": manifest.excluded},  # they share words with an evaluation's
         "best_step": None if best is None else best.step,
         "validation": None if best is None else best.scores,
     }
@@ -175,7 +181,6 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
 
 
 def _write_weights(trainer: Trainer) -> None:
-    """The best weights in bf16, and which tokens they learnt to predict."""
     folder, config = trainer.output / DRAFTER, trainer.drafter.config
     best = trainer.best or trainer.average.published()
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in best.items()}
@@ -185,7 +190,7 @@ def _write_weights(trainer: Trainer) -> None:
 
 
 def dialect_of(config: DrafterConfig) -> str:
-    """What a trained drafter is written in: z-lab's, or that in which engines read its heads."""
+    """The dialect of a trained drafter: z-lab's, or the one in which engines read its heads."""
     if config.markov is None and config.confidence is None and config.slots == "fill-in":
         return "zlab"
     return "deepspec" if config.convolution is None else "modelopt"
@@ -193,7 +198,7 @@ def dialect_of(config: DrafterConfig) -> str:
 
 @contextmanager
 def _until_stopped(trainer: Trainer, console: Console) -> Iterator[None]:
-    """SIGINT and SIGTERM end the step and save, and say so; a second one ends the process."""
+    # SIGINT and SIGTERM end the step, save and say so; a second one ends the process.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -215,9 +220,9 @@ def _until_stopped(trainer: Trainer, console: Console) -> Iterator[None]:
 
 
 class Display:
-    """A run as it happens: a progress bar for people, and one JSON object a line for everything else.
+    """A progress bar, and a log of one JSON object a line.
 
-    It takes every step's `Tick`, and shows and logs the mean of the last `every` steps.
+    Called with every step's `Tick`; shows and logs the mean of the last `every` steps.
     """
 
     def __init__(self, log: Path, every: int, console: Console) -> None:

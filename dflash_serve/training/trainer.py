@@ -1,45 +1,51 @@
-"""The training loop: blocks of the step -> drafter -> loss -> update, with checkpoints that resume exactly.
+"""The training loop: blocks of the step -> drafter -> loss -> update, with validation and checkpoints.
 
-A checkpoint is weights and optimiser as safetensors and counters as JSON, whole or absent. No random state is kept
-because there is none: what a step trains on is a function of seed and step (`blocks`).
+A resumed run ends bit-equal to an uninterrupted one: a checkpoint holds the weights, the optimiser's state and the
+counters, and no random state is needed, because what a step trains on is a function of seed and step (`blocks`).
+
+Validation makes every position of a held-out answer an anchor once. `simulated_tau` is the mean acceptance length over
+all of them. `replayed_tau` walks from an answer's first token as decoding does, from one anchor to the next not yet
+accepted: the acceptance length that a lossless loop would measure on these answers, but for their last block.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from math import isnan
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from dflash_serve.common.files import mend_folder, whole_folder
+from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.store import ResultFolders, difference, digest
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel
-from dflash_serve.training.blocks import Blocks, draw_anchors, lay_out, step_sequences
-from dflash_serve.training.dataset import Example, Features, seen_vocabulary
+from dflash_serve.training.blocks import Blocks, SlotForward, Teacher, draw_anchors, lay_out, step_sequences
+from dflash_serve.training.data import Example, Features, seen_vocabulary, target_features
 from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting, confidence_loss
-from dflash_serve.training.optimizer import Average, Optimizer, learning_rate
-from dflash_serve.training.recipe import Recipe
-from dflash_serve.training.slots import SlotForward, Teacher
-from dflash_serve.training.validation import Scores, held_out_scores
+from dflash_serve.training.recipe import Recipe, TrainingSection
 
-CURRENT = "checkpoint"
+CHECKPOINT, PROGRESS = "checkpoint", "progress.json"
+HEADS = ("markov_head.", "confidence_head.")
+"""Name prefixes of tables and single rows, to which Muon's equal steps in all directions do not fit."""
+ANSWERS_AT_ONCE = 4
 PAUSE = 30.0
 """Seconds: more than this between two steps is a process that was stopped, and is not counted."""
 
 
 class Best(Frozen):
-    """The step whose weights did best on held-out answers: by the acceptance length when those are decoded anew."""
+    """The step with the highest `replayed_tau` on held-out answers."""
 
     step: int
     replayed_tau: float
@@ -47,9 +53,10 @@ class Best(Frozen):
 
 
 class Progress(Frozen):
-    """Where a run stands."""
+    """State of a run beside its tensors."""
 
-    recipe_sha256: str
+    made_by: dict[str, Any]
+    """The settings that a resumed run must share: the recipe without its budget."""
     step: int = 0
     seconds: float = 0.0
     """Time spent training; pauses are not counted."""
@@ -59,14 +66,14 @@ class Progress(Frozen):
 
 @dataclass
 class Tick:
-    """What one step reports. `slot_hits` and `slots` [B-1] are counts; `context_tokens` rows of features it used."""
+    """Figures of one step. `slot_hits` and `slots` [B-1] are counts; `context_tokens` the rows of features it used."""
 
     step: int
     lr: float
     loss: float
-    """Of the slots."""
+    """Loss of the slots."""
     confidence_loss: float | None
-    """None = no such head."""
+    """None without a confidence head."""
     gradient_norm: float
     slot_hits: Tensor
     slots: Tensor
@@ -74,18 +81,115 @@ class Tick:
     context_tokens: int
     anchors: int
     progress: float = 0.0
-    """Share of the budget that is spent after it."""
+    """Share of the budget that is spent after the step."""
     seconds: float = 0.0
     """Seconds of training so far."""
     scores: Scores | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Means over a validation set. `survival`: share of replayed steps in which slot k (from 1) was accepted.
+
+    `loss` is the weighted cross-entropy; `confidence_loss` is None without such a head.
+    """
+
+    loss: float
+    slot_accuracy: tuple[float, ...]
+    simulated_tau: float
+    replayed_tau: float
+    survival: tuple[float, ...]
+    confidence_loss: float | None = None
+
+    def as_json(self) -> dict[str, float | list[float]]:
+        """Rounded for logs, without missing values."""
+        raw = {key: value for key, value in asdict(self).items() if value is not None and value == value}  # no NaN
+        return {key: [round(x, 4) for x in v] if isinstance(v, tuple) else round(v, 4) for key, v in raw.items()}
+
+
+class Tally:
+    """Adds up slots over validation batches; all anchors of a sequence must come in one batch."""
+
+    def __init__(self, block_size: int) -> None:
+        self.hits = torch.zeros(block_size - 1)
+        self.slots = torch.zeros(block_size - 1)
+        self.loss = torch.zeros(3)
+        """Sums of the slots' loss, of the confidence loss, and of the weights."""
+        self.confident = False
+        self.lengths: list[Tensor] = []
+        self.walked: list[int] = []
+
+    def add(self, blocks: Blocks, scores: SlotScores, confidence: Tensor | None = None) -> None:
+        """Takes one batch; `confidence` as in `Predictions`."""
+        valid, hit, weights = blocks.valid, scores.hit, scores.weights
+        self.hits += (hit & valid).sum(0).cpu()
+        self.slots += valid.sum(0).cpu()
+        total, self.confident = weights.sum(), confidence is not None
+        of_confidence = torch.zeros(()) if confidence is None else confidence_loss(confidence, scores) * total
+        self.loss += torch.stack([(scores.cross_entropy * weights).sum(), of_confidence.to(total), total]).cpu()
+        accepted = (hit & valid).long().cumprod(1).sum(1)
+        whole = valid.all(1)
+        self.lengths.append((accepted[whole] + 1).cpu())
+        for sequence, fits in zip(accepted.split(blocks.counts), whole.split(blocks.counts), strict=True):
+            self.walked += walk(sequence.tolist(), fits.tolist())
+
+    def scores(self) -> Scores:
+        """Means so far."""
+        lengths = torch.cat(self.lengths).float()
+        walked = torch.tensor(self.walked)
+        steps = max(1, len(walked))
+        slots, confidence = (self.loss[:2] / self.loss[2].clamp(min=1e-9)).tolist()
+        return Scores(
+            loss=slots,
+            slot_accuracy=tuple((self.hits / self.slots.clamp(min=1)).tolist()),
+            simulated_tau=float(lengths.mean()) if len(lengths) else float("nan"),
+            replayed_tau=float(walked.float().mean()) if len(walked) else float("nan"),
+            survival=tuple(float((walked > slot).sum()) / steps for slot in range(1, len(self.hits) + 1)),
+            confidence_loss=confidence if self.confident else None,
+        )
+
+
+def walk(accepted: Sequence[int], fits: Sequence[bool]) -> list[int]:
+    """Acceptance lengths (bonus token counted) of a decode that starts at the first anchor.
+
+    Args:
+        accepted: slots that would be accepted from each consecutive anchor.
+        fits: True if the anchor's block lies wholly within the answer; the walk ends at the first that does not.
+    """
+    lengths, place = [], 0
+    while place < len(accepted) and fits[place]:
+        lengths.append(accepted[place] + 1)
+        place += lengths[-1]
+    return lengths
+
+
+@torch.no_grad()
+def held_out_scores(
+    answers: Sequence[Example], teacher: Teacher, config: DrafterConfig, forward: SlotForward, loss: SlotLoss
+) -> Scores:
+    """Scores of the drafter that `forward` runs, every position of every answer an anchor.
+
+    Args:
+        loss: over the target's whole head, so that a reduced vocabulary does not flatter the scores.
+    """
+    tally, target = Tally(config.block_size), teacher.target
+    device = target.embedding.device
+    for first in range(0, len(answers), ANSWERS_AT_ONCE):
+        part = answers[first : first + ANSWERS_AT_ONCE]
+        sequences = [answer.tokens.to(device, torch.int64) for answer in part]
+        anchors = [torch.arange(a.prompt_length, len(a.tokens) - 1, device=device) for a in part]
+        blocks = lay_out(sequences, anchors, config.block_size, config.rows())
+        features, labels = teacher(blocks, target_features(target, sequences, teacher.layer_ids))
+        predictions = forward(blocks, features)
+        tally.add(blocks, loss.scores(predictions, labels), predictions.confidence)
+    return tally.scores()
 
 
 class Trainer:
     """One training run. `target` is not packed yet; it is once the weights that are needed have been taken.
 
     Args:
-        recipe_hash: what a checkpoint must match to be resumed.
-        feature_layers: of the features that come with the answers.
+        output: folder of the checkpoint.
     """
 
     def __init__(
@@ -96,30 +200,28 @@ class Trainer:
         training: Sequence[Example],
         validation: Sequence[Example],
         output: Path,
-        recipe_hash: str,
-        feature_layers: Sequence[int] = (),
     ) -> None:
         self.recipe, self.settings = recipe, recipe.training
         self.target, self.drafter, self.validation, self.output = target, drafter, validation, output
         self.head = target.get_parameter("head.weight").detach()
         self.teacher = Teacher(target, drafter.config, soft=self.settings.soft_labels > 0)
-        room = self.settings.feature_cache_gib
-        self.features = Features(target, training, self.teacher.layer_ids, room, feature_layers)
+        self.features = Features(target, training, self.teacher.layer_ids, self.settings.feature_cache_gib)
         dtype = torch.bfloat16 if self.settings.bf16 else torch.float32
         self.forward = SlotForward(drafter, target.embedding, dtype=dtype)
         alpha = self.settings.dpace_alpha if self.settings.weighting == "dpace" else None
         weighting = Weighting(alpha, self.settings.decay_gamma)
         least = self.settings.seen_at_least
         kept = seen_vocabulary(training, least).to(self.head.device) if self.settings.reduced_vocabulary else None
-        soft, kind = self.settings.soft_labels, self.settings.soft_loss
-        new_loss = partial(SlotLoss, self.head, weighting, soft=soft, soft_loss=kind)
-        self.whole_loss = new_loss()
-        self.loss = self.whole_loss if kept is None else new_loss(kept=kept)
+        soft = self.settings.soft_labels
+        self.whole_loss = SlotLoss(self.head, weighting, soft=soft)
+        self.loss = self.whole_loss if kept is None else SlotLoss(self.head, weighting, soft=soft, kept=kept)
         self.optimizer = Optimizer(drafter, self.settings)
         self.average = Average(drafter, self.settings.ema)
         self.best: dict[str, Tensor] = {}
         """Weights of the best step; empty = nothing was validated yet."""
-        self.progress = Progress(recipe_sha256=recipe_hash)
+        made_by = recipe.model_dump(mode="json")
+        made_by["training"] = {k: v for k, v in made_by["training"].items() if k not in ("steps", "minutes")}
+        self.progress, self.checkpoints = Progress(made_by=made_by), ResultFolders(output)
         self.stopping = False
         target.pack()
 
@@ -168,7 +270,7 @@ class Trainer:
         return self._tick(blocks, scores, lr, losses, float(norm))
 
     def _blocks(self, step: int) -> tuple[Blocks, list[Tensor]]:
-        """What a step trains on: a function of seed, step and budget alone."""
+        """The blocks and features of a step: a function of seed, step and budget alone."""
         seed, answers = self.recipe.seed, self.features.answers
         indexes, anchors = [], []
         for epoch, index in step_sequences(seed, step, len(answers), self.settings.sequences):
@@ -177,10 +279,9 @@ class Trainer:
             indexes.append(index)
             anchors.append(drawn.to(self.head.device))
         sequences = [self.features.token_ids(index) for index in indexes]
-        config, says = self.drafter.config, [answers[index].says for index in indexes]
-        short = self.settings.short_blocks
+        config, short = self.drafter.config, self.settings.short_blocks
         size = config.block_size if short is None or self.fraction >= short.until else short.block_size
-        blocks = lay_out(sequences, anchors, size, config.rows(size), says=says)
+        blocks = lay_out(sequences, anchors, size, config.rows(size))
         return replace(blocks, valid=blocks.valid & self.loss.knows(blocks.targets)), self.features.of(indexes)
 
     def _tick(
@@ -207,9 +308,9 @@ class Trainer:
             return held_out_scores(self.validation, self.teacher, self.drafter.config, self.forward, self.whole_loss)
 
     def keep_best(self, step: int, scores: Scores) -> None:
-        """Keeps the weights to be published where they do better than those of every step before."""
+        """Keeps the weights to be published if they score better than those of every earlier step."""
         before = self.progress.best
-        if isnan(scores.replayed_tau):  # no held-out answer is as long as a block
+        if math.isnan(scores.replayed_tau):  # no held-out answer is as long as a block
             return
         if before is not None and before.replayed_tau >= scores.replayed_tau:
             return
@@ -218,59 +319,172 @@ class Trainer:
         self.best = {name: weight.detach().cpu().clone() for name, weight in self.average.published().items()}
 
     def save(self) -> None:
-        """Writes a checkpoint to resume from."""
+        """Replaces the run's checkpoint; a kill at any moment leaves the old or the new one."""
         groups = {"drafter": dict(self.drafter.state_dict()), "optimizer": self.optimizer.tensors()}
         if self.average.tensors:
             groups["average"] = self.average.tensors
         if self.best:
             groups["best"] = self.best
-        save_state(self.output, self.progress, groups)
+        save_state(self.checkpoints, self.progress, groups)
 
     def resume(self) -> bool:
-        """Goes back to the last checkpoint; False if there is none.
+        """Goes back to the run's checkpoint; False if there is none under its settings.
 
         Raises:
-            UserError: the checkpoint is of another recipe, or broken.
+            UserError: the checkpoint cannot be read.
         """
-        state = load_state(self.output)
+        state = load_state(self.checkpoints, self.progress.made_by)
         if state is None:
             return False
-        progress, groups = state
-        if progress.recipe_sha256 != self.progress.recipe_sha256:
-            what = "its checkpoint is of another recipe or other data"
-            raise UserError(what, where=str(self.output), do="give another --output, or train without --resume")
+        self.progress, groups = state
         self.drafter.load_state_dict(groups["drafter"])
         self.optimizer.load_tensors(groups["optimizer"])
         if self.average.tensors:
             self.average.load(groups["average"])
-        self.progress, self.best = progress, groups.get("best", {})
+        self.best = groups.get("best", {})
         return True
 
+    def other_settings(self) -> str | None:
+        """The settings in which the newest checkpoint under another key differs; None if there is none."""
+        others = self.checkpoints.under_other_keys(CHECKPOINT, digest(self.progress.made_by))
+        if not others:
+            return None
+        try:
+            kept = Progress.model_validate_json((others[0] / PROGRESS).read_bytes())
+        except (OSError, ValidationError):
+            return "it is of another version of dflash-serve"
+        return difference(self.progress.made_by, kept.made_by)
 
-def save_state(output: Path, progress: Progress, groups: dict[str, dict[str, Tensor]]) -> None:
-    """Replaces the checkpoint under `output`; a kill at any moment leaves the old or the new one."""
-    mend_folder(output / CURRENT)
-    with whole_folder(output / CURRENT) as scratch:
+
+def save_state(checkpoints: ResultFolders, progress: Progress, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Replaces the checkpoint under the settings of `progress`, whole or not at all."""
+    with checkpoints.put(CHECKPOINT, digest(progress.made_by)) as scratch:
         for name, tensors in groups.items():
             own = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
             save_file(own, scratch / f"{name}.safetensors")
-        (scratch / "progress.json").write_text(progress.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        (scratch / PROGRESS).write_text(progress.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
-def load_state(output: Path) -> tuple[Progress, dict[str, dict[str, Tensor]]] | None:
-    """The last checkpoint under `output`, None if there is none.
+def load_state(
+    checkpoints: ResultFolders, made_by: Mapping[str, Any]
+) -> tuple[Progress, dict[str, dict[str, Tensor]]] | None:
+    """The checkpoint under these settings, None if there is none.
 
     Raises:
         UserError: it cannot be read.
     """
-    folder = output / CURRENT
-    mend_folder(folder)
-    if not folder.exists():
+    folder = checkpoints.get(CHECKPOINT, digest(made_by))
+    if folder is None:
         return None
     try:
-        progress = Progress.model_validate_json((folder / "progress.json").read_bytes())
+        progress = Progress.model_validate_json((folder / PROGRESS).read_bytes())
         groups = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
     except (OSError, ValidationError, SafetensorError) as error:
         what = f"cannot be read ({str(error).splitlines()[0]})"
         raise UserError(what, where=str(folder), do="remove it and train again") from None
     return progress, groups
+
+
+class Optimizer:
+    """One or two PyTorch optimisers stepped together; weight decay on matrices only."""
+
+    def __init__(self, module: nn.Module, settings: TrainingSection) -> None:
+        matrices = {name: p for name, p in module.named_parameters() if p.dim() == 2}
+        vectors = [p for p in module.parameters() if p.dim() != 2]
+        self.parts: list[torch.optim.Optimizer]
+        if settings.optimizer == "muon":
+            heads = [matrices.pop(name) for name in list(matrices) if name.startswith(HEADS)]
+            muon = torch.optim.Muon(
+                list(matrices.values()), lr=settings.lr, weight_decay=settings.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )  # fmt: skip
+            self.parts = [muon, self._adamw([{"params": vectors, "weight_decay": 0.0}, {"params": heads}], settings)]
+        else:
+            own = list(matrices.values())
+            groups: list[dict[str, Any]] = [{"params": own}, {"params": vectors, "weight_decay": 0.0}]
+            self.parts = [self._adamw(groups, settings)]
+
+    @staticmethod
+    def _adamw(groups: Iterable[dict[str, Any]], settings: TrainingSection) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+        )
+
+    def step(self, lr: float) -> None:
+        """Updates the weights and forgets the gradients."""
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All state as named tensors: part.parameter.name."""
+        return {
+            f"{number}.{parameter}.{name}": value if isinstance(value, Tensor) else torch.tensor(float(value))
+            for number, part in enumerate(self.parts)
+            for parameter, state in part.state_dict()["state"].items()
+            for name, value in state.items()
+        }
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse of `tensors`."""
+        for number, part in enumerate(self.parts):
+            whole = part.state_dict()
+            whole["state"] = {}
+            for key, value in tensors.items():
+                owner, parameter, name = key.split(".", 2)
+                if int(owner) == number:
+                    whole["state"].setdefault(int(parameter), {})[name] = value
+            part.load_state_dict(whole)
+
+
+def learning_rate(progress: float, settings: TrainingSection) -> float:
+    """Linear warm-up over the first `warmup` share of the budget, then a cosine down to `final_lr` x `lr`."""
+    peak, warmup, final = settings.lr, settings.warmup, settings.final_lr
+    if progress < warmup:
+        return peak * max(progress, 1e-3) / warmup  # never 0: the first step is part of the warm-up
+    along = min(1.0, (progress - warmup) / max(1e-9, 1.0 - warmup))
+    return peak * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * along)))
+
+
+class Average:
+    """An exponential average of the drafter's weights, which smooths the last steps' noise away.
+
+    average = decay * average + (1 - decay) * weights after every step; without a decay there is none.
+    """
+
+    def __init__(self, drafter: Drafter, decay: float | None) -> None:
+        self.drafter, self.decay = drafter, decay
+        self.tensors: dict[str, Tensor] = {}
+        if decay is not None:
+            self.tensors = {name: weight.detach().clone() for name, weight in drafter.named_parameters()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes in the weights of this step."""
+        if self.decay is not None:
+            for name, weight in self.drafter.named_parameters():
+                self.tensors[name].lerp_(weight, 1 - self.decay)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Goes back to a saved average."""
+        for name in self.tensors:
+            self.tensors[name].copy_(tensors[name])
+
+    def published(self) -> dict[str, Tensor]:
+        """The weights to validate and to save as the drafter."""
+        return dict(self.tensors or self.drafter.state_dict())
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the drafter has the average's weights."""
+        if not self.tensors:
+            yield
+            return
+        own = {name: weight.detach().clone() for name, weight in self.drafter.named_parameters()}
+        self.drafter.load_state_dict(self.tensors)
+        try:
+            yield
+        finally:
+            self.drafter.load_state_dict(own)

@@ -1,5 +1,5 @@
-"""`verify`: the same engine with and without speculation, compared token for token and distribution by distribution.
+"""`verify`: compares an engine with and without speculation, token for token and distribution by distribution.
 
-One direction: `questions` -> answers of the `subjects` -> comparison of `tokens` and `distributions` -> `report`.
-`verification` runs it.
+`verification` sends the `questions` to both `subjects`, compares their answers by `tokens` and `distributions`, and
+`report` comes to the verdict.
 """

@@ -1,21 +1,21 @@
-"""Sampled answers that must come from one distribution: an exact permutation test, looked at several times.
+"""An exact permutation test of two sides' sampled answers, which must come from one distribution.
 
-What is compared: how each answer begins (its first 1, 2, ... tokens) and which token stands at each place. Each of
-these that at least `SMALLEST` answers share is counted on both sides, the rest of its kind together, and
+An answer's features are its first 1, 2, ... tokens and the token at each place. A feature that at least `SMALLEST`
+answers share is counted by itself on both sides, the others of its kind together, and
 
     S = sum over counts of (a - b)^2 / (a + b),
 
 Pearson's two-sample statistic summed over all these tables. The tables depend on one another, so S has no textbook
-distribution; but if both sides draw from one distribution, then given all answers every way of dealing them to the two
-sides is equally likely. p is the share of dealings whose S is as large: exact for any counts, however small.
+distribution; but if both sides draw from one distribution, then given all answers every assignment of them to the two
+sides is equally likely. p is the share of assignments whose S is as large: exact for any counts, however small.
 
-Dealings are drawn at random (the observed one counts as one of them, which keeps p exact). Drawing stops once so many
-were as large that p can no longer come below the rate it is compared with (Besag and Clifford, 1991).
+Assignments are drawn at random (the observed one counts as one of them, which keeps p exact). Drawing stops when so
+many were as large that p can no longer fall below the rate it is compared with (Besag and Clifford, 1991).
 
-What such a test could have seen is told beside it (`smallest_deviation`). The deviation looked for is the one that
-faults of speculation make: the second token (the first that is drafted) comes out as its most probable value too often,
-or, where that one has most of the mass, too seldom; what follows it follows as before. Its size is the total variation
-between the two distributions of that token: the share of answers in which it is another one than it should be.
+The power of the test is given as the smallest deviation that it would have seen (`smallest_deviation`). That deviation
+is of the kind that faults of speculation cause: the second token (the first drafted one) is its most probable value too
+often, or too seldom if that value has most of the mass. Its size is the total variation between the two distributions
+of that token: the share of answers in which the token is wrong.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from dflash_serve.common.frozen import Frozen
 from dflash_serve.verify.tokens import Pieces
 
 SMALLEST = 8
-"""Answers that must share something for it to be a count of its own."""
+"""Answers that must share a feature for it to be counted by itself."""
 ENOUGH = 20
-"""Dealings as large as what was observed after which no more are drawn."""
+"""Assignments with an S as large as the observed one after which drawing stops."""
 TRIALS = 200
-"""Simulated runs by which the power at one deviation is told."""
+"""Simulated runs that estimate the power at one deviation."""
 HALVINGS = 9
-"""Of the interval in which the smallest visible deviation is searched."""
+"""Bisections in the search for the smallest visible deviation."""
 NEW = "\0another token"
 Floats = NDArray[np.float32]
 
@@ -47,10 +47,10 @@ class Look(Frozen):
     """A permutation test over the samples so far."""
 
     samples: int
-    """On either side."""
+    """Samples on each side."""
     p_value: float
     false_alarm: float
-    """The rate that this look may spend; at or below it the distributions differ."""
+    """Share of the false-alarm rate of this look; at or below it the distributions differ."""
 
 
 class DistributionComparison(Frozen):
@@ -63,12 +63,12 @@ class DistributionComparison(Frozen):
     looks: tuple[Look, ...] = ()
     differs: bool = False
     smallest_deviation: float | None = None
-    """Total variation of a next-token distribution that would have been seen with the stated power."""
+    """Least total variation of a next-token distribution that would have been seen with the stated power."""
     repeats_with: float | None = None
-    """How far the beginning of an answer fixes its next token; 1 = as if greedy."""
+    """Probability that two answers which begin alike go on alike; 1 = as if greedy. See `repeats`."""
     repeats_without: float | None = None
     refused: str | None = None
-    """Why there are no answers, by the server that did not give them."""
+    """The server's reason for giving no answers."""
 
 
 def begins_and_places(answer: Pieces) -> Iterator[tuple[tuple[str, int], Hashable]]:
@@ -80,10 +80,10 @@ def begins_and_places(answer: Pieces) -> Iterator[tuple[tuple[str, int], Hashabl
 
 
 class CountTable:
-    """What is counted: whatever enough answers share, and for each kind all that is rarer together (value None).
+    """The counted features: those that enough answers share, and for each kind all rarer ones together (value None).
 
     Args:
-        answers: those of both sides together.
+        answers: the answers of both sides together.
     """
 
     def __init__(self, answers: Sequence[Pieces]) -> None:
@@ -93,7 +93,7 @@ class CountTable:
         self.columns = {entry: n for n, entry in enumerate([*kept, *((kind, None) for kind in kinds)])}
 
     def rows(self, answers: Sequence[Pieces]) -> Floats:
-        """Features of any answers, [answers, columns]: 1 where an answer has what the column counts."""
+        """Features of answers, [answers, columns]: 1 if an answer has the column's feature."""
         rows = np.zeros((len(answers), len(self.columns)), np.float32)
         for row, answer in zip(rows, answers, strict=True):
             for kind, value in begins_and_places(answer):
@@ -112,7 +112,7 @@ def statistic(differences: Floats, totals: Floats) -> Floats:
 def p_value(first: Sequence[Pieces], second: Sequence[Pieces], rate: float, seed: int = 0) -> float:
     """The probability of a difference as large if both sides draw from one distribution.
 
-    Exact where it is at most `rate`, and coarser the further it is above.
+    Exact up to `rate`, and coarser above it.
     """
     if not first or not second:
         return 1.0
@@ -133,10 +133,10 @@ def p_value(first: Sequence[Pieces], second: Sequence[Pieces], rate: float, seed
 
 
 def repeats(answers: Sequence[Pieces]) -> float | None:
-    """How far the beginning of an answer fixes its next token: 1 = wholly, as if it were greedy.
+    """The share of pairs of answers that go on alike among those that begin alike; 1 = as if decoding were greedy.
 
-    Over all pairs of answers that begin alike, the share that goes on alike. The first token is left out, because the
-    prompt's own pass draws it, and the last, because no engine drafts what it cannot use. None without such pairs.
+    The first token is left out, because the prompt's own pass draws it, and the last, because engines do not draft a
+    token that they cannot use. None without such pairs.
     """
     alike = same = 0
     longest = max(map(len, answers), default=0)
@@ -150,10 +150,10 @@ def repeats(answers: Sequence[Pieces]) -> float | None:
 def smallest_deviation(
     answers: Sequence[Pieces], samples: int, rate: float, power: float, seed: int = 0
 ) -> float | None:
-    """Total variation, at which `samples` answers on either side give p <= rate with probability `power`.
+    """Total variation at which `samples` answers on each side give p <= rate with probability `power`.
 
-    By simulation from all answers seen, so it is an estimate (to some 10 % of itself). None if even the largest
-    deviation of this kind would go unseen, or answers have no second token.
+    Estimated by simulation from all answers, with an error of about 10 %. None if even the largest deviation of this
+    kind would not be seen, or answers have no second token.
     """
     known = Counter(tuple(answer) for answer in answers if len(answer) > 1)
     if not known:
@@ -185,7 +185,7 @@ def smallest_deviation(
 
 
 def _upper_quantile(values: Floats, rate: float) -> float:
-    """What S exceeds with probability `rate`, if it is a shifted gamma (Pearson III) with these values' moments."""
+    # S as a shifted gamma (Pearson III) with these values' moments
     mean, spread = float(values.mean()), float(values.std())
     if spread == 0:
         return mean

@@ -1,4 +1,4 @@
-"""What a verification asks, and how it splits its false-alarm rate: fixed before the first answer comes."""
+"""The questions of a verification and the shares of its false-alarm rate, fixed before the first answer."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from dflash_serve.speculation.params import SamplingParams
 
 Precision = Literal["float32", "bfloat16"]
 WITH, WITHOUT = "with", "without"
-"""The two sides of a verification: with speculation, and without."""
+"""The two sides of a verification: with and without speculation."""
 LOOKS = (1 / 8, 1 / 4, 1 / 2, 1.0)
-"""When the sampled answers are looked at, as shares of all; each look may spend its part of the false-alarm rate."""
+"""Shares of the sampled answers at which they are tested; each look has its share of the false-alarm rate."""
 FEWEST = 64
-"""Samples a side below which no deviation worth the name could be seen."""
+"""Least samples on a side: fewer show only very large deviations."""
 NOISE: dict[Precision, float] = {"float32": 3e-4, "bfloat16": 0.75}
-"""Largest gap of two log-probabilities that rounding may turn round, in nats; `tokens` says where it is from."""
+"""Largest gap of two log-probabilities whose order rounding may change, in nats; measured, see `tokens`."""
 FIRST_SEED = {WITHOUT: 0, WITH: 2**40}
-"""Sides draw from seeds of their own: with the same ones an engine that honours them would leave nothing to test."""
+"""The sides draw from different seeds: with equal ones an engine that keeps seeds would give equal answers."""
 SEEDS_A_CASE = 2**20
 SEEDED_TOKENS = 32
-"""Length of an answer whose seed both sides share."""
+"""Length of answers with the same seed on both sides."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way of choosing tokens."""
+    """A named setting of sampling."""
 
     name: str
     params: SamplingParams
@@ -70,21 +70,21 @@ class VerifyPlan(Frozen):
     """Prompts compared greedily."""
     prompts_sha256: str
     max_tokens: int
-    """Longest greedy answer."""
+    """Longest greedy answer, in tokens."""
     samples: int
-    """Answers on either side for each sampled case; 0 = sampling is not verified."""
+    """Answers on each side for each sampled case; 0 = sampling is not verified."""
     sample_tokens: int = 8
-    """Longest sampled answer."""
+    """Longest sampled answer, in tokens."""
     false_alarm: float = 1e-3
-    """Probability that an engine which samples rightly is called faulty, over all cases and looks together."""
+    """Probability that a correct engine is called faulty, over all cases and looks together."""
     power: float = 0.9
     """Probability with which the smallest visible deviation is seen."""
     dtype: Precision = "bfloat16"
-    """What the engine computes in: what a near-tie is depends on it."""
+    """The engine's precision, which sets the bound of a near-tie."""
     penalties: bool = True
-    """Whether cases with penalties are verified, too."""
+    """True if cases with penalties are verified, too."""
     same_seeds: bool = False
-    """The engine promises the same sampled tokens for the same seed, with any width: compare those, too."""
+    """True if the engine promises the same sampled tokens for the same seed at any width; they are compared, too."""
 
     @property
     def noise(self) -> float:
@@ -100,19 +100,19 @@ class VerifyPlan(Frozen):
 
     @property
     def token_cases(self) -> tuple[Case, ...]:
-        """Those whose answers must be the same token for token."""
+        """The cases whose answers must be equal token for token."""
         return (*self.greedy_cases, SEEDED) if self.same_seeds else self.greedy_cases
 
     @property
     def scope(self) -> tuple[str, ...]:
-        """What a verdict is restricted to; empty = everything was asked."""
+        """Restrictions of the verdict; empty = everything was asked."""
         return (*(() if self.samples else ("greedy only",)), *(() if self.penalties else ("no penalties",)))
 
     @property
     def looks(self) -> Iterator[tuple[int, float]]:
-        """Samples a side, and the false-alarm rate that one case may spend there: linear in the samples.
+        """Samples on a side, and the false-alarm rate of one case at this look: linear in the samples.
 
-        The union bound over looks and cases keeps the sum; nothing is assumed about how they depend on each other.
+        The union bound over looks and cases keeps the sum, whatever their dependence on each other.
         """
         spent = 0.0
         for share in LOOKS:
@@ -121,7 +121,7 @@ class VerifyPlan(Frozen):
 
 
 def questions(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str) -> list[Question]:
-    """What a side is asked: greedy and seeded cases the plan's prompts, each sampled case one, again and again."""
+    """The questions to a side: greedy and seeded cases take the plan's prompts, each sampled case repeats one."""
 
     def question(prompt: Prompt, tokens: int, seed: int | None = None) -> Question:
         return Question(prompt, case.params.model_copy(update={"max_tokens": tokens, "seed": seed}))
@@ -137,5 +137,5 @@ def questions(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str
 
 
 def prompt_index(case: Case, count: int) -> int:
-    """Which of `count` prompts a sampled case asks."""
+    """The index among `count` prompts of the one that a sampled case asks."""
     return SAMPLED.index(case) % count

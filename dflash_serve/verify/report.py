@@ -1,15 +1,15 @@
-"""What a verification found: the kinds of fault, the verdict, the signed report, and how a reader at a terminal sees it.
+"""The result of a verification: kinds of fault, the verdict, the signed report, and its form on a terminal.
 
-| what fails | fault | what it means |
+| failed comparisons | fault | meaning |
 |---|---|---|
-| greedy answers without penalties | stale state | the target saw something else than the accepted tokens: K/V of rejected tokens kept, positions off, tokens committed that were not accepted. Everything sampled fails with it, so nothing else is named. |
+| greedy answers without penalties | stale state | the target read other tokens than the accepted ones: K/V of rejected tokens kept, wrong positions, tokens committed that were not accepted. All sampled comparisons fail with it, so no other fault is named. |
 | greedy answers, but only with penalties | penalties | penalties inside a block do not count the block's own tokens |
-| sampled answers, and with speculation a beginning fixes its next token (`distributions.repeats`) where plainly it does not | sampling turned greedy | drafted tokens are judged against the most probable token instead of a draw |
+| sampled answers, and with speculation alone a beginning determines its next token (`distributions.repeats`) | sampling turned greedy | drafted tokens are judged against the most probable token instead of a draw |
 | sampled answers otherwise, greedy ones being right | wrong distribution | the rule of acceptance or the residual is wrong |
 | sampled answers, but only with penalties | penalties | as above |
-| only answers of the same seed | seeds | the distribution stands as far as was seen, but not the promise that a seed gives the same tokens |
+| only answers of the same seed | seeds | no difference of distributions was seen, but a seed does not give the same tokens |
 
-A pattern is evidence, not proof: a fault that shows in only some of its comparisons may be taken for a neighbour.
+The pattern is evidence, not proof: a fault that shows in only some of its comparisons may be named wrongly.
 The report holds no secrets.
 """  # noqa: E501
 
@@ -46,11 +46,11 @@ METRICS = "start it with its metrics (SGLang: --enable-metrics)"
 SHOWN = 10
 """Differences of a case that are printed; the report has all."""
 SEED_SLIPS = 1
-"""Seeded answers that rounding may change: a draw may fall on the edge between two tokens, once in some 10^5."""
+"""Seeded answers that rounding may change: about one draw in 10^5 falls on the edge between two tokens."""
 
 
 class FaultKind(StrEnum):
-    """What kind of fault the failed comparisons fit, by the table above."""
+    """The kinds of fault of the table above."""
 
     STALE_STATE = "stale state"
     PENALTIES = "penalties"
@@ -60,21 +60,21 @@ class FaultKind(StrEnum):
 
 
 class Findings(Frozen):
-    """Everything that was compared, and what it comes to."""
+    """All comparisons and the verdict."""
 
     verdict: Verdict
     faults: tuple[FaultKind, ...]
     reasons: tuple[str, ...]
-    """Why it could not be told, or what restricts the verdict."""
+    """Reasons why the verdict is open, or what limits it."""
     unit: str
-    """What was compared: token ids, tokens, or characters."""
+    """The unit of comparison: token ids, tokens, or characters."""
     greedy: tuple[TokenComparison, ...]
     sampled: tuple[DistributionComparison, ...]
     seeded: TokenComparison | None
     scope: tuple[str, ...] = ()
-    """What the verdict is restricted to: `greedy only`, `no penalties`."""
+    """Restrictions of the verdict: `greedy only`, `no penalties`."""
     accepted: float | None
-    """Drafted tokens that were accepted on the way; None = the engine does not say."""
+    """Drafted tokens that were accepted meanwhile; None = unknown."""
     acceptance_length: float | None
 
 
@@ -88,15 +88,15 @@ def conclude(
     is_plain: bool = True,
     scope: tuple[str, ...] = (),
 ) -> Findings:
-    """The verdict and all that it rests on.
+    """The verdict with its reasons.
 
     Args:
         acceptance: of the speculating side while it answered.
-        is_plain: the other side is known not to speculate.
-        scope: what was left out on purpose.
+        is_plain: True if the other side is known not to speculate.
+        scope: restrictions that the user asked for.
     """
     found = faults(greedy, sampled, seeded)
-    reasons = (*doubts(greedy, sampled, seeded), *side_doubts(acceptance, is_plain))
+    reasons = (*unproven(greedy, sampled, seeded), *unproven_sides(acceptance, is_plain))
     return Findings(
         verdict=verdict_of(found, reasons),
         faults=found,
@@ -131,33 +131,33 @@ def faults(
 
 
 def turned_greedy(comparison: DistributionComparison) -> bool:
-    """Whether the beginning of an answer fixes its next token with speculation, and much less so without."""
+    """True if the beginning of an answer determines its next token with speculation, and much less without."""
     with_, without = comparison.repeats_with, comparison.repeats_without
     return with_ is not None and with_ > 0.8 and with_ > (without or 0.0) + 0.2
 
 
 def verdict_of(found: Sequence[FaultKind], reasons: Sequence[str]) -> Verdict:
-    """A fault is certain whatever else could not be told."""
+    """The verdict; a fault decides it even if other comparisons are open."""
     if found:
         return "not lossless"
     return "could not tell" if reasons else "lossless"
 
 
-def doubts(
+def unproven(
     greedy: Sequence[TokenComparison],
     sampled: Sequence[DistributionComparison],
     seeded: TokenComparison | None = None,
 ) -> Iterator[str]:
-    """Why the comparisons that did not fail prove less than they should."""
+    """Reasons why comparisons that did not fail prove less than they should."""
     for one in (*greedy, *([seeded] if seeded else ())):
         if one.refused:
-            without = "; `--no-penalties` verifies the rest" if one.case in PENALISED else ""
+            without = "; `--no-penalties` verifies the other cases" if one.case in PENALISED else ""
             yield f"{one.case}: refused ({one.refused}){without}"
     for one in greedy:
         if unstable := one.of_kind("unstable"):
             yield f"{one.case}: the plain side does not repeat its own answer to {unstable} prompts"
         if unscored := one.of_kind("unscored"):
-            yield f"{one.case}: {unscored} differences, and the engine does not say how close the tokens were"
+            yield f"{one.case}: {unscored} differences, and the engine does not report how close the tokens were"
         if one.of_kind("near-tie") and one.compared < one.tokens / 2:
             yield f"{one.case}: near-ties left {one.compared} of {one.tokens} tokens to compare"
     if greedy and not any(one.tokens for one in greedy):
@@ -169,10 +169,10 @@ def doubts(
             yield f"{drawn.case}: {drawn.samples} samples a side are too few, {FEWEST} are the least"
 
 
-def side_doubts(acceptance: AcceptanceStatistics, is_plain: bool) -> Iterator[str]:
-    """Why the two sides may not be what they are said to be; arguments as of `conclude`."""
+def unproven_sides(acceptance: AcceptanceStatistics, is_plain: bool) -> Iterator[str]:
+    """Reasons why the sides may not be as described; arguments as of `conclude`."""
     if acceptance.accepted == 0:
-        yield "no drafted token was accepted: speculation had no chance to change anything"
+        yield "no drafted token was accepted, so speculation could not change anything"
     elif acceptance.speculates is not True:
         yield f"nothing shows that the side with speculation speculates; {METRICS}"
     if not is_plain:
@@ -180,14 +180,14 @@ def side_doubts(acceptance: AcceptanceStatistics, is_plain: bool) -> Iterator[st
 
 
 class VerifyReport(Frozen):
-    """A verification as it is kept."""
+    """The signed report of a verification."""
 
     date: str
     """UTC, ISO 8601."""
     versions: Mapping[str, str]
-    """Versions of what is installed here; a server elsewhere does not tell."""
+    """Versions of the packages installed here; those of a server elsewhere are unknown."""
     subjects: Mapping[str, Description]
-    """What was compared, `with` and `without` speculation."""
+    """The compared systems, `with` and `without` speculation."""
     plan: VerifyPlan
     noise: float
     """Largest gap in nats that counts as a near-tie."""
@@ -198,13 +198,13 @@ class VerifyReport(Frozen):
 
     @property
     def digest(self) -> str:
-        """What `sha256` must be; it is another where something was changed."""
+        """The correct `sha256`; it differs if the report was changed."""
         content = self.model_dump(mode="json", exclude={"sha256"})
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def report_of(plan: VerifyPlan, subjects: Mapping[str, Description], findings: Findings) -> VerifyReport:
-    """A signed report of now and here."""
+    """A signed report with the current date and versions."""
     installed = {"python": platform.python_version(), "platform": sys.platform, **versions(*PACKAGES, "numpy", "scipy")}
     report = VerifyReport(
         date=now(), versions=installed, subjects=subjects, plan=plan, noise=plan.noise, findings=findings
@@ -213,12 +213,12 @@ def report_of(plan: VerifyPlan, subjects: Mapping[str, Description], findings: F
 
 
 def write_report(report: VerifyReport, path: Path) -> None:
-    """Writes it as JSON; UserError where it cannot be written."""
+    """Writes a report as JSON; raises UserError if it cannot be written."""
     write_whole(path, report.model_dump_json(indent=1) + "\n", do="name another --output")
 
 
 def read_report(path: Path) -> VerifyReport:
-    """A report that is as it was signed.
+    """Reads a report and checks its signature.
 
     Raises:
         UserError: it cannot be read, or was changed.
@@ -233,7 +233,7 @@ def read_report(path: Path) -> VerifyReport:
 
 
 def show(report: VerifyReport, console: Console) -> None:
-    """Prints what was compared, and the verdict last."""
+    """Prints the comparisons, and the verdict last."""
     found = report.findings
     console.print(_tokens(found))
     for line in (line for comparison in found.greedy for line in _differences(comparison)):
@@ -288,7 +288,7 @@ def _distributions(found: Findings) -> Table:
 
 def _verdict(found: Findings) -> Iterator[str]:
     if found.acceptance_length is not None:
-        yield f"acceptance length on the way: τ = {found.acceptance_length:.2f}"
+        yield f"acceptance length meanwhile: τ = {found.acceptance_length:.2f}"
     for reason in found.reasons:
         yield f"[yellow]?[/yellow] {escape(reason)}"
     kinds = ": " + ", ".join(found.faults) if found.faults else ""

@@ -1,4 +1,4 @@
-"""What answers: an engine in this process, or a server. A SubjectPair is the two that are compared."""
+"""Systems under test: an engine in this process, or a server. A SubjectPair is the two that are compared."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.questions import WITH, WITHOUT, Precision, Question
 
 Description = Mapping[str, str | None]
-"""What a report says of a subject: no secrets."""
+"""A report's description of a subject; it holds no secrets."""
 
 
 class Subject(Protocol):
-    """Something that answers."""
+    """A system under test."""
 
     def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
         """Index and answer of every question, as they are finished.
@@ -35,14 +35,14 @@ class Subject(Protocol):
         ...
 
     def acceptance(self) -> AcceptanceStatistics:
-        """How often drafted tokens were accepted until now; unknown where nobody counts."""
+        """Acceptance of drafted tokens until now; unknown if the system does not count it."""
         ...
 
     def speculates(self, probe: Question | None = None) -> bool | None:
-        """Whether it drafts, or ever has; None = it does not tell.
+        """True if it drafts or ever has; None = unknown.
 
         Args:
-            probe: asked of a server first, so that its counters move.
+            probe: a question to a server that comes first, so that its counters move.
         """
         ...
 
@@ -54,17 +54,17 @@ class SubjectPair:
     speculating: Callable[[], AbstractContextManager[Subject]]
     plain: Callable[[], AbstractContextManager[Subject]]
     descriptions: Mapping[str, Description] = field(default_factory=dict)
-    """What is said of each side, `with` and `without`."""
+    """Descriptions of the sides, `with` and `without`."""
     dtype: Precision | None = None
-    """What it computes in; None = it is not known."""
+    """The precision; None = unknown."""
     embedded: bool = False
-    """It runs in this process."""
+    """True if it runs in this process."""
     plain_is_ours: bool = True
-    """The plain side was started without a drafter by us; else its metrics must show that it has none."""
+    """True if we started the plain side without a drafter; otherwise its metrics must show that it has none."""
 
 
 class EngineSubject:
-    """An engine in this process, which batches the questions; its own count of acceptance."""
+    """An engine in this process, which batches the questions and counts acceptance itself."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -96,7 +96,7 @@ class EngineSubject:
         return Reply(str(self.engine.tokenizer.decode(token_ids)), tuple(token_ids), scored or None)
 
     def _name(self, token_id: int) -> str:
-        """A token as the vocabulary spells it: no two tokens look alike."""
+        # as the vocabulary spells it: no two tokens look alike
         return str(self.engine.tokenizer.convert_ids_to_tokens(token_id))
 
 
@@ -172,7 +172,7 @@ def server_started_twice(
     """A deployment's server, started with the drafter and without, one at a time.
 
     Args:
-        folder: where each gets a folder of its own for its files and its log; None = a new temporary one, which stays.
+        folder: holds a folder for the files and the log of each; None = a new temporary one, which is kept.
         concurrency: requests in flight.
         patience: seconds until it must be ready.
 

@@ -1,17 +1,16 @@
-"""Answers that must be the same token for token: where two part, and whether rounding may do that or it is a fault.
+"""Comparison of answers that must be equal token for token: the first difference of each pair, and its kind.
 
-A verification passes a block of rows through the target where plain decoding passes one, so sums are taken in another
-order and every log-probability carries noise. Where the two best tokens lie closer together than that noise, either may
-come out: a near-tie. Anywhere else a difference is a fault. The plain side is asked for the log-probabilities at the
-first differing position, after the tokens that both sides agree on; the gap is log p(plain's token) - log p(the
-other's).
+A verification passes a block of rows through the target and plain decoding passes one row, so sums are taken in another
+order and every log-probability carries noise. If the two best tokens are closer together than that noise, either may be
+chosen: a near-tie. Any other difference is a fault. The plain side is asked for the log-probabilities at the first
+differing position, after the tokens on which both sides agree; the gap is log p(plain's token) - log p(the other's).
 
 The bound (`questions.NOISE`) is not taken from the two sides that are compared, because a fault would widen its own
-bound. It was measured: SmolLM2-135M on the embedded engine, blocks of 8 rows against single ones on a CPU with AMX, ten
-prompts of the bundled set. The gap between two of the five best tokens moved by up to 7.6e-5 in float32 (375
-positions), where the bound is four times that, and by up to 0.63 in bfloat16 (286 positions; answers parted at gaps of
-at most 0.125), where it is a fifth more than that. In bfloat16 a fault that moves logits by less hides behind
-near-ties: prove it in float32.
+bound. It was measured with SmolLM2-135M on the embedded engine, blocks of 8 rows against single rows on a CPU with AMX,
+ten prompts of the bundled set. The gap between two of the five best tokens moved by up to 7.6e-5 in float32 (375
+positions); the bound is four times that. In bfloat16 it moved by up to 0.63 (286 positions; answers parted at gaps of
+at most 0.125); the bound is a fifth more. A fault that moves logits by less than the bound of bfloat16 passes as a
+near-tie: verify in float32 to find it.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.verify.questions import Case
 
 TOP = 5
-"""Tokens whose log-probabilities are asked for: a near-tie is never between more."""
+"""Tokens whose log-probabilities are asked for; a near-tie is between the best ones."""
 
 Piece = str | int
 Pieces = Sequence[Piece]
 Kind = Literal["near-tie", "fault", "unstable", "unscored"]
-"""unstable: the plain side does not repeat itself up to there; unscored: the engine does not say how close it was."""
+"""unstable: the plain side does not repeat its own answer up to there; unscored: the engine reports no gap."""
 
 
 class Difference(Frozen):
-    """Where two answers part."""
+    """The first difference of two answers."""
 
     prompt: int
     """From 1 on, in the order of the prompt set."""
     position: int
-    """Where the first differing token is, from 0 on."""
+    """Index of the first differing token, from 0."""
     with_speculation: str | None
-    """The token there; None = the answer had ended."""
+    """The token at that position; None = the answer had ended."""
     without_speculation: str | None
     gap: float | None
-    """log p(token without) - log p(token with), by the plain side, in nats; None = it did not say."""
+    """log p(token without) - log p(token with), by the plain side, in nats; None = not reported."""
     kind: Kind
 
 
@@ -57,12 +56,12 @@ class TokenComparison(Frozen):
     prompts: int
     identical: int = 0
     tokens: int = 0
-    """How many tokens the answers without speculation have."""
+    """Tokens of all answers without speculation."""
     compared: int = 0
-    """How many of them stand before the first difference: what comes after it follows from it."""
+    """Number of these before the first difference of their answer; later ones are not compared."""
     differences: tuple[Difference, ...] = ()
     refused: str | None = None
-    """Why there are no answers, by the server that did not give them."""
+    """The server's reason for giving no answers."""
 
     def of_kind(self, *kinds: Kind) -> int:
         return sum(difference.kind in kinds for difference in self.differences)
@@ -70,24 +69,24 @@ class TokenComparison(Frozen):
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """An answer asked again with log-probabilities, seen at the position in question."""
+    """An answer asked again with log-probabilities, at one position."""
 
     pieces: list[Piece]
     token: str
-    """The text of the token there."""
+    """The text of the token at the position."""
     logprob: float
     top: dict[str, float]
 
     @classmethod
     def of(cls, reply: Reply, position: int) -> ScoredAnswer | None:
-        """None where the engine did not say."""
+        """The score at a position; None if the engine gave none."""
         if reply.logprobs is None or len(reply.logprobs) <= position:
             return None
         there = reply.logprobs[position]
         return cls(list(reply.pieces), there.text, there.logprob, dict(there.top))
 
     def says(self, piece: Piece | None, agreed: Pieces) -> bool:
-        """Whether that piece comes after the agreed ones; an end (None) would have been this token."""
+        """True if that piece follows the agreed ones; an end (None) stands for this token."""
         position = len(agreed)
         if piece is None:
             return self.pieces[:position] == list(agreed)
@@ -96,7 +95,7 @@ class ScoredAnswer:
 
 @dataclass(frozen=True)
 class AnswerPair:
-    """Both sides' answers to one prompt, and what they said when asked again up to where they part."""
+    """Both sides' answers to one prompt, and their scores when asked again up to the first difference."""
 
     plain: list[Piece]
     other: list[Piece]
@@ -114,7 +113,7 @@ def compare_tokens(case: Case, pairs: Sequence[AnswerPair], noise: float) -> Tok
     """Every prompt's pair of answers.
 
     Args:
-        noise: the largest gap that rounding may turn round, in nats.
+        noise: the largest gap whose sign rounding may change, in nats.
     """
     positions = [pair.position for pair in pairs]
     return TokenComparison(
@@ -132,17 +131,17 @@ def compare_tokens(case: Case, pairs: Sequence[AnswerPair], noise: float) -> Tok
 
 
 def again(params: SamplingParams, position: int) -> SamplingParams:
-    """What asks for an answer again, up to a position; the end-of-sequence token shows as one."""
+    """The parameters that ask for an answer again up to a position, with the end-of-sequence token as a token."""
     return params.model_copy(update={"max_tokens": position + 1, "ignore_eos": True})
 
 
 def classify(pair: AnswerPair, position: int, *, params: SamplingParams, noise: float) -> tuple[Kind, float | None]:
-    """What a difference is, and its gap in nats (a lower bound where the other token is not among the best).
+    """The kind of a difference, and its gap in nats (a lower bound if the other token is not among the best).
 
     Args:
         position: the first at which the answers differ.
         params: of the case.
-        noise: the largest gap that rounding may turn round.
+        noise: as in `compare_tokens`.
     """
     plain, other = pair.plain_scored, pair.other_scored
     if plain is None:
@@ -179,7 +178,7 @@ def _difference(prompt: int, pair: AnswerPair, position: int, params: SamplingPa
 
 
 def _shown(pieces: Pieces, position: int, scored: ScoredAnswer | None) -> str | None:
-    """A token for a reader: its number and, where the engine spelt it when asked again, its text."""
+    # a token for a reader: its number and, if the engine spelt it when asked again, its text
     if position >= len(pieces):
         return None
     piece = pieces[position]
@@ -189,7 +188,7 @@ def _shown(pieces: Pieces, position: int, scored: ScoredAnswer | None) -> str | 
 
 
 def _gap(known: dict[str, float], own: str, theirs: str | None) -> tuple[float | None, bool]:
-    """log p(own) - log p(theirs), and whether it is exact or only the least that it can be."""
+    # log p(own) - log p(theirs), and True if it is exact; otherwise it is a lower bound
     if theirs in known:
         return known[own] - known[theirs], True
     others = sorted((value for name, value in known.items() if name != own), reverse=True)
@@ -198,11 +197,11 @@ def _gap(known: dict[str, float], own: str, theirs: str | None) -> tuple[float |
 
 
 def _name(piece: Piece | None, agreed: Pieces, *answers: ScoredAnswer | None) -> str | None:
-    """How the engine spells a piece: the first answer that has it there says so."""
+    # the engine's spelling of a piece, by the first answer that has it
     return next((answer.token for answer in answers if answer is not None and answer.says(piece, agreed)), None)
 
 
 def _penalty(agreed: Pieces, piece: Piece | None, params: SamplingParams) -> float:
-    """What presence and frequency take off a piece's logit after the agreed ones."""
+    # the presence and frequency penalties of a piece after the agreed ones
     count = sum(one == piece for one in agreed)
     return params.presence_penalty * (count > 0) + params.frequency_penalty * count

@@ -1,8 +1,8 @@
-"""The course of a verification: ask both sides, ask again where greedy answers part, and compare.
+"""The run of a verification: both sides answer, greedy answers that differ are asked again, and all are compared.
 
-The plain side answers first and in full, then the speculating one, so that an engine which needs the whole machine can
-run them one after the other; sampled answers are looked at while they come and stop at the first look that tells them
-apart. Every answer is put on record, so a verification that is run again asks only for what it has not got.
+The plain side gives all its answers first, then the speculating one, so that an engine which needs the whole machine
+can run them one after the other. Sampled answers are tested at several looks and end at the first that tells the sides
+apart. Every answer is kept in a store, so a resumed verification asks only for missing ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from zlib import crc32
 from dflash_serve.backend import Prompt
 from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.http import RefusedError
-from dflash_serve.common.journal import Journal
+from dflash_serve.common.store import Store
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
@@ -24,50 +24,50 @@ from dflash_serve.verify.subjects import Subject, SubjectPair
 from dflash_serve.verify.tokens import TOP, AnswerPair, Piece, ScoredAnswer, TokenComparison, again, compare_tokens
 
 UNIT, ACCEPTANCE = "unit", "acceptance"
-"""Names in the journal."""
+"""Names in the store beside the answers."""
 PROBE = SamplingParams(temperature=0, max_tokens=32)
-"""One answer long enough for a server that speculates to draft."""
+"""An answer long enough for a speculating server to draft."""
 Progress = Callable[[str, int], None]
-"""Told what is being asked for (`with speculation, greedy`) and how many answers have come."""
+"""Called with the kind of question (`with speculation, greedy`) and the number of new answers."""
 
 
 class AnswerRecord:
-    """What both sides answered, by side, case and index, in a journal; what they refused is kept until the end only."""
+    """Both sides' answers by side, case and index, in a store; refusals are kept in memory only."""
 
-    def __init__(self, journal: Journal) -> None:
-        self.journal = journal
+    def __init__(self, store: Store) -> None:
+        self.store = store
         self.refused: dict[str, str] = {}
-        """Case -> what the server said."""
+        """Case -> the server's reason."""
 
     @property
     def unit(self) -> str:
-        """What answers are made of: token ids, tokens, or characters."""
-        return str(self.journal.get(UNIT, "nothing"))
+        """The pieces of answers: token ids, tokens, or characters."""
+        return str(self.store.get(UNIT, "nothing"))
 
     def missing(self, side: str, case: Case, count: int) -> list[int]:
-        """Which of the first `count` answers there are not."""
-        return [index for index in range(count) if _key(side, case, index) not in self.journal]
+        """The indexes of missing answers among the first `count`."""
+        return [index for index in range(count) if _key(side, case, index) not in self.store]
 
     def keep(self, side: str, case: Case, index: int, reply: Reply) -> None:
         """Keeps an answer.
 
         Raises:
-            UserError: the sides name tokens in different ways, so everything would differ.
+            UserError: the sides give different kinds of pieces, which cannot be compared.
         """
         if reply.pieces:
-            if UNIT not in self.journal:
-                self.journal.put(UNIT, reply.unit)
+            if UNIT not in self.store:
+                self.store.put(UNIT, reply.unit)
             if self.unit != reply.unit:
                 what = f"the side {side} speculation gives {reply.unit}, the other {self.unit}"
                 raise UserError(what, where="verify", do="compare two servers of the same engine and version")
-        self.journal.put(_key(side, case, index), list(reply.pieces))
+        self.store.put(_key(side, case, index), list(reply.pieces))
 
     def answers(self, side: str, case: Case, count: int) -> list[list[Piece]]:
         """The first `count` of them."""
-        return [self.journal[_key(side, case, index)] for index in range(count)]
+        return [self.store[_key(side, case, index)] for index in range(count)]
 
     def pairs(self, case: Case, count: int) -> list[AnswerPair]:
-        """Both sides' first `count` answers, with what they said when asked again."""
+        """Both sides' first `count` answers with their scores."""
         answers = zip(self.answers(WITHOUT, case, count), self.answers(WITH, case, count), strict=True)
         return [
             AnswerPair(plain, other, self._score(WITHOUT, case, index), self._score(WITH, case, index))
@@ -75,26 +75,26 @@ class AnswerRecord:
         ]
 
     def _score(self, side: str, case: Case, index: int) -> ScoredAnswer | None:
-        kept = self.journal.get(_again(side, case, index))
+        kept = self.store.get(_again(side, case, index))
         return None if kept is None else ScoredAnswer(**kept)
 
     def is_scored(self, side: str, case: Case, index: int) -> bool:
-        """Whether it was asked again, with log-probabilities."""
-        return _again(side, case, index) in self.journal
+        """True if an answer was asked again, with log-probabilities."""
+        return _again(side, case, index) in self.store
 
     def keep_score(self, side: str, case: Case, index: int, scored: ScoredAnswer | None) -> None:
-        """Keeps what came of asking again; None = the engine did not say."""
-        self.journal.put(_again(side, case, index), None if scored is None else vars(scored))
+        """Keeps the score of an answer asked again; None = the engine gave none."""
+        self.store.put(_again(side, case, index), None if scored is None else vars(scored))
 
     def keep_acceptance(self, now: AcceptanceStatistics) -> None:
-        """Adds a run's acceptance to that of the interrupted runs before it; unknown where one's is."""
+        """Adds a run's acceptance to that of the interrupted runs before it; unknown if one is unknown."""
         kept = self.acceptance
-        self.journal.put(ACCEPTANCE, (now if kept is None else total([kept, now])).to_dict())
+        self.store.put(ACCEPTANCE, (now if kept is None else total([kept, now])).to_dict())
 
     @property
     def acceptance(self) -> AcceptanceStatistics | None:
-        """What was kept of it; None = nothing."""
-        return AcceptanceStatistics.from_dict(self.journal[ACCEPTANCE]) if ACCEPTANCE in self.journal else None
+        """The kept acceptance; None = nothing is kept."""
+        return AcceptanceStatistics.from_dict(self.store[ACCEPTANCE]) if ACCEPTANCE in self.store else None
 
 
 class Verification:
@@ -102,7 +102,7 @@ class Verification:
 
     Args:
         prompts: greedy cases take the first `plan.prompts` of them, each sampled case one.
-        journal: finished answers; what it has is not asked again.
+        store: finished answers, which are not asked again.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class Verification:
         plan: VerifyPlan,
         prompts: Sequence[Prompt],
         pair: SubjectPair,
-        journal: Journal,
+        store: Store,
         progress: Progress = lambda what, count: None,
     ) -> None:
         self.plan, self.prompts, self.pair, self.progress = plan, prompts, pair, progress
-        self.record = AnswerRecord(journal)
+        self.record = AnswerRecord(store)
         self.asked_with = 0
         """Answers that the speculating side gave in this run."""
 
@@ -145,10 +145,10 @@ class Verification:
         )
 
     def _refuse_drafts(self, plain: Subject, probe: Question | None = None) -> bool:
-        """Whether the plain side is known to be plain.
+        """True if the plain side is known to be plain.
 
         Raises:
-            UserError: it speculates, too: what both sides do wrong would not be seen.
+            UserError: it speculates, too, so errors of both sides would not be seen.
         """
         speculates = plain.speculates(probe)
         if speculates:
@@ -158,7 +158,7 @@ class Verification:
         return self.pair.plain_is_ours or speculates is False
 
     def _ask(self, subject: Subject, side: str, case: Case, count: int | None = None) -> None:
-        """Puts the answers to the first `count` questions (None: to all) on record; a refusal ends the case."""
+        """Asks the first `count` questions (None: all) that are not answered; a refusal ends the case."""
         asked = questions(self.plan, self.prompts, case, side)[:count]
         missing, what = self.record.missing(side, case, len(asked)), f"{side} speculation, {case.name}"
         self.progress(what, len(asked) - len(missing))
@@ -173,7 +173,7 @@ class Verification:
             self.record.refused[case.name] = f"{side} speculation, {error.what}"
 
     def _look(self, speculating: Subject, case: Case) -> DistributionComparison:
-        """Looks at growing numbers of answers until they differ or are all there."""
+        """Tests growing numbers of answers until they differ or all are there."""
         prompt, looks = prompt_index(case, len(self.prompts)) + 1, list[Look]()
         for samples, rate in self.plan.looks:
             self._ask(speculating, WITH, case, samples)
@@ -196,7 +196,7 @@ class Verification:
         )
 
     def _parted(self) -> list[tuple[Case, int, int]]:
-        """(greedy case, prompt, first differing position) of all answers that both sides have given."""
+        """(greedy case, prompt, first differing position) of all answers that differ."""
         return [
             (case, index, position)
             for case in self.plan.greedy_cases
@@ -206,7 +206,7 @@ class Verification:
         ]
 
     def _ask_again(self, subject: Subject, side: str) -> None:
-        """Asks for answers that differ again up to there, with log-probabilities."""
+        """Asks for answers that differ again, up to the difference, with log-probabilities."""
         for case, index, position in self._parted():
             if self.record.is_scored(side, case, index):
                 continue
@@ -221,14 +221,14 @@ class Verification:
     def _tokens(self, case: Case) -> TokenComparison:
         """A case's answers, compared token for token.
 
-        No score tells how close a seeded draw was to the edge between two tokens: seeded differences stay unscored.
+        Seeded differences are unscored: no score says how close a draw was to the edge between two tokens.
         """
         if why := self.record.refused.get(case.name):
             return TokenComparison(case=case.name, prompts=self.plan.prompts, refused=why)
         return compare_tokens(case, self.record.pairs(case, self.plan.prompts), self.plan.noise)
 
     def _acceptance(self, speculating: Subject) -> AcceptanceStatistics:
-        """Over the runs that an interrupted verification took; unknown where none was counted to its end."""
+        """Acceptance over all runs of an interrupted verification; unknown if none was counted to its end."""
         now = speculating.acceptance()
         if self.asked_with:
             self.record.keep_acceptance(now)

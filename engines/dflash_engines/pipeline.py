@@ -1,18 +1,15 @@
-"""Steps of a build, and running them in order: every output is kept by the digest of what made it.
+"""Runs the steps of a build in order and keeps every output under the key of what made it, so that a build can resume.
 
-So a build that was stopped goes on where it was. OUTPUT/steps/<name>-<key> holds a step's files and its manifest.json;
-the folder gets its name when the step is done, so a name means a whole output. OUTPUT/<name> points at the current one,
-and OUTPUT/manifest.json names all.
+OUTPUT/steps/<name>-<key> holds a step's files and its manifest.json (`common.store.ResultFolders`). OUTPUT/<name> is a
+link to the current one, and OUTPUT/manifest.json names all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +20,13 @@ from typing import Literal
 
 from dflash_serve.checkpoint.manifest import NAME, Manifest, file_entries, read_manifest, verify
 from dflash_serve.common.extras import import_extra
-from dflash_serve.common.files import whole_folder, write_whole
+from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import versions
+from dflash_serve.common.store import ResultFolders, digest
 from dflash_serve.errors import Problem, UserError
 
 Measured = dict[str, object]
-"""What a step found out about its output, for its manifest."""
+"""Measurements of a step's output, for its manifest."""
 State = Literal["built", "there already"]
 
 
@@ -39,19 +37,19 @@ class Source:
     folder: Path
     digest: str
     description: dict[str, object]
-    """What the manifest says of it: what was asked for, and what it was."""
+    """The manifest's entry: the name that was asked for and the files that it led to."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a running step has at hand."""
+    """The folders of a running step."""
 
     folder: Path
     """Empty; becomes its output when the step returns."""
     inputs: Mapping[str, Path]
     """Folders of its sources and of the steps it needs."""
     say: Callable[[str], None]
-    """Shows a line on what it is at."""
+    """Shows a line of progress."""
 
 
 @contextlib.contextmanager
@@ -86,14 +84,13 @@ class Step:
     """A line for the plan."""
 
     def tool_versions(self) -> dict[str, str]:
-        """Package -> version; `absent` where it is not installed."""
+        """Package -> version; `absent` if it is not installed."""
         found = versions(*self.tools) if self.tools else {}
         return {tool: found.get(tool, "absent") for tool in self.tools}
 
     def key(self, inputs: Mapping[str, str]) -> str:
         """The digest of all that determines the output; `inputs` are digests by name."""
-        parts = [self.name, self.revision, dict(self.parameters), self.tool_versions(), dict(inputs)]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+        return digest([self.name, self.revision, dict(self.parameters), self.tool_versions(), dict(inputs)])
 
 
 @dataclass(frozen=True)
@@ -117,25 +114,24 @@ def run(
     """Runs every step whose output is not there yet, and writes OUTPUT/manifest.json.
 
     Args:
-        on_progress: shows which step runs, and a line on what it is at ("" at its beginning).
-        on_done: shows what a step has made.
+        on_progress: shows the running step with a line of progress ("" at its beginning).
+        on_done: shows a finished step.
 
     Raises:
         UserError: a step cannot do its work; what was done before it stays.
     """
-    store = output / "steps"
-    store.mkdir(parents=True, exist_ok=True)
+    store = ResultFolders(output / "steps")
+    output.mkdir(parents=True, exist_ok=True)
     with _alone(output, lambda line: on_progress(steps[0], line)):
-        for unfinished in filter(Path.is_dir, store.glob(".*")):
-            shutil.rmtree(unfinished)
-        return _run_all(steps, sources, output, on_progress, on_done)
+        store.remove_unfinished()
+        return _run_all(steps, sources, output, store, on_progress, on_done)
 
 
 @contextlib.contextmanager
 def _alone(output: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Waits until no other build writes this folder, on whichever node it runs, and keeps others out meanwhile.
+    """Waits until no other build writes this folder, on any node, and keeps others out meanwhile.
 
-    The lock goes with the process that holds it, so a build that was killed leaves none.
+    The lock ends with the process that holds it, so a killed build leaves none.
 
     Raises:
         UserError: the file system has no locks.
@@ -156,10 +152,10 @@ def _run_all(
     steps: Sequence[Step],
     sources: Mapping[str, Source],
     output: Path,
+    store: ResultFolders,
     on_progress: Callable[[Step, str], None],
     on_done: Callable[[Done], None],
 ) -> list[Done]:
-    store = output / "steps"
     folders = {name: source.folder for name, source in sources.items()}
     digests = {name: source.digest for name, source in sources.items()}
     finished: list[Done] = []
@@ -176,15 +172,15 @@ def _run_all(
 
 
 def _run_step(
-    step: Step, inputs: Mapping[str, Path], digests: Mapping[str, str], store: Path, say: Callable[[str], None]
+    step: Step, inputs: Mapping[str, Path], digests: Mapping[str, str], store: ResultFolders, say: Callable[[str], None]
 ) -> Done:
     key = step.key(digests)
-    folder = store / f"{step.name}-{key[:12]}"
-    if folder.is_dir() and not verify(folder):
+    folder = store.get(step.name, key)
+    if folder is not None and not verify(folder):
         manifest = read_manifest(folder)
         if manifest is not None and manifest.key == key:
             return Done(step, folder, manifest, "there already")
-    with whole_folder(folder) as scratch:
+    with store.put(step.name, key) as scratch:
         start = perf_counter()
         measured = step.run(Work(scratch, inputs, say))
         manifest = Manifest(
@@ -198,11 +194,11 @@ def _run_step(
             files=file_entries(scratch),
         )
         (scratch / NAME).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    return Done(step, folder, manifest, "built")
+    return Done(step, store.path(step.name, key), manifest, "built")
 
 
 def _point(link: Path, folder: Path) -> None:
-    """Makes `link` a relative link to `folder`, replaced in one move."""
+    # Replaced in one move: the link is never missing.
     scratch = link.with_name(f".{link.name}.new")
     scratch.unlink(missing_ok=True)
     scratch.symlink_to(folder.relative_to(link.parent))

@@ -23,7 +23,7 @@ from torch import Tensor
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.client.endpoint import Endpoint
-from dflash_serve.common.journal import Journal
+from dflash_serve.common.store import Store
 from dflash_serve.doctor.corrections import Alternative, corrections
 from dflash_serve.doctor.diagnosis import Diagnosis, Hypothesis, Verdict, diagnose
 from dflash_serve.doctor.evidence import Observation, interview
@@ -33,7 +33,7 @@ from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.statistics import total
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.faults.reference import EmbeddedReference
+from dflash_torch.faults.replay import EmbeddedReference
 from dflash_torch.faults.tensors import first_difference
 from dflash_torch.request import Request
 from dflash_torch.scheduler import Scheduler
@@ -90,7 +90,7 @@ def shipped() -> Path:
 def known(shipped: Path) -> Known:
     engine: Any = LLM("smollm2", "smollm2", width=BLOCK, max_batch_size=COUNT, max_model_len=512).engine
     reference = EmbeddedReference(engine, load_drafter(shipped, dtype=torch.float32), PROMPTS, PARAMS, BLOCK)
-    examination = Examination(reference, Journal(None, {}))
+    examination = Examination(reference, Store(None, {}))
     return Known(reference, examination, examination.hypotheses())
 
 

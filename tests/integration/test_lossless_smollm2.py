@@ -12,7 +12,7 @@ import torch
 
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import target_folder
-from dflash_serve.common.journal import Journal
+from dflash_serve.common.store import Store
 from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.statistics import total
 from dflash_serve.verify.questions import VerifyPlan
@@ -92,7 +92,7 @@ def test_in_bfloat16_answers_part_at_near_ties_alone() -> None:
     prompts, plain = word_problems(4) + human_eval(4), engine.plain()
     pair = SubjectPair(lambda: nullcontext(EngineSubject(engine)), lambda: nullcontext(EngineSubject(plain)))
     plan = VerifyPlan(prompts=8, prompts_sha256="", max_tokens=48, samples=0, dtype="bfloat16")
-    found = Verification(plan, prompts, pair, Journal(None, {})).run()
+    found = Verification(plan, prompts, pair, Store(None, {})).run()
     assert (found.verdict, found.faults) == ("lossless", ())
     assert all(one.compared > one.tokens / 2 for one in found.greedy)
     assert (found.acceptance_length or 0) > 1.5

@@ -19,14 +19,13 @@ from dflash_serve.checkpoint.dialects import DIALECTS
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
-from dflash_serve.training.blocks import lay_out
-from dflash_serve.training.dataset import Example, load_answers, read_manifest, target_features
+from dflash_serve.models.loader import load_drafter, load_target
+from dflash_serve.training.blocks import SlotForward, Teacher, lay_out
+from dflash_serve.training.data import Example, load_answers, read_manifest, target_features
 from dflash_serve.training.initialise import new_drafter
 from dflash_serve.training.loss import SlotLoss, Weighting, confidence_loss
 from dflash_serve.training.recipe import Recipe
 from dflash_serve.training.run import run
-from dflash_serve.training.slots import SlotForward, Teacher
 from tests.support.embedded import answers, tiny_engine
 from tests.support.tiny_target import write_tiny_target
 
@@ -75,8 +74,7 @@ def recipe(
 
 def train(asked: Recipe, output: Path) -> list[dict[str, Any]]:
     """The rows of its log."""
-    name = asked.target.model
-    assert run(asked, load_target(name, dtype=torch.bfloat16), load_tokenizer(name), output, quiet=True)
+    assert run(asked, output, quiet=True)
     return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
 
 

@@ -13,12 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_serve.errors import UserError
-from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
-from dflash_serve.training.answers import make_data
+from dflash_serve.models.loader import load_drafter, load_target
+from dflash_serve.training.answers import answer_engine, make_data
 from dflash_serve.training.recipe import Recipe
 from dflash_serve.training.run import Display, new_trainer, run
-from dflash_serve.training.trainer import Tick, Trainer
-from dflash_serve.training.validation import Scores
+from dflash_serve.training.trainer import Scores, Tick, Trainer
 from tests.support.tiny_target import write_tiny_target
 
 STEPS = 12
@@ -61,8 +60,7 @@ def recipe(target: str, prompts: Path, heads: Mapping[str, object] = PLAIN, **tr
 
 def trainer(settings: Recipe, output: Path) -> Trainer:
     name = settings.target.model
-    model = load_target(name, dtype=torch.bfloat16)
-    manifest = make_data(settings, model, load_tokenizer(name), output / "data", lambda *_: None)
+    manifest = make_data(settings, lambda: answer_engine(settings, "cpu"), output / "data", lambda *_: None)
     return new_trainer(settings, load_target(name, dtype=torch.bfloat16), manifest, output)
 
 
@@ -110,26 +108,9 @@ def test_a_resumed_run_ends_bit_equal_to_an_uninterrupted_one(
     assert all(torch.equal(second.average.tensors[name], tensor) for name, tensor in whole.average.tensors.items())
 
 
-@pytest.mark.parametrize("soft", [0.0, 0.5])
-def test_features_written_with_the_answers_are_those_that_training_would_compute(
-    target: str, prompts: Path, tmp_path: Path, soft: float
-) -> None:
-    settings = recipe(target, prompts, soft_labels=soft)
-    computed = trainer(settings, tmp_path / "computed").features
-    answers = settings.data.answers.model_copy(update={"keep_features": True})
-    data = settings.data.model_copy(update={"answers": answers})
-    written = trainer(settings.model_copy(update={"data": data}), tmp_path / "written").features
-    assert written.layer_ids == computed.layer_ids == ((0, 2) if soft == 0 else (0, 2, 3))
-    assert all(answer.features is not None for answer in written.answers)
-    indexes = range(len(computed.answers))
-    for found, expected in zip(written.of(indexes), computed.of(indexes), strict=True):
-        assert torch.dist(found.float(), expected[:-1].float()) < 0.02 * expected.float().norm()  # bf16, other batches
-    assert not written.kept, "no pass of the target was needed"
-
-
 def test_a_run_leaves_a_drafter_a_log_and_its_provenance(target: str, prompts: Path, tmp_path: Path) -> None:
     settings = recipe(target, prompts, steps=60, lr=3e-3)
-    run(settings, load_target(target, dtype=torch.bfloat16), load_tokenizer(target), tmp_path / "out")
+    run(settings, tmp_path / "out")
     rows = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 60
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -149,7 +130,7 @@ def test_what_a_reduced_vocabulary_learnt_to_predict_is_all_that_is_drafted(
     target: str, prompts: Path, tmp_path: Path, heads: Mapping[str, object]
 ) -> None:
     settings = recipe(target, prompts, heads, reduced_vocabulary=True, seen_at_least=2)
-    run(settings, load_target(target, dtype=torch.bfloat16), load_tokenizer(target), tmp_path / "out")
+    run(settings, tmp_path / "out")
     kept = trainer(settings, tmp_path / "out").loss.kept
     assert kept is not None
     assert load_drafter(tmp_path / "out/drafter").hot_tokens == (kept.tolist() if heads is PLAIN else None)
@@ -173,8 +154,7 @@ def test_the_best_held_out_step_is_written_and_not_the_last(
         first.stopping = tick.step == 10
 
     first.run(stop)
-    tokenizer = load_tokenizer(target)
-    run(settings, load_target(target, dtype=torch.bfloat16), tokenizer, tmp_path / "out", resume=True)
+    run(settings, tmp_path / "out", resume=True)
     written = load_file(tmp_path / "out/drafter/model.safetensors")
     assert all(torch.equal(written[name], seen[1][name]) for name in written)
     assert not all(torch.equal(written[name], seen[2][name]) for name in written)
@@ -186,17 +166,18 @@ def test_the_best_held_out_step_is_written_and_not_the_last(
 def test_an_unfinished_run_is_not_overwritten(target: str, prompts: Path, tmp_path: Path) -> None:
     settings = recipe(target, prompts)
     trainer(settings, tmp_path / "out").save()
-    arguments = (settings, load_target(target, dtype=torch.bfloat16), load_tokenizer(target), tmp_path / "out")
     with pytest.raises(UserError, match="unfinished run"):
-        run(*arguments)
-    run(*arguments, resume=True)
+        run(settings, tmp_path / "out")
+    run(settings, tmp_path / "out", resume=True)
 
 
 def test_a_finished_run_is_called_finished(target: str, prompts: Path, tmp_path: Path) -> None:
-    arguments = (recipe(target, prompts), load_target(target, dtype=torch.bfloat16), load_tokenizer(target))
-    assert run(*arguments, tmp_path / "out")
+    settings, output = recipe(target, prompts), tmp_path / "out"
+    assert run(settings, output)
     with pytest.raises(UserError, match="it holds a finished run; give another --output"):
-        run(*arguments, tmp_path / "out")
+        run(settings, output)
+    with pytest.raises(UserError, match=r"other settings \(training.lr: 0.001 there, 0.002 here\); give another"):
+        run(recipe(target, prompts, lr=2e-3), output, resume=True)
 
 
 def test_a_drafter_that_cannot_be_is_refused_before_any_answer_is_written(
@@ -206,7 +187,7 @@ def test_a_drafter_that_cannot_be_is_refused_before_any_answer_is_written(
     fields["drafter"] |= {"target_layer_ids": (0, 99)}
     wrong = Recipe.model_validate(fields)
     with pytest.raises(UserError, match="99") as caught:
-        run(wrong, load_target(target, dtype=torch.bfloat16), load_tokenizer(target), tmp_path / "out")
+        run(wrong, tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert "validation error" not in str(caught.value), "not in pydantic's words"
     assert not (tmp_path / "out").exists()
@@ -217,9 +198,8 @@ def test_a_run_that_is_stopped_before_its_first_checkpoint_keeps_its_steps_and_s
     target: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     number: signal.Signals,
 ) -> None:  # fmt: skip
-    def again(**more: bool) -> bool:
-        model = load_target(target, dtype=torch.bfloat16)
-        return run(recipe(target, prompts), model, load_tokenizer(target), tmp_path / "out", **more)
+    def again(*, resume: bool = False) -> bool:
+        return run(recipe(target, prompts), tmp_path / "out", resume=resume)
 
     show = Display.__call__
 
@@ -240,11 +220,18 @@ def test_a_run_that_is_stopped_before_its_first_checkpoint_keeps_its_steps_and_s
     assert "resumed at step 3" in capsys.readouterr().err
 
 
-def test_a_checkpoint_of_another_recipe_is_refused(target: str, prompts: Path, tmp_path: Path) -> None:
-    trainer(recipe(target, prompts), tmp_path / "out").save()
-    other = trainer(recipe(target, prompts, lr=2e-3), tmp_path / "out")
-    with pytest.raises(UserError, match="another recipe"):
-        other.resume()
+def test_other_settings_start_anew_say_why_and_leave_the_old_checkpoint(
+    target: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, output = recipe(target, prompts), tmp_path / "out"
+    first = trainer(settings, output)
+    first.progress = first.progress.model_copy(update={"step": STEPS - 1})
+    first.save()
+    assert run(recipe(target, prompts, lr=2e-3), output, resume=True)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "made with other settings (training.lr: 0.001 there, 0.002 here); training starts anew" in said
+    assert len((output / "log.jsonl").read_text().splitlines()) == STEPS // 2
+    assert trainer(settings, output).resume()
 
 
 def test_blocks_are_short_for_the_first_part_of_the_budget(target: str, prompts: Path, tmp_path: Path) -> None:

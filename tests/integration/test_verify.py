@@ -18,7 +18,7 @@ import torch
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.cli.main import run
 from dflash_serve.client.endpoint import Reply
-from dflash_serve.common.journal import Journal
+from dflash_serve.common.store import Store
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.verify import verification
@@ -98,7 +98,7 @@ def plain(plain_engine: EmbeddedEngine) -> RememberingSubject:
 
 def verified(engine: EmbeddedEngine, plain: RememberingSubject, plan: VerifyPlan) -> Findings:
     pair = SubjectPair(lambda: nullcontext(EngineSubject(engine)), lambda: nullcontext(plain))
-    return Verification(plan, PROMPTS, pair, Journal(None, {})).run()
+    return Verification(plan, PROMPTS, pair, Store(None, {})).run()
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +254,7 @@ def test_a_server_is_started_twice_and_stopped_again(folders: Folders, tmp_path:
     fields: dict[str, Any] = {"target": {"model": target}, "drafter": {"model": drafter}, "speculation": {"width": 4}}
     described = Deployment.model_validate({**fields, "limits": {"max_batch_size": 4}})
     pair = server_started_twice(EmbeddedBackend(), described, tmp_path, patience=120, concurrency=4)
-    found = Verification(settings(samples=0, max_tokens=16), PROMPTS, pair, Journal(None, {})).run()
+    found = Verification(settings(samples=0, max_tokens=16), PROMPTS, pair, Store(None, {})).run()
     assert all(one.identical == len(PROMPTS) for one in found.greedy)
     assert {path.name for path in tmp_path.iterdir()} == {"with", "without"}
     assert _listening(tmp_path) == []
@@ -277,7 +277,7 @@ def test_the_command_goes_on_where_it_was_interrupted_and_signs_that_the_embedde
     folders: Folders, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "report.json"
-    journal = tmp_path / "report.json.partial.jsonl"
+    kept_file = tmp_path / "report.json.partial.jsonl"
     arguments = [*map(str, quick(folders, file)), "--output", str(output)]
     child = subprocess.Popen(
         [sys.executable, "-c", "from dflash_serve.cli.main import run; run()", "verify", *arguments],
@@ -285,13 +285,13 @@ def test_the_command_goes_on_where_it_was_interrupted_and_signs_that_the_embedde
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    until(lambda: journal.exists() and journal.read_text().count("\n") > 40, seconds=120)
+    until(lambda: kept_file.exists() and kept_file.read_text().count("\n") > 40, seconds=120)
     child.send_signal(signal.SIGTERM)
     _, said = child.communicate(timeout=60)
     assert child.returncode == 130
     assert "--resume" in said
     assert not output.exists()
-    kept = journal.read_text().splitlines()
+    kept = kept_file.read_text().splitlines()
     assert call(monkeypatch, *arguments) == 2  # never overwritten unasked
     asked = _count_answers(monkeypatch)
     assert call(monkeypatch, *arguments, "--resume") == 0

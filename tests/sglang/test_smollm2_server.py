@@ -15,7 +15,7 @@ import pytest
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.client.endpoint import Endpoint, Reply
 from dflash_serve.client.metrics import read_acceptance
-from dflash_serve.common.journal import Journal
+from dflash_serve.common.store import Store
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.questions import FEWEST, SAMPLED, Question, VerifyPlan
@@ -169,11 +169,11 @@ class Nobody:
         return False
 
 
-def verification(servers: Mapping[str, Berth], name: str, plan: VerifyPlan) -> tuple[Journal, Findings]:
+def verification(servers: Mapping[str, Berth], name: str, plan: VerifyPlan) -> tuple[Store, Findings]:
     """A verification of a server against the one that does not speculate."""
-    journal = Journal(None, {})
+    store = Store(None, {})
     pair = two_servers(*(Endpoint(servers[one].ready.result().url, concurrency=VERIFIED) for one in (name, "plain")))
-    return journal, Verification(plan, word_problems(VERIFIED), pair, journal).run()
+    return store, Verification(plan, word_problems(VERIFIED), pair, store).run()
 
 
 def test_greedy_and_sampled_decoding_is_lossless_with_penalties_too(servers: Mapping[str, Berth]) -> None:
@@ -183,18 +183,18 @@ def test_greedy_and_sampled_decoding_is_lossless_with_penalties_too(servers: Map
 
 
 @pytest.fixture(scope="module")
-def verified(servers: Mapping[str, Berth]) -> tuple[Journal, Findings]:
+def verified(servers: Mapping[str, Berth]) -> tuple[Store, Findings]:
     """One verification of all cases."""
     return verification(servers, "DFLASH", PLAN)
 
 
-def again(journal: Journal, **changes: Any) -> Findings:
+def again(store: Store, **changes: Any) -> Findings:
     """What the same answers say under other settings."""
     nobody = SubjectPair(lambda: nullcontext(Nobody()), lambda: nullcontext(Nobody()))
-    return Verification(PLAN.model_copy(update=changes), word_problems(VERIFIED), nobody, journal).run()
+    return Verification(PLAN.model_copy(update=changes), word_problems(VERIFIED), nobody, store).run()
 
 
-def test_greedy_decoding_is_lossless(verified: tuple[Journal, Findings]) -> None:
+def test_greedy_decoding_is_lossless(verified: tuple[Store, Findings]) -> None:
     found = again(verified[0], samples=0, penalties=False)
     assert (found.verdict, found.faults, found.unit) == ("lossless", (), "tokens")
     assert found.greedy[0].identical == VERIFIED
@@ -202,11 +202,11 @@ def test_greedy_decoding_is_lossless(verified: tuple[Journal, Findings]) -> None
     assert found.acceptance_length > 1.1
 
 
-def test_what_is_refused_is_not_called_lossless(verified: tuple[Journal, Findings]) -> None:
+def test_what_is_refused_is_not_called_lossless(verified: tuple[Store, Findings]) -> None:
     found = verified[1]
     assert found.verdict == "could not tell"
     assert "does not count the tokens of DFlash steps" in str(found.greedy[1].refused)
-    assert any("`--no-penalties` verifies the rest" in reason for reason in found.reasons)
+    assert any("`--no-penalties` verifies the other cases" in reason for reason in found.reasons)
     assert all("would answer greedily without saying so" in str(one.refused) for one in found.sampled[:-1])
     assert sum("`--samples 0` verifies greedy decoding alone" in reason for reason in found.reasons) == len(SAMPLED)
 

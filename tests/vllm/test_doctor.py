@@ -13,12 +13,12 @@ import torch
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import BUNDLED_DRAFTER
 from dflash_serve.client.endpoint import Endpoint
-from dflash_serve.common.journal import Journal
+from dflash_serve.common.store import Store
 from dflash_serve.doctor.diagnosis import Hypothesis, Verdict, diagnose
 from dflash_serve.doctor.evidence import interview
 from dflash_serve.doctor.examination import Examination
 from dflash_serve.models.loader import load_drafter
-from dflash_torch.faults.reference import EmbeddedReference
+from dflash_torch.faults.replay import EmbeddedReference
 from tests.support.prompts import word_problems
 from tests.support.tiny import edit_json
 from tests.support.vllm_server import Fleet, OnCpu, fleet, smollm2
@@ -45,7 +45,7 @@ def hypotheses() -> list[Hypothesis]:
     engine: Any = LLM("smollm2", "smollm2", width=BLOCK, max_batch_size=COUNT, max_model_len=512).engine
     drafter = load_drafter(BUNDLED_DRAFTER, dtype=torch.float32)
     reference = EmbeddedReference(engine, drafter, PROMPTS, PARAMS, BLOCK)
-    return Examination(reference, Journal(None, {})).hypotheses()
+    return Examination(reference, Store(None, {})).hypotheses()
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from dflash_serve.checkpoint.source import BUNDLED_DRAFTER, target_folder
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_acceptance
-from dflash_serve.common.journal import Journal
+from dflash_serve.common.store import Store
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.statistics import AcceptanceStatistics
@@ -262,7 +262,7 @@ def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers:
     plan = VerifyPlan(prompts=4, prompts_sha256="", max_tokens=24, samples=FEWEST, dtype="float32")
     urls = [servers[name].ready.result().url for name in ("full", "plain")]
     pair = two_servers(*(Endpoint(url, concurrency=CROWD) for url in urls))
-    found = Verification(plan, word_problems(8), pair, Journal(None, {})).run()
+    found = Verification(plan, word_problems(8), pair, Store(None, {})).run()
     assert (found.verdict, found.faults, found.unit) == ("lossless", (), "token ids")
     assert all(one.identical == 4 for one in found.greedy)
     servers["full"].left.set()

@@ -22,9 +22,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 
-from dflash_serve.common.files import cache_home
+from dflash_serve.common.files import cache_home, keep_record, read_record
 from dflash_serve.common.provenance import processor, versions
-from dflash_serve.common.records import keep_record, read_record
 from dflash_serve.speculation.costs import CostModel, is_confirmed
 
 from .host import HostWorker

@@ -1,1 +1,1 @@
-"""What can be wrong with how a drafter is served: made on purpose, replayed, predicted, and told from tensors."""
+"""Faults of serving a drafter: made on purpose, replayed, predicted, and found by comparing tensors."""

@@ -1,4 +1,4 @@
-"""The faults that are tried on a pair: those that engines, converters and checkpoints were seen to make.
+"""The faults that are tried on a pair: mistakes that engines, converters and checkpoints are known to make.
 
 Upstream cases are named where they are known; the rest are the conventions in which readers of DFlash differ
 (layer ids counted from 0 or 1, causal sliding windows, mask tokens that fall back, embedding scales).
@@ -18,7 +18,7 @@ from dflash_serve.checkpoint.heads import Slots
 
 from ..speculator import Speculator
 from . import changes
-from .fault import (
+from .changes import (
     Disturbance,
     DisturbedSpeculator,
     DrafterFault,
@@ -36,12 +36,12 @@ THETAS = (1e4, 1e5, 1e6)
 
 
 def catalogue(speculator: Speculator) -> list[DrafterFault]:
-    """Every fault that means something for this pair, faults of the prompt excepted; their names are unique."""
+    """Every fault that applies to this pair, except those of the prompt; names are unique."""
     return [*settings(speculator), *_block(speculator), *_context(), *_weights(speculator), *_heads(speculator)]
 
 
 def settings(speculator: Speculator) -> Iterator[DrafterFault]:
-    """Faults that a line of the checkpoint's configuration would have as well."""
+    """Faults that a line of the checkpoint's configuration would cause as well."""
     config, depth = speculator.drafter.config, speculator.target.config.num_layers
     listed = config.target_layer_ids
     for by, who in ((1, "ids were raised twice"), (-1, "an id counted from 1 (speculators, GGUF) is read as from 0")):
@@ -66,12 +66,10 @@ def settings(speculator: Speculator) -> Iterator[DrafterFault]:
 
 
 def _other(cause: str, name: str, says: str, setting: str, **fields: object) -> DrafterFault:
-    """Other fields of DrafterConfig, as the setting would make them."""
     return DrafterFault(cause, name, says, setting, change=configured(**fields))
 
 
 def _other_layers(cause: str, name: str, says: str, ids: tuple[int, ...]) -> DrafterFault:
-    """Features of as many other target layers."""
     return _other(cause, name, says, f"target_layer_ids = {list(ids)}", target_layer_ids=ids)
 
 
@@ -86,7 +84,7 @@ def mask_tokens(config: DrafterConfig, tokens: Iterable[int]) -> Iterator[Drafte
 
 
 def _slots(config: DrafterConfig) -> DrafterFault:
-    """The same weights read in the other convention accept less than 1 % and raise no error (vLLM #56792)."""
+    # The same weights read in the other convention accept less than 1 % and raise no error (vLLM #56792).
     other: Slots = "anchor-first" if config.slots == "fill-in" else "fill-in"
     says = "row j is read as the token at its position, or after it: a missing key means either, by the reader"
     setting = f"sample_from_anchor = {str(other == 'anchor-first').lower()}"
@@ -152,17 +150,17 @@ def _context() -> Iterator[DrafterFault]:
 
 
 def _rows(cause: str, name: str, says: str, make: Callable[[], Disturbance]) -> DrafterFault:
-    """Other feature rows; `make` is called for every run, since a disturbance may remember requests."""
+    # `make` is called for every run, since a disturbance may remember requests.
     return DrafterFault(cause, name, says, change=lambda speculator: DisturbedSpeculator(speculator, make()))
 
 
 def _weights(speculator: Speculator) -> Iterator[DrafterFault]:
     last = speculator.drafter.config.num_layers - 1
     for index in sorted({0, last // 2, last}):
-        says = "its tensors have other names and are skipped in silence"
+        says = "its tensors have other names and are skipped without an error"
         change = drafter_changed(partial(changes.skip_layer, index=index))
         yield DrafterFault(f"layer {index}", f"weights of drafter layer {index} missing", says, change=change)
-    says = "fc was skipped in silence and is random (SGLang #39087: fc.weight_packed)"
+    says = "fc was skipped without an error and is random (SGLang #39087: fc.weight_packed)"
     yield DrafterFault("fc", "fc not loaded", says, change=drafter_changed(changes.random_fc))
     says = "the context goes to the layers without hidden_norm"
     yield DrafterFault("hidden_norm", "hidden_norm missing", says, change=drafter_changed(changes.without_context_norm))
@@ -180,7 +178,7 @@ def _weights(speculator: Speculator) -> Iterator[DrafterFault]:
 
 
 def _heads(speculator: Speculator) -> Iterator[DrafterFault]:
-    """Heads that loaders skip or mistake; nothing for plain DFlash."""
+    # heads that loaders skip or misread
     config = speculator.drafter.config
     if config.draft_vocabulary is not None:
         says = "the engine puts the target's head in its place (vllm-ascend #11374: acceptance 25 % -> 1.7 %)"
@@ -210,7 +208,7 @@ def prompt_faults(
 
     Args:
         asked: text, token ids or messages.
-        token_ids: the same, as the target is rightly given them.
+        token_ids: the correct token ids of these prompts.
     """
     texts = [_without_template(prompt) for prompt in asked]
     if tokenizer.chat_template and all(text is not None for text in texts):
@@ -230,6 +228,6 @@ def prompt_faults(
 
 
 def _without_template(prompt: Prompt) -> str | None:
-    """The text of messages without their template; None for what has none."""
+    # None for a prompt that is not messages
     turns = [turn for turn in prompt if isinstance(turn, Mapping)]
     return "\n".join(turn["content"] for turn in turns) if turns else None

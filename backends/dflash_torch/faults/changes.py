@@ -1,25 +1,118 @@
-"""What can go wrong in front of and inside a drafter: disturbances of its feature rows, changes of its weights.
+"""Faults of serving a drafter, as changes of a Speculator: disturbed feature rows, other settings, other weights.
 
-A row of features that never arrives is a row of zeros: without biases its keys and values are zero, as in memory that
-was never written.
+Each is a mistake that engines and checkpoints make, here made on purpose. Run through the real loop or replayed
+(`replay`) they are the controls of an acceptance figure (`evaluate`: a figure that survives them is no proof) and the
+explanations of a low one (`doctor`). A changed Speculator shares the weights of the sound one. A row of features that
+never arrives is a row of zeros: without biases its keys and values are zero, as in memory that was never written.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from dflash_serve.doctor.evidence import Fault
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.hot_tokens import HotHead
-from dflash_serve.models.layers import dense_weight
+from dflash_serve.models.layers import RotaryEmbedding, dense_weight
 
 from ..request import Request
 from ..speculator import Speculator
-from .fault import Disturbance, twin
 
 FP8 = torch.float8_e4m3fn
+Module = TypeVar("Module", bound=nn.Module)
+Change = Callable[[Speculator], Speculator]
+Disturbance = Callable[[Tensor, Request], Tensor]
+"""New feature rows [rows, F*H] of a request, from position `injected` on -> the rows that are injected instead."""
+
+
+@dataclass(frozen=True)
+class DrafterFault(Fault):
+    """A fault in how the drafter is served: drafts change, and the target's answers do not."""
+
+    change: Change = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class PromptFault(Fault):
+    """A fault of the target's prompts: its answers differ, so it needs a run of its own."""
+
+    prompts: tuple[tuple[int, ...], ...] = ()
+    """Token ids of each prompt under the fault."""
+
+
+class DisturbedSpeculator(Speculator):
+    """A sound speculator's drafter and K/V cache, with other feature rows injected.
+
+    Args:
+        disturb: applied to the new rows of each request before they reach the drafter.
+    """
+
+    def __init__(self, sound: Speculator, disturb: Disturbance) -> None:
+        super().__init__(sound.drafter, sound.target, block_size=sound.block_size, max_batch_size=1, capacity=1)
+        self.cache, self.drafter_runner = sound.cache, sound.drafter_runner
+        self.disturb = disturb
+
+    def inject(self, requests: Sequence[Request]) -> None:
+        """Disturbs the rows that wait, then injects them."""
+        for request in requests:
+            if request.features:
+                request.features = [self.disturb(torch.cat(request.features), request)]
+        super().inject(requests)
+
+
+def drafter_changed(change: Callable[[Drafter], None]) -> Change:
+    """A change of a twin of the drafter."""
+
+    def apply(speculator: Speculator) -> Speculator:
+        made = copy.copy(speculator)
+        made.drafter = twin(speculator.drafter)
+        change(made.drafter)
+        return made
+
+    return apply
+
+
+def configured(**fields: object) -> Change:
+    """A change of fields of DrafterConfig; the weights stay."""
+
+    def change(drafter: Drafter) -> None:
+        device = drafter.rotary.inverse_frequency.device
+        drafter.config = config = drafter.config.model_copy(update=fields)
+        drafter.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings).to(device)
+
+    return drafter_changed(change)
+
+
+def block_input(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], block_size: int) -> Change:
+    """A change of the block's inputs: rows [blocks, B, H] and positions [rows]."""
+
+    def before(_: nn.Module, args: tuple[Tensor, Tensor, object]) -> tuple[Tensor, Tensor, object]:
+        noise, positions, attend = args
+        rows, positions = change(noise.view(-1, block_size, noise.shape[-1]), positions)
+        return rows.reshape(noise.shape), positions, attend
+
+    def hook(drafter: Drafter) -> None:
+        drafter.register_forward_pre_hook(before)
+
+    return drafter_changed(hook)
+
+
+def twin(module: Module) -> Module:
+    """A copy that can be changed without changing the original; the tensors themselves are shared."""
+    tensors = [tensor for part in module.modules() for tensor in _tensors_of(part)]
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    # packed weights are plain attributes
+    attributes = [value for value in vars(module).values() if isinstance(value, Tensor)]
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False), *attributes]
 
 
 def zeroed(rows: Tensor, request: Request) -> Tensor:
@@ -121,7 +214,7 @@ def in_dtype(drafter: Drafter, dtype: torch.dtype) -> None:
 
 
 def _attending(attend: object, outer: torch.dtype, inner: torch.dtype) -> object:
-    """Attention over the cache, which stays in `outer`."""
+    # the cache stays in `outer`
     assert callable(attend)
 
     def attending(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -151,7 +244,7 @@ def fp8_head(speculator: Speculator) -> Speculator:
 
 
 def target_head(speculator: Speculator) -> Speculator:
-    """The first rows of the target's head in the place of the drafter's own."""
+    """The first rows of the target's head instead of the drafter's own head."""
     made = copy.copy(speculator)
     made.drafter = drafter = twin(speculator.drafter)
     assert drafter.d2t is not None
@@ -162,7 +255,7 @@ def target_head(speculator: Speculator) -> Speculator:
 
 
 def offsets_as_ids(drafter: Drafter) -> None:
-    """`d2t` taken for target ids."""
+    """`d2t` read as target ids."""
     drafter.token_ids = drafter.d2t
 
 
@@ -184,7 +277,7 @@ def without_convolution(drafter: Drafter) -> None:
 
 
 def empty_codebooks(drafter: Drafter) -> None:
-    """A selector that knows nothing of any token."""
+    """A selector with codebooks of zeros."""
     selector = drafter.candidate_selector
     assert selector is not None
     for name in ("predecessor_codebook", "successor_codebook"):
@@ -193,7 +286,7 @@ def empty_codebooks(drafter: Drafter) -> None:
 
 
 def without_markov_head(drafter: Drafter) -> None:
-    """Each slot by itself."""
+    """Every slot is drafted by itself."""
     drafter.markov_head = None
 
 

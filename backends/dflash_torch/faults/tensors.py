@@ -1,7 +1,7 @@
-"""Where an engine in this process goes wrong, tensor by tensor: acceptance alone does not show every fault.
+"""Finds the first wrong tensor of an engine in this process; acceptance alone does not show every fault.
 
-The engine decodes a few tokens through its own loop. What its drafter was given and what it made of it is compared, in
-the order in which it flows, with transformers' hidden states and the core's drafter, read from disk anew.
+The engine decodes a few tokens through its own loop. Inputs and outputs of its drafter are compared, in the order of
+the computation, with transformers' hidden states and the core's drafter, both read from disk.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from ..speculator import proposal_of
 STEPS = 8
 """Decoding steps before the comparison: accepted tokens must have reached the context by then."""
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 6e-2}
-"""Relative, of a row's norm: more than two orders of summation differ, less than faults do."""
+"""Relative to a row's norm: above the difference of two orders of summation, below that of faults."""
 
 Flow = dict[str, Tensor]
-"""Tensors by name, in the order in which they flow; the first dimension is a position or slot."""
+"""Tensors under their names, in the order of the computation; the first dimension is a position or slot."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first tensor that is not what it should be."""
+    """The first wrong tensor."""
 
     tensor: str
     row: int
     error: float
-    """Relative, of that row."""
+    """Relative error of that row."""
 
     def __str__(self) -> str:
         return f"{self.tensor} differs first, in row {self.row} (relative error {self.error:.2g})"
@@ -53,12 +53,12 @@ def first_difference(engine: EmbeddedEngine, target: Path, drafter: Path, prompt
     """Finds the first tensor of an engine that is not what transformers and the core compute from disk.
 
     Args:
-        engine: the one that is suspected; it speculates.
+        engine: the engine under test, with a drafter.
         target: folder of its target.
         drafter: folder of its drafter.
 
     Returns:
-        None where nothing differs.
+        None if nothing differs.
     """
     sound = load_drafter(drafter, dtype=torch.float32)
     flow, request = _engine_flow(engine, sound.config.target_layer_ids, prompt)
@@ -80,7 +80,7 @@ def first_difference(engine: EmbeddedEngine, target: Path, drafter: Path, prompt
 
 @torch.inference_mode()
 def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Prompt) -> tuple[Flow, Request]:
-    """What flows through the engine's drafter when it drafts after a few steps, and for which tokens."""
+    """Tensors of the engine's drafter when it drafts after a few steps, and the request."""
     assert engine.block_size is not None
     width, flow = engine.block_size, Flow()
     scheduler = engine.fixed(width).scheduler
@@ -102,7 +102,7 @@ def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Pro
 
 @torch.inference_mode()
 def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow, width: int) -> Flow:
-    """The same from transformers and the core. Drafts are compared by their logits: a near-tie may fall either way."""
+    """The tensors by transformers and the core. Drafts are compared by their logits, because of near-ties."""
     config, verified = drafter.config, request.verified
     model = _transformers(target)
     states = _hidden_states(model, request.token_ids[:verified])

@@ -45,7 +45,8 @@ def bench(url: str, tmp_path: Path, *more: str) -> Any:
 
 
 def kept(tmp_path: Path) -> int:
-    return len(list((tmp_path / "out" / "runs").glob("*.json")))
+    lines = [json.loads(line) for path in (tmp_path / "out/runs").glob("*.jsonl") for line in path.open()]
+    return sum("value" in line for line in lines)
 
 
 def test_all_runs_and_a_report(url: str, tmp_path: Path, jobs: list[Job]) -> None:
@@ -106,27 +107,18 @@ def test_more_rounds_and_concurrencies_can_be_added(url: str, tmp_path: Path, jo
     assert len(jobs) == 2 * 3 * 3 - 8
 
 
-def test_runs_of_another_request_are_never_mixed_in(url: str, tmp_path: Path, jobs: list[Job]) -> None:
-    bench(url, tmp_path)
+def test_other_settings_are_measured_anew_beside_the_old_runs(url: str, tmp_path: Path, jobs: list[Job]) -> None:
+    assert "anew" not in bench(url, tmp_path).output
     result = bench(url, tmp_path, "--max-tokens", "32")
-    assert isinstance(result.exception, UserError)
-    assert "it holds runs of another request (output_tokens 128, not 32)" in str(result.exception)
-    other = CliRunner().invoke(
-        app,
-        [
-            "bench",
-            "--endpoint",
-            "off=http://b",
-            "--dataset",
-            str(tmp_path / "p.jsonl"),
-            "--output",
-            str(tmp_path / "out"),
-        ],
-    )
-    assert "it holds runs of another “off”" in str(other.exception)
+    why = "made with other settings (request.output_tokens: 128 there, 32 here); measured anew"
+    assert f"off: its runs were {why}" in result.output
+    assert (kept(tmp_path), json.loads((tmp_path / "out/bench.json").read_text())["runs"]["done"]) == (16, 8)
+    jobs.clear()
+    assert bench(url, tmp_path).exit_code == 0  # the old runs are still there, and no others are shown
+    assert jobs == []
 
 
-def test_a_bench_that_measured_nothing_stands_in_nobodys_way(url: str, tmp_path: Path, jobs: list[Job]) -> None:
+def test_a_bench_that_measured_nothing_does_not_bind_the_next(url: str, tmp_path: Path, jobs: list[Job]) -> None:
     """A mistyped address is corrected, and the command repeated."""
     wrong = bench("http://127.0.0.1:9", tmp_path)
     assert "no answer" in str(wrong.exception)
@@ -153,8 +145,8 @@ def test_a_server_that_fails_leaves_the_finished_runs(
 
 def test_a_broken_run_file_is_named(url: str, tmp_path: Path, jobs: list[Job]) -> None:
     bench(url, tmp_path)
-    (tmp_path / "out" / "runs" / "off-c001-r1.json").write_text("{")
-    assert "off-c001-r1.json: not a run of this bench; remove it" in str(bench(url, tmp_path).exception)
+    (tmp_path / "out" / "runs" / "off.jsonl").write_text("nonsense\n")
+    assert "off.jsonl: not a file of kept results; remove it" in str(bench(url, tmp_path).exception)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_in_turn_there_is_never_more_than_one(
     assert most == (1 if in_turn else 2)
     assert backend.prepared == (3 if in_turn else 2)  # in turn: 2, 3, and 2 again; the second round begins with 3
     assert not any(answers(url) for url in seen.values())
-    assert len(bench.folder.runs()) == 8
+    assert len(bench.finished()) == 8
 
 
 def test_servers_that_are_compared_have_seen_the_machine_at_the_same_moment(

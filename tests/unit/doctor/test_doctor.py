@@ -12,7 +12,7 @@ import pytest
 
 from dflash_serve.cli.main import run
 from dflash_serve.client.endpoint import Endpoint
-from dflash_serve.common.journal import Journal
+from dflash_serve.common.store import Store
 from dflash_serve.doctor.evidence import Fault, Observation, Prediction, interview, widths_of
 from dflash_serve.doctor.examination import Examination
 from dflash_serve.errors import UserError
@@ -21,7 +21,7 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.speculation.width import AutoWidth
-from dflash_torch.faults.reference import ORDERS, EmbeddedReference, in_order
+from dflash_torch.faults.replay import ORDERS, EmbeddedReference, in_order
 from tests.support.embedded import answers, tiny_engine
 from tests.support.serving import Running, running
 from tests.support.tiny_target import write_tiny_pair
@@ -68,7 +68,7 @@ def test_a_server_is_read_prompt_by_prompt(served: Running, pair: tuple[Path, Pa
 
 
 def test_a_server_that_does_not_speculate_says_nothing(pair: tuple[Path, Path]) -> None:
-    with running(tiny_engine(pair, width=1)) as server, pytest.raises(UserError, match="nothing of its acceptance"):
+    with running(tiny_engine(pair, width=1)) as server, pytest.raises(UserError, match="reports no acceptance"):
         interview(Endpoint(server.url), PROMPTS, PARAMS, 4)
 
 
@@ -106,7 +106,7 @@ def test_widths_that_change_are_kept_prompt_by_prompt(widths: dict[str, int]) ->
 
 
 def test_widths_that_change_unseen_or_are_not_the_drafters_are_refused() -> None:
-    with pytest.raises(UserError, match="its width changes from step to step, and it does not tell how"):
+    with pytest.raises(UserError, match="its width changes from step to step, and it does not report its widths"):
         widths_of([counted(100, 350)], 8, "x")
     with pytest.raises(UserError, match="it verifies 16 slots a step, more than the drafter's block has"):
         widths_of([chosen(w16=30)], 8, "x")
@@ -227,7 +227,7 @@ class Silent:
 
 
 def test_prompts_for_which_nothing_is_drafted_are_one_line() -> None:
-    examination = Examination(Silent(), Journal(None, {}))
+    examination = Examination(Silent(), Store(None, {}))
     with pytest.raises(UserError, match="nothing is drafted"):
         examination.examine_suspect(Observation.of_length(2.0))
     with pytest.raises(UserError, match="nothing is drafted"):

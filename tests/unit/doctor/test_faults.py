@@ -12,8 +12,8 @@ from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.faults.catalogue import catalogue
-from dflash_torch.faults.fault import DrafterFault, twin
-from dflash_torch.faults.reference import EmbeddedReference
+from dflash_torch.faults.changes import DrafterFault, twin
+from dflash_torch.faults.replay import EmbeddedReference
 from dflash_torch.faults.tensors import first_difference
 from tests.support.embedded import answers, tiny_engine
 from tests.support.tiny_target import write_tiny_pair

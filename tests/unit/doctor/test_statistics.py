@@ -11,8 +11,8 @@ from scipy import stats
 
 from dflash_serve.doctor.corrections import Alternative, corrections, fewest_prompts, gain_interval, gain_p_value
 from dflash_serve.doctor.diagnosis import HEALTHY, Hypothesis, Verdict, diagnose
-from dflash_serve.doctor.evidence import Observation
-from dflash_serve.doctor.statistics import (
+from dflash_serve.doctor.evidence import (
+    Observation,
     _beta_binomial,
     length_error,
     log_likelihood,

@@ -133,7 +133,7 @@ def test_lost_cut_and_added_files_are_found(bench: Bench) -> None:
     assert verify(folder)[0].what == "is missing"
 
 
-def test_a_folder_without_a_manifest_is_nobodys_business(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_has_no_problems(tmp_path: Path) -> None:
     assert verify(tmp_path) == []
     with pytest.raises(UserError, match="no manifest of a finished build"):
         verify_output(tmp_path)

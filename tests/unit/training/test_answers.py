@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from dflash_serve import LLM
 from dflash_serve.errors import UserError
-from dflash_serve.models.loader import load_target, load_tokenizer
+from dflash_serve.models.loader import load_tokenizer
+from dflash_serve.outputs import Chunk
 from dflash_serve.prompts import jsonl_prompts
-from dflash_serve.training.answers import gather_prompts, make_data
-from dflash_serve.training.contamination import Excluded
-from dflash_serve.training.dataset import DataManifest, Example, read_manifest, read_shard
-from dflash_serve.training.decoding import BatchDecoder, Completion
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.training import answers
+from dflash_serve.training.answers import (
+    Completion,
+    Request,
+    answer_engine,
+    ask,
+    gather_prompts,
+    make_data,
+    repeated_tail,
+)
+from dflash_serve.training.data import DataManifest, Example, Excluded, read_manifest, read_shard
 from dflash_serve.training.recipe import Recipe
 
 TEXTS = [f"the quick brown fox {i}" for i in range(12)]
@@ -47,8 +59,7 @@ def recipe(prompts: Path, target: Path, **answering: Any) -> Recipe:
 
 
 def make(settings: Recipe, folder: Path) -> DataManifest:
-    name = settings.target.model
-    return make_data(settings, load_target(name), load_tokenizer(name), folder, lambda *_: None)
+    return make_data(settings, lambda: answer_engine(settings, "cpu"), folder, lambda *_: None)
 
 
 def contents(manifest: DataManifest, folder: Path) -> dict[int, list[int]]:
@@ -73,30 +84,28 @@ def test_every_prompt_is_answered_once_and_no_excluded_one(
 def test_a_killed_run_goes_on_where_it_stopped(
     prompts: Path, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = recipe(prompts, tiny_target_folder, sampled_share=0.0)
+    settings = recipe(prompts, tiny_target_folder, sampled_share=0.5)
     whole = contents(make(settings, tmp_path / "whole"), tmp_path / "whole")
-    decode = BatchDecoder.decode
+    honest = answers.ask
 
-    def killed(self: BatchDecoder, requests: Any) -> Iterator[Completion]:
-        for count, completion in enumerate(decode(self, requests)):
+    def killed(*arguments: Any) -> Iterator[Completion]:
+        for count, completion in enumerate(honest(*arguments)):
             if count == 8:
                 raise KeyboardInterrupt
             yield completion
 
-    settings_folder = tmp_path / "killed"
-    with monkeypatch.context() as patch:
-        name = settings.target.model
-        settings_folder.mkdir()
-        nothing = Excluded([])
-        gather_prompts(settings, load_target(name), load_tokenizer(name), settings_folder, nothing, lambda *_: None)
-        patch.setattr(BatchDecoder, "decode", killed)
-        with pytest.raises(KeyboardInterrupt):
-            make(settings, settings_folder)
-    kept = read_manifest(settings_folder)
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    gather_prompts(settings, answer_engine(settings, "cpu"), folder, Excluded([]), lambda *_: None)
+    monkeypatch.setattr(answers, "ask", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make(settings, folder)
+    monkeypatch.undo()
+    kept = read_manifest(folder)
     assert kept is not None
     assert [entry.answers for entry in kept.shards] == [5]
     assert not kept.finished
-    assert contents(make(settings, settings_folder), settings_folder) == whole
+    assert contents(make(settings, folder), folder) == whole
 
 
 def test_finished_data_is_found_and_other_data_refused(prompts: Path, tiny_target_folder: Path, tmp_path: Path) -> None:
@@ -122,3 +131,52 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a\u2028b"}\n{"question": "b"}\n', encoding="utf-8")
     with pytest.raises(UserError, match=r"broken.jsonl:2"):
         jsonl_prompts(path)
+
+
+ASKED = [[5, 6, 7], [9], [30, 31, 32, 33, 34, 35, 36], [12, 13], [60, 61, 62, 63], [7] * 9, [80, 90, 100]]
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 16])
+def test_answers_do_not_depend_on_how_many_are_asked_at_once(tiny_target_folder: Path, at_once: int) -> None:
+    llm = LLM(str(tiny_target_folder), dtype="float32", max_batch_size=16)
+    params = [SamplingParams(temperature=t, seed=n, max_tokens=12) for n, t in enumerate([0, 0, 0, 0, 1, 1, 1])]
+    requests = [Request(n, tuple(prompt), params[n]) for n, prompt in enumerate(ASKED)]
+    found = {one.request.index: one for one in ask(llm.engine, iter(requests), at_once)}
+    for index, output in enumerate(llm.generate(ASKED, params)):
+        assert found[index].tokens == output.token_ids
+        assert found[index].ended == (output.finish_reason == "stop")
+
+
+class Looping:
+    """A stream that says the same three tokens over and over."""
+
+    closed = False
+
+    def __next__(self) -> Chunk:
+        self.said = getattr(self, "said", 0) + 1
+        return Chunk(0, "", [self.said % 3])
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_an_answer_that_loops_is_cut_and_its_request_ended() -> None:
+    stream = Looping()
+    engine = Mock(stream=lambda prompts, params: stream)
+    (found,) = ask(engine, iter([Request(0, (5,), SamplingParams())]), 4)
+    assert found.looped
+    assert not found.ended
+    assert stream.closed
+    assert len(found.tokens) == 32 - 2 * 3  # found at the second check
+
+
+@pytest.mark.parametrize("period", [1, 2, 5, 24])
+def test_a_loop_is_found_with_its_period(period: int) -> None:
+    assert repeated_tail([500, 501, *list(range(period)) * 30]) == period
+
+
+def test_three_repeats_and_short_or_varied_answers_are_no_loop() -> None:
+    numbers = random.Random(0)
+    assert repeated_tail([*range(100, 160), *list(range(10)) * 3]) == 0
+    assert repeated_tail([1] * 23) == 0
+    assert repeated_tail([numbers.randrange(50) for _ in range(300)]) == 0

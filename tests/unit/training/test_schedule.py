@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dflash_serve.training.blocks import draw_anchors, epoch_order, step_sequences
-from dflash_serve.training.optimizer import learning_rate
 from dflash_serve.training.recipe import TrainingSection
+from dflash_serve.training.trainer import learning_rate
 
 
 def test_every_epoch_sees_every_sequence_once() -> None:

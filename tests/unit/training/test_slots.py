@@ -14,10 +14,9 @@ from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.drafter_walks import propose_by_walk
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.loader import load_target
-from dflash_serve.training.blocks import Blocks, lay_out
-from dflash_serve.training.dataset import target_features
+from dflash_serve.training.blocks import Blocks, Labels, SlotForward, Teacher, lay_out
+from dflash_serve.training.data import target_features
 from dflash_serve.training.loss import SlotLoss, Weighting
-from dflash_serve.training.slots import Labels, SlotForward, Teacher
 from tests.support.heads import HEADS
 from tests.support.tiny import random_tensors, tiny_drafter_config
 

@@ -10,8 +10,7 @@ import torch
 
 from dflash_serve.training.blocks import lay_out
 from dflash_serve.training.loss import SlotScores
-from dflash_serve.training.trainer import Progress, Trainer
-from dflash_serve.training.validation import Tally, walk
+from dflash_serve.training.trainer import Progress, Tally, Trainer, walk
 
 
 def test_the_walk_goes_from_anchor_to_anchor() -> None:
@@ -53,6 +52,6 @@ def test_where_no_answer_is_as_long_as_a_block_nothing_is_known_and_nothing_is_k
     scores = tally.scores()
     assert "replayed_tau" not in scores.as_json()
     json.loads(json.dumps(scores.as_json(), allow_nan=False))
-    trainer = Mock(spec=Trainer, progress=Progress(recipe_sha256="x"))
+    trainer = Mock(spec=Trainer, progress=Progress(made_by={}))
     Trainer.keep_best(trainer, 3, scores)
     assert trainer.progress.best is None

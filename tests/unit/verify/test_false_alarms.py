@@ -16,7 +16,7 @@ from scipy.stats import binom
 from torch import Tensor
 
 from dflash_serve.client.endpoint import Reply
-from dflash_serve.common.journal import Journal
+from dflash_serve.common.store import Store
 from dflash_serve.speculation.acceptance import accept_sampled
 from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.noise import BlockNoise
@@ -98,7 +98,7 @@ def decide(pools: Pools, run: int, false_alarm: float, other: str = WITH) -> Fin
     )
     sides = [Pool(pools, name, run) for name in (WITHOUT, other)]
     pair = SubjectPair(lambda: nullcontext(sides[1]), lambda: nullcontext(sides[0]))
-    return Verification(plan, ["a"], pair, Journal(None, {})).run()
+    return Verification(plan, ["a"], pair, Store(None, {})).run()
 
 
 @pytest.fixture(autouse=True)

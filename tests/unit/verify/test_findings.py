@@ -7,7 +7,7 @@ import pytest
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.distributions import DistributionComparison
 from dflash_serve.verify.questions import GREEDY, LOOKS, SAMPLED, VerifyPlan
-from dflash_serve.verify.report import FaultKind, conclude, doubts, faults, side_doubts, verdict_of
+from dflash_serve.verify.report import FaultKind, conclude, faults, unproven, unproven_sides, verdict_of
 from dflash_serve.verify.tokens import Difference, Kind, TokenComparison
 
 PLAIN, PENALISED = (case.name for case in GREEDY)
@@ -66,7 +66,7 @@ def test_one_seeded_answer_may_slip_and_two_may_not() -> None:
     ("greedy", "drawn", "why"),
     [
         ([tokens(PLAIN, "unstable")], FINE, "does not repeat its own answer"),
-        ([tokens(PLAIN, "unscored")], FINE, "does not say how close"),
+        ([tokens(PLAIN, "unscored")], FINE, "does not report how close"),
         ([tokens(PLAIN, "near-tie", compared=40)], FINE, "near-ties left 40 of 100"),
         (SOUND, [sampled(FREE, samples=63)], "too few"),
         ([SOUND[0].model_copy(update={"refused": "HTTP 400"})], FINE, "refused"),
@@ -77,7 +77,7 @@ def test_one_seeded_answer_may_slip_and_two_may_not() -> None:
 def test_what_proves_nothing_could_not_be_told(
     greedy: list[TokenComparison], drawn: list[DistributionComparison], why: str
 ) -> None:
-    reasons = list(doubts(greedy, drawn))
+    reasons = list(unproven(greedy, drawn))
     assert any(why in reason for reason in reasons)
     assert verdict_of((), reasons) == "could not tell"
     assert verdict_of((FaultKind.SEEDS,), reasons) == "not lossless"
@@ -98,15 +98,15 @@ COUNTED = AcceptanceStatistics(10, 70, 30)
 def test_sides_that_may_not_be_what_they_are_said_to_be_could_not_be_told(
     acceptance: AcceptanceStatistics, is_plain: bool, why: str
 ) -> None:
-    assert [why in reason for reason in side_doubts(acceptance, is_plain)] == [True]
+    assert [why in reason for reason in unproven_sides(acceptance, is_plain)] == [True]
     found = conclude(SOUND, FINE, None, acceptance, unit="tokens", is_plain=is_plain)
     assert found.verdict == "could not tell"
 
 
 @pytest.mark.parametrize("acceptance", [COUNTED, AcceptanceStatistics.unknown("SGLang", 2.5)])
 def test_a_sound_engine_leaves_no_doubt_by_counts_or_by_its_own_word(acceptance: AcceptanceStatistics) -> None:
-    assert list(doubts(SOUND, FINE)) == []
-    assert list(side_doubts(acceptance, True)) == []
+    assert list(unproven(SOUND, FINE)) == []
+    assert list(unproven_sides(acceptance, True)) == []
     assert verdict_of((), ()) == "lossless"
 
 

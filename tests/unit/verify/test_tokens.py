@@ -68,7 +68,7 @@ def test_penalties_count_as_they_were_applied() -> None:
     assert found == ("near-tie", pytest.approx(0.0))
 
 
-def test_a_score_is_read_at_the_position_in_question_and_survives_the_journal() -> None:
+def test_a_score_is_read_at_the_position_in_question_and_survives_the_store() -> None:
     answer = Reply("ab", (7, 8), (ScoredToken("a", -1.0), ScoredToken("b", -2.0, (("c", -3.0),))))
     found = ScoredAnswer.of(answer, 1)
     assert found == ScoredAnswer([7, 8], "b", -2.0, {"c": -3.0})

@@ -8,17 +8,24 @@ import pytest
 import torch
 
 from dflash_serve.errors import UserError
-from dflash_serve.training.dataset import (
+from dflash_serve.models.kv_cache import Span
+from dflash_serve.models.loader import load_target
+from dflash_serve.training.data import (
+    WINDOW,
     DataManifest,
     Example,
+    Excluded,
     read_manifest,
     read_shard,
     seen_vocabulary,
+    target_features,
     write_manifest,
     write_shard,
 )
 from dflash_serve.training.loss import SlotLoss, Weighting
+from dflash_torch.model_runner import TargetRunner
 
+EXAM = "A farmer has twelve cows and buys three more every week; how many are there after five weeks?"
 ANSWERS = [Example(4, torch.arange(7, dtype=torch.int32), 3), Example(9, torch.arange(2, dtype=torch.int32), 1)]
 
 
@@ -58,3 +65,25 @@ def test_data_without_any_token_that_often_are_refused() -> None:
     answers = [Example(0, torch.tensor([1, 2, 3, 3], dtype=torch.int32), 1)]
     with pytest.raises(UserError, match=r"no token is in the data 3 times; lower training\.seen_at_least"):
         seen_vocabulary(answers, least=3)
+
+
+def test_near_copies_of_an_evaluation_are_found_and_likeness_is_not() -> None:
+    excluded = Excluded([EXAM, "Who are you?"])
+    words = EXAM.split()
+    assert EXAM.lower().replace("?", "!") in excluded
+    assert f"Please: {' '.join(words[: WINDOW + 1])}, he asked." in excluded
+    assert "So, who ARE you, my friend?" in excluded
+    assert "A farmer has twelve cows and sells three of them; how many are left after five weeks?" not in excluded
+    assert "words and words " * 20 + "who are you" not in excluded  # three words in a long text are chance
+    assert excluded.found == 3
+
+
+def test_features_of_packed_sequences_are_those_of_each_alone(tiny_target_folder: Path) -> None:
+    target = load_target(str(tiny_target_folder))
+    sequences = [torch.tensor(prompt) for prompt in ([5, 6, 7], [9], [30, 31, 32, 33, 34, 35, 36], [7] * 9)]
+    for tokens, features in zip(sequences, target_features(target, sequences, (0, 2)), strict=True):
+        with torch.no_grad():
+            forward = TargetRunner(target, target.new_cache(1, 64), widest=1)
+            expected = forward([tokens.tolist()], [Span(0, 0, len(tokens))], (0, 2)).features
+        assert expected is not None
+        torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-4)

@@ -1,11 +1,10 @@
-"""The reference of `doctor`: what this pair accepts in our own loop, sound and under every fault.
+"""The doctor's reference: acceptance of a pair in our own loop, sound and under every fault.
 
-Speculation changes no token, so the target's greedy answer is the same under every fault of the drafter, and what is
-accepted at an anchor follows from that answer alone. A `Replay` therefore walks the very anchors that the real loop
-would walk under the fault and counts the very same acceptances (a test holds the two together), at the cost of the
-drafter: on two cores a tenth of a second a step for a dozen prompts, where drafting at every position would compute
-twice as much and still have to be walked. The target is run twice in all: through the real loop for the answers, and
-once over the finished texts for the features of every layer that a fault asks for.
+Speculation changes no token, so the target's greedy answer is the same under every fault of the drafter, and acceptance
+at an anchor follows from that answer alone. A `Replay` walks the anchors that the real loop would walk under the fault
+and counts the same acceptances (a test compares the two), at the cost of the drafter only: 0.1 s a step for a dozen
+prompts on two cores. The target runs twice in all: through the real loop for the answers, and once over the finished
+texts for the features of every layer that a fault asks for.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from torch import Tensor
 
 from dflash_serve.backend import Prompt
 from dflash_serve.checkpoint.config import uniform_target_layer_ids
-from dflash_serve.doctor.evidence import Prediction, Steps
-from dflash_serve.doctor.statistics import distance
+from dflash_serve.doctor.evidence import Prediction, Steps, distance
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.target import TargetModel
@@ -36,7 +34,7 @@ from ..model_runner import TargetRunner
 from ..request import Request
 from ..speculator import Speculator
 from .catalogue import catalogue, mask_tokens, prompt_faults, settings
-from .fault import DrafterFault, PromptFault
+from .changes import DrafterFault, PromptFault
 
 MOST_MASK_TOKENS = 32
 """Special tokens that are tried as the mask token of a checkpoint."""
@@ -49,11 +47,11 @@ class EmbeddedReference:
 
     Args:
         engine: the sound engine.
-        drafter: the core's own, unfused: what is predicted does not come from the code that serves.
+        drafter: the core's own, unfused, so that predictions do not come from the code that serves.
         prompts: text, token ids or messages for the target's own template.
         params: greedy, with `max_tokens`.
         width: slots verified a step, at most.
-        steps: by prompt, the steps' widths where they change; None = every step is `width` wide.
+        steps: the steps of each prompt by width, if widths change; None = every step is `width` wide.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class EmbeddedReference:
         return list({fault.name: fault for fault in found}.values())
 
     def predict(self, fault: str | None) -> Prediction:
-        """What the loop would count under the fault of that name; None = under none."""
+        """The loop's counts and answers under the fault of that name; None = the sound loop."""
         found = None if fault is None else self._by_name[fault]
         if isinstance(found, PromptFault):
             outputs = self._run(found.prompts)
@@ -102,7 +100,7 @@ class EmbeddedReference:
         return tuple(math.sqrt(sum(each) / len(each)) for each in zip(*squares, strict=True))
 
     def loop(self) -> Prediction:
-        """The real loop, as it is: what replays are measured by."""
+        """The real loop without a fault; replays are tested against it."""
         return _prediction(self._outputs)
 
     @cached_property
@@ -111,7 +109,6 @@ class EmbeddedReference:
 
     @cached_property
     def _outputs(self) -> list[RequestOutput]:
-        """The real loop's answers, in order."""
         return self._run(self.prompts)
 
     @cached_property
@@ -122,7 +119,7 @@ class EmbeddedReference:
         return self._replay_of(self._outputs, {*layers, *formula})
 
     def _replay_of(self, outputs: Sequence[RequestOutput], layer_ids: set[int]) -> Replay:
-        """Of answers of the real loop, with the outputs of some 0-based target layers."""
+        # of answers of the real loop, with the outputs of some 0-based target layers
         assert self.params.max_tokens is not None
         prompts = [output.prompt_token_ids for output in outputs]
         limits = [len(prompt) + self.params.max_tokens for prompt in prompts]
@@ -135,7 +132,7 @@ class EmbeddedReference:
         return Replay(self.speculator, recordings, self.width, self.steps)
 
     def _continued(self, texts: list[list[int]], limits: Sequence[int]) -> list[list[int]]:
-        """Answers that ended early, with what the target would say next: a last block may reach there."""
+        # Answers that ended early get the target's next tokens, because a last block may reach there.
         early = [n for n, (text, limit) in enumerate(zip(texts, limits, strict=True)) if len(text) < limit]
         params = SamplingParams(temperature=0, max_tokens=self.width, ignore_eos=True)
         for n, output in zip(early, self._run([texts[n] for n in early], params), strict=True):
@@ -182,7 +179,7 @@ ORDERS = ("evenly", "wide first", "narrow first", "shuffled")
 
 
 def in_order(steps: Steps, order: str, *, otherwise: int) -> Iterator[int]:
-    """The widths of one prompt's steps, one by one and over again; `otherwise` where there are none."""
+    """The widths of one prompt's steps in some order, repeated; `otherwise` without steps."""
     places = [((n + 0.5) / count, width) for width, count in steps.items() for n in range(round(count))]
     if order == "shuffled":
         Random(0).shuffle(places)  # noqa: S311 - no secret
@@ -193,13 +190,13 @@ def in_order(steps: Steps, order: str, *, otherwise: int) -> Iterator[int]:
 
 
 class Replay:
-    """The decoding loop without the target: a sound or faulty speculator's drafts, judged by recorded answers.
+    """The decoding loop without the target: drafts of a sound or faulty speculator, verified by recorded answers.
 
     Args:
         speculator: a sound one; its drafter, target and block size are used, its K/V cache is not.
         recordings: as many as are to run in one batch.
         width: slots verified a step, at most.
-        steps: by recording, the steps' widths where they change.
+        steps: the steps of each recording by width, if widths change.
     """
 
     def __init__(
@@ -223,7 +220,7 @@ class Replay:
 
     @torch.inference_mode()
     def run(self, fault: DrafterFault | None = None, *, order: str = "evenly") -> list[AcceptanceStatistics]:
-        """The statistics of each recording, as the real loop would count them; `order` is of changing widths."""
+        """The statistics of each recording, as the real loop counts them; `order` is the order of changing widths."""
         speculator = self.speculator if fault is None else fault.change(self.speculator)
         layer_ids = speculator.target_layer_ids
         everything = [self._start(n, recording, layer_ids) for n, recording in enumerate(self.recordings)]
@@ -238,7 +235,7 @@ class Replay:
         return [request.statistics for request in everything]
 
     def _start(self, index: int, recording: Recording, layer_ids: Sequence[int]) -> Request:
-        """The request as it is after the prefill: the first token is there, and features of the whole prompt."""
+        # as after the prefill: with the first token, and features of the whole prompt
         request = Request(
             id=index,
             entry=index,
@@ -253,7 +250,7 @@ class Replay:
         return request
 
     def _advance(self, request: Request, draft: Sequence[int], layer_ids: Sequence[int]) -> bool:
-        """One step; whether there will be another."""
+        # one step; True if another follows
         truth = self.recordings[request.id].token_ids[len(request.token_ids) :]
         accepted = next((n for n, token in enumerate(draft) if token != truth[n]), len(draft))
         request.statistics.record(1 + len(draft), accepted)

