@@ -13,8 +13,8 @@ from dflash_serve.speculation.params import SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Most tokens of an answer where the params do not set `max_tokens`; None there means as many as fit.
 MAX_TOKENS = 256
-"""Longest answer where the params do not say; `max_tokens=None` in them is as many as fit."""
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -23,14 +23,14 @@ class LLM:
 
     Args:
         target: hub id, local folder, or the bundled `smollm2`; or a whole Deployment.
-        drafter: likewise, or `auto`, the best published one (`catalogue`); None = no speculation.
-        block_size: B, the anchor counted; None = the drafter's own.
-        width: slots verified a step: a number, `auto` (what pays, by measured cost), or `off`.
+        drafter: hub id, local folder, `smollm2`, or `auto`, the best published one (`catalogue`); None = none.
+        block_size: B, with the anchor; None = the drafter's own.
+        width: slots verified in a step: a number, `auto` (chosen by measured cost), or `off`.
         dtype: `float32`, `bfloat16` or `auto`.
         max_model_len: tokens of prompt and answer together; None = the target's.
 
     Raises:
-        UserError: anything about them that does not fit.
+        UserError: the arguments do not fit each other, the models or this machine.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class LLM:
 
         Args:
             prompts: text or token ids, one or several.
-            params: one for all, or one each; the default samples at temperature 1, as vLLM's does. Where they do not
-                say `max_tokens`, an answer has at most `MAX_TOKENS`.
+            params: one for all prompts, or one for each; the default samples at temperature 1, as in vLLM. Without
+                `max_tokens` an answer has at most `MAX_TOKENS`.
         """
         stream = self.stream(prompts, params)
         for _ in stream:
@@ -82,9 +82,9 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Stream:
-        """As `generate`, but gives each step's text as it comes; the finished requests are in its `outputs()`.
+        """Answers prompts like `generate`, with each step's text as it comes; `outputs()` has finished requests.
 
-        Any number of streams may be open side by side. Closing one, or dropping it, ends its own requests.
+        Any number of streams can be open at once. Closing or deleting one ends its own requests.
         """
         many = _as_list(prompts)
         each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
@@ -103,7 +103,7 @@ class LLM:
         top_p: float = 1.0,
         top_k: int = 0,
     ) -> Tensor:
-        """z-lab's Transformers call: token ids [1, prompt] -> [1, prompt + answer], greedy unless told otherwise."""
+        """z-lab's Transformers call: token ids [1, prompt] -> [1, prompt + answer]; greedy by default."""
         params = SamplingParams(
             temperature=temperature,
             top_p=top_p,
@@ -123,7 +123,7 @@ def _limited(params: SamplingParams) -> SamplingParams:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is text or a flat list of ids or messages; anything else is several."""
+    """A list of prompts from one (text, a flat list of ids, or messages) or several."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, Mapping))):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

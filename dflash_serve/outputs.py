@@ -1,4 +1,4 @@
-"""What a request gives back, the same from every engine of ours."""
+"""The answer to a request: the chunks of its steps, and its output at the end."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log probabilities of one token: of the target's raw logits, before bias, penalties, temperature and grammar."""
+    """Log probabilities of a token from the target's raw logits, before bias, penalties, temperature and grammar."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The most probable tokens at its place and theirs, as many as were asked for."""
+    """The most probable tokens at its position with their log probabilities, as many as the request wants."""
 
 
 @dataclass
 class Chunk:
-    """One step's news of one request."""
+    """Text and tokens that one step brought one request."""
 
     index: int
-    """Which of the prompts it belongs to."""
+    """Number of its prompt."""
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
-    """None while the request goes on."""
+    """None before the last chunk."""
     logprobs: list[TokenLogprob] | None = None
-    """One for each of `token_ids`; None where they were not asked for."""
+    """One for each of `token_ids`; None unless requested."""
 
 
 @dataclass
@@ -43,6 +43,6 @@ class RequestOutput:
     text: str
     finish_reason: FinishReason
     statistics: AcceptanceStatistics = field(repr=False)
-    """Acceptance over its decoding steps."""
+    """Acceptance in its decoding steps."""
     logprobs: list[TokenLogprob] | None = None
-    """One for each of `token_ids`; None where they were not asked for."""
+    """One for each of `token_ids`; None unless requested."""

@@ -1,4 +1,4 @@
-"""The embedded backend: PyTorch in this process, and the reference the other engines are held to."""
+"""The embedded backend: PyTorch in this process, and the reference for the other engines."""
 
 from .backend import backend
 

@@ -1,4 +1,4 @@
-"""The embedded engine as a Backend: checks a Deployment and starts it in this process. No torch until it starts."""
+"""The embedded engine as a Backend: checks a Deployment and starts it in this process. Imports torch at the start."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ HONOURED = {
     *("limits.max_batch_size", "limits.max_model_len", "limits.max_queued_requests"),
     *("serving.served_model_name", "serving.api_key_file", "serving.log_format"),
 }
-"""Fields of a Deployment that this backend acts on; any other must be left at its default."""
+"""Fields of a Deployment that this backend supports; the others must have their defaults."""
 
 
 class EmbeddedBackend(LookingBackend, DiagnosableBackend):
@@ -59,10 +59,10 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
     untried = ()
 
     def check(self, deployment: Deployment) -> list[Problem]:
-        """Everything that would not work, before anything is loaded.
+        """All problems of a deployment, found before anything is loaded.
 
         Raises:
-            UserError: the target or drafter cannot be found or read at all, or the target is of no family it runs.
+            UserError: the target or drafter cannot be found or read at all, or the target's family is not supported.
         """
         target, drafter = deployment.target, deployment.drafter
         source = target_source(target.model)
@@ -76,7 +76,7 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         return [*problems, *check_pairing(config, shape), *block_problems(deployment, config)]
 
     def head_problems(self, heads: Heads) -> list[Problem]:
-        """It runs them all; a confidence head is read and not asked."""
+        """None: it runs every head. A confidence head is read and not used."""
         return []
 
     def engine(self, deployment: Deployment) -> EmbeddedEngine:
@@ -87,7 +87,7 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         """
         raise_problems(self.check(deployment))
         choose_waiting()
-        from .start import start_engine
+        from .engine import start_engine
 
         return start_engine(with_batch_size(deployment))
 
@@ -100,7 +100,7 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         width: int,
         steps: Sequence[Steps] | None = None,
     ) -> EmbeddedReference:
-        """What the pair accepts in our own loop, sound and under faults; see `doctor.evidence.DiagnosableBackend`.
+        """Acceptance of the pair in this loop, sound and under faults; see `doctor.evidence.DiagnosableBackend`.
 
         Raises:
             UserError: the drafter cannot be read, or the target's chat template refuses a prompt.
@@ -116,7 +116,7 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         return EmbeddedReference(engine, sound, prompts, params, width, steps)
 
     def first_difference(self, engine: Engine, target: str, drafter: str, prompt: Prompt) -> Difference | None:
-        """The first tensor of the engine that is not transformers' or the core's; None where nothing differs.
+        """The first tensor of the engine that differs from transformers or the core; None where none differs.
 
         Raises:
             UserError: target or drafter cannot be found or read.
@@ -128,7 +128,7 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         return first_difference(engine, target_folder(target), drafter_folder(drafter), prompt)
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
-        """Writes the deployment itself: flags and environment are merged in already.
+        """Writes the deployment, into which flags and environment are merged.
 
         Raises:
             UserError: the first problem of `check`, or weights and K/V caches that do not fit into memory.
@@ -138,7 +138,7 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         write_whole(folder / DEPLOYMENT_FILE, with_batch_size(deployment).model_dump_json(indent=1))
 
     def preview(self, deployment: Deployment, folder: Path) -> Preview:
-        """What `prepare` would write, and what is chosen where the deployment leaves it open.
+        """The file that `prepare` writes, and the choices where the deployment leaves a field open.
 
         Raises:
             UserError: the target or drafter cannot be found or read at all.
@@ -152,12 +152,12 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         return Command(argv, {**listening, **server_environment(deployment)})
 
     def look(self) -> Mapping[str, str]:
-        """How threads wait."""
+        """Environment variables for the way in which threads wait."""
         return waiting_here()
 
 
 def _target_problems(target: Model) -> list[Problem]:
-    """Obstacles to reading a target. Of a hub id only the configuration is read here: its weights are fetched later."""
+    """Problems of a target's files. Of a hub id only the configuration is read; its weights are fetched later."""
     folder, problems = target_configuration(target), list[Problem]()
     config = read_target_config(folder)
     if not Path(target.model).is_dir():
@@ -167,7 +167,7 @@ def _target_problems(target: Model) -> list[Problem]:
 
 
 def _unsupported(deployment: Deployment) -> list[Problem]:
-    """Everything asked for that this backend would ignore: a setting without effect would be a lie."""
+    """A problem for each given field that this backend does not support."""
     asked = _leaves(deployment.model_dump(exclude_defaults=True))
     do = "leave it out, or serve with --backend sglang or tensorrt-llm"
     instead = {"parallel.data": "set it to 1, and take replicas: `dflash-serve deploy`"}

@@ -1,16 +1,18 @@
-"""What steps cost on this device, measured in a second or two before serving starts.
+"""Measurements that the embedded engine makes when it starts: the cost of its steps, and the faster dtype on a CPU.
 
-Whole steps, but for their drafts: on a GPU a small model is a fraction of what its host does for a step.
+A step's cost is the time of a whole step with drafts that cost nothing: on a GPU the host takes a large share of a
+small model's step. The costs only seed the width policy, which corrects them by the steps that it sees.
 
-It only seeds the width policy, which follows what steps really take. Noise only ever adds time, so each figure is the
-least of its repetitions, and the repetitions are interleaved: a busy spell hits all row counts alike. The figures are
-kept in the cache, by everything that changes them, with their spread; doubtful ones are measured again.
+Noise only adds time, so each figure is the least of its repetitions. Repetitions of all figures are interleaved, so
+that a busy moment affects all row counts alike. The figures are kept in the cache folder under everything that changes
+them, with their spread; a measurement with a large spread is repeated at the next start.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,53 +21,69 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat
+from torch import nn
 
+from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.common.files import cache_home, keep_record, read_record
 from dflash_serve.common.provenance import now, processor, versions
+from dflash_serve.deployment import Deployment
+from dflash_serve.models.compiled.build import kernels_id
 from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.layers import pack_linear
+from dflash_serve.models.loader import is_stored_in_bfloat16
 from dflash_serve.models.target import TargetModel
+from dflash_serve.models.target_config import read_target_config
 from dflash_serve.speculation.costs import CostModel, is_confirmed
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
+from .model_runner import sizes
 from .request import Request
 from .scheduler import Scheduler
-from .shapes import sizes
 from .speculator import Speculator
 from .waiting import CHOSEN_ALREADY
 
+log = logging.getLogger(__name__)
+
+# Tokens of context while measuring; the difference gives the price of a token of context.
 CONTEXT, LONG_CONTEXT = 128, 1024
-"""Tokens of context while measuring; the difference gives the price of a token of context."""
+# Repetitions of every step, and of a step whose least time was not met twice.
 REPETITIONS, MOST_REPETITIONS = 5, 15
-"""Of every step, and of those whose least time was not met twice."""
+# Up to this number of rows, all rows belong to one request.
 ONE_BLOCK = 8
-"""Rows up to which they are all one request's."""
+# Least share of a measured pass that is left after the cost of its contexts is subtracted.
 LEAST = 0.1
-"""Of a pass: what is left of it, whatever the K/V of its contexts was found to cost."""
-DOUBTFUL = 0.2
-"""A measurement whose repetitions lie so far apart was made beside other work."""
+# A measurement with a larger spread was disturbed by other work and is repeated at the next start.
+LARGE_SPREAD = 0.2
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Rows of a step without a draft, of one block, and of a batch of blocks.
+DTYPE_ROWS = (1, 8, 32)
+DTYPE_REPETITIONS = 6
+# bfloat16 must be this much faster than float32: its greedy answers differ where two tokens are nearly alike.
+WORTH = 1.1
 
 
 class Calibration(BaseModel):
-    """Costs as they were measured, and how well."""
+    """Measured costs and their spread."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cost: CostModel
     spread: NonNegativeFloat
-    """Of a typical figure: how far the median of its repetitions lies over the least of them."""
+    """Median over all figures of (median of its repetitions / least of them - 1)."""
     measured: str
     machine: str
     versions: dict[str, str]
 
 
 def cost_of(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> CostModel:
-    """The cached costs of batches of up to `entries` requests, or a fresh measurement where they are doubtful."""
+    """Costs of batches of up to `entries` requests: cached, or measured anew if the cached ones have a large spread."""
     path = cache_home() / "cost" / f"{_key(target, drafter, block_size, entries)}.json"
     kept = read_record(path, Calibration)
-    if kept is not None and kept.spread <= DOUBTFUL:
+    if kept is not None and kept.spread <= LARGE_SPREAD:
         return kept.cost
     fresh = measure(target, drafter, block_size, entries)
     if kept is not None and kept.spread <= fresh.spread:
@@ -76,7 +94,7 @@ def cost_of(target: TargetModel, drafter: Drafter, block_size: int, entries: int
 
 @torch.inference_mode()
 def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> Calibration:
-    """Times steps by rows and a drafter pass by requests, up to full batches, over small caches of its own."""
+    """Times steps by rows and drafter passes by requests, up to full batches, over small scratch caches."""
     long = min(LONG_CONTEXT, target.config.max_position_embeddings - 2 * block_size)
     bench = _Bench(target, drafter, block_size, entries, CONTEXT)
     jobs: dict[tuple[str, int], Callable[[], object]] = {}
@@ -105,7 +123,7 @@ def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int
 
 
 def tabulate(seconds: Mapping[tuple[str, int], float], entries: int, long: int) -> CostModel:
-    """Passes over contexts of CONTEXT tokens, and some of one request's over `long`; what K/V costs is told apart."""
+    """The costs of passes over contexts of CONTEXT tokens, and of some passes of one request over `long` tokens."""
     tables: dict[str, dict[int, float]] = {"target": {}, "draft": {}, "target_context": {}, "draft_context": {}}
     for (kind, size), taken in seconds.items():
         tables[kind][size] = taken
@@ -127,7 +145,7 @@ def tabulate(seconds: Mapping[tuple[str, int], float], entries: int, long: int) 
 
 
 def _slopes(short: Mapping[int, float], long: Mapping[int, float], length: int) -> tuple[float, float]:
-    """Seconds more for a token more of a request's context: once, and for each of its rows.
+    """Seconds for one more token of a request's context: once for each request, and for each of its rows.
 
     Args:
         short, long: passes over CONTEXT tokens and over `length`, by rows of one request.
@@ -137,17 +155,17 @@ def _slopes(short: Mapping[int, float], long: Mapping[int, float], length: int) 
         return 0.0, 0.0
     one, most = min(more), max(more)
     of_row = max(0.0, more[most] - more[one]) / max(1, most - one)
-    of_row = min(of_row, more[one])  # a row more cannot take what one takes with all that is read
+    of_row = min(of_row, more[one])  # a further row costs at most as much as the first, which reads the context
     return more[one] - of_row, of_row
 
 
 def _contexts(rows: int, entries: int) -> int:
-    """How many requests a step of so many rows is made of: one, as long as its block holds them."""
+    """Number of requests in a step of `rows` rows: one, as long as its block holds them."""
     return 1 if rows <= ONE_BLOCK else min(rows, entries)
 
 
 class _Bench:
-    """Target and drafter over caches of their own, with made-up contexts in them."""
+    """Target and drafter over scratch caches with made-up contexts."""
 
     def __init__(self, target: TargetModel, drafter: Drafter, block_size: int, entries: int, context: int) -> None:
         capacity = context + 2 * block_size
@@ -162,7 +180,7 @@ class _Bench:
         )
 
     def target_step(self, rows: int, entries: int, context: int) -> Callable[[], object]:
-        """Rows spread evenly over entries as a batch of blocks would be; the drafts are there already."""
+        """A step of `rows` rows, spread evenly over entries as in a batch of blocks; its drafts cost nothing."""
         used = max(_contexts(rows, entries), ceil(rows / self.speculator.block_size))
         drafts = [[1] * (rows // used + (entry < rows % used) - 1) for entry in range(used)]
 
@@ -174,7 +192,7 @@ class _Bench:
         return run
 
     def draft_pass(self, requests: int, context: int) -> Callable[[], object]:
-        """A draft for each of `requests` requests, a typical number of context rows injected before it."""
+        """A drafter pass for `requests` requests, after the injection of a typical number of context rows."""
         speculator, target = self.speculator, self.speculator.target
         gained = speculator.block_size // 2
         shape = gained, speculator.drafter.config.feature_size
@@ -224,7 +242,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _machine(device: torch.device) -> str:
-    """The device and how it is used."""
+    """The device, its threads, and the way in which they wait."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     waiting = " ".join(os.environ[name] for name in CHOSEN_ALREADY if name in os.environ)
@@ -242,3 +260,68 @@ def _key(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -
         f"{_machine(target.device)} {versions('torch', 'dflash-serve')} {target.operators.kernels}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+class DtypeSpeed(BaseModel):
+    """Measured speed of bfloat16 over float32, and what it was measured with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    faster: PositiveFloat
+    layer: tuple[int, int]
+    machine: str
+    operators: str
+
+
+def choose_dtype(deployment: Deployment, device: str, *, compiled: bool) -> torch.dtype:
+    """The requested dtype. `auto` is bfloat16 on a GPU, and on a CPU if it rounds no weight and was measured as faster.
+
+    Raises:
+        UserError: the target's folder has no usable weights.
+    """
+    asked = DTYPES.get(deployment.hardware.dtype)
+    if asked is not None or device != "cpu":
+        return asked or torch.bfloat16
+    folder = target_folder(deployment.target.model, deployment.target.revision)
+    if not is_stored_in_bfloat16(folder):
+        return torch.float32
+    config = read_target_config(folder)
+    faster = _kept_dtype_speed(config.hidden_size, config.intermediate_size, compiled=compiled)
+    chosen = torch.bfloat16 if faster >= WORTH else torch.float32
+    log.info("%s: a layer of this target takes %.2f times as long in float32 as in bfloat16", chosen, faster)
+    return chosen
+
+
+def _kept_dtype_speed(inputs: int, outputs: int, *, compiled: bool) -> float:
+    """The speed of bfloat16, measured once for each layer and machine: a restarted server keeps its dtype."""
+    machine = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    asked = {"layer": (inputs, outputs), "machine": machine, "operators": kernels_id() if compiled else "plain"}
+    name = hashlib.sha256(repr(sorted(asked.items())).encode()).hexdigest()[:24]
+    path = cache_home() / "dtype" / f"{name}.json"
+    kept = read_record(path, DtypeSpeed)
+    if kept is not None:
+        return kept.faster
+    measured = DtypeSpeed(faster=measure_dtype_speed(inputs, outputs, compiled=compiled), **asked)
+    keep_record(path, measured, otherwise="the speed of bfloat16 is measured again next time")
+    return measured.faster
+
+
+def measure_dtype_speed(inputs: int, outputs: int, *, compiled: bool) -> float:
+    """Ratio of the times of a linear layer in float32 and in bfloat16; each is the least of its repetitions."""
+    weight = torch.randn(outputs, inputs).bfloat16()
+    layers: dict[torch.dtype, nn.Module] = {}
+    for dtype in DTYPES.values():
+        linear = nn.Linear(inputs, outputs, bias=False, device="meta")
+        linear.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+        layers[dtype] = pack_linear(linear, compiled=compiled)
+    seconds = dict.fromkeys(layers, 0.0)
+    for rows in DTYPE_ROWS:
+        least = dict.fromkeys(layers, float("inf"))
+        for _ in range(DTYPE_REPETITIONS):
+            for dtype, layer in layers.items():
+                x = torch.ones(rows, inputs, dtype=dtype)
+                start = perf_counter()
+                layer(x)
+                least[dtype] = min(least[dtype], perf_counter() - start)
+        seconds = {dtype: seconds[dtype] + least[dtype] for dtype in layers}
+    return seconds[torch.float32] / seconds[torch.bfloat16]

@@ -1,20 +1,39 @@
-"""The embedded engine: prompts in, streamed text out, on this process's own device."""
+"""The embedded engine: prompts in, streamed text out, on this process's own device.
+
+One loop (`EngineLoop`) serves `LLM` and the HTTP server. A caller submits `Answer`s; a step of the loop drops cancelled
+answers, admits waiting ones, runs one step of the scheduler and delivers what it brought. `LLM` runs steps in its own
+thread while it reads a stream; the server runs them in an `EngineThread`.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
 
 from dflash_serve.backend import Prompt
+from dflash_serve.checkpoint.source import drafter_folder
+from dflash_serve.deployment import Deployment
+from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.errors import UserError
+from dflash_serve.last_run import KeptWidth, LastRun
+from dflash_serve.models.fused import FusedDrafter
+from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
+from dflash_serve.models.target import TargetModel
 from dflash_serve.outputs import Chunk, RequestOutput
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.policy import FixedWidth
+from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-from .detokenizer import Answer
+from .answer import Answer, AnswerFailedError, EngineStoppedError, Item, StepFailedError
+from .calibration import choose_dtype, cost_of
+from .model_runner import sizes
 from .sampler import StepResult
 from .scheduler import Scheduler
 from .speculator import Speculator
@@ -22,89 +41,277 @@ from .speculator import Speculator
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
+# Faults of `faults.catalogue` used as negative controls: acceptance must drop under each.
 CONTROLS = ("features shuffled", "features zeroed", "layer ids +1", "layer ids -1")
-"""Names of faults (`faults.catalogue`) that no honest acceptance figure survives."""
+# After this many failed steps in a row the engine is broken: only a new process helps.
+MAX_FAILED_STEPS = 8
 
 
-@dataclass(eq=False)
-class OutputQueue:
-    """What the engine's steps have brought the requests of one stream."""
+class EngineLoop:
+    """The answers that wait for a cache entry and those that run. One thread at a time runs its steps.
 
-    unfinished: int
-    """Requests of it that wait or run."""
-    chunks: deque[Chunk] = field(default_factory=deque)
-    """Those that the stream has not given yet."""
-    outputs: dict[int, RequestOutput] = field(default_factory=dict)
-    """Finished requests by the index of their prompt."""
-    failure: BaseException | None = None
-    """What ended its requests, where a step of the engine failed."""
-    failed: UserError | None = None
-    """Why one of its requests ended without an output; the others go on."""
-    closed: bool = False
-    """Nobody listens: its requests are to be ended."""
+    As many requests run at once as the K/V cache has entries; the others wait in order of arrival.
+    """
 
+    def __init__(self, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.scheduler, self.tokenizer = scheduler, tokenizer
+        self.waiting: deque[Answer] = deque()
+        self.running: dict[int, Answer] = {}
+        """Running answers by the id of their request."""
+        self.failed_steps = 0
+        """Steps that have failed since the last good one."""
+        self.changed = threading.Condition()
+        """Held while answers are added to or taken from `waiting`; notified by `submit` and `wake`."""
+        self._in_step = False
 
-@dataclass(frozen=True, eq=False)
-class WaitingPrompt:
-    """A prompt that waits for a free cache entry; its chunks go to `queue` and carry `index`."""
+    def submit(self, answers: Sequence[Answer]) -> None:
+        """Adds answers to the queue, from any thread."""
+        with self.changed:
+            self.waiting.extend(answers)
+            self.changed.notify()
 
-    queue: OutputQueue
-    index: int
-    token_ids: list[int]
-    params: SamplingParams
+    def wake(self) -> None:
+        """Lets a thread that waits for `changed` look again: an answer was cancelled."""
+        with self.changed:
+            self.changed.notify()
+
+    def step(self) -> None:
+        """Drops cancelled answers, admits waiting ones, runs one step and delivers what it brought.
+
+        A step that fails ends the answers that ran in it with a StepFailedError. Those that wait go on.
+        """
+        self._in_step = True
+        try:
+            self._drop_cancelled()
+            self._admit()
+            if self.running:
+                self._run()
+        finally:
+            self._in_step = False
+
+    def end(self, answers: Sequence[Answer]) -> None:
+        """Cancels answers, in the thread that runs the steps: they leave now, or after a step that is under way."""
+        for answer in answers:
+            answer.cancelled = True
+        if not self._in_step:
+            self._drop_cancelled()
+
+    def fail(self, error: Exception, *, waiting: bool = False) -> None:
+        """Ends all running answers, and those that wait if asked for. The K/V of the running ones is not reused."""
+        failed = list(self.running.values())
+        self.running.clear()
+        for request in list(self.scheduler.running):
+            self.scheduler.leave(request, sound=False)
+        if waiting:
+            with self.changed:
+                failed += self.waiting
+                self.waiting.clear()
+        for answer in failed:
+            answer.deliver(answer, error)
+
+    def _run(self) -> None:
+        try:
+            results = self.scheduler.step()
+        except BaseException as error:
+            self.failed_steps += 1
+            failure = StepFailedError("a step of the engine failed, and the requests that ran in it")
+            failure.__cause__ = error
+            self.fail(failure)
+            if not isinstance(error, Exception):
+                raise
+            log.exception("a step failed, and the requests that ran in it")
+            return
+        self.failed_steps = 0
+        for result in results:
+            self._deliver(result)
+
+    def _admit(self) -> None:
+        while self.scheduler.free_entries and self.waiting:
+            answer = self.waiting[0]
+            if self._soon_reusable(answer):
+                return
+            try:
+                request = answer.join(self.scheduler, self.tokenizer)
+            except Exception as error:
+                log.exception("a request could not join")
+                self.waiting.popleft()
+                answer.deliver(answer, error)
+                continue
+            self.running[request.id] = answer
+            self.waiting.popleft()
+
+    def _soon_reusable(self, answer: Answer) -> bool:
+        """An answer of the same group still computes the same prompt, which can be copied once it is through."""
+        if answer.group is None:
+            return False
+        siblings = [each.request for each in self.running.values() if each.group is answer.group and each.request]
+        same = [each for each in siblings if each.token_ids[: each.prompt_length] == answer.token_ids]
+        return bool(same) and not any(each.is_decoding for each in same)
+
+    def _deliver(self, result: StepResult) -> None:
+        """Delivers what a step brought one request: nothing while it is in its prompt."""
+        request, answer = result.request, self.running[result.request.id]
+        item: Item = None
+        try:
+            item = answer.advance(result)
+        except Exception:
+            log.exception("an answer could not be turned into text")
+            request.failure = "the answer could not be turned into text"
+        if request.failure is not None:
+            at_fault = request.grammar is not None and request.grammar.failure is not None
+            item = UserError(request.failure) if at_fault else AnswerFailedError(request.failure)
+        if isinstance(item, Chunk) and item.finish_reason is None:
+            if item.token_ids:
+                answer.deliver(answer, item)
+            return
+        del self.running[request.id]
+        if request in self.scheduler.running:  # after a stop string, which the scheduler does not know
+            self.scheduler.leave(request)
+        answer.deliver(answer, item)
+
+    def _drop_cancelled(self) -> None:
+        with self.changed:
+            gone = [answer for answer in self.waiting if answer.cancelled]
+            for answer in gone:
+                self.waiting.remove(answer)
+        for number, answer in list(self.running.items()):
+            if answer.cancelled:
+                del self.running[number]
+                assert answer.request is not None
+                self.scheduler.leave(answer.request)
+                gone.append(answer)
+        for answer in gone:
+            answer.deliver(answer, None)
 
 
 class EngineStream:
     """The chunks of a few prompts as steps end, and their outputs; a `dflash_serve.backend.Stream`.
 
-    Asking for the next chunk runs a step of the engine where none is there yet. A stream that is closed, or that
-    nothing refers to any more, ends its own requests. A UserError at its end says that a request of it failed.
+    Asking for the next chunk runs steps of the loop until there is one. A stream that is closed or deleted ends its own
+    requests. A UserError at its end says that one of its requests failed.
     """
 
-    def __init__(self, engine: EmbeddedEngine, queue: OutputQueue) -> None:
-        self._engine, self._queue = engine, queue
-        self._finalizer = weakref.finalize(self, engine.end, queue)
+    def __init__(self, loop: EngineLoop, prompts: Sequence[tuple[list[int], SamplingParams]]) -> None:
+        news: deque[tuple[Answer, Item]] = deque()  # refers to the answers, not to the stream, which can be deleted
+
+        def deliver(answer: Answer, item: Item) -> None:
+            news.append((answer, item))
+
+        self.loop, self._news = loop, news
+        self._answers = [Answer(index, ids, params, deliver) for index, (ids, params) in enumerate(prompts)]
+        self._unfinished = len(self._answers)
+        self._failed: Exception | None = None
+        self._finalizer = weakref.finalize(self, loop.end, self._answers)
         self._finalizer.atexit = False
+        loop.submit(self._answers)
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
 
     def __next__(self) -> Chunk:
-        while not self._queue.chunks:
-            if self._queue.failure is not None:
-                raise RuntimeError("a step of the engine failed, and this stream's requests with it") from (
-                    self._queue.failure
-                )
-            if self._queue.closed or not self._queue.unfinished:
-                raise self._queue.failed or StopIteration
-            self._engine.step()
-        return self._queue.chunks.popleft()
+        while self._unfinished and self._finalizer.alive:
+            if not self._news:
+                self.loop.step()
+                continue
+            answer, item = self._news.popleft()
+            if isinstance(item, Chunk):
+                self._unfinished -= item.finish_reason is not None
+                return item
+            self._unfinished -= 1
+            if isinstance(item, AnswerFailedError):
+                do = "check the target's files, and hardware.dtype"
+                self._failed = UserError(str(item), where=f"prompt {answer.index}", do=do)
+            elif item is not None:
+                self._failed = item
+                self.close()
+        raise self._failed or StopIteration
 
     def outputs(self) -> list[RequestOutput]:
         """The requests that have finished so far, in the order of the prompts."""
-        return [self._queue.outputs[index] for index in sorted(self._queue.outputs)]
+        return [output for answer in self._answers if (output := answer.output()) is not None]
 
     def close(self) -> None:
-        """Ends what still runs of it; its outputs stay."""
+        """Ends the requests that still run; the outputs of finished ones stay."""
         self._finalizer()
 
 
-class EmbeddedEngine:
-    """Runs the prompts of any number of streams through a Scheduler; a `dflash_serve.backend.Engine`.
+State = Literal["loading", "ready", "broken", "stopped"]
 
-    As many requests run at once as its K/V cache has entries; the rest wait in the order in which they came.
+
+class EngineThread(ABC):
+    """A thread that loads an engine and runs the steps of a loop over it while there is work.
+
+    Args:
+        start: loads the engine.
     """
+
+    def __init__(self, start: Callable[[], EmbeddedEngine]) -> None:
+        self._start = start
+        self.engine: EmbeddedEngine | None = None
+        self.loop: EngineLoop | None = None
+        self.state: State = "loading"
+        self.fatal: BaseException | None = None
+        """The exception that prevented the engine from loading."""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def launch(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """Ends the thread after its step; False = the step still runs after `timeout` seconds."""
+        self._stopping.set()
+        if self.loop is not None:
+            self.loop.wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @abstractmethod
+    def after_step(self, loop: EngineLoop) -> None:
+        """Called in the thread once the engine is loaded, after every step, and at the end."""
+
+    def _run(self) -> None:
+        try:
+            engine = self._start()
+            engine.warm_up()
+        except BaseException as error:  # the server reports it and ends
+            self.fatal, self.state = error, "broken"
+            return
+        self.engine = engine
+        loop = self.loop = EngineLoop(engine.scheduler, engine.tokenizer)
+        self.after_step(loop)
+        self.state = "ready"
+        while self._wait_for_work(loop):
+            loop.step()
+            self.after_step(loop)
+            if loop.failed_steps >= MAX_FAILED_STEPS:
+                self.state = "broken"
+        if self.state == "ready":
+            self.state = "stopped"
+        loop.fail(EngineStoppedError(), waiting=True)
+        self.after_step(loop)
+
+    def _wait_for_work(self, loop: EngineLoop) -> bool:
+        with loop.changed:
+            while not (self._stopping.is_set() or loop.waiting or loop.running):
+                loop.changed.wait()
+        return not self._stopping.is_set()
+
+
+class EmbeddedEngine:
+    """A target, and a drafter if it speculates, that answer prompts; a `dflash_serve.backend.Engine`."""
 
     def __init__(self, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase) -> None:
         self.scheduler, self.tokenizer = scheduler, tokenizer
-        self._waiting: deque[WaitingPrompt] = deque()
-        self._answers: dict[int, tuple[OutputQueue, Answer]] = {}
-        """Running requests by id, and where their chunks go."""
-        self._in_step = False
+        self.loop = EngineLoop(scheduler, tokenizer)
 
     @property
     def dtype(self) -> str:
-        """What it computes in: `float32` or `bfloat16`."""
+        """Dtype of the computation: `float32` or `bfloat16`."""
         return str(self.scheduler.target.embedding.dtype).removeprefix("torch.")
 
     @property
@@ -114,12 +321,12 @@ class EmbeddedEngine:
 
     @property
     def block_size(self) -> int | None:
-        """B, the anchor counted; None = no speculation."""
+        """B, with the anchor; None = no speculation."""
         return self.scheduler.speculator.block_size if self.scheduler.speculator else None
 
     @property
     def controls(self) -> Sequence[str]:
-        """Faults for `fixed` that every acceptance figure is to be held against; none without speculation."""
+        """Faults for `fixed` that are the negative controls of acceptance figures; none without speculation."""
         return CONTROLS if self.scheduler.speculator else ()
 
     def tokenize(self, prompt: Prompt) -> list[int]:
@@ -142,49 +349,30 @@ class EmbeddedEngine:
         """Queues the prompts; each ends with a chunk that has a finish_reason.
 
         Raises:
-            UserError: a prompt that does not fit; none is queued then.
+            UserError: a prompt does not fit; then none is queued.
         """
         each = [(self.tokenize(prompt), param) for prompt, param in zip(prompts, params, strict=True)]
         for token_ids, param in each:
             self.scheduler.check(token_ids, param)
-        queue = OutputQueue(unfinished=len(each))
-        self._waiting += [WaitingPrompt(queue, index, ids, param) for index, (ids, param) in enumerate(each)]
-        return EngineStream(self, queue)
+        return EngineStream(self.loop, each)
 
-    def step(self) -> None:
-        """Admits waiting prompts while entries are free, runs one step, and queues its chunks for their streams.
-
-        Raises:
-            Exception: the step failed; all streams have ended with it.
-        """
-        self._drop_closed()
-        self._in_step = True
-        try:
-            self._admit()
-            for result in self.scheduler.step():
-                self._deliver(result)
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            self._in_step = False
-
-    def end(self, queue: OutputQueue) -> None:
-        """Ends the requests of one stream: now, or before the next step where a step is under way."""
-        queue.closed = True
-        queue.chunks.clear()
-        if not self._in_step:
-            self._drop_closed()
+    def warm_up(self) -> None:
+        """Generates one short answer and forgets it, so that slow or broken parts show before the first request."""
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        list(self.stream([[0, 1]], [params]))
+        self.scheduler.statistics = AcceptanceStatistics()
+        self.scheduler.cache_manager.holds.clear()
 
     def plain(self) -> EmbeddedEngine:
-        """The same target without speculation, to compare with: no drafter, no features taken."""
+        """The target of this engine without speculation, for comparisons: no drafter, no stored features."""
         return self._with(None, FixedWidth(1))
 
     def fixed(self, width: int, fault: str | None = None) -> EmbeddedEngine:
-        """The same target and drafter with K/V caches of its own, every step verifying `width` slots; no prefix reuse.
+        """This target and drafter with other K/V caches; each step verifies `width` slots, and no prefix is reused.
 
         Args:
-            fault: a name from `faults.catalogue`: the drafter is fed wrongly on purpose. It changes drafts, no answer.
+            fault: a name from `faults.catalogue`: a fault that is put into the drafter's inputs. It changes drafts, not
+                answers.
 
         Raises:
             UserError: the engine does not speculate, its blocks are smaller, or the pair knows no such fault.
@@ -213,51 +401,6 @@ class EmbeddedEngine:
         )
         return EmbeddedEngine(scheduler, self.tokenizer)
 
-    def _admit(self) -> None:
-        while self._waiting and self.scheduler.free_entries:
-            first = self._waiting[0]
-            request = self.scheduler.join(first.token_ids, first.params)
-            self._answers[request.id] = first.queue, Answer(first.index, request, self.tokenizer.backend_tokenizer)
-            self._waiting.popleft()
-
-    def _deliver(self, result: StepResult) -> None:
-        """Queues what one step brought one request; a stop string in its text ends it."""
-        queue, answer = self._answers[result.request.id]
-        chunk = answer.advance(result)
-        if answer.detokenizer.stopped and result.request in self.scheduler.running:
-            self.scheduler.leave(result.request)
-        failure = result.request.failure
-        if chunk.finish_reason is not None or failure is not None:
-            del self._answers[result.request.id]
-            queue.unfinished -= 1
-        if failure is not None:
-            do = "check the target's files, and hardware.dtype"
-            queue.failed = UserError(failure, where=f"prompt {answer.index}", do=do)
-        elif chunk.finish_reason is not None:
-            queue.outputs[answer.index] = answer.output()
-        if chunk.token_ids or chunk.finish_reason:
-            queue.chunks.append(chunk)
-
-    def _drop_closed(self) -> None:
-        """Ends the requests of streams that were closed."""
-        self._waiting = deque(prompt for prompt in self._waiting if not prompt.queue.closed)
-        for queue, answer in list(self._answers.values()):
-            if queue.closed:
-                self._leave(answer)
-
-    def _fail(self, error: BaseException) -> None:
-        """Ends all requests: the K/V of those that ran may be half written."""
-        for queue in [*(prompt.queue for prompt in self._waiting), *(queue for queue, _ in self._answers.values())]:
-            queue.failure = error
-        self._waiting.clear()
-        for _, answer in list(self._answers.values()):
-            self._leave(answer, sound=False)
-
-    def _leave(self, answer: Answer, *, sound: bool = True) -> None:
-        del self._answers[answer.request.id]
-        if answer.request in self.scheduler.running:
-            self.scheduler.leave(answer.request, sound=sound)
-
 
 def _faulty(speculator: Speculator, name: str) -> Speculator:
     from .faults.catalogue import catalogue
@@ -266,3 +409,53 @@ def _faulty(speculator: Speculator, name: str) -> Speculator:
     if name not in found:
         raise UserError(f"there is no {name!r}", where="fault", do=f"known for this pair: {', '.join(found)}")
     return found[name].change(speculator)
+
+
+def start_engine(deployment: Deployment) -> EmbeddedEngine:
+    """Loads and starts a deployment that `EmbeddedBackend.check` accepts and that has a `limits.max_batch_size`."""
+    model, entries = deployment.target, deployment.limits.max_batch_size
+    assert entries is not None
+    device = _device(deployment)
+    compiled = deployment.engine_args.get("torch", {}).get("operators") != "plain"
+    dtype = choose_dtype(deployment, device, compiled=compiled)
+    target = load_target(model.model, dtype=dtype, device=device, revision=model.revision)
+    target.pack(compiled=compiled)
+    capacity = deployment.limits.max_model_len or target.config.max_position_embeddings
+    speculator: Speculator | None = None
+    policy: WidthPolicy = FixedWidth(1)
+    if uses_drafter(deployment):
+        drafter = _drafter(deployment, target, compiled=compiled)
+        block_size = deployment.speculation.block_size or drafter.config.block_size
+        speculator = Speculator(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
+        policy = _policy(deployment, speculator, entries)
+    scheduler = Scheduler(target, speculator, policy, max_batch_size=entries, capacity=capacity)
+    scheduler.prepare()
+    return EmbeddedEngine(scheduler, load_tokenizer(model.model, model.revision))
+
+
+def _device(deployment: Deployment) -> str:
+    gpu = deployment.hardware.gpu
+    if gpu not in (None, "none") and not torch.cuda.is_available():
+        raise UserError(
+            f"{gpu} is asked for, but PyTorch sees no GPU", where="hardware.gpu", do="run it there, or none"
+        )
+    return "cpu" if gpu == "none" or not torch.cuda.is_available() else "cuda"
+
+
+def _drafter(deployment: Deployment, target: TargetModel, *, compiled: bool) -> FusedDrafter:
+    assert deployment.drafter is not None
+    model, revision = deployment.drafter.model, deployment.drafter.revision
+    drafter = load_drafter(model, revision=revision, dtype=target.embedding.dtype, device=target.device)
+    return FusedDrafter(drafter, compiled=compiled)
+
+
+def _policy(deployment: Deployment, speculator: Speculator, entries: int) -> WidthPolicy:
+    width = deployment.speculation.width
+    if isinstance(width, int):
+        return FixedWidth(width)
+    assert deployment.drafter is not None
+    cost = cost_of(speculator.target, speculator.drafter, speculator.block_size, entries)
+    folder = drafter_folder(deployment.drafter.model, deployment.drafter.revision)
+    # A padded pass takes as long for every request as its widest block does.
+    shared = sizes(1, speculator.block_size) if speculator.drafter_runner.static else None
+    return KeptWidth(cost, speculator.block_size, LastRun(folder, deployment.target.model), shared)

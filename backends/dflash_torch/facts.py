@@ -1,4 +1,4 @@
-"""What the embedded server calls its probes and metrics (`server.metrics` writes them), and how to read them."""
+"""Names of the embedded server's probes and metrics (`server.worker` writes them), and their readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PREFIX = "dflash:"
 DRAFTS, DRAFTED, ACCEPTED = (
     f"{PREFIX}spec_decode_{name}" for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 )
-"""Counters, without `_total`; the names that vLLM made usual."""
+"""Counters, without `_total`, with vLLM's names."""
 ACCEPTED_BY_SLOT, WIDTHS = f"{PREFIX}spec_decode_num_accepted_tokens_per_pos", f"{PREFIX}spec_decode_width"
 SURVIVAL, ACCEPTANCE_LENGTH = f"{PREFIX}spec_decode_survival", f"{PREFIX}spec_decode_acceptance_length"
 QUEUED, RUNNING = f"{PREFIX}num_requests_waiting", f"{PREFIX}num_requests_running"
@@ -19,13 +19,13 @@ PROMPT_TOKENS, CACHED_TOKENS = f"{PREFIX}prompt_tokens", f"{PREFIX}prompt_tokens
 REQUESTS_ENDED, REQUESTS_REFUSED = f"{PREFIX}request_success", f"{PREFIX}request_refused"
 
 SETTINGS_PREFIX = "DFLASH_SERVE_HTTP_"
-"""Environment variables that the embedded server reads its settings from (`server.settings`)."""
+"""Prefix of the environment variables with the embedded server's settings (`server.settings`)."""
 SERVER_FLAGS = ("served-model-name", "api-key-file", "drain-seconds", "acceptance-metrics")
-"""Options of `serve` that it honours."""
+"""Options of `serve` that the embedded server takes."""
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
-    """Reads our own counters; which slots were offered follows from the widths."""
+    """Reads the embedded server's counters; the number of tests of each slot follows from the widths."""
     samples = scrape.samples()
     verifications = samples.total(f"{DRAFTS}_total")
     if verifications is None:

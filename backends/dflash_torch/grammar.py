@@ -1,8 +1,8 @@
-"""Answers that must match a grammar (a JSON schema, a regular expression, calls of tools), inside speculation.
+"""Answers that must match a grammar (a JSON schema, a regular expression, calls of tools), with speculation.
 
-The drafter's slots are masked as they are filled, each by the state that the tokens before it lead to, and so is every
-row of the verification: row j by the state after slots 1..j. What is accepted is then what masked decoding without
-speculation would have chosen, token by token. llguidance keeps the grammar; walking ahead is undone by its rollback.
+Each slot of the draft is masked by the grammar's state after the tokens before it. Row j of the verification is masked
+by the state after slots 1..j. So the accepted tokens are those that masked decoding without speculation would
+choose. llguidance keeps the state; its rollback undoes the steps along a draft.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
     from transformers import PreTrainedTokenizerBase
 
+# The field of a request that usually asks for a grammar.
 FIELD = "response_format"
-"""The field of a request that usually asks for a grammar."""
+# Most characters of a schema or an expression.
 MAX_SOURCE = 65536
-"""Characters of a schema or an expression."""
+# Deepest nesting of a schema.
 MAX_DEPTH = 32
-"""Nesting of a schema."""
+# White space between JSON tokens. It is limited: small models can write it without end.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
-"""Between JSON tokens: enough to indent, too little to get lost in, which small models do."""
 
 
 class Grammar:
-    """One answer's grammar: where it stands and what may come next.
+    """The grammar of one answer and its state.
 
-    `failure` says why it could not go on (a limit of the matcher); nothing it allows afterwards means anything.
+    `failure` says why the matcher could not go on (one of its limits); its masks have no meaning after that.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
@@ -42,24 +42,24 @@ class Grammar:
         self.failure: str | None = None
 
     def copy(self) -> Grammar:
-        """The same, to be walked on its own."""
+        """A copy with its own state."""
         return Grammar(self._matcher.deep_copy(), self._vocab_size)
 
     @property
     def finished(self) -> bool:
-        """Nothing can follow but the end of the answer."""
+        """Only the end of the answer can follow."""
         return bool(self._matcher.is_stopped())
 
     def advance(self, token: int) -> None:
-        """The answer goes on with this token; one that `masks` allowed."""
+        """Advances by a token of the answer, which `masks` allowed."""
         if not self._matcher.consume_token(token):
             self._fail()
 
     def fill(self, slots: int, choose: Callable[[Sequence[int], Tensor], int]) -> list[int]:
-        """Drafts at most so many slots, one by one; ends early where the answer could only end.
+        """Drafts at most `slots` slots, one by one; the draft ends early where the answer must end.
 
         Args:
-            choose: (the draft so far, bool [V] on this machine's CPU: what may follow it) -> the token that does.
+            choose: (the draft so far, allowed next tokens as bool [V] on the CPU) -> the next token.
         """
         draft: list[int] = []
         for _ in range(slots):
@@ -80,7 +80,7 @@ class Grammar:
         return torch.stack(rows)
 
     def _step(self, token: int) -> bool:
-        """Walks ahead, unless the token ends the answer."""
+        """Advances by a token of a draft, unless it ends the answer."""
         if self._matcher.validate_tokens([token]) != 1 or not self._matcher.consume_token(token):
             return False
         if self._matcher.stop_reason() == "EndOfSentence":
@@ -104,7 +104,7 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles grammars for one target's tokenizer, and knows the bytes of its tokens. Needs the extra `[serve]`."""
+    """Compiles grammars for one target's tokenizer. Needs the extra `[serve]`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         from llguidance.hf import from_tokenizer
@@ -113,7 +113,7 @@ class Grammars:
         self._tokenizer = from_tokenizer(tokenizer, vocab_size, list(eos_token_ids) or None)
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token stands for; a character may need several tokens."""
+        """The bytes of a token; a character may need several tokens."""
         return self._tokenizer.decode_bytes([token])
 
     def json_schema(self, schema: Mapping[str, Any], *, where: str = FIELD) -> Grammar:
@@ -123,7 +123,7 @@ class Grammars:
             where: the request's field that asks for it.
 
         Raises:
-            UserError: it is too large or too deep, or not a schema that can be enforced.
+            UserError: the schema is too large, too deep, or cannot be enforced.
         """
         from llguidance import LLMatcher
 
@@ -165,7 +165,7 @@ class Grammars:
             raise UserError(f"it cannot be enforced ({message})", where=where)
         grammar = Grammar(matcher, self._vocab_size)
         grammar.masks([], torch.device("cpu"))
-        if grammar.failure is not None:  # such as a schema that is nothing but a reference to itself
+        if grammar.failure is not None:  # such as a schema that only refers to itself
             raise UserError("no answer can match it", where=where)
         return grammar
 
@@ -189,7 +189,7 @@ def _check_size(source: str, where: str) -> None:
 
 
 def _depth(value: object) -> int:
-    """Nesting of lists and objects, found without recursion: the input is not trusted."""
+    """Nesting of lists and objects, computed without recursion, since the input is not trusted."""
     deepest, stack = 0, [(value, 0)]
     while stack:
         inner, depth = stack.pop()

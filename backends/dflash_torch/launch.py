@@ -1,4 +1,4 @@
-"""What the embedded engine makes of what a Deployment leaves open, and the settings that its own server takes."""
+"""Choices of the embedded engine where a Deployment leaves a field open, and the settings of its server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def own_arguments(deployment: Deployment) -> EngineArgs:
 
 
 def with_operators(deployment: Deployment, operators: str) -> Deployment:
-    """The deployment with what the server's environment says of operators; `plain` wins."""
+    """The deployment with the operators of the server's environment; `plain` overrides the deployment."""
     if operators != "plain":
         return deployment
     own = {**own_arguments(deployment), "operators": operators}
@@ -46,7 +46,7 @@ def with_operators(deployment: Deployment, operators: str) -> Deployment:
 
 
 def argument_problems(deployment: Deployment) -> Iterator[Problem]:
-    """Settings that the embedded server does not have, or does not take; a file of keys that is none."""
+    """Problems of unknown or invalid settings of the embedded server, and of the file of API keys."""
     given = own_arguments(deployment)
     table = ArgumentTable("torch", "the embedded engine's server", _parser, KEYS)
     found = table.problems(given)
@@ -68,7 +68,7 @@ def _parser() -> EngineParser:
 
 
 def server_environment(deployment: Deployment) -> dict[str, str]:
-    """The embedded server's settings as the variables that it reads."""
+    """The embedded server's settings as environment variables."""
     serving = deployment.serving
     named = {
         "served_model_name": serving.served_model_name,
@@ -84,7 +84,7 @@ def server_environment(deployment: Deployment) -> dict[str, str]:
 
 
 def sizes(deployment: Deployment) -> tuple[TargetLayout, DrafterConfig | None]:
-    """Target and drafter, as far as memory depends on them."""
+    """Target and drafter, as far as their memory depends on them."""
     named = deployment.target.model_copy(update={"model": str(target_source(deployment.target.model))})
     target, drafter = read_target_layout(target_configuration(named), named), None
     if uses_drafter(deployment) and deployment.drafter is not None:
@@ -93,7 +93,7 @@ def sizes(deployment: Deployment) -> tuple[TargetLayout, DrafterConfig | None]:
 
 
 def memory_of(deployment: Deployment) -> list[Problem]:
-    """A server reserves for its whole K/V cache; what it cannot back would end it under load."""
+    """Problems of memory. A server reserves its whole K/V cache; without the memory it would be killed under load."""
     return memory_problems(deployment, *sizes(deployment))
 
 

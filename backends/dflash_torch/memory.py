@@ -1,8 +1,8 @@
-"""Whether a deployment fits into this machine's memory, by arithmetic, before anything is loaded. Needs no torch.
+"""Memory that a deployment needs on this machine, computed before anything is loaded. Needs no torch.
 
-A K/V cache is reserved at once and backed by the system as it fills: too large a one would start and be killed later.
-GPUs are read through cuda-python's NVML: no torch, no CUDA context, nothing allocated. It ran on an H200 with
-cuda-bindings 13.3; a test holds the names used against the installed ones (written for 13.5).
+A K/V cache is reserved at once and backed by the system as it fills: a server with too large a cache would start and be
+killed later. GPUs are read through cuda-python's NVML, which needs no CUDA context and allocates nothing. It ran on an
+H200 with cuda-bindings 13.3; a test compares the names used with the installed ones (written for 13.5).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import Problem
 
 GIB = 2**30
+# Exists on machines with an NVIDIA driver, where the GPU's memory counts; only the extra `[cuda]` can read it.
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""Where it is, a GPU's own memory decides, which only the extra `[cuda]` can read."""
+# Requests at once where the deployment leaves the number open.
 MOST_REQUESTS = 32
-"""Requests at once where the deployment does not say how many."""
+# Share of the free memory that K/V of an open number of requests may take; activations and other processes need some.
 USED_SHARE = 0.8
-"""Of the free memory that is taken unasked: others need some, and activations do."""
+# Most links of a Hopper or Blackwell GPU.
 NVLINKS = 18
-"""Links asked for: what Hopper and Blackwell GPUs have at most."""
 
 
 def memory_problems(deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None) -> list[Problem]:
-    """One where weights and K/V caches together are more than what is free; none where that is not known."""
+    """A problem if weights and K/V caches need more than the free memory; none where that is not known."""
     free, on_gpu = _free(deployment)
     needed = needed_bytes(deployment, target, drafter, on_gpu=on_gpu)
     if free is None or needed <= free:
@@ -40,7 +40,7 @@ def memory_problems(deployment: Deployment, target: TargetLayout, drafter: Draft
 
 
 def fitting_batch(deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None) -> int:
-    """Requests whose K/V at full length the free memory holds: a power of two up to `MOST_REQUESTS`, at least 1."""
+    """Number of requests whose K/V at full length fits: a power of two from 1 to `MOST_REQUESTS`."""
     free, on_gpu = _free(deployment)
     if free is None:
         return MOST_REQUESTS
@@ -51,7 +51,7 @@ def fitting_batch(deployment: Deployment, target: TargetLayout, drafter: Drafter
 
 
 def _free(deployment: Deployment) -> tuple[int | None, bool]:
-    """Free bytes (None = not known), and whether they are a GPU's."""
+    """Free bytes (None = not known); True = on a GPU."""
     gpus = [] if deployment.hardware.gpu == "none" else local_gpus()
     free = gpus[0].free if gpus else None if gpus is None and NVIDIA_DRIVER.exists() else free_bytes()
     return free, bool(gpus)
@@ -65,7 +65,7 @@ def needed_bytes(
     on_gpu: bool = False,
     batch: int | None = None,
 ) -> int:
-    """Weights, and the K/V caches of all requests at their full length; of one where their number is not given."""
+    """Bytes of the weights and of the K/V caches of all requests (one if their number is open) at full length."""
     dtype, limits = deployment.hardware.dtype, deployment.limits
     size = 2 if dtype == "bfloat16" or (dtype == "auto" and on_gpu) else 4
     rows = (batch or limits.max_batch_size or 1) * (limits.max_model_len or target.shape.max_position_embeddings or 0)
@@ -76,7 +76,7 @@ def needed_bytes(
 
 
 def free_bytes() -> int | None:
-    """Memory to be had on a Linux machine that computes on its CPU; None = not known."""
+    """Available memory of a Linux machine; None = not known."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
@@ -105,7 +105,7 @@ def local_gpus() -> list[LocalGpu] | None:
         return None
     try:
         nvml.init_v2()
-    except Exception:  # no library, no driver, no device: cuda-python has a class of its own for each
+    except Exception:  # no library, no driver, no device: cuda-python has an exception class for each
         return []
     try:
         handles = [nvml.device_get_handle_by_index_v2(index) for index in range(nvml.device_get_count_v2())]
@@ -122,7 +122,7 @@ def _read(nvml: Any, handle: int) -> LocalGpu:
 
 
 def _active(nvml: Any, handle: int, link: int) -> bool:
-    """False also where the device has no such link."""
+    """False also for a link that the device does not have."""
     try:
         return bool(nvml.device_get_nvlink_state(handle, link) == nvml.EnableState.FEATURE_ENABLED)
     except (nvml.InvalidArgumentError, nvml.NotSupportedError):

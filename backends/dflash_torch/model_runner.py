@@ -1,8 +1,8 @@
-"""The passes of target and drafter: ragged on a CPU; on a GPU, decoding steps are padded to few shapes and captured.
+"""Passes of target and drafter: ragged on a CPU; on a GPU decoding steps are padded to a few shapes and captured.
 
-A decoding step is some hundred small kernels. Launched one by one they keep a GPU waiting for its host; captured once
-in a CUDA graph and replayed, they are launched together. A graph has fixed shapes, so steps are padded to a few. What
-has none, a prompt say, goes ragged, and the requests beside it go captured. On a CPU the same work runs uncaptured.
+A decoding step has some hundred small kernels. Launched one by one they keep a GPU waiting for its host; a CUDA graph
+launches them together. A graph has fixed shapes, so steps are padded to a few shapes. Requests that fit a captured
+shape use its graph; the others, such as prompts, run in one ragged pass. On a CPU the same work runs without graphs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,20 +23,97 @@ from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.target import TargetModel, TargetOutput
 
-from .shapes import Shape, padded_table, real_rows, shape_of, shapes
-
 log = logging.getLogger(__name__)
 Work = Callable[..., tuple[Tensor, ...]]
+# Keys that the shortest shape reads; lengths double from here.
+SHORTEST = 256
+# Keys that the longest shape reads: in longer ones, reading padding would cost more than launching kernels one by one.
+LONGEST = 4096
+
+
+class Shape(NamedTuple):
+    """N requests of W rows each, which attend to the first `length` positions of their cache entries."""
+
+    requests: int
+    width: int
+    length: int
+
+    @property
+    def spans(self) -> list[Span]:
+        """Spans that need this shape."""
+        return [Span(entry, self.length - self.width, self.width) for entry in range(self.requests)]
+
+
+def shapes(*, max_batch_size: int, widest: int, capacity: int) -> list[Shape]:
+    """All shapes that `shape_of` can return, from small to large."""
+    return [
+        Shape(requests, width, length)
+        for length in sizes(SHORTEST, min(capacity, LONGEST))
+        for requests in sizes(1, max_batch_size)
+        for width in sizes(1, widest)
+    ]
+
+
+def shape_of(spans: Sequence[Span], *, max_batch_size: int, widest: int, capacity: int) -> Shape | None:
+    """The smallest shape that holds these spans; None where none does (a prefill, or a long context).
+
+    Args:
+        max_batch_size: most requests of a step.
+        widest: most rows of a request in a decoding step, B.
+        capacity: positions of a cache entry.
+    """
+    rows = max(span.length for span in spans)
+    if rows > widest:
+        return None
+    width = _at_least(rows, 1, widest)
+    end = max(span.start for span in spans) + width
+    if end > min(capacity, LONGEST):
+        return None
+    return Shape(_at_least(len(spans), 1, max_batch_size), width, _at_least(end, SHORTEST, capacity))
+
+
+def padded_table(spans: Sequence[Span], rows: Sequence[Sequence[int]], shape: Shape) -> list[list[int]]:
+    """[entry, start, numbers...] for each of N requests. The last row is repeated: it writes the same K/V again.
+
+    Args:
+        rows: numbers of each span, at most W of them; filled up with 0.
+    """
+    table = [
+        [span.entry, span.start, *numbers, *[0] * (shape.width - len(numbers))]
+        for span, numbers in zip(spans, rows, strict=True)
+    ]
+    return table + [table[-1]] * (shape.requests - len(table))
+
+
+def real_rows(spans: Sequence[Span], shape: Shape) -> slice | list[int]:
+    """The rows of the N x W that belong to the spans; the others are padding."""
+    if all(span.length == shape.width for span in spans):
+        return slice(len(spans) * shape.width)
+    return [n * shape.width + row for n, span in enumerate(spans) for row in range(span.length)]
+
+
+@cache
+def sizes(first: int, last: int) -> tuple[int, ...]:
+    """first, 2 first, 4 first, ..., last."""
+    found = [min(first, last)]
+    while found[-1] < last:
+        found.append(min(2 * found[-1], last))
+    return tuple(found)
+
+
+def _at_least(number: int, first: int, last: int) -> int:
+    """The first of `sizes` that is not below `number`."""
+    return next(size for size in sizes(first, last) if size >= number)
 
 
 class StaticPass:
-    """A function of tensors of fixed shapes: captured in a CUDA graph at its first call, or just called on a CPU.
+    """A function of tensors of fixed shapes, captured in a CUDA graph at its first call. On a CPU it is just called.
 
-    What it returns is overwritten by the next call. Without the memory for a graph it is called, slowly, on a GPU too.
+    The next call overwrites the returned tensors. On a GPU without memory for a graph the function is called, slowly.
 
     Args:
         work: reads the inputs it is called with, and tensors that stay where they are.
-        inputs: examples; only their shapes, dtypes and device matter.
+        inputs: examples of their shapes, dtypes and device.
     """
 
     def __init__(self, work: Work, inputs: Sequence[Tensor]) -> None:
@@ -61,9 +138,9 @@ class StaticPass:
         return self.outputs
 
     def _capture(self) -> None:
-        """CUDA's rule: once on a stream of its own, for libraries set themselves up, then record what is launched.
+        """Runs the work once on another stream, so that libraries initialise themselves, then records its kernels.
 
-        By hand, for `torch.cuda.graph` collects garbage and empties the allocator's cache before every capture.
+        `torch.cuda.graph` is not used: it collects garbage and empties the allocator's cache before every capture.
         """
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
@@ -74,7 +151,7 @@ class StaticPass:
             try:
                 self.outputs = self.work(*self.inputs)
             except BaseException:
-                with suppress(RuntimeError):  # which says that the capture is broken
+                with suppress(RuntimeError):  # it says that the capture is broken
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -114,7 +191,7 @@ class TargetRunner:
         self.captured: dict[tuple[Shape, tuple[int, ...]], StaticPass] = {}
 
     def prepare(self, layer_ids: tuple[int, ...]) -> None:
-        """Captures every decoding pass, with the features of these layers and, a row each, without. Nothing may run."""
+        """Captures all decoding passes with features of these layers, and those of width 1 without. Nothing may run."""
         for shape in _shapes(self.cache, self.widest):
             for features in {layer_ids, ()} if shape.width == 1 else {layer_ids}:
                 self([[0] * shape.width] * shape.requests, shape.spans, features)
@@ -137,7 +214,7 @@ class TargetRunner:
     def _in_two(
         self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...], fits: Sequence[bool]
     ) -> TargetOutput:
-        """What has a shape goes captured, the rest ragged; their rows come back in order."""
+        """Runs requests that fit a shape with its graph, and the others in one ragged pass; rows keep their order."""
         hidden: dict[int, Tensor] = {}
         features: dict[int, Tensor] = {}
         for kind in (True, False):
@@ -166,12 +243,12 @@ class TargetRunner:
 
 
 class DrafterRunner:
-    """A drafter over blocks [anchor, mask, ...] of any number of requests; `DrafterConfig.rows` says how many rows.
+    """Runs a drafter over blocks [anchor, mask, ...] of any number of requests; `DrafterConfig.rows` is their size.
 
     Args:
         embedding: the target's [vocabulary, H].
         cache: the drafter's context K/V.
-        static: as for the target.
+        static: as in `TargetRunner`.
     """
 
     def __init__(self, embedding: Tensor, cache: KVCache, block_size: int, *, static: bool | None = None) -> None:
@@ -180,14 +257,14 @@ class DrafterRunner:
         self.captured: dict[tuple[Drafter, Shape], StaticPass] = {}
 
     def prepare(self, drafter: Drafter) -> None:
-        """Captures every pass. Nothing may run."""
+        """Captures every pass; no request may run."""
         size = drafter.rows(self.block_size)
         for shape in _shapes(self.cache, size):
             if shape.width == size:
                 self(drafter, [0] * shape.requests, [(span.entry, span.start) for span in shape.spans])
 
     def __call__(self, drafter: Drafter, anchors: list[int], starts: Sequence[tuple[int, int]]) -> Tensor:
-        """Anchors, and (cache entry, position) of each -> hidden [requests * rows, H]; their K/V goes behind it."""
+        """Anchors, and (cache entry, position) of each -> hidden [requests * rows, H]; K/V is written there."""
         size = drafter.rows(self.block_size)
         spans = [Span(entry, start, size) for entry, start in starts]
         shape = _shape(self.cache, spans, size) if self.static else None
@@ -215,7 +292,7 @@ class DrafterRunner:
 
 
 def _prepared(cache: KVCache, static: bool | None) -> bool:
-    """Whether passes are static; a K/V cache that will be read beyond what was written must hold numbers, not NaN."""
+    """True = static passes. These read beyond the written part of a K/V cache, which must not hold NaN."""
     static = cache.keys.device.type == "cuda" if static is None else static
     if static:
         cache.keys.zero_()
@@ -228,12 +305,12 @@ def _shape(cache: KVCache, spans: Sequence[Span], widest: int) -> Shape | None:
 
 
 def _shapes(cache: KVCache, widest: int) -> list[Shape]:
-    """The largest first: the smaller ones find its memory."""
+    """All shapes, the largest first: the smaller ones reuse its memory."""
     return shapes(max_batch_size=cache.entries, widest=widest, capacity=cache.capacity)[::-1]
 
 
 def _in_order(rows: dict[int, Tensor]) -> Tensor:
-    """Requests' rows by their number, in one."""
+    """The rows of all requests in order of their number."""
     return torch.cat([rows[n] for n in sorted(rows)])
 
 

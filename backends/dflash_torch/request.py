@@ -1,4 +1,4 @@
-"""One request's state between steps, and which entry of the K/V caches it gets."""
+"""State of a request between steps, and the allocation of entries of the K/V caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .grammar import Grammar
 
 @dataclass(frozen=True)
 class Allocation:
-    """The entry of a new request; its first `reused` tokens are to be copied from `donor`, None where there is none."""
+    """Entry of a new request. Its first `reused` tokens are copied from `donor`; None = nothing is reused."""
 
     entry: int
     donor: Request | None = None
@@ -26,39 +26,39 @@ class Allocation:
 
 @dataclass
 class Request:
-    """Prompt and answer so far. Between steps the last token is the anchor: sampled, but not yet through the target."""
+    """Prompt and answer so far. Between steps the last token is the anchor: sampled, and not yet seen by the target."""
 
     id: int
     entry: int
-    """Where the K/V caches hold its K/V."""
+    """Its entry of the K/V caches."""
     token_ids: list[int]
     prompt_length: int
     limit: int
-    """Length of prompt and answer at which it ends."""
+    """Length of prompt and answer together at which it ends."""
     params: SamplingParams
     seed: int
     statistics: AcceptanceStatistics
     grammar: Grammar | None = None
-    """What the answer must match; None = anything."""
+    """The grammar that the answer must match; None = any answer."""
     salt: str = ""
     """Only requests of the same salt share prefixes."""
     reused: int = 0
-    """Tokens of the prompt that were copied instead of computed."""
+    """Prompt tokens whose K/V was copied instead of computed."""
     verified: int = 0
-    """Tokens that went through the target; their K/V is in its cache."""
+    """Tokens that the target has seen; their K/V is in its cache."""
     injected: int = 0
-    """Leading tokens whose features are in the drafter's context; they stay there, whatever comes behind them."""
+    """Leading tokens whose features are in the drafter's context."""
     features: list[Tensor] = field(default_factory=list)
     """Features [rows, F*H] of tokens injected..verified, waiting for the next draft."""
     draftable: bool = True
-    """False = some of its tokens were verified while no features were kept: the drafter's context has a gap."""
+    """False = some tokens were verified without stored features, so that the drafter's context has a gap."""
     steps: list[tuple[int, int]] = field(default_factory=list)
     """(width, accepted) of each decoding step, in order."""
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
-    """The token that ended the answer; its text is no part of it."""
+    """The token that ended the answer; its text is not part of the answer."""
     failure: str | None = None
-    """Why it could not go on, where that is its own fault; it has left then."""
+    """The reason why it could not go on; it has left then. None = it is sound."""
 
     @classmethod
     def allocated(
@@ -72,7 +72,7 @@ class Request:
         grammar: Grammar | None,
         salt: str,
     ) -> Request:
-        """A new request in its cache entry, with the prefix that was copied there."""
+        """A new request in its cache entry, after its prefix was copied there."""
         donor, reused = allocation.donor, allocation.reused
         injected = min(reused, donor.injected) if donor else 0
         return cls(
@@ -94,7 +94,7 @@ class Request:
 
     @property
     def pending(self) -> list[int]:
-        """Tokens the target has not seen: the prompt at first, the anchor alone after."""
+        """Tokens that the target has not seen: the prompt at first, then the anchor alone."""
         return self.token_ids[self.verified :]
 
     @property
@@ -104,19 +104,19 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """The prompt is through; every further step verifies a block."""
+        """The target has seen the whole prompt; every further step verifies a block."""
         return self.verified >= self.prompt_length
 
     @property
     def remaining(self) -> int:
-        """Tokens it may still gain."""
+        """Tokens that it may still gain."""
         return self.limit - len(self.token_ids)
 
     def find_end(self, tokens: Sequence[int], eos_token_ids: Sequence[int]) -> int:
-        """How many of a step's tokens belong to the answer, the stop token counted; notes why it ends, if it does.
+        """Number of a step's tokens that belong to the answer, with its stop token; sets the finish_reason at its end.
 
-        The grammar advances with them. `ignore_eos` lets an answer go on behind an end-of-sequence token, except under
-        a grammar, where nothing could follow.
+        The grammar advances by these tokens. With `ignore_eos` an answer goes on after an end-of-sequence token, except
+        under a grammar, where nothing could follow.
         """
         stops = set(self.params.stop_token_ids)
         if self.grammar is not None or not self.params.ignore_eos:
@@ -135,31 +135,31 @@ class Request:
         return len(tokens)
 
     def cut(self, tokens: int) -> None:
-        """Forgets the last tokens of the answer."""
+        """Removes the last tokens of the answer."""
         if tokens:
             del self.token_ids[-tokens:]
 
 
 class KVCacheManager:
-    """Free and taken entries, and the request that each holds the K/V of."""
+    """Free entries, and the request whose K/V each entry holds."""
 
     def __init__(self, count: int, *, reuse: bool = True) -> None:
         self.free = list(range(count))
-        """The longest unused first."""
+        """Free entries, the longest unused first."""
         self.reuse = reuse
         self.holds: dict[int, Request] = {}
 
     def allocate(self, prompt: Sequence[int], salt: str, *, draftable_worth: int) -> Allocation:
-        """Takes a free entry for a prompt; only requests of the same salt lend their prefix. One must be free.
+        """Takes a free entry for a prompt; prefixes are reused from requests of the same salt only. One must be free.
 
         Args:
-            draftable_worth: tokens of prefix to be computed again rather than to take them from a request whose context
-                in the drafter's cache has a gap there, behind which nothing could be drafted.
+            draftable_worth: tokens of prefix that are computed again rather than copied from a request with a gap in
+                its drafter context, after which nothing could be drafted.
         """
         donor, reused = self._best_donor(prompt, salt, draftable_worth)
         others = [entry for entry in self.free if donor is None or entry != donor.entry]
         entry = others[0] if others else self.free[0]
-        # In place where the donor is over and mostly shared: nothing to copy, and little is lost.
+        # The entry of a finished donor of which most is shared is used in place: nothing is copied, and little is lost.
         if donor is not None and donor.entry in self.free and 2 * reused >= _held(donor):
             entry = donor.entry
         self.free.remove(entry)
@@ -167,16 +167,16 @@ class KVCacheManager:
         return Allocation(entry, donor, reused)
 
     def give_back(self, allocation: Allocation) -> None:
-        """Frees an entry that no request came to have."""
+        """Frees an entry whose request could not join."""
         self.free.append(allocation.entry)
 
     def assign(self, request: Request) -> None:
-        """Notes that the request has its entry, so that what it holds can be lent."""
+        """Records that the request has its entry, so that its prefix can be reused."""
         if self.reuse:
             self.holds[request.entry] = request
 
     def release(self, request: Request, *, keep: bool) -> None:
-        """Frees the entry; `keep` = its contents are sound and may still be lent."""
+        """Frees the entry; `keep` = its contents are sound and may be reused."""
         self.free.append(request.entry)
         if not keep:
             self.holds.pop(request.entry, None)
@@ -187,7 +187,7 @@ class KVCacheManager:
         The prompt's last token is always computed: its row gives the first token of the answer.
         """
         wanted, best, longest = list(prompt[:-1]), None, 0
-        most = draftable_worth  # who borrows nothing can be drafted for
+        most = draftable_worth  # a request with no reused prefix has a complete drafter context
         for request in self.holds.values():
             if request.salt == salt:
                 shared = common_length(wanted, request.token_ids[: _held(request)])

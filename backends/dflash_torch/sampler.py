@@ -1,4 +1,4 @@
-"""From the target's logits of a ragged batch to the tokens each request gains."""
+"""The tokens that each request gains from the target's logits of a ragged batch."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from dflash_serve.speculation.sampling import greedy_tokens, probabilities
 from .request import Request
 
 log = logging.getLogger(__name__)
+# Marks a slot behind the bonus token (`Acceptance.committed`).
 UNUSED = -1
-"""In place of a token behind the bonus token (`Acceptance.committed`)."""
+# Marks a slot where the target's logits are NaN or infinite.
 BROKEN = -2
-"""In place of a token: the target's logits there are NaN or infinite."""
 NOT_FINITE = "the target's logits are NaN or infinite"
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step brought one request: tokens, and a logprob for each where it asked for them."""
+    """Tokens that one step brought one request, and a logprob for each if requested."""
 
     request: Request
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
 
     def first(self, count: int) -> StepResult:
-        """The same, cut after `count` tokens."""
+        """The first `count` tokens of the result."""
         return StepResult(self.request, self.token_ids[:count], self.logprobs and self.logprobs[:count])
 
 
 class Sampler:
-    """Remembers the collated parameters of the last batch: mostly they are the next step's, too."""
+    """Samples a step's tokens. It keeps the collated parameters of the last batch, which mostly are the next one's."""
 
     def __init__(self) -> None:
         self._params: list[SamplingParams] = []
@@ -52,12 +52,12 @@ class Sampler:
     def __call__(
         self, requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor, eos_token_ids: Sequence[int]
     ) -> list[StepResult]:
-        """What each request gains: its accepted drafted tokens and the bonus token.
+        """The tokens that each request gains: its accepted drafted tokens and the bonus token.
 
         Args:
-            drafts: the drafted tokens of each, `width - 1` of them.
-            logits: [rows, V], `width` rows a request, after one another.
-            eos_token_ids: which no answer may have before its `min_tokens`.
+            drafts: `width - 1` drafted tokens of each request.
+            logits: [rows, V], `width` rows for each request in turn.
+            eos_token_ids: tokens that no answer may have before its `min_tokens`.
         """
         if all(_takes_the_likeliest(request) for request in requests):
             return _take_the_likeliest(requests, drafts, logits)
@@ -78,7 +78,7 @@ def _sample(
     logits: Tensor,
     eos_token_ids: Sequence[int],
 ) -> list[StepResult]:
-    """`Sampler` where something is drawn, penalised or forbidden."""
+    """Sampling where a token of the batch is drawn, penalised or forbidden."""
     device = logits.device
     widths = [1 + len(draft) for draft in drafts]
     padded_draft = _pad([torch.tensor(draft, dtype=torch.int64) for draft in drafts], value=-1).to(device)
@@ -102,7 +102,7 @@ def _sample(
 
 
 def _result(request: Request, tokens: list[int], rows: Tensor) -> StepResult:
-    """The step's result of one request, which fails where a token could not be chosen. rows [W, V]: its raw logits."""
+    """The step's result of one request, which fails if a token could not be chosen. rows [W, V]: its raw logits."""
     if BROKEN in tokens:
         request.failure, tokens = NOT_FINITE, []
         log.error("%s: a request ends with an error", NOT_FINITE)
@@ -110,7 +110,7 @@ def _result(request: Request, tokens: list[int], rows: Tensor) -> StepResult:
 
 
 def _takes_the_likeliest(request: Request) -> bool:
-    """Whether nothing but the target's own logits decides about its next tokens."""
+    """The next tokens depend on the target's logits alone."""
     params = request.params
     if request.grammar is not None or params.penalised or params.logit_bias:
         return False
@@ -118,7 +118,7 @@ def _takes_the_likeliest(request: Request) -> bool:
 
 
 def _take_the_likeliest(requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor) -> list[StepResult]:
-    """`Sampler` where all do: one maximum, and no tensors for what nobody switched on."""
+    """Sampling of a batch that is all greedy: one maximum, without tensors for unused parameters."""
     values, likeliest = logits.max(-1)  # argmax takes 4 times as long in bfloat16 on a CPU
     best, first, results = torch.where(values.isfinite(), likeliest, BROKEN).tolist(), 0, list[StepResult]()
     for request, draft in zip(requests, drafts, strict=True):
@@ -131,7 +131,7 @@ def _take_the_likeliest(requests: Sequence[Request], drafts: Sequence[list[int]]
 
 
 def _logprobs(rows: Tensor, tokens: list[int], top: int | None) -> list[TokenLogprob] | None:
-    """Exact under speculation: row j is the target's own, of the token it decided. rows [W, V]."""
+    """Log probabilities of the target, exact under speculation: row j decided token j. rows [W, V]."""
     if top is None:
         return None
     logprobs = rows[: len(tokens)].float().log_softmax(-1)
@@ -144,7 +144,7 @@ def _logprobs(rows: Tensor, tokens: list[int], top: int | None) -> list[TokenLog
 def _allowed(
     requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor, eos_token_ids: Sequence[int]
 ) -> Tensor:
-    """[N, W, V]: -inf where a grammar or `min_tokens` forbids; `logits` itself where nobody has either."""
+    """Logits [N, W, V] with -inf where a grammar or `min_tokens` forbids a token."""
     early = [max(0, request.params.min_tokens - len(request.output_ids)) for request in requests]
     if not any(early) and all(request.grammar is None for request in requests):
         return logits
@@ -171,7 +171,7 @@ def _counts(requests: Sequence[Request], batch: SamplingBatch, vocab: int, devic
 
 
 def last_rows(pending: list[list[int]], drafts: list[list[int]], heads: list[int]) -> list[int] | None:
-    """Rows of the flat batch whose logits are needed: each head's anchor and drafted slots. None = all of them."""
+    """Rows of the flat batch whose logits are needed: the anchor and drafted slots of each head. None = all rows."""
     rows: list[int] = []
     first = 0
     for index, (prompt, draft) in enumerate(zip(pending, drafts, strict=True)):

@@ -29,13 +29,13 @@ from .speculator import Speculator
 
 log = logging.getLogger(__name__)
 
-CROWD = 8
-"""Requests from which on keeping features costs a noticeable part of a step (1 % of it at 32, injection as much)."""
-WORTH, WORTH_IN_A_CROWD = 2048, 32
-"""Tokens of a prompt that take as long as drafts save an answer, where they pay: half of a second or two, or next to
-nothing of each request's share of a step."""
+# From this number of requests on, stored features cost a noticeable part of a step (1 % at 32; injection, too).
+LARGE_BATCH = 8
+# Tokens of a prompt that take as long to compute as drafts save in the answer: half a second or two in a small batch,
+# next to nothing of each request's share of a step in a large one.
+WORTH, WORTH_IN_LARGE_BATCH = 2048, 32
+# Rows of features that may wait for a draft. While nothing is drafted they are injected in portions of this size.
 BACKLOG = 256
-"""Rows of features that may wait for a draft; while speculation does not pay, they are injected in such portions."""
 
 
 class Scheduler:
@@ -43,11 +43,11 @@ class Scheduler:
 
     Args:
         speculator: None = no speculation.
-        policy: chooses the widths; not asked where there is no speculator.
-        max_batch_size: requests it runs at once.
-        capacity: tokens of prompt and answer that one request may have.
+        policy: chooses the widths; unused without a speculator.
+        max_batch_size: requests that run at once.
+        capacity: most tokens of one request, prompt and answer together.
         prefill_rows: most rows of one prompt in a step; bounds the memory of a long prompt's masks.
-        reuse_prefixes: whether prompts may start from what earlier requests left in the K/V caches.
+        reuse_prefixes: prompts may start from prefixes that earlier requests left in the K/V caches.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Scheduler:
         self.sample = Sampler()
         self.joined = 0
         self.statistics = AcceptanceStatistics()
-        """Acceptance of all requests that ever ran."""
+        """Acceptance of all requests since the start."""
 
     @property
     def free_entries(self) -> list[int]:
@@ -80,7 +80,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """On a GPU, captures all that decoding steps may be made of, so that no request waits for it."""
+        """Captures the CUDA graphs of all decoding steps on a GPU, so that no request waits for a capture."""
         if not self.target_runner.static:
             return
         start, speculator = perf_counter(), self.speculator
@@ -91,7 +91,7 @@ class Scheduler:
 
     @property
     def _prepared(self) -> int:
-        """Passes of fixed shapes so far."""
+        """Number of captured passes."""
         runners = self.target_runner, self.speculator and self.speculator.drafter_runner
         return sum(len(runner.captured) for runner in runners if runner)
 
@@ -99,11 +99,11 @@ class Scheduler:
     def join(
         self, token_ids: Sequence[int], params: SamplingParams, *, grammar: Grammar | None = None, salt: str = ""
     ) -> Request:
-        """Takes a request in; its prompt is prefilled in the next steps. There must be a free cache entry.
+        """Adds a request; its prompt is prefilled in the next steps. There must be a free cache entry.
 
         Args:
-            grammar: what its answer must match, fresh.
-            salt: only requests of the same salt may share prefixes.
+            grammar: the grammar that its answer must match, unused so far.
+            salt: only requests of the same salt share prefixes.
 
         Raises:
             UserError: as `check`.
@@ -123,7 +123,7 @@ class Scheduler:
         return request
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Refuses what could not run.
+        """Refuses a prompt that cannot run.
 
         Raises:
             UserError: an empty prompt, one that leaves no room for an answer, or token ids outside the vocabulary.
@@ -140,10 +140,10 @@ class Scheduler:
             raise UserError(f"a token id is outside the vocabulary of {vocab_size}", where="logit_bias")
 
     def leave(self, request: Request, *, sound: bool = True) -> None:
-        """Lets a request go, finished or not; its cache entry is free from the next step on.
+        """Removes a request, finished or not; its cache entry is free.
 
         Args:
-            sound: False = its K/V may be broken (a step failed half-way) and must not be lent.
+            sound: False = its K/V may be broken (a step failed half-way) and is not reused.
         """
         self.running.remove(request)
         self.cache_manager.release(request, keep=sound)
@@ -151,7 +151,7 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> list[StepResult]:
-        """One step of every running request; finished ones leave."""
+        """Runs one step of every running request; finished requests leave."""
         start, prepared, requests = perf_counter(), self._prepared, list(self.running)
         decoding = [request for request in requests if request.is_decoding]
         context_tokens = sum(request.verified for request in decoding)
@@ -162,20 +162,20 @@ class Scheduler:
         results = [accepted.get(index) or StepResult(request, []) for index, request in enumerate(requests)]
         for index, result in enumerate(results):
             self._commit(result, len(pending[index]), drafts[index], features[index])
-        # Every token is on the host by now; a step that took in a prompt, too, or captured a graph is like no other.
+        # Every token is on the host by now. Steps with a prefill or a capture are not timed.
         is_usual = len(decoding) == len(requests) and self._prepared == prepared
         seconds = perf_counter() - start if is_usual else None
         self._observe(decoding, seconds, context_tokens)
         return [self._finish(result) for result in results]
 
     def _draftable_worth(self) -> int:
-        """Tokens of a prompt that may be computed again for a request that can be drafted after."""
+        """Tokens of a prompt that may be computed again so that the request can be drafted for."""
         if self.speculator is None or self.policy.resting:
             return 0
-        return WORTH_IN_A_CROWD if len(self.running) >= CROWD else WORTH
+        return WORTH_IN_LARGE_BATCH if len(self.running) >= LARGE_BATCH else WORTH
 
     def _copy_prefix(self, allocation: Allocation) -> None:
-        """Target and drafter alike: what the donor has verified but not drafted after yet is injected first."""
+        """Copies a prefix in both caches. Features of the donor that are not injected yet are injected first."""
         donor, reused = allocation.donor, allocation.reused
         if donor is None:
             return
@@ -186,7 +186,7 @@ class Scheduler:
             self.speculator.cache.copy(donor.entry, allocation.entry, min(reused, donor.injected))
 
     def _draft(self, requests: Sequence[Request], context_tokens: int) -> list[list[int]]:
-        """Drafted tokens of each request; [] where it is still in its prompt or its width is 1."""
+        """Drafted tokens of each request; [] during its prefill and at width 1."""
         drafts: list[list[int]] = [[] for _ in requests]
         decoding = [i for i, request in enumerate(requests) if request.is_decoding]
         if self.speculator is None or not decoding:
@@ -203,14 +203,14 @@ class Scheduler:
         return drafts
 
     def _wanted_features(self, requests: Sequence[Request]) -> tuple[int, ...]:
-        """The target layers whose outputs are kept; none while speculation rests in a crowd.
+        """The target layers whose outputs are kept; none while speculation is paused in a large batch.
 
-        Who lives through such a time is not drafted for any more; who joins later is. What waits is injected as it
-        begins, for who borrows it: a prefix that all prompts share would else leave nobody to be drafted for, ever.
+        Requests that ran without stored features cannot be drafted for again; new requests can. Pending features are
+        injected first, so that prefixes that new requests reuse stay complete.
         """
         if self.speculator is None:
             return ()
-        if len(requests) < CROWD or not self.policy.resting:
+        if len(requests) < LARGE_BATCH or not self.policy.resting:
             return self.speculator.target_layer_ids if any(request.draftable for request in requests) else ()
         if self.cache_manager.reuse:
             self.speculator.inject(requests)
@@ -226,9 +226,10 @@ class Scheduler:
         drafts: list[list[int]],
         layer_ids: tuple[int, ...],
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """One target pass over all rows -> hidden [rows, H] and each request's features [its rows, F*H], copied.
+        """One target pass over all rows -> hidden [rows, H] and each request's features [its rows, F*H].
 
-        A copy, for the next pass may write over them; of its own, for it should not keep those of a whole prompt alive.
+        Features are copied, since the next pass may overwrite them. Those of a long prompt are copied for each request:
+        a kept row would keep all rows of its tensor in memory.
         """
         blocks = [p + d for p, d in zip(pending, drafts, strict=True)]
         lengths = [len(block) for block in blocks]
@@ -244,7 +245,7 @@ class Scheduler:
     def _accept(
         self, requests: Sequence[Request], pending: list[list[int]], drafts: list[list[int]], hidden: Tensor
     ) -> dict[int, StepResult]:
-        """What each request gains whose prompt is through, by index; the others' rows need no logits."""
+        """Results by index of the requests whose prompt is through; the rows of the others need no logits."""
         heads = [i for i, request in enumerate(requests) if len(pending[i]) == len(request.pending)]
         if not heads:
             return {}
@@ -256,7 +257,7 @@ class Scheduler:
         return dict(zip(heads, results, strict=True))
 
     def _commit(self, result: StepResult, pending: int, draft: list[int], features: Tensor | None) -> None:
-        """Keeps the K/V and features of the rows that stand: the pending tokens and the accepted drafted ones."""
+        """Keeps the K/V and features of the pending tokens and of the accepted drafted tokens."""
         request, accepted = result.request, max(0, len(result.token_ids) - 1)
         if request.is_decoding:
             self._record(request, 1 + len(draft), accepted)
@@ -273,14 +274,14 @@ class Scheduler:
         request.steps.append((width, accepted))
 
     def _observe(self, decoded: Sequence[Request], seconds: float | None, context_tokens: int) -> None:
-        """Tells the policy what the step came to."""
+        """Reports the step to the policy."""
         if decoded:
             last = [request.steps[-1] for request in decoded]
             ids, widths = [request.id for request in decoded], [width for width, _ in last]
             self.policy.observe(Step(ids, widths, [accepted for _, accepted in last], seconds, context_tokens))
 
     def _finish(self, result: StepResult) -> StepResult:
-        """The result up to what ends the answer; sets the finish_reason and lets a finished request go."""
+        """The result up to the end of the answer; sets the finish_reason, and a finished request leaves."""
         request = result.request
         count = request.find_end(result.token_ids, self.target.config.eos_token_ids)
         request.cut(len(result.token_ids) - count)
@@ -293,7 +294,7 @@ class Scheduler:
         return result.first(count)
 
     def _discard(self, request: Request) -> None:
-        """Lets a request go that could not go on; what it leaves in the K/V caches may be NaN."""
+        """Removes a request that failed, and clears its cache entry, which may hold NaN."""
         self.leave(request, sound=False)
         self.cache.clear(request.entry)
         if self.speculator is not None:

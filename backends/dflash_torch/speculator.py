@@ -1,4 +1,4 @@
-"""The drafter at work: context features in, drafted tokens out, for any number of requests at once."""
+"""Runs the drafter: context features in, drafted tokens out, for any number of requests at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .request import Request
 
 
 class Speculator:
-    """Owns the drafter's context K/V, one entry a request, beside the target's."""
+    """A drafter with its context K/V, which has one entry for each request, as the target's cache has."""
 
     def __init__(
         self, drafter: Drafter, target: TargetModel, *, block_size: int, max_batch_size: int, capacity: int
@@ -40,7 +40,7 @@ class Speculator:
         self.hot_head = HotHead(target.head, drafter.hot_tokens) if drafter.hot_tokens else None
 
     def twin(self) -> Self:
-        """The same drafter with a K/V cache of its own, so that both can run in turns."""
+        """A speculator of this drafter with another K/V cache, so that both can run in turns."""
         made, runner = copy.copy(self), self.drafter_runner
         made.cache = self.cache.empty_twin()
         made.drafter_runner = DrafterRunner(runner.embedding, made.cache, self.block_size, static=runner.static)
@@ -48,21 +48,21 @@ class Speculator:
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
-        """The target layers whose outputs it wants of every verified token."""
+        """The target layers whose outputs the drafter takes for every verified token."""
         return self.drafter.config.target_layer_ids
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
         """Greedy drafts for slots 1..width-1 of each request's block, one drafter pass for all.
 
-        Greedy at every temperature: a point-mass draft keeps sampling lossless (`speculation.acceptance`). A grammar
-        chooses among what it allows, and may end the draft early.
+        Drafts are greedy at every temperature: a point-mass draft keeps sampling lossless (`speculation.acceptance`).
+        A grammar restricts the choice, and may end the draft early.
         """
         self.inject(requests)
         anchors = [request.token_ids[-1] for request in requests]
         hidden = self.drafter_runner(self.drafter, anchors, [(request.entry, request.verified) for request in requests])
         first, size = self.drafter.first_row, self.drafter.rows(self.block_size)
         counts = [width - 1 for width in widths]
-        if min(counts) == max(counts):  # nothing has to be looked up on the device
+        if min(counts) == max(counts):  # a slice needs no index on the device
             hidden = hidden.unflatten(0, (-1, size))[:, first : first + counts[0]].flatten(0, 1)
         else:
             hidden = hidden[[n * size + first + slot for n, count in enumerate(counts) for slot in range(count)]]
@@ -72,7 +72,7 @@ class Speculator:
         return self.hot_head.target_ids(self.propose(self.drafter, self.hot_head, hidden, anchors, counts, grammars))
 
     def inject(self, requests: Sequence[Request]) -> None:
-        """Writes the context K/V of tokens verified since the last time; nothing older is recomputed."""
+        """Writes the context K/V of tokens verified since the last call; nothing older is recomputed."""
         requests = [request for request in requests if request.features]
         if not requests:
             return
@@ -86,7 +86,7 @@ class Speculator:
 
 
 def proposal_of(config: DrafterConfig) -> Proposal:
-    """How hidden states become tokens; a drafter with heads brings modules of its own."""
+    """The function that turns hidden states into tokens; a drafter with heads has other modules for it."""
     if takes_hot_tokens(config):
         return propose_greedily
     from dflash_serve.models.drafter_walks import propose_by_walk

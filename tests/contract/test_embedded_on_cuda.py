@@ -18,8 +18,7 @@ from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.target import TargetModel
 from dflash_serve.models.target_config import TargetConfig
-from dflash_torch.model_runner import DrafterRunner, TargetRunner
-from dflash_torch.shapes import Shape, padded_table, shape_of
+from dflash_torch.model_runner import DrafterRunner, Shape, TargetRunner, padded_table, shape_of
 from tests.support.fake_cuda import DEVICE, OnTheDevice
 from tests.support.tiny import FULL, SLIDING, tiny_drafter_config
 

@@ -47,7 +47,7 @@ def test_the_stream_adds_up_to_the_answer(llm: LLM) -> None:
     assert pieces[-1].finish_reason == output.finish_reason
 
 
-def test_an_answer_ends_where_nobody_says_how_long_it_may_be(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_max_tokens_has_a_default_length(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_serve.llm.MAX_TOKENS", 5)
     unsaid = SamplingParams(temperature=0, ignore_eos=True)
     assert len(llm.generate("the quick", unsaid)[0].token_ids) == 5

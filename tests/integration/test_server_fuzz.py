@@ -1,4 +1,4 @@
-"""Whatever our own OpenAPI document allows, and some that it does not: never a 5xx."""
+"""Requests that the OpenAPI document allows, and some that it does not, never get a 5xx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every field we claim, through the official client, over a real socket."""
+"""Every supported field through the official client, over a real socket."""
 
 from __future__ import annotations
 

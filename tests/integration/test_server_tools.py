@@ -1,4 +1,4 @@
-"""Tools, through the official client: what is offered is shown to the target, and what it calls fits its schema."""
+"""Tools through the official client: the target is shown the offered tools, and its calls fit their schemas."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import openai
 import pytest
 from openai import OpenAI
 
-from dflash_torch.server.chat_protocol import ChatRequest
-from dflash_torch.server.chat_template import encode_chat
+from dflash_torch.server.api import ChatRequest
+from dflash_torch.server.chat import encode_chat
 from tests.support.serving import MODEL, Running
 
 

@@ -1,4 +1,4 @@
-"""Queue, disconnects, failures, keys and caps: what a server must do when things go wrong."""
+"""Queue, disconnects, failures, keys and limits: a server's promises when things go wrong."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pytest
 import torch
 from fastapi.routing import APIRoute
 
+from dflash_torch.answer import Answer
 from dflash_torch.server.app import create_app
-from dflash_torch.server.batch import RunningRequest
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running, until
 
@@ -66,9 +66,14 @@ def gate(served: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     until(served.idle)
 
 
-def running_requests(server: Running) -> list[RunningRequest]:
-    assert server.worker.batch is not None
-    return list(server.worker.batch.running.values())
+def running_requests(server: Running) -> list[Answer]:
+    assert server.worker.loop is not None
+    return list(server.worker.loop.running.values())
+
+
+def waiting_requests(server: Running) -> list[Answer]:
+    assert server.worker.loop is not None
+    return list(server.worker.loop.waiting)
 
 
 def raw_request(url: str, body: dict[str, Any]) -> socket.socket:
@@ -151,7 +156,7 @@ def test_a_client_that_leaves_while_running_frees_its_slot_within_a_step(
     connection = raw_request(served.url, LONG | {"stream": stream})
     until(lambda: not gate.open)
     connection.close()
-    until(lambda: served.idle() or any(request.stream.cancelled for request in running_requests(served)))
+    until(lambda: served.idle() or any(request.cancelled for request in running_requests(served)))
     gate.open = True
     until(served.idle)
     assert gate.steps <= 4
@@ -167,7 +172,7 @@ def test_a_client_that_leaves_while_queued_is_never_run(narrow: Running, narrow_
     until(lambda: server.worker.waiting == 1)
     joined = server.engine.scheduler.joined
     second.close()
-    until(lambda: all(queued.stream.cancelled for queued in server.worker._queue))
+    until(lambda: all(queued.cancelled for queued in waiting_requests(server)))
     first.close()
     narrow_gate.open = True
     until(server.idle)
@@ -188,7 +193,7 @@ def test_all_answers_of_n_are_cancelled_together(served: Running, gate: Gate) ->
     until(lambda: not gate.open)
     assert (served.worker.running, served.worker.waiting) == (4, 2)
     connection.close()
-    until(lambda: served.idle() or any(request.stream.cancelled for request in running_requests(served)))
+    until(lambda: served.idle() or any(request.cancelled for request in running_requests(served)))
     gate.open = True
     until(served.idle)
     assert gate.steps <= 4
@@ -197,11 +202,11 @@ def test_all_answers_of_n_are_cancelled_together(served: Running, gate: Gate) ->
 # --- slow streams
 
 
-def test_a_reader_that_stops_for_a_while_gets_all_of_its_stream_and_holds_nobody_up(served: Running) -> None:
+def test_a_reader_that_stops_for_a_while_gets_all_of_its_stream_and_delays_no_other(served: Running) -> None:
     slow = raw_request(served.url, LONG | {"stream": True})
     until(lambda: served.worker.running == 1)
     assert post(served.url).status_code == 200
-    until(served.idle)  # its answer is done, and nobody has read it
+    until(served.idle)  # its answer is done, and not read yet
     slow.settimeout(20)
     received = b""
     while b"data: [DONE]" not in received:
@@ -284,7 +289,7 @@ def test_those_that_waited_are_not_failed_by_anothers_step(narrow: Running, narr
 def test_an_engine_that_fails_every_step_ends_the_server(
     tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that whoever watches over it starts a new one."""
+    """So that a supervisor starts a new one."""
     engine = tiny_engine(tiny_folders)
     with running(engine) as server:
         Gate(engine, monkeypatch).faults = 1000
@@ -416,7 +421,7 @@ def test_what_is_no_request_is_a_4xx_in_openais_shape(served: Running, content: 
     assert error(response)["message"]
 
 
-def test_broken_json_is_nobodys_field(served: Running) -> None:
+def test_broken_json_names_no_field(served: Running) -> None:
     headers = {"Content-Type": "application/json"}
     response = httpx.post(f"{served.url}/v1/completions", content=b'{"model": "tiny",', headers=headers)
     assert response.status_code == 400

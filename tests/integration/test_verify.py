@@ -240,7 +240,7 @@ def test_servers_that_tell_nothing_of_their_speculation_could_not_be_told(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("dflash_torch.server.metrics.ServerMetrics.render", lambda self: b"")
+    monkeypatch.setattr("dflash_torch.server.worker.ServerMetrics.render", lambda self: b"")
     with running(plain_engine) as one, running(plain_engine.plain()) as other:
         given = ["--with", one.url, "--without", other.url, "--prompts", file, "--raw", "--samples", 0]
         assert call(monkeypatch, *given, "--max-tokens", 8, "--output", tmp_path / "r.json") == 3

@@ -12,10 +12,9 @@ from typing import Any
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.server.__main__ import bind
 from dflash_torch.server.app import DrainingServer, server_of
-from dflash_torch.server.handler import RequestHandler
-from dflash_torch.server.metrics import ServerMetrics
+from dflash_torch.server.routes import RequestHandler
 from dflash_torch.server.settings import ServerSettings, read_api_keys
-from dflash_torch.server.worker import EngineWorker
+from dflash_torch.server.worker import EngineWorker, ServerMetrics
 
 MODEL = "tiny"
 

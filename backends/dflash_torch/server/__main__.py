@@ -1,6 +1,6 @@
-"""`python -m dflash_torch.server deployment.json`: what `dflash-serve serve` becomes. Settings come by environment.
+"""The server's process, `python -m dflash_torch.server deployment.json`, with settings in the environment.
 
-Exit codes: 0 drained, 1 cut short or broken, 2 a user's mistake.
+Exit codes: 0 = drained, 1 = cut short or broken, 2 = a user's mistake.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NEEDED = (
 
 
 def main() -> None:
-    """A user's mistake is one line on stderr and exit code 2."""
+    """Runs the server. A user's mistake is one line on stderr and exit code 2."""
     try:
         deployment = Deployment.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
         settings = _settings()
@@ -59,10 +59,10 @@ def main() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, before anything slow is done.
+    """A listening socket.
 
     Raises:
-        UserError: the address is taken, not ours, or not to be had.
+        UserError: the address is taken or cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -79,17 +79,16 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(deployment: Deployment, settings: ServerSettings, keys: Sequence[str], listener: socket.socket) -> int:
-    """Runs until it is told to stop; returns the exit code.
+    """Serves until a signal or a broken engine; returns the exit code.
 
     Raises:
         UserError: the deployment does not run here, or the extra [serve] is not installed.
     """
     need("serve", *NEEDED)
     choose_waiting()  # before torch is there
-    from .app import server_of  # these import torch, after what can be wrong with the settings
-    from .handler import RequestHandler
-    from .metrics import ServerMetrics
-    from .worker import EngineWorker
+    from .app import server_of  # these import torch, after the settings are checked
+    from .routes import RequestHandler
+    from .worker import EngineWorker, ServerMetrics
 
     _log(settings.log_format)
     model = settings.served_model_name or deployment.target.model
@@ -126,7 +125,7 @@ def _start(deployment: Deployment) -> EmbeddedEngine:
 
 
 def _exit_code(server: DrainingServer, worker: EngineWorker) -> int:
-    """A step that is still running must not keep the process alive, and neither must what is left of it."""
+    """Ends the process even where a step still runs."""
     fatal = worker.fatal
     if isinstance(fatal, UserError):
         raise fatal
@@ -141,7 +140,7 @@ def _exit_code(server: DrainingServer, worker: EngineWorker) -> int:
 
 
 def _readable(error: BaseException) -> BaseException:
-    """Memory that is not there is a user's business; anything else is ours, traceback and all."""
+    """A lack of memory as a UserError; other errors as they are, with their traceback."""
     text = str(error)
     if isinstance(error, MemoryError) or "allocate" in text or "out of memory" in text:
         do = "lower limits.max_batch_size or limits.max_model_len, or use a smaller model"

@@ -1,4 +1,4 @@
-"""The application and the server around it: what admits a request, how errors are answered, how it drains."""
+"""The application and the server around it: admission of requests, status routes, errors, and the drain."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from time import time
 from types import FrameType
 from typing import Any
 
@@ -19,34 +20,35 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from sse_starlette.sse import AppStatus
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_serve.errors import UserError
 
-from .api_errors import ApiError, ErrorBody
-from .handler import RequestHandler
-from .routes import add_generation_routes, add_status_routes
+from . import responses as r
+from .api import ApiError, ErrorBody
+from .routes import AsciiJSON, RequestHandler, add_generation_routes, json_response
 from .settings import ServerSettings
 
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.05
+RETRY_SECONDS = {429: "1", 503: "5"}
+# Probes and Prometheus have no key, as with vLLM and SGLang.
 OPEN_PATHS = frozenset({"/health", "/ready", "/live", "/metrics"})
-"""What probes and Prometheus ask, who have no key; as with vLLM and SGLang."""
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 415, 429, 431, "4XX", 500, 503)
 }
-"""What any route may answer, for the OpenAPI document; 4XX keeps FastAPI from adding a 422 of its own."""
+"""Error responses of every route in the OpenAPI document; 4XX keeps FastAPI from adding its own 422."""
 
 
 class ApiKeys:
-    """The keys that open the server, compared in constant time; without any, it is open to all."""
+    """The API keys, compared in constant time; without keys the server is open to all."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def owner(self, authorization: str) -> str | None:
-        """Whose key an Authorization header carries; None = nobody's. All keys are compared."""
+        """The owner of the key in an Authorization header; None = no valid key. All keys are compared."""
         if not self._digests:
             return ""
         scheme, _, key = authorization.partition(" ")
@@ -56,9 +58,9 @@ class ApiKeys:
 
 
 class AdmissionMiddleware:
-    """Refuses a request before a route sees it: for its headers, its key, the type, size or pace of its body.
+    """Refuses a request before it reaches a route: for its headers, its key, or the type, size or pace of its body.
 
-    Pure ASGI, so that a route's `receive` still sees the client go.
+    Pure ASGI, so that a route's `receive` sees the client disconnect.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, keys: ApiKeys) -> None:
@@ -71,7 +73,7 @@ class AdmissionMiddleware:
             self._check_head(scope)
             body = await self._body(scope, receive)
         except ApiError as error:
-            return await error.response()(scope, receive, send)
+            return await _response(error)(scope, receive, send)
         if body is not None:  # None = the client is gone
             await self.app(scope, _replay(body, receive), send)
 
@@ -111,12 +113,48 @@ class AdmissionMiddleware:
             raise ApiError(408, f"the body did not come within {self.settings.body_seconds:g} seconds") from None
 
 
+def add_status_routes(app: FastAPI, handler: RequestHandler) -> None:
+    """Adds the routes of the models, the probes and the metrics."""
+    started = int(time())
+
+    @app.get("/v1/models", response_model=r.ModelList)
+    async def models() -> Response:
+        return json_response(r.ModelList(data=[card()]))
+
+    @app.get("/v1/models/{model:path}", response_model=r.ModelCard)
+    async def model(model: str) -> Response:
+        if model != handler.model:
+            raise ApiError(404, f"the model {model!r} is not served here", param="model", code="model_not_found")
+        return json_response(card())
+
+    @app.get("/live", response_model=r.Status)
+    async def live() -> Response:
+        """Liveness: 503 where only a new process helps."""
+        broken = handler.worker.state == "broken"
+        return json_response(r.Status(status="broken" if broken else "ok"), 503 if broken else 200)
+
+    @app.get("/health", response_model=r.Status)
+    @app.get("/ready", response_model=r.Status)
+    async def ready() -> Response:
+        """Readiness: new requests are accepted. Clients of vLLM and SGLang ask /health."""
+        return json_response(r.Status(status=handler.status), 200 if handler.status == "ready" else 503)
+
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
+    async def metrics() -> Response:
+        return Response(handler.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    def card() -> r.ModelCard:
+        engine = handler.worker.engine
+        longest = engine.scheduler.capacity if engine else None
+        return r.ModelCard(id=handler.model, created=started, max_model_len=longest)
+
+
 def create_app(handler: RequestHandler) -> FastAPI:
     """The application without its middleware, for the OpenAPI document."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        handler.worker.launch(asyncio.get_running_loop())
+        handler.worker.launch_from(asyncio.get_running_loop())
         yield
         handler.worker.stop()
 
@@ -136,7 +174,7 @@ def create_app(handler: RequestHandler) -> FastAPI:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn with a drain of our own: the listener stays open, and says 503, until the last answer is out."""
+    """uvicorn with another drain: the listener stays open and answers with 503 until the last answer is sent."""
 
     def __init__(self, config: uvicorn.Config, handler: RequestHandler) -> None:
         super().__init__(config)
@@ -156,7 +194,7 @@ class DrainingServer(uvicorn.Server):
         clock, worker, ticks = asyncio.get_running_loop(), self.handler.worker, 0
         announced = False
         while True:
-            if worker.state == "ready" and not announced:  # even if it has answered and is to end by now
+            if worker.state == "ready" and not announced:  # even where it is to end by now
                 announced = True
                 log.info("ready: %s answers on %s", self.handler.model, ", ".join(self._addresses()))
             if self.handler.draining or worker.state == "broken":
@@ -174,7 +212,7 @@ class DrainingServer(uvicorn.Server):
         if worker.admitted:
             log.warning("the drain's %g seconds are over", self.handler.settings.drain_seconds)
             self.exit_code = 1
-            await asyncio.to_thread(worker.stop)  # which tells whoever still waits
+            await asyncio.to_thread(worker.stop)  # which ends the waiting requests with a 503
 
     def _addresses(self) -> Iterator[str]:
         for listener in self.servers:
@@ -184,12 +222,12 @@ class DrainingServer(uvicorn.Server):
 
 
 def server_of(handler: RequestHandler, keys: Sequence[str]) -> DrainingServer:
-    """uvicorn around the application, told what this server does itself.
+    """uvicorn around the application, without the parts that this server does itself.
 
     Args:
-        keys: API keys that open it; none = it is open to all.
+        keys: API keys; none = the server is open to all.
     """
-    AppStatus.enable_automatic_graceful_drain = False  # it would cut streams at SIGTERM; our drain lets them end
+    AppStatus.enable_automatic_graceful_drain = False  # it would cut streams at SIGTERM; the drain lets them end
     settings = handler.settings
     config = uvicorn.Config(
         AdmissionMiddleware(create_app(handler), handler.settings, ApiKeys(keys)),
@@ -206,24 +244,29 @@ def server_of(handler: RequestHandler, keys: Sequence[str]) -> DrainingServer:
     return DrainingServer(config, handler)
 
 
-async def _error_response(_: Request, error: Exception) -> JSONResponse:
+async def _error_response(_: Request, error: Exception) -> Response:
     """Every error in OpenAI's shape."""
     if isinstance(error, ApiError):
-        return error.response()
+        return _response(error)
     if isinstance(error, UserError):
-        return ApiError.of(error).response()
+        return _response(ApiError.of(error))
     if isinstance(error, RequestValidationError | ValidationError):
-        return _invalid_body(error.errors()[0]).response()
+        return _response(_invalid_body(error.errors()[0]))
     if isinstance(error, HTTPException):
-        response = ApiError(error.status_code, str(error.detail)).response()
+        response = _response(ApiError(error.status_code, str(error.detail)))
         response.headers.update(error.headers or {})
         return response
-    return ApiError(500, "an internal error; the server's log says more").response()
+    return _response(ApiError(500, "an internal error; the server's log says more"))
+
+
+def _response(error: ApiError) -> Response:
+    retry = RETRY_SECONDS.get(error.status)
+    return AsciiJSON(error.body.model_dump(), error.status, headers={"Retry-After": retry} if retry else None)
 
 
 def _invalid_body(first: Mapping[str, Any]) -> ApiError:
-    """The first thing that pydantic found wrong with a body."""
-    if first["type"] == "json_invalid":  # its place is a character's, and no field's
+    """The first mistake that pydantic found in a body."""
+    if first["type"] == "json_invalid":  # its location is a character, not a field
         why = first.get("ctx", {}).get("error", "cut short")
         return ApiError(400, f"the body is no JSON: {why} (character {first['loc'][-1]})", code="invalid_json")
     where = [str(part) for part in first["loc"] if part != "body"]
@@ -235,7 +278,7 @@ def _invalid_body(first: Mapping[str, Any]) -> ApiError:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body once, then whatever comes: which is the client going."""
+    """Gives the body once, then the later messages of the client."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:

@@ -1,26 +1,40 @@
-"""Responses in OpenAI's shapes; errors are in `api_errors`."""
+"""Responses in OpenAI's shapes: models of whole responses, and the formatters that write responses and events.
+
+An event of a stream is a plain dict: a pydantic model for each token would cost more than the token's JSON.
+"""
 
 from __future__ import annotations
 
+import secrets
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
+from time import time
 from typing import Any, Literal
 
-from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel
+from transformers import PreTrainedTokenizerBase
 
-from dflash_serve.outputs import FinishReason
+from dflash_serve.outputs import Chunk, FinishReason, TokenLogprob
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-ChatFinishReason = FinishReason | Literal["tool_calls"]
+from ..grammar import Grammars
+from ..request import Request
+from .api import AcceptanceMetrics, ChatRequest, CompletionRequest, Generation
+from .chat import CallDelta, CallReader, ChatFinishReason, finish_of, read_calls
+
+# Stands for minus infinity in JSON, as in vLLM.
+LOWEST = -9999.0
 
 
 class CachedTokens(BaseModel):
-    """How many of the prompt's tokens had their K/V reused."""
+    """Prompt tokens whose K/V was reused."""
 
     cached_tokens: int = 0
 
 
 class Usage(BaseModel):
-    """Tokens; an end-of-sequence token counts, what follows a stop string does not."""
+    """Numbers of tokens. An end-of-sequence token counts; tokens behind a stop string do not."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -48,11 +62,11 @@ class SpeculativeDecoding(BaseModel):
     def of(
         cls, counts: AcceptanceStatistics, block_size: int, steps: Sequence[tuple[int, int]] | None = None
     ) -> SpeculativeDecoding:
-        """What one answer's counts say.
+        """The statistics of one answer in this shape.
 
         Args:
             block_size: B, the anchor counted.
-            steps: (width, accepted) of each step; those that verified a draft are listed one by one where given.
+            steps: (width, accepted) of each step; None = the response does not list steps.
         """
         drafted, accepted = int(counts.drafted or 0), int(counts.accepted or 0)
         lengths = counts.acceptance_lengths or {}
@@ -107,7 +121,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class Call(BaseModel):
-    """The function that the client is asked to call, and with what."""
+    """Name and arguments of a function that the client is asked to call."""
 
     name: str
     arguments: str
@@ -122,46 +136,14 @@ class ToolCall(BaseModel):
     function: Call
 
 
-class Piece(BaseModel):
-    """Of a call; fields that this piece does not have are left out, or clients would take null for their new value."""
-
-    @model_serializer(mode="wrap")
-    def _without_nulls(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in dump(self).items() if value is not None}
-
-
-class FunctionDelta(Piece):
-    """The name with a call's first piece, and the next piece of its arguments."""
-
-    name: str | None = None
-    arguments: str = ""
-
-
-class CallDelta(Piece):
-    """A piece of a call; id and type come with the first."""
-
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionDelta
-
-
 class AssistantMessage(BaseModel):
     """The message of a whole chat answer."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    """None where it only calls."""
+    """None where the answer has calls and no text."""
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
-
-
-class Delta(BaseModel):
-    """A piece of a chat answer's message."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    tool_calls: list[CallDelta] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -172,26 +154,16 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
     token_ids: list[int] | None = None
-    """Where `return_token_ids` asks for them."""
-
-
-class ChatChunkChoice(BaseModel):
-    """A piece of one of `n` answers, in a stream."""
-
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None
-    finish_reason: ChatFinishReason | None
-    token_ids: list[int] | None = None
+    """None without `return_token_ids`."""
 
 
 class CompletionChoice(BaseModel):
-    """One answer, or in a stream a piece of it."""
+    """One answer."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason
     token_ids: list[int] | None = None
 
 
@@ -213,15 +185,8 @@ class ChatCompletion(Envelope):
     choices: list[ChatChoice]
 
 
-class ChatCompletionChunk(Envelope):
-    """An event of a chat stream."""
-
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    choices: list[ChatChunkChoice]
-
-
 class Completion(Envelope):
-    """A completion response, and an event of a stream of them."""
+    """A completion response without a stream."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
@@ -238,7 +203,7 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All models that are served: one."""
+    """The models that are served: always one."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
@@ -248,3 +213,252 @@ class Status(BaseModel):
     """Liveness and readiness."""
 
     status: str
+
+
+class TokenNames:
+    """Log probabilities with their tokens as text and bytes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, grammars: Grammars) -> None:
+        self._tokenizer, self._grammars = tokenizer, grammars
+
+    def chat(self, entries: Sequence[TokenLogprob] | None) -> ChatLogprobs | None:
+        """Log probabilities in the shape of chat completions."""
+        if entries is None:
+            return None
+        content = []
+        for entry in entries:
+            top = [self._named(token, value) for token, value in entry.top]
+            own = self._named(entry.token_id, entry.logprob)
+            content.append(TokenLogprobs(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top))
+        return ChatLogprobs(content=content)
+
+    def completion(self, entries: Sequence[TokenLogprob] | None, offset: int) -> CompletionLogprobs | None:
+        """Log probabilities in the older shape of plain completions.
+
+        Args:
+            offset: where in the answer the text of the first token begins, in characters.
+        """
+        if entries is None:
+            return None
+        named = [self._named(entry.token_id, entry.logprob) for entry in entries]
+        offsets = []
+        for own in named:
+            offsets.append(offset)
+            offset += len(own.token)
+        return CompletionLogprobs(
+            tokens=[own.token for own in named],
+            token_logprobs=[own.logprob for own in named],
+            top_logprobs=[self._top(entry) for entry in entries],
+            text_offset=offsets,
+        )
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """The most probable tokens, and the generated one where it is not among them."""
+        named = [self._named(*pair) for pair in (*entry.top, (entry.token_id, entry.logprob))]
+        return {own.token: own.logprob for own in reversed(named)}
+
+    def _named(self, token: int, logprob: float) -> TopLogprob:
+        text = str(self._tokenizer.decode([token]))
+        value = max(logprob, LOWEST)
+        return TopLogprob(token=text, logprob=value, bytes=list(self._grammars.token_bytes(token)))
+
+
+class Formatter(ABC):
+    """Writes the response of one HTTP request.
+
+    Args:
+        body: its `n` answers to each prompt: answers `i * n` to `i * n + n - 1` share prompt `i`.
+        acceptance: figures of acceptance in the response.
+        block_size: B; None without a drafter.
+    """
+
+    id_prefix: str
+    event_object: str
+
+    def __init__(
+        self, body: Generation, names: TokenNames | None, *, acceptance: AcceptanceMetrics, block_size: int | None
+    ) -> None:
+        self.body, self.names, self.acceptance, self.block_size = body, names, acceptance, block_size
+        self.id, self.created = f"{self.id_prefix}-{secrets.token_hex(12)}", int(time())
+        self._sent: dict[int, int] = {}
+        """Characters of each answer's tokens that events have shown; an answer that has not begun is missing."""
+
+    @abstractmethod
+    def event(self, chunk: Chunk) -> dict[str, Any] | None:
+        """The event of one chunk; None where it would be empty: a step may bring half a character only."""
+
+    @abstractmethod
+    def whole(self, answers: list[Chunk], requests: Sequence[Request]) -> Envelope:
+        """The response without a stream; each answer is all its chunks in one.
+
+        Args:
+            requests: the scheduler's finished requests, one for each answer.
+        """
+
+    def totals(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """The last event of a stream where usage was asked for: all totals, and no choices."""
+        metrics = self._metrics(requests)
+        return self._envelope([], self._usage(requests).model_dump(), metrics and metrics.model_dump())
+
+    def _envelope(
+        self, choices: list[dict[str, Any]], usage: object | None = None, metrics: object | None = None
+    ) -> dict[str, Any]:
+        """An event with the fields of `Envelope`."""
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.body.model,
+            "system_fingerprint": None,
+            "usage": usage,
+            "metrics": metrics,
+            "object": self.event_object,
+            "choices": choices,
+        }
+
+    def _is_empty(self, chunk: Chunk, text: str) -> bool:
+        return not (text or chunk.logprobs or chunk.finish_reason or self.body.return_token_ids)
+
+    def _token_ids(self, chunk: Chunk) -> list[int] | None:
+        return chunk.token_ids if self.body.return_token_ids else None
+
+    def _usage(self, requests: Sequence[Request]) -> Usage:
+        of_prompts = requests[:: self.body.n]
+        prompt = sum(request.prompt_length for request in of_prompts)
+        completion = sum(len(request.output_ids) for request in requests)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=CachedTokens(cached_tokens=sum(request.reused for request in of_prompts)),
+        )
+
+    def _metrics(self, requests: Sequence[Request]) -> ResponseMetrics | None:
+        """Null for several answers, as in vLLM: figures of acceptance belong to one answer."""
+        if self.acceptance == "none":
+            return None
+        if len(requests) != 1 or self.block_size is None:
+            return ResponseMetrics()
+        steps = requests[0].steps if self.acceptance == "detailed" else None
+        return ResponseMetrics(
+            speculative_decoding=SpeculativeDecoding.of(requests[0].statistics, self.block_size, steps)
+        )
+
+
+class ChatFormatter(Formatter):
+    """Formats chat completions."""
+
+    id_prefix, event_object = "chatcmpl", "chat.completion.chunk"
+
+    def __init__(
+        self, body: ChatRequest, names: TokenNames | None, *, acceptance: AcceptanceMetrics, block_size: int | None
+    ) -> None:
+        super().__init__(body, names, acceptance=acceptance, block_size=block_size)
+        self._calling = bool(body.offered)
+        self._readers = defaultdict[int, CallReader](CallReader)
+        """By answer, where answers may call tools."""
+
+    def event(self, chunk: Chunk) -> dict[str, Any] | None:
+        text, calls, begun, index = chunk.text, list[CallDelta](), 0, chunk.index
+        if self._calling:
+            reader = self._readers[index]
+            text, calls = reader.feed(text, last=chunk.finish_reason is not None)
+            begun = reader.calls
+        if not calls and self._is_empty(chunk, text):
+            return None
+        logprobs = self.names.chat(chunk.logprobs) if self.names else None
+        choice = {
+            "index": index,
+            "delta": {
+                "role": None if index in self._sent else "assistant",
+                "content": text if text or not calls else None,
+                "tool_calls": calls or None,
+            },
+            "logprobs": logprobs.model_dump() if logprobs else None,
+            "finish_reason": finish_of(chunk.finish_reason, begun),
+            "token_ids": self._token_ids(chunk),
+        }
+        self._sent[index] = self._sent.get(index, 0) + len(chunk.text)
+        return self._envelope([choice])
+
+    def whole(self, answers: list[Chunk], requests: Sequence[Request]) -> ChatCompletion:
+        return ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.body.model,
+            choices=[self._choice(answer) for answer in answers],
+            usage=self._usage(requests),
+            metrics=self._metrics(requests),
+        )
+
+    def _choice(self, answer: Chunk) -> ChatChoice:
+        text, calls = read_calls(answer.text) if self._calling else (answer.text, [])
+        found = [ToolCall.model_validate(call) for call in calls]
+        return ChatChoice(
+            index=answer.index,
+            message=AssistantMessage(content=text if text or not calls else None, tool_calls=found or None),
+            logprobs=self.names and self.names.chat(answer.logprobs),
+            finish_reason=finish_of(answer.finish_reason, len(calls)) or "stop",
+            token_ids=self._token_ids(answer),
+        )
+
+
+class CompletionFormatter(Formatter):
+    """Formats plain completions.
+
+    Args:
+        echoes: the text before the answers to each prompt; empty where `echo` is not asked for.
+    """
+
+    id_prefix, event_object = "cmpl", "text_completion"
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        names: TokenNames | None,
+        echoes: Sequence[str] = (),
+        *,
+        acceptance: AcceptanceMetrics,
+        block_size: int | None,
+    ) -> None:
+        super().__init__(body, names, acceptance=acceptance, block_size=block_size)
+        self._echoes = echoes
+
+    def event(self, chunk: Chunk) -> dict[str, Any] | None:
+        offset, first = self._sent.get(chunk.index, 0), chunk.index not in self._sent
+        text = self._echoed(chunk) if first else chunk.text
+        self._sent[chunk.index] = offset
+        if self._is_empty(chunk, text):
+            return None
+        logprobs = self.names.completion(chunk.logprobs, offset) if self.names else None
+        if logprobs is not None:
+            self._sent[chunk.index] = offset + sum(map(len, logprobs.tokens))
+        choice = {
+            "index": chunk.index,
+            "text": text,
+            "logprobs": logprobs.model_dump() if logprobs else None,
+            "finish_reason": chunk.finish_reason,
+            "token_ids": self._token_ids(chunk),
+        }
+        return self._envelope([choice])
+
+    def whole(self, answers: list[Chunk], requests: Sequence[Request]) -> Completion:
+        return Completion(
+            id=self.id,
+            created=self.created,
+            model=self.body.model,
+            choices=[self._choice(answer) for answer in answers],
+            usage=self._usage(requests),
+            metrics=self._metrics(requests),
+        )
+
+    def _echoed(self, chunk: Chunk) -> str:
+        return self._echoes[chunk.index // self.body.n] + chunk.text if self._echoes else chunk.text
+
+    def _choice(self, answer: Chunk) -> CompletionChoice:
+        return CompletionChoice(
+            index=answer.index,
+            text=self._echoed(answer),
+            logprobs=self.names and self.names.completion(answer.logprobs, 0),
+            finish_reason=answer.finish_reason or "stop",
+            token_ids=self._token_ids(answer),
+        )

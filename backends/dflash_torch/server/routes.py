@@ -1,42 +1,71 @@
-"""The routes, all there are; and how an answer is sent: whole, or as server-sent events while it is generated."""
+"""The routes that generate: from a validated body to answers in the engine's loop, and from their chunks to HTTP.
+
+A body is checked in this order: readiness, limits, prompt, grammar, room in the queue.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+import json
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
-from time import time
-from typing import TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from dflash_serve.errors import UserError
 from dflash_serve.outputs import Chunk
+from dflash_serve.speculation.params import SamplingParams
 
+from ..answer import Answer
+from ..engine import EmbeddedEngine
+from ..grammar import Grammar, Grammars
 from . import responses as r
-from .api_errors import ApiError, AsciiJSON, ascii_json
-from .batch import ResponseStream
-from .chat_protocol import ChatRequest
-from .formatting import Formatter
-from .handler import RequestHandler
-from .protocol import CompletionRequest, Generation
+from .api import AcceptanceMetrics, ApiError, ChatRequest, CompletionRequest, Generation, JsonSchema, Regex
+from .chat import call_grammar, encode_chat
+from .responses import ChatFormatter, CompletionFormatter, Formatter, TokenNames
+from .settings import ServerSettings
+from .worker import EngineWorker, ResponseStream, ServerMetrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 DONE = "[DONE]"
 EVENTS = {"content": {"text/event-stream": {}}, "description": "whole, or as events where `stream` is true"}
 
 
+def ascii_json(content: Any) -> str:
+    """JSON in ASCII on one line: some clients take U+2028 and its like for the end of a line of an event stream."""
+    return json.dumps(content, allow_nan=False, separators=(",", ":"))
+
+
+class AsciiJSON(JSONResponse):
+    """A response in ASCII JSON, which can repeat any text of a request, lone surrogates included."""
+
+    def render(self, content: Any) -> bytes:
+        return ascii_json(content).encode("ascii")
+
+
+def json_response(body: BaseModel, status: int = 200) -> Response:
+    """A model as an HTTP response."""
+    return AsciiJSON(body.model_dump(by_alias=True), status)
+
+
 class EventStream(EventSourceResponse):
-    """Events as they come, a comment where none has come for a while, and an end to generating when it is over.
+    """An event stream: events as they come, comments in long gaps; its answers are cancelled when it is over.
 
     Args:
         events: the data of each event, on one line.
-        stream: cancelled when the last event was sent, or the client or the server has gone.
-        ping_seconds: between two comments; 0 = none are sent.
+        stream: cancelled after the last event, or when the client or the server has gone.
+        ping_seconds: time between two comments; 0 = no comments.
     """
 
     def __init__(self, events: AsyncIterator[str], stream: ResponseStream, *, ping_seconds: float) -> None:
@@ -48,6 +77,206 @@ class EventStream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.stream.cancel()
+
+
+class RequestHandler:
+    """Checks requests for one model, and queues them."""
+
+    def __init__(self, settings: ServerSettings, worker: EngineWorker, metrics: ServerMetrics, model: str) -> None:
+        self.settings, self.worker, self.metrics, self.model = settings, worker, metrics, model
+        self.draining = False
+        """New requests are refused; running ones go on."""
+        self._tokenizing = asyncio.Lock()
+        self._grammars: Grammars | None = None
+
+    @property
+    def status(self) -> str:
+        """`ready`, or why not."""
+        return "draining" if self.draining else self.worker.state
+
+    async def chat(self, body: ChatRequest, owner: str) -> tuple[ResponseStream, ChatFormatter]:
+        """Queues a conversation.
+
+        Args:
+            owner: the owner of the request's API key; owners do not share prefixes.
+
+        Raises:
+            ApiError, UserError: the request is refused.
+        """
+        engine = self._ready_engine(body)
+        most = self.settings.max_messages
+        if len(body.messages) > most:
+            raise ApiError(400, f"{len(body.messages)} messages, at most {most} are taken", param="messages")
+        params = body.sampling_params()
+        names = await self._token_names(engine, params)
+        formatter = ChatFormatter(body, names, acceptance=self._acceptance(body), block_size=engine.block_size)
+        return await self._queue(engine, body, params, [body], owner), formatter
+
+    async def completion(self, body: CompletionRequest, owner: str) -> tuple[ResponseStream, CompletionFormatter]:
+        """Queues one prompt or several.
+
+        Args:
+            owner: the owner of the request's API key; owners do not share prefixes.
+
+        Raises:
+            ApiError, UserError: the request is refused.
+        """
+        engine = self._ready_engine(body)
+        if not 0 < len(body.prompts) <= self.settings.max_prompts:
+            what = f"{len(body.prompts)} prompts, 1 to {self.settings.max_prompts} are taken"
+            raise ApiError(400, what, param="prompt")
+        params = body.sampling_params()
+        names = await self._token_names(engine, params)
+        stream = await self._queue(engine, body, params, body.prompts, owner)
+        echoes = [_text(engine, prompt) for prompt in body.prompts] if body.echo else []
+        acceptance, block_size = self._acceptance(body), engine.block_size
+        return stream, CompletionFormatter(body, names, echoes, acceptance=acceptance, block_size=block_size)
+
+    def _ready_engine(self, body: Generation) -> EmbeddedEngine:
+        """The engine, after the checks that take no work."""
+        if self.status != "ready" or self.worker.engine is None:
+            raise self._not_ready()
+        if body.model != self.model:
+            what = f"the model {body.model!r} is not served here; {self.model!r} is"
+            raise ApiError(404, what, param="model", code="model_not_found")
+        if body.n > self.settings.max_n:
+            raise ApiError(400, f"n is {body.n}, at most {self.settings.max_n} are taken", param="n")
+        return self.worker.engine
+
+    async def _queue(
+        self,
+        engine: EmbeddedEngine,
+        body: Generation,
+        params: SamplingParams,
+        prompts: Sequence[str | list[int] | ChatRequest],
+        owner: str,
+    ) -> ResponseStream:
+        """Queues the answers. Nothing is awaited after that: a client that goes cannot leave them behind."""
+        count = len(prompts) * body.n
+        if count > self.worker.most_admitted:
+            what = f"{count} answers, but batch and queue hold {self.worker.most_admitted}"
+            raise ApiError(400, what, param="n")
+        self._check_room(count)  # before the work below, and after it
+        async with self._tokenizing:  # the tokenizer is not thread-safe
+            tokens = [await run_in_threadpool(_tokenize, engine, prompt, params) for prompt in prompts]
+        grammar = await self._grammar(engine, body)
+        if self.status != "ready":
+            raise self._not_ready()
+        self._check_room(count)
+        stream, salt = ResponseStream(self.worker.wake), f"{owner}/{body.cache_salt}"
+        for index in range(count):
+            answer = Answer(
+                index,
+                tokens[index // body.n],
+                _params_of_answer(params, index % body.n),
+                self.worker.deliver,
+                grammar=grammar and grammar.copy(),
+                salt=salt,
+                group=stream,
+            )
+            stream.answers.append(answer)
+        self.worker.submit(stream.answers)
+        return stream
+
+    async def _token_names(self, engine: EmbeddedEngine, params: SamplingParams) -> TokenNames | None:
+        """Texts of tokens for log probabilities; None where the request wants none."""
+        if params.logprobs is None:
+            return None
+        return TokenNames(engine.tokenizer, await self._load_grammars(engine))
+
+    async def _grammar(self, engine: EmbeddedEngine, body: Generation) -> Grammar | None:
+        calls = isinstance(body, ChatRequest) and bool(body.offered)
+        if not calls and not body.forms:
+            return None
+        return await run_in_threadpool(_compiled, await self._load_grammars(engine), body)
+
+    async def _load_grammars(self, engine: EmbeddedEngine) -> Grammars:
+        """Compiles the tokenizer for grammars, for the first request that needs it."""
+        async with self._tokenizing:
+            if self._grammars is None:
+                config = engine.scheduler.target.config
+                self._grammars = await run_in_threadpool(
+                    Grammars, engine.tokenizer, config.vocab_size, config.eos_token_ids
+                )
+        return self._grammars
+
+    def _acceptance(self, body: Generation) -> AcceptanceMetrics:
+        return body.acceptance_metrics or self.settings.acceptance_metrics
+
+    def _check_room(self, requests: int) -> None:
+        if not self.worker.has_room(requests):
+            self.metrics.refused(429)
+            raise ApiError(429, "the queue is full; try again later", code="queue_full")
+
+    def _not_ready(self) -> ApiError:
+        self.metrics.refused(503)
+        return ApiError(503, f"the server is not ready: {self.status}", code="not_ready")
+
+
+def _compiled(grammars: Grammars, body: Generation) -> Grammar:
+    """The grammar that a request asks for."""
+    if isinstance(body, ChatRequest) and body.offered:
+        forced = body.tool_choice != "auto"
+        text = call_grammar(body.offered, forced=forced, parallel=body.parallel_tool_calls)
+        return grammars.lark(text, where="tools")
+    (where,), wanted, outputs = body.forms, body.response_format, body.structured_outputs
+    if body.regex is not None:
+        return grammars.regex(body.regex, where=where)
+    if outputs is not None:
+        if outputs.json_ is not None:
+            return grammars.json_schema(outputs.json_, where=where)
+        if outputs.regex is not None:
+            return grammars.regex(outputs.regex, where=where)
+        return grammars.lark(f"start: {' | '.join(map(json.dumps, outputs.choice or ()))}", where=where)
+    if isinstance(wanted, JsonSchema):
+        return grammars.json_schema(wanted.json_schema.schema_, where=where)
+    if isinstance(wanted, Regex):
+        return grammars.regex(wanted.pattern, where=where)
+    return grammars.json_schema({"type": "object"}, where=where)
+
+
+def _tokenize(engine: EmbeddedEngine, prompt: str | list[int] | ChatRequest, params: SamplingParams) -> list[int]:
+    """Token ids of a prompt that the scheduler accepts.
+
+    Raises:
+        ApiError, UserError: it does not accept them.
+    """
+    field = "messages" if isinstance(prompt, ChatRequest) else "prompt"
+    if (characters := _characters(prompt)) > engine.scheduler.capacity * _longest_token(engine.tokenizer):
+        what = f"{characters} characters, more than {engine.scheduler.capacity} tokens can hold"
+        raise ApiError(400, what, param=field, code="context_length_exceeded")
+    tokens = encode_chat(engine.tokenizer, prompt) if isinstance(prompt, ChatRequest) else engine.tokenize(prompt)
+    try:
+        engine.scheduler.check(tokens, params)
+    except UserError as error:
+        param = field if error.where == "prompt" else error.where
+        code = "context_length_exceeded" if len(tokens) >= engine.scheduler.capacity else "invalid_value"
+        raise ApiError(400, str(error), param=param, code=code) from None
+    return tokens
+
+
+def _characters(prompt: str | list[int] | ChatRequest) -> int:
+    """Length of the text; 0 for token ids."""
+    if isinstance(prompt, ChatRequest):
+        return sum(len(message.text) for message in prompt.messages)
+    return len(prompt) if isinstance(prompt, str) else 0
+
+
+def _text(engine: EmbeddedEngine, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else str(engine.tokenizer.decode(prompt))
+
+
+@cache
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters of the longest token; texts that no allowed number of tokens can hold are not tokenized."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def _params_of_answer(params: SamplingParams, index: int) -> SamplingParams:
+    """Each of n answers has another seed; the first has the requested one."""
+    if params.seed is None or index == 0:
+        return params
+    return params.model_copy(update={"seed": (params.seed + index + 2**63) % 2**64 - 2**63})
 
 
 def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
@@ -64,46 +293,10 @@ def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
         return await respond(request, body, *queued, ping_seconds=handler.settings.ping_seconds)
 
 
-def add_status_routes(app: FastAPI, handler: RequestHandler) -> None:
-    """Adds the routes that say what is served, and how it is."""
-    started = int(time())
-
-    @app.get("/v1/models", response_model=r.ModelList)
-    async def models() -> Response:
-        return _json(r.ModelList(data=[card()]))
-
-    @app.get("/v1/models/{model:path}", response_model=r.ModelCard)
-    async def model(model: str) -> Response:
-        if model != handler.model:
-            raise ApiError(404, f"the model {model!r} is not served here", param="model", code="model_not_found")
-        return _json(card())
-
-    @app.get("/live", response_model=r.Status)
-    async def live() -> Response:
-        """Liveness: 503 where only a new process would help."""
-        broken = handler.worker.state == "broken"
-        return _json(r.Status(status="broken" if broken else "ok"), 503 if broken else 200)
-
-    @app.get("/health", response_model=r.Status)
-    @app.get("/ready", response_model=r.Status)
-    async def ready() -> Response:
-        """Readiness: new requests are taken. /health means the same to clients of vLLM and SGLang."""
-        return _json(r.Status(status=handler.status), 200 if handler.status == "ready" else 503)
-
-    @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
-    async def metrics() -> Response:
-        return Response(handler.metrics.render(), media_type="text/plain; version=0.0.4")
-
-    def card() -> r.ModelCard:
-        engine = handler.worker.engine
-        longest = engine.scheduler.capacity if engine else None
-        return r.ModelCard(id=handler.model, created=started, max_model_len=longest)
-
-
 async def respond(
     request: Request, body: Generation, stream: ResponseStream, formatter: Formatter, *, ping_seconds: float
 ) -> Response:
-    """Waits for the first chunk before a byte is sent, so that the status is the truth."""
+    """Waits for the first chunk before a byte is sent, so that an error before it has its own status."""
     chunks = aiter(stream)
     try:
         first = await unless_gone(request.receive, anext(chunks))
@@ -111,7 +304,7 @@ async def respond(
             events = event_data(_joined(first, chunks), formatter, stream)
             return EventStream(events, stream, ping_seconds=ping_seconds)
         answers = await unless_gone(request.receive, _whole(_joined(first, chunks)))
-        return _json(formatter.whole(answers, stream.finished))
+        return json_response(formatter.whole(answers, stream.requests))
     except BaseException as error:
         stream.cancel()
         if isinstance(error, ClientDisconnect):
@@ -120,15 +313,15 @@ async def respond(
 
 
 async def event_data(chunks: AsyncIterator[Chunk], formatter: Formatter, stream: ResponseStream) -> AsyncIterator[str]:
-    """The data of a stream's events, `[DONE]` the last. An error comes too late for a status: an event says it."""
+    """The data of a stream's events, `[DONE]` the last. An error, too late for a status, is an event."""
     try:
         async for chunk in chunks:
             if (event := formatter.event(chunk)) is not None:
-                yield one_line(event)
+                yield ascii_json(event)
         if formatter.body.stream_options.include_usage:
-            yield one_line(formatter.totals(stream.finished))
+            yield ascii_json(formatter.totals(stream.requests))
     except ApiError as error:
-        yield one_line(error.body)
+        yield ascii_json(error.body.model_dump())
     yield DONE
 
 
@@ -148,11 +341,6 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-
-
-def one_line(body: BaseModel) -> str:
-    """The data of one event."""
-    return ascii_json(body.model_dump(by_alias=True))
 
 
 async def _whole(chunks: AsyncIterator[Chunk]) -> list[Chunk]:
@@ -180,9 +368,5 @@ async def _gone(receive: Receive) -> None:
 
 
 def _ping() -> ServerSentEvent:
-    """A comment, which clients skip: proxies close a connection that is silent for too long."""
+    """A comment, which clients skip: proxies close a connection without traffic."""
     return ServerSentEvent(comment="ping", sep="\n")
-
-
-def _json(body: BaseModel, status: int = 200) -> Response:
-    return AsciiJSON(body.model_dump(by_alias=True), status)

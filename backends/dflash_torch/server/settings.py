@@ -11,35 +11,35 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from dflash_serve.errors import UserError
 
 from ..facts import SETTINGS_PREFIX
-from .protocol import AcceptanceMetrics
+from .api import AcceptanceMetrics
 
 
 class ServerSettings(BaseSettings):
-    """Frozen; every cap answers with a 4xx that names it."""
+    """Settings of the server. A request beyond a limit gets a 4xx error that names the limit."""
 
     model_config = SettingsConfigDict(env_prefix=SETTINGS_PREFIX, frozen=True, extra="ignore")
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, lt=65536)
     served_model_name: str | None = None
-    """None = as the deployment names the target."""
+    """Name in the API; None = the deployment's target."""
     api_key_file: Path | None = None
     """One key a line; None = open to all."""
     log_format: Literal["text", "json"] = "text"
     """json = one object a line."""
     acceptance_metrics: AcceptanceMetrics = "none"
-    """`metrics.speculative_decoding` in responses whose request does not say."""
+    """Default of the requests' field `acceptance_metrics`."""
     operators: Literal["auto", "plain"] = "auto"
     """A step's small operators on a CPU: `auto` compiles them where there is a C++ compiler, `plain` leaves them to
     PyTorch."""
     drain_seconds: NonNegativeFloat = 30
-    """How long running requests may go on after SIGTERM."""
+    """Time for running requests after SIGTERM."""
     ping_seconds: NonNegativeFloat = 15
-    """Between two comments that keep a stream's connection open while no chunk comes; 0 = none are sent."""
+    """Time between two comments that keep a stream open while no chunk comes; 0 = no comments."""
     max_body_bytes: PositiveInt = 4 * 1024 * 1024
     max_header_bytes: PositiveInt = 16 * 1024
     body_seconds: PositiveFloat = 30
-    """How long a client may take to send a body."""
+    """Time for a client to send a body."""
     max_messages: PositiveInt = 1024
     max_prompts: PositiveInt = 16
     max_n: PositiveInt = 16

@@ -1,4 +1,4 @@
-"""The embedded backend refuses what it would ignore, and what does not fit, before it loads anything."""
+"""The embedded backend refuses unsupported fields, and models that do not fit, before it loads anything."""
 
 from __future__ import annotations
 

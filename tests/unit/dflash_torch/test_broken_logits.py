@@ -1,4 +1,4 @@
-"""A request whose logits are NaN or infinite ends with an error; no token is made up for it, and the others go on."""
+"""A request whose logits are NaN or infinite ends with an error and without a made-up token; others go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What timed passes say about costs."""
+"""Costs from timed passes."""
 
 from __future__ import annotations
 

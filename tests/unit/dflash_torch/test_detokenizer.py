@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
 from dflash_serve.models.loader import load_tokenizer
-from dflash_torch.detokenizer import Detokenizer
+from dflash_torch.answer import Detokenizer
 
 ALPHABET = "abé漢🦊 \n"
 LETTERS, STOP = st.text(ALPHABET, max_size=30), st.text(ALPHABET, min_size=1, max_size=4)

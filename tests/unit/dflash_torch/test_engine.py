@@ -1,10 +1,11 @@
-"""The engine as the core knows it: streams side by side, comparisons, and what an evaluation asks of it."""
+"""The engine's promises to the core: streams side by side, comparisons, and controls for an evaluation."""
 
 from __future__ import annotations
 
 import gc
 from itertools import zip_longest
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -80,7 +81,7 @@ def test_a_closed_streams_finished_requests_stay(folders: Folders) -> None:
     assert stream.outputs()[0].finish_reason == "length"
 
 
-def test_a_step_that_fails_ends_every_stream_and_the_engine_goes_on(
+def test_a_step_that_fails_ends_what_ran_in_it_and_the_engine_goes_on(
     folders: Folders, truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tiny_engine(folders, truth=truth, max_batch_size=1)
@@ -88,12 +89,24 @@ def test_a_step_that_fails_ends_every_stream_and_the_engine_goes_on(
     next(one)
     with monkeypatch.context() as patch:
         patch.setattr(engine.scheduler, "step", lambda: [][0])
-        with pytest.raises(IndexError):
+        with pytest.raises(RuntimeError, match="a step of the engine failed") as failed:
             list(one)
-    with pytest.raises(RuntimeError, match="a step of the engine failed") as failed:
-        next(two)
     assert isinstance(failed.value.__cause__, IndexError)
     assert len(engine.scheduler.free_entries) == 1
+    assert text(list(two)) == text(alone(folders, truth, PROMPTS[1]))
+
+
+def test_an_interrupted_step_ends_its_stream_and_the_interrupt_goes_on(
+    folders: Folders, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine(folders, truth=truth)
+    stream = started(engine, PROMPTS[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "step", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    with pytest.raises(RuntimeError, match="a step of the engine failed"):
+        next(stream)
     assert text(list(started(engine, PROMPTS[2]))) == text(alone(folders, truth, PROMPTS[2]))
 
 

@@ -9,7 +9,7 @@ import pytest
 from dflash_serve import SamplingParams
 from dflash_serve.errors import UserError
 from dflash_serve.outputs import Chunk
-from dflash_torch.detokenizer import Answer
+from dflash_torch.answer import Answer
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.grammar import Grammar, Grammars
 from dflash_torch.scheduler import Scheduler
@@ -39,12 +39,13 @@ def grammars(engine: EmbeddedEngine) -> Grammars:
 def run(
     engine: EmbeddedEngine, scheduler: Scheduler, grammar: Grammar, params: SamplingParams
 ) -> tuple[list[int], str]:
-    answer = Answer(0, scheduler.join([5, 6, 7], params, grammar=grammar), engine.tokenizer.backend_tokenizer)
+    answer = Answer(0, [5, 6, 7], params, lambda *_: None, grammar=grammar)
+    request = answer.join(scheduler, engine.tokenizer)
     chunks: list[Chunk] = []
     while scheduler.running:
         chunks += [answer.advance(result) for result in scheduler.step()]
     assert chunks[-1].finish_reason == "stop"
-    return answer.request.output_ids, answer.text
+    return request.output_ids, answer.text
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])

@@ -1,4 +1,4 @@
-"""Whatever heads a drafter has and however wide its blocks are verified: the answers are those without speculation."""
+"""With any head of the drafter and any width, answers are those without speculation."""
 
 from __future__ import annotations
 

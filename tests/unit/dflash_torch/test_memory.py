@@ -1,4 +1,4 @@
-"""Whether it fits, by arithmetic; the GPUs by the real cuda-bindings where installed, and a stand-in for a driver."""
+"""Memory of a deployment by arithmetic; GPUs through the installed cuda-bindings and a stand-in for a driver."""
 
 from __future__ import annotations
 

@@ -16,9 +16,8 @@ from dflash_serve.models.attention.padded import PaddedAttention
 from dflash_serve.models.attention.ragged import RaggedAttention
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.speculation.policy import FixedWidth, Step
-from dflash_torch.model_runner import StaticPass
-from dflash_torch.shapes import LONGEST, Shape, padded_table, real_rows, shape_of
-from dflash_torch.shapes import shapes as shapes_of_all
+from dflash_torch.model_runner import LONGEST, Shape, StaticPass, padded_table, real_rows, shape_of
+from dflash_torch.model_runner import shapes as shapes_of_all
 from tests.support import fake_flashinfer
 from tests.support.embedded import answers, tiny_engine, with_passes
 

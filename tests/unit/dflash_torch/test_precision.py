@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
-from dflash_torch import precision
-from dflash_torch.precision import WORTH, choose_dtype, how_much_faster
-from dflash_torch.start import start_engine
+from dflash_torch import calibration
+from dflash_torch.calibration import WORTH, choose_dtype, measure_dtype_speed
+from dflash_torch.engine import start_engine
 
 Folders = tuple[Path, Path]
 
@@ -40,7 +40,7 @@ def in_bfloat16(folders: Folders, tmp_path: Path) -> Path:
 def test_weights_in_bfloat16_are_computed_with_in_what_is_faster(
     in_bfloat16: Path, monkeypatch: pytest.MonkeyPatch, faster: float, expected: str
 ) -> None:
-    monkeypatch.setattr(precision, "how_much_faster", Mock(side_effect=[faster, 1.0]))  # measured once
+    monkeypatch.setattr(calibration, "measure_dtype_speed", Mock(side_effect=[faster, 1.0]))  # measured once
     assert start_engine(deployment(in_bfloat16)).dtype == expected
     assert start_engine(deployment(in_bfloat16)).dtype == expected
 
@@ -49,7 +49,7 @@ def test_no_weight_is_rounded_and_what_was_asked_for_is_given(
     folders: Folders, in_bfloat16: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure = Mock(return_value=9.0)
-    monkeypatch.setattr(precision, "how_much_faster", measure)
+    monkeypatch.setattr(calibration, "measure_dtype_speed", measure)
     assert start_engine(deployment(folders[0])).dtype == "float32"
     assert start_engine(deployment(folders[0], "bfloat16")).dtype == "bfloat16"
     assert start_engine(deployment(in_bfloat16, "float32")).dtype == "float32"
@@ -67,7 +67,7 @@ def test_a_cache_that_cannot_be_read_or_written_costs_a_measurement_and_no_more(
 ) -> None:
     (tmp_path / "cache").write_text("in the way")
     measure = Mock(return_value=2.0)
-    monkeypatch.setattr(precision, "how_much_faster", measure)
+    monkeypatch.setattr(calibration, "measure_dtype_speed", measure)
     for _ in range(2):
         assert str(choose_dtype(deployment(in_bfloat16), "cpu", compiled=True)) == "torch.bfloat16"
     assert measure.call_count == 2
@@ -76,7 +76,9 @@ def test_a_cache_that_cannot_be_read_or_written_costs_a_measurement_and_no_more(
 
 def test_a_cpu_that_packs_no_bfloat16_computes_in_it_all_the_same() -> None:
     """Without AVX-512 or AVX-NE-CONVERT, which oneDNN can be told it has not, and without a compiler."""
-    code = "from dflash_torch.precision import how_much_faster; print(how_much_faster(64, 96, compiled=False))"
+    code = (
+        "from dflash_torch.calibration import measure_dtype_speed; print(measure_dtype_speed(64, 96, compiled=False))"
+    )
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
@@ -85,7 +87,7 @@ def test_a_cpu_that_packs_no_bfloat16_computes_in_it_all_the_same() -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_the_measurement_is_a_ratio_of_two_times(compiled: bool) -> None:
-    assert 0.01 < how_much_faster(64, 96, compiled=compiled) < 100
+    assert 0.01 < measure_dtype_speed(64, 96, compiled=compiled) < 100
 
 
 def test_a_folder_without_weights_is_refused(in_bfloat16: Path) -> None:

@@ -44,7 +44,7 @@ def test_a_shared_prefix_is_not_computed_again_and_changes_nothing(folders: Fold
 
 
 def test_the_drafter_sees_the_same_context_after_reuse(folders: Folders) -> None:
-    """Acceptance would suffer in silence otherwise: the context K/V is compared itself."""
+    """The context K/V is compared, since a fault in it would only lower acceptance."""
     fresh = tiny_engine(folders, reuse_prefixes=False).scheduler
     reused = tiny_engine(folders).scheduler
     reused.join([*PREFIX, 50], GREEDY)

@@ -1,4 +1,4 @@
-"""What a step brings each request: the short way of greedy requests against the general one."""
+"""Tokens of a step: the short path for greedy batches against the general path."""
 
 from __future__ import annotations
 

@@ -133,37 +133,37 @@ def test_logprobs_are_what_transformers_computes(folders: Folders) -> None:
         assert entry.top[0][1] == pytest.approx(float(row.max()), abs=1e-4)
 
 
-class Resting(AutoWidth):
-    """Rests, or drafts at full width, as the test says."""
+class Pausing(AutoWidth):
+    """Paused, or drafting at full width, as the test says."""
 
-    rests = True
+    paused = True
 
     @property
     def resting(self) -> bool:
-        return self.rests
+        return self.paused
 
     def widths(
         self, request_ids: Sequence[Hashable], context_tokens: int = 0, undraftable: Collection[Hashable] = ()
     ) -> list[int]:
-        return [1 if self.rests else 4] * len(request_ids)
+        return [1 if self.paused else 4] * len(request_ids)
 
 
-def test_a_crowd_keeps_no_features_while_speculation_rests(
+def test_a_large_batch_keeps_no_features_while_speculation_is_paused(
     folders: Folders, truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_torch.scheduler.CROWD", 2)
+    monkeypatch.setattr("dflash_torch.scheduler.LARGE_BATCH", 2)
     engine = tiny_engine(folders, max_batch_size=3, truth=truth)
-    engine.scheduler.policy = policy = Resting(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
+    engine.scheduler.policy = policy = Pausing(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
     prompts = [engine.tokenize(prompt) for prompt in PROMPTS[:2]]
     old = [engine.scheduler.join(prompt, GREEDY) for prompt in prompts]
     for _ in range(5):
         engine.scheduler.step()
     assert [request.features for request in old] == [[], []]
 
-    policy.rests = False
-    assert engine.scheduler._wanted_features(old) == ()  # nobody to keep them for
+    policy.paused = False
+    assert engine.scheduler._wanted_features(old) == ()  # no request can be drafted for
     new = engine.scheduler.join(prompts[0], GREEDY)
-    assert new.reused == 0  # what has a gap lends nothing short to who is drafted for
+    assert new.reused == 0  # a short prefix with a gap is not reused
     while engine.scheduler.running:
         engine.scheduler.step()
     assert all(width == 1 for request in old for width, _ in request.steps)
@@ -175,23 +175,23 @@ def test_a_crowd_keeps_no_features_while_speculation_rests(
 def test_a_prefix_that_all_prompts_share_leaves_newcomers_to_be_drafted_for(
     folders: Folders, monkeypatch: pytest.MonkeyPatch, worth: int
 ) -> None:
-    """It was seen before the rest, and those who came meanwhile hand it on; without, nobody could be ever again."""
-    monkeypatch.setattr("dflash_torch.scheduler.CROWD", 1)
-    monkeypatch.setattr("dflash_torch.scheduler.WORTH_IN_A_CROWD", worth)
+    """The prefix was computed before the pause, and requests that joined in the pause keep it complete for new ones."""
+    monkeypatch.setattr("dflash_torch.scheduler.LARGE_BATCH", 1)
+    monkeypatch.setattr("dflash_torch.scheduler.WORTH_IN_LARGE_BATCH", worth)
     prefix = list(range(10, 50))
     scheduler = tiny_engine(folders, max_batch_size=3).scheduler
-    scheduler.policy = policy = Resting(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
-    policy.rests = False
+    scheduler.policy = policy = Pausing(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
+    policy.paused = False
     first = scheduler.join([*prefix, 60], GREEDY)
     scheduler.step()
-    policy.rests = True
+    policy.paused = True
     scheduler.step()
     assert (first.injected, first.draftable) == (len(prefix) + 1, False)
     meanwhile = scheduler.join([*prefix, 61, 62, 63], GREEDY)
     scheduler.step()
     assert (meanwhile.reused, meanwhile.injected, meanwhile.draftable) == (len(prefix), len(prefix), False)
     scheduler.leave(first, sound=False)
-    policy.rests = False
+    policy.paused = False
     new = scheduler.join([*prefix, 61, 62, 64], GREEDY)
     assert (new.reused, new.draftable) == ((len(prefix), True) if worth else (len(prefix) + 2, False))
     fresh = tiny_engine(folders, reuse_prefixes=False).scheduler
@@ -214,16 +214,16 @@ def test_a_prefix_that_all_prompts_share_leaves_newcomers_to_be_drafted_for(
 def test_a_prefix_that_takes_long_to_compute_is_worth_more_than_drafts(
     folders: Folders, truth: Truth, monkeypatch: pytest.MonkeyPatch, worth: int, borrows: bool
 ) -> None:
-    """Who is over and has a gap in the drafter's context lends its prefix, if that is long enough."""
-    monkeypatch.setattr("dflash_torch.scheduler.CROWD", 1)
+    """The prefix of a finished request with a gap in the drafter's context is reused if it is long enough."""
+    monkeypatch.setattr("dflash_torch.scheduler.LARGE_BATCH", 1)
     monkeypatch.setattr("dflash_torch.scheduler.WORTH", worth)
     engine = tiny_engine(folders, max_batch_size=3, truth=truth)
-    engine.scheduler.policy = policy = Resting(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
+    engine.scheduler.policy = policy = Pausing(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
     prompt = engine.tokenize(PROMPTS[0])
     old = engine.scheduler.join(prompt, GREEDY)
     while engine.scheduler.running:
         engine.scheduler.step()
-    policy.rests = False
+    policy.paused = False
     new = engine.scheduler.join(prompt, GREEDY)
     while engine.scheduler.running:
         engine.scheduler.step()
@@ -232,13 +232,13 @@ def test_a_prefix_that_takes_long_to_compute_is_worth_more_than_drafts(
     assert new.output_ids == old.output_ids == next(iter(truth.values()))
 
 
-def test_few_requests_can_be_drafted_for_again_after_any_rest(folders: Folders, truth: Truth) -> None:
+def test_requests_of_a_small_batch_can_be_drafted_for_after_a_pause(folders: Folders, truth: Truth) -> None:
     engine = tiny_engine(folders, truth=truth)
-    engine.scheduler.policy = policy = Resting(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
+    engine.scheduler.policy = policy = Pausing(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
     request = engine.scheduler.join(engine.tokenize(PROMPTS[0]), GREEDY)
     for _ in range(5):
         engine.scheduler.step()
-    policy.rests = False
+    policy.paused = False
     while engine.scheduler.running:
         engine.scheduler.step()
     assert max(accepted for _, accepted in request.steps) > 0

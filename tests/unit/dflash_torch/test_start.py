@@ -1,4 +1,4 @@
-"""From a Deployment to an engine: what is measured, kept, and chosen by it."""
+"""The start of an engine: measurements, their cache, and the choices that depend on them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.width import AutoWidth
 from dflash_torch import calibration, model_runner
 from dflash_torch.calibration import Calibration
+from dflash_torch.engine import start_engine
 from dflash_torch.launch import with_operators
-from dflash_torch.start import start_engine
 from tests.support.embedded import answers
 
 Folders = tuple[Path, Path]

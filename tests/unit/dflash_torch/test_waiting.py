@@ -1,4 +1,4 @@
-"""How the embedded engine's threads wait: by what the machine has to do before PyTorch is loaded."""
+"""The embedded engine's threads wait in the way that suits the machine's load before PyTorch is loaded."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         (0, 0, {}),  # the clock stood still
     ],
 )
-def test_threads_spin_where_nobody_else_wants_the_cores(
-    machine: Machine, busy: int, idle: int, expected: dict[str, str]
-) -> None:
+def test_threads_spin_on_a_quiet_machine(machine: Machine, busy: int, idle: int, expected: dict[str, str]) -> None:
     environment: dict[str, str] = {}
     choose_waiting(environment, machine(busy=busy, idle=idle))
     assert environment == expected

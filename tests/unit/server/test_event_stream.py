@@ -12,16 +12,14 @@ from openai._streaming import ServerSentEvent, SSEDecoder
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from dflash_torch.server.batch import ResponseStream
-from dflash_torch.server.responses import Completion, CompletionChoice
-from dflash_torch.server.routes import DONE, EventStream, one_line, unless_gone
+from dflash_torch.server.routes import DONE, EventStream, ascii_json, unless_gone
+from dflash_torch.server.worker import ResponseStream
 
 HTTP = {"type": "http", "method": "POST"}
 
 
-def completion(text: str) -> Completion:
-    choice = CompletionChoice(index=0, text=text, logprobs=None, finish_reason=None)
-    return Completion(id="x", created=1, model="m", choices=[choice])
+def completion(text: str) -> dict[str, Any]:
+    return {"id": "x", "choices": [{"index": 0, "text": text}]}
 
 
 class Client:
@@ -51,14 +49,12 @@ def sent(texts: Iterable[str], *, client_seconds: float = 0, gap: float = 0, pin
     async def events() -> AsyncIterator[str]:
         for text in texts:
             await asyncio.sleep(gap)
-            yield one_line(completion(text))
+            yield ascii_json(completion(text))
         yield DONE
 
     async def run() -> Client:
         client = Client(seconds_each=client_seconds)
-        await EventStream(events(), ResponseStream(1, lambda: None), ping_seconds=ping)(
-            HTTP, client.receive, client.send
-        )
+        await EventStream(events(), ResponseStream(lambda: None), ping_seconds=ping)(HTTP, client.receive, client.send)
         return client
 
     return asyncio.run(run())
@@ -85,7 +81,7 @@ def test_events_are_the_same_however_the_network_cuts_them(texts: list[str], dat
 @given(st.text())
 def test_an_event_is_one_line_for_any_idea_of_a_line(text: str) -> None:
     body = sent([text]).body.decode("ascii")
-    assert body == f"data: {one_line(completion(text))}\n\ndata: [DONE]\n\n"
+    assert body == f"data: {ascii_json(completion(text))}\n\ndata: [DONE]\n\n"
     assert [len(event.splitlines()) for event in body.split("\n\n")[:-1]] == [1, 1]
 
 
@@ -119,7 +115,7 @@ def test_a_stream_is_over_exactly_once_whenever_the_client_goes(stays_for: int) 
         await asyncio.sleep(0 if stays_for == 4 else 60)
 
     async def run() -> None:
-        client, stream = Client(stays_for), ResponseStream(1, lambda: over.append(True))
+        client, stream = Client(stays_for), ResponseStream(lambda: over.append(True))
         async with asyncio.timeout(5):
             await EventStream(events(), stream, ping_seconds=15)(HTTP, client.receive, client.send)
         assert stream.cancelled
@@ -130,7 +126,7 @@ def test_a_stream_is_over_exactly_once_whenever_the_client_goes(stays_for: int) 
 
 def test_a_client_that_had_gone_before_the_stream_began_ends_it_too() -> None:
     async def run() -> ResponseStream:
-        client, stream = Client(), ResponseStream(1, lambda: None)
+        client, stream = Client(), ResponseStream(lambda: None)
         client.gone.set()
         async with asyncio.timeout(5):
             await EventStream(_endless(), stream, ping_seconds=15)(HTTP, client.receive, client.send)
@@ -141,7 +137,7 @@ def test_a_client_that_had_gone_before_the_stream_began_ends_it_too() -> None:
 
 def test_a_server_that_goes_ends_the_stream() -> None:
     async def run() -> ResponseStream:
-        client, stream = Client(), ResponseStream(1, lambda: None)
+        client, stream = Client(), ResponseStream(lambda: None)
         response: Any = EventStream(_endless(), stream, ping_seconds=15)(HTTP, client.receive, client.send)
         task = asyncio.create_task(response)
         await asyncio.sleep(0.01)

@@ -7,8 +7,8 @@ import pytest
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_torch.facts import FACTS
-from dflash_torch.server.metrics import EngineSnapshot, ServerMetrics
 from dflash_torch.server.responses import SpeculativeDecoding
+from dflash_torch.server.worker import EngineSnapshot, ServerMetrics
 
 STEPS = [(4, 3), (4, 0), (2, 1), (1, 0), (4, 1)]
 

@@ -1,4 +1,4 @@
-"""Calls are read out of an answer's text however it is cut, and what is no call stays text."""
+"""Calls are read out of an answer's text at any cuts; the other text stays text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_torch.server.tools import CallReader, finish_of, read_calls
+from dflash_torch.server.chat import CallReader, finish_of, read_calls
 
 ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\n</tool_call>"}}\n</tool_call>'
 TWO = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
@@ -26,7 +26,7 @@ ANSWERS = {
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_a_whole_answer_is_text_and_calls(answer: str) -> None:
     text, calls = read_calls(answer)
-    assert (text, [(call.function.name, call.function.arguments) for call in calls]) == ANSWERS[answer]
+    assert (text, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]) == ANSWERS[answer]
 
 
 @given(answer=st.sampled_from(list(ANSWERS)), cuts=st.lists(st.integers(0, 120), max_size=20))
@@ -37,8 +37,8 @@ def test_pieces_add_up_to_the_whole_however_an_answer_is_cut(answer: str, cuts: 
         said, deltas = reader.feed(answer[edges[n] : edges[n + 1]], last=n == len(edges) - 2)
         text += said
         for delta in deltas:
-            names += [delta.function.name] if delta.function.name else []
-            arguments[delta.index] = arguments.get(delta.index, "") + delta.function.arguments
+            names += [delta["function"]["name"]] if "name" in delta["function"] else []
+            arguments[delta["index"]] = arguments.get(delta["index"], "") + delta["function"]["arguments"]
     expected, calls = ANSWERS[answer]
     assert re.sub(r"\s+$", "", text) == expected
     assert [(name, arguments[n]) for n, name in enumerate(names)] == calls

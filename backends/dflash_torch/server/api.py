@@ -1,0 +1,356 @@
+"""OpenAI's requests and errors as pydantic models. Unknown fields are refused, and null means the default.
+
+Sampling fields are inherited from `SamplingParams`, which has their ranges and meanings.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dflash_serve.errors import UserError
+from dflash_serve.speculation.params import SamplingParams
+
+AcceptanceMetrics = Literal["none", "summary", "detailed"]
+
+# Limits on fields that make every step slower, for other requests as well.
+MAX_BIASED_TOKENS = 1024
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKENS = 128
+ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ErrorDetail(BaseModel):
+    """Message, type, field and code of an error."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """An OpenAI error."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An error that a request is answered with.
+
+    Args:
+        param: the field of the request that is at fault.
+        code: a word for programs, such as `context_length_exceeded`.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = ERROR_TYPES.get(status, "invalid_request_error")
+        self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
+
+    @classmethod
+    def of(cls, error: UserError) -> ApiError:
+        """The error of a mistake in the request."""
+        return cls(400, str(error), param=error.where or None, code="invalid_value")
+
+
+class Strict(BaseModel):
+    """Base of request models: unknown fields are refused, null fields count as absent."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    """The last chunk has the usage and no choices."""
+    include_obfuscation: bool = False
+    """Accepted and ignored: padding against traffic analysis."""
+
+
+class AnyText(Strict):
+    """No constraint."""
+
+    type: Literal["text"]
+
+
+class JsonObject(Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Strict):
+    """A JSON schema in OpenAI's wrapping."""
+
+    name: str
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    description: str = ""
+    strict: bool = False
+    """Accepted and ignored: the schema is always enforced."""
+
+
+class JsonSchema(Strict):
+    """JSON of this schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class Regex(Strict):
+    """Text that matches from beginning to end; an extension of OpenAI's formats."""
+
+    type: Literal["regex"]
+    pattern: str
+
+
+ResponseFormat = Annotated[AnyText | JsonObject | JsonSchema | Regex, Field(discriminator="type")]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field for constrained answers; one of the three is given."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1, max_length=1024)
+
+
+class Generation(SamplingParams):
+    """Fields of chat and plain completions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    model: str
+    n: int = Field(1, ge=1, description="answers to one prompt")
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat = AnyText(type="text")
+    structured_outputs: StructuredOutputs | None = Field(None, description="as with vLLM")
+    regex: str | None = Field(None, description="the answer matches it from beginning to end, as with SGLang")
+    return_token_ids: bool = Field(False, description="choices carry token_ids, as with vLLM and SGLang")
+    cache_salt: str = Field("", max_length=256, description="only requests of the same salt share prefixes")
+    acceptance_metrics: AcceptanceMetrics | None = Field(None, description="metrics.speculative_decoding; n = 1 only")
+    user: str = Field("", description="accepted and ignored, like the next three")
+    metadata: dict[str, str] = Field(default_factory=dict)
+    store: bool = False
+    service_tier: str = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        json.dumps(data, ensure_ascii=False).encode()  # raises ValueError for a lone surrogate
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _within_reason(self) -> Generation:
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise ValueError(f"logit_bias: {len(self.logit_bias)} tokens, at most {MAX_BIASED_TOKENS} are taken")
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise ValueError(f"stop_token_ids: {len(self.stop_token_ids)}, at most {MAX_STOP_TOKENS} are taken")
+        if any(len(stop) > MAX_STOP_CHARACTERS for stop in self.stop):
+            raise ValueError(f"stop: a stop string has at most {MAX_STOP_CHARACTERS} characters")
+        if self.stream_options.include_usage and not self.stream:
+            raise ValueError("stream_options: only with stream: true")
+        if len(self.forms) > 1:
+            raise ValueError(f"{' and '.join(self.forms)}: only one of them can be obeyed")
+        if self.forms and self.min_tokens:
+            raise ValueError(f"min_tokens: not with {self.forms[0]}, which says when an answer is complete")
+        return self
+
+    @property
+    def forms(self) -> list[str]:
+        """Names of the given fields that constrain the answer."""
+        given = [] if isinstance(self.response_format, AnyText) else ["response_format"]
+        for name in ("json_", "regex", "choice") if self.structured_outputs else ():
+            if getattr(self.structured_outputs, name) is not None:
+                given.append(f"structured_outputs.{name.rstrip('_')}")
+        return [*given, "regex"] if self.regex is not None else given
+
+    def sampling_params(self) -> SamplingParams:
+        """The fields that the engine takes."""
+        return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.model_fields})
+
+
+class CompletionRequest(Generation):
+    """POST /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = Field(16, ge=1, description="most tokens to generate")
+    echo: bool = Field(False, description="the prompt's text comes before the answer's; not with logprobs")
+
+    @model_validator(mode="after")
+    def _defaults_agree(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo: not with logprobs, which the prompt's tokens have none of here")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each as text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        tokens = [entry for entry in self.prompt if isinstance(entry, int)]
+        return [tokens] if tokens else [entry for entry in self.prompt if not isinstance(entry, int)]
+
+
+class TextPart(Strict):
+    """A part of a message; only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(Strict):
+    """Name, description and arguments of a tool."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """JSON schema of its arguments; without one it takes any object."""
+    strict: bool = False
+    """Accepted and ignored: the schema is always enforced."""
+
+
+class Tool(Strict):
+    """A function that the answer may ask the client to call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    """The name of the tool that must be called."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(Strict):
+    """A call of an earlier turn."""
+
+    name: str
+    arguments: str = "{}"
+    """A JSON object, as text."""
+
+
+class EarlierCall(Strict):
+    """A call of an earlier turn; its result refers to its id."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates take it, with its arguments as an object.
+
+        Raises:
+            ApiError: the arguments are no JSON object.
+        """
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            what = f"the arguments of the call {self.id or self.function.name!r} are no JSON object"
+            raise ApiError(400, what, param="messages", code="invalid_value")
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class ChatMessage(Strict):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
+    name: str = ""
+    refusal: None = None
+    tool_calls: list[EarlierCall] = Field(default_factory=list, max_length=128)
+    tool_call_id: str = ""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} needs content")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content, with its parts joined."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    def plain(self) -> dict[str, Any]:
+        """The message as the chat template takes it."""
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.tool_call_id:
+            message["tool_call_id"] = self.tool_call_id
+        return message | ({"name": self.name} if self.role == "tool" and self.name else {})
+
+
+class ChatRequest(Generation):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[Tool] = Field(default_factory=list, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = Field(True, description="whether one answer may call several times")
+    reasoning_effort: str | None = Field(None, max_length=64, description="handed to the target's chat template")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the target's chat template, such as enable_thinking"
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, description="most tokens to generate; as max_tokens")
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20, description="number of most probable tokens; needs logprobs: true")
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs: true")
+        return self
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two of them have one name")
+        if not names and self.tool_choice not in ("auto", "none"):
+            raise ValueError("tool_choice: there are no tools to call")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice: there is no tool {self.tool_choice.function.name!r}")
+        if self.offered and (self.forms or self.min_tokens):
+            raise ValueError(f"tools: not together with {(*self.forms, 'min_tokens')[0]}")
+        return self
+
+    @property
+    def offered(self) -> list[Function]:
+        """The functions that the answer may call."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool.function for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools]
+
+    def sampling_params(self) -> SamplingParams:
+        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
+        logprobs = self.top_logprobs if self.logprobs else None
+        fields = {name: getattr(self, name) for name in SamplingParams.model_fields}
+        return SamplingParams(**{**fields, "logprobs": logprobs, "max_tokens": min(limits, default=None)})

@@ -1,0 +1,213 @@
+"""Conversations: the chat template that writes them, and the calls of tools in their answers.
+
+Qwen, Hermes and their like are trained to write a call like this, and their chat templates show it:
+
+    <tool_call>
+    {"name": "get_weather", "arguments": {"city": "Paris"}}
+    </tool_call>
+
+A grammar fixes everything but the name, which is one of the tools', and the arguments, which are JSON of that tool's
+schema. Only an answer that may call nothing may have text before, between and after calls.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from dflash_serve.errors import UserError
+from dflash_serve.outputs import FinishReason
+
+from ..grammar import WHITESPACE, checked_schema
+from .api import ChatRequest, Function
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BEGIN, BETWEEN, END = "<tool_call>", '", "arguments": ', "}\n</tool_call>"
+AFTER_BEGIN = '\n{"name": "'
+HEAD = re.compile(re.escape(BEGIN + AFTER_BEGIN) + r'([^"]*)' + re.escape(BETWEEN))
+TEXT = r"TEXT: /(.|\n)*/"
+# Parts of templates that write calls between BEGIN and END in a form that is not read here.
+OTHER_FORMS = ("<function=", "<arg_key>")
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, body: ChatRequest) -> list[int]:
+    """Token ids of a request's conversation.
+
+    Raises:
+        UserError: the template refuses it, or does not support something that the request asks for.
+    """
+    variables = _variables(tokenizer, body)
+    if body.offered:
+        _check_tools(tokenizer)
+    # A target that may call nothing is shown no tools: it could not know that it must not call them.
+    tools = [tool.model_dump() for tool in body.tools] if body.offered else None
+    for tool in tools or ():
+        tool["function"].pop("strict")
+    messages = [message.plain() for message in body.messages]
+    return _encode(tokenizer, messages, tools, variables)
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any],
+) -> list[int]:
+    try:
+        encoded = tokenizer.apply_chat_template(
+            list(messages), tools=tools, add_generation_prompt=True, return_dict=True, **variables
+        )
+    except Exception as error:  # templates raise exceptions of any class
+        raise UserError(f"the target's chat template refuses them ({error})", where="messages") from None
+    return list(encoded["input_ids"])
+
+
+def _variables(tokenizer: PreTrainedTokenizerBase, body: ChatRequest) -> dict[str, Any]:
+    """Variables of the template beside messages and tools.
+
+    Raises:
+        UserError: the template does not read one, or the server sets it.
+    """
+    given = {name: ("chat_template_kwargs", value) for name, value in body.chat_template_kwargs.items()}
+    if body.reasoning_effort is not None:
+        given["reasoning_effort"] = ("reasoning_effort", body.reasoning_effort)
+    if not given:
+        return {}
+    words = set(re.findall(r"\w+", _source(tokenizer)))
+    ours = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map, "messages"}
+    for name, (where, _) in given.items():
+        if name in ours or name not in words:
+            raise UserError(f"the target's chat template does not read {name!r}", where=where, do="leave it out")
+    return {name: value for name, (_, value) in given.items()}
+
+
+def _check_tools(tokenizer: PreTrainedTokenizerBase) -> None:
+    source, do = _source(tokenizer, tools=True), "leave tools out, or send tool_choice: none"
+    if not re.search(r"\btools\b", source):
+        raise UserError("the target's chat template has no place for tools", where="tools", do=do)
+    if BEGIN not in source or any(form in source for form in OTHER_FORMS):
+        what = f"the target's chat template writes calls in another form than {BEGIN}, which alone is read here"
+        raise UserError(what, where="tools", do=do)
+    if BEGIN in tokenizer.all_special_tokens:
+        raise UserError(f"{BEGIN} is a special token of the target, which texts do not show", where="tools", do=do)
+
+
+def _source(tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> str:
+    try:
+        return str(tokenizer.get_chat_template(tools=[{}] if tools else None))
+    except ValueError:
+        return ""
+
+
+def call_grammar(functions: Sequence[Function], *, forced: bool, parallel: bool) -> str:
+    """The grammar of an answer that may call these functions, in llguidance's form of Lark.
+
+    Args:
+        forced: the answer consists of calls, and has at least one.
+        parallel: the answer may have several calls.
+
+    Raises:
+        UserError: a schema is too large or too deep.
+    """
+    bodies = [f"{json.dumps(function.name + BETWEEN)} arguments_{n}" for n, function in enumerate(functions)]
+    lines = [f"call_body: {json.dumps(AFTER_BEGIN)} ({' | '.join(bodies)}) {json.dumps(END)}"]
+    for n, function in enumerate(functions):
+        source = json.loads(checked_schema(function.parameters or {"type": "object"}, "tools"))
+        schema = {**source, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        lines.append(f"arguments_{n}: %json {json.dumps(schema)}")
+    if forced:
+        more = ' ("\\n" call)*' if parallel else ""
+        return "\n".join([f"start: call{more}", f"call: {json.dumps(BEGIN)} call_body", *lines])
+    # A lazy lexeme ends with the first marker: the text after it is a call.
+    called = [f"begin[lazy]: TEXT {json.dumps(BEGIN)}", "call: begin call_body", "rest: TEXT", TEXT]
+    return "\n".join([f"start: call{'*' if parallel else '?'} rest", *called, *lines])
+
+
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+CallDelta = dict[str, Any]
+"""A piece of a call in OpenAI's shape: index, id, type, function. Only the first piece has an id, a type and a name."""
+
+
+@dataclass
+class CallReader:
+    """Reads text and calls out of one answer as its text arrives. Text that may be the start of markup is held back."""
+
+    calls: int = 0
+    """Number of calls that have begun."""
+    _held: str = ""
+    _inside: bool = False
+    """The text so far ends in a call's arguments."""
+    _after_call: bool = False
+    """Only white space has come since the last call; it is no text."""
+    _news: dict[int, CallDelta] = field(default_factory=dict)
+    _text: str = ""
+
+    def feed(self, text: str, *, last: bool) -> tuple[str, list[CallDelta]]:
+        """Takes the next text of the answer; returns new plain text, and the next piece of each call that goes on.
+
+        Args:
+            last: the answer ends here; text that is held back is returned, too.
+        """
+        self._held, self._news, self._text = self._held + text, {}, ""
+        while self._end_call() if self._inside else self._begin_call():
+            pass
+        marker = END if self._inside else BEGIN
+        at = self._held.find(marker) if not last else -1
+        safe = at if at >= 0 else len(self._held) - (0 if last else _could_begin(marker, self._held))
+        self._take(self._held[:safe])
+        self._held = self._held[safe:]
+        return self._text, [self._news[index] for index in sorted(self._news)]
+
+    def _begin_call(self) -> bool:
+        head = HEAD.search(self._held)
+        if head is None:
+            return False
+        self._take(self._held[: head.start()])
+        self._held, self._inside = self._held[head.end() :], True
+        function = {"name": head[1], "arguments": ""}
+        call = {"index": self.calls, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+        self._news[self.calls] = call
+        self.calls += 1
+        return True
+
+    def _end_call(self) -> bool:
+        arguments, end, rest = self._held.partition(END)
+        if not end:
+            return False
+        self._take(arguments)
+        self._held, self._inside, self._after_call = rest, False, True
+        return True
+
+    def _take(self, piece: str) -> None:
+        if not self._inside:
+            piece = piece.lstrip() if self._after_call else piece
+            self._after_call = self._after_call and not piece
+            self._text += piece
+        elif piece:
+            index = self.calls - 1
+            delta = self._news.setdefault(index, {"index": index, "function": {"arguments": ""}})
+            delta["function"]["arguments"] += piece
+
+
+def read_calls(text: str) -> tuple[str, list[CallDelta]]:
+    """Text and calls of a whole answer."""
+    content, calls = CallReader().feed(text, last=True)
+    return (content.rstrip() if calls else content), calls
+
+
+def finish_of(reason: FinishReason | None, calls: int) -> ChatFinishReason | None:
+    """Chat's finish_reason: `tool_calls` where an answer with calls was not cut off."""
+    return "tool_calls" if reason == "stop" and calls else reason
+
+
+def _could_begin(marker: str, text: str) -> int:
+    """Length of the longest suffix of the text that is a prefix of the marker."""
+    longest = min(len(marker) - 1, len(text))
+    return next((length for length in range(longest, 0, -1) if marker.startswith(text[-length:])), 0)
