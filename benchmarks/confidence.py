@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.simulator import Surface, surfaces
-from dflash_serve.checkpoint.heads import ConfidenceConfig
+from dflash_serve.checkpoint.config import ConfidenceConfig
 from dflash_serve.common.provenance import commit, now
 from dflash_serve.models.drafter_heads import ConfidenceHead
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
-from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.checkpoint.config import Heads
 from dflash_serve.common.extras import absent
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.deployment import Deployment

@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dflash_serve.backend import DraftingBackend
-from dflash_serve.checkpoint.heads import Heads
-from dflash_serve.common.frozen import Frozen
+from dflash_serve.checkpoint.config import Heads
+from dflash_serve.common.settings import Frozen
 from dflash_serve.deployment import Deployment, Model
 from dflash_serve.errors import UserError, did_you_mean
 

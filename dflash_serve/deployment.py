@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
 
-from dflash_serve.common.frozen import Frozen, PositiveInt
-from dflash_serve.common.settings import ENV_PREFIX, merged_settings
+from dflash_serve.common.settings import ENV_PREFIX, Frozen, PositiveInt, merged_settings
 
 __all__ = ["ENV_PREFIX"]
 OTHER_VARIABLES = ("API_KEY", "COST_TABLE", "SURVIVAL")

@@ -11,7 +11,7 @@ import yaml
 from pydantic import JsonValue
 
 from dflash_serve.backend import Command
-from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.checkpoint.config import Heads
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors
 from dflash_serve.checkpoint.source import record_survival, recorded_survival
 from dflash_serve.checkpoint.target import TargetLayout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.reader import DIALECTS
 from dflash_serve.common.json_log import logging_config
 from dflash_serve.preview import Choice, PreparedFile, Preview, survival_files
 

@@ -10,10 +10,10 @@ import yaml
 from pydantic import JsonValue, ValidationError
 
 from dflash_serve.backend import Command
-from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.checkpoint.config import Heads
 from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.common.files import write_whole
-from dflash_serve.common.yaml_file import describe
+from dflash_serve.common.settings import describe
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import changed_files
 from dflash_serve.draft_method import Eagle3Head

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.reader import DIALECTS
 from dflash_serve.cost_table import COST_TABLE
 from dflash_serve.deployment import GIB
 from dflash_serve.preview import Choice, PreparedFile, Preview

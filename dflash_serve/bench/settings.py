@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, JsonValue
 
 from dflash_serve.backend import EMBEDDED, Backend, ServerBackend, server_backend
 from dflash_serve.catalogue import choose_drafter
-from dflash_serve.common.frozen import Frozen, PositiveInt
+from dflash_serve.common.settings import Frozen, PositiveInt
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.draft_method import drafting_by, drafting_problems, parse_method
 from dflash_serve.errors import UserError, raise_problems

@@ -8,18 +8,32 @@ Only `load_*` and `assemble` need torch; the rest reads JSON and safetensors hea
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects import Dialect, parse
+from pydantic import ValidationError
+
+from dflash_serve.checkpoint.config import MASK_EMBEDDING, PLAIN_DRAFTER, DrafterConfig
+from dflash_serve.checkpoint.dialects import ConfigSection, Dialect, deepspec, speculators, zlab
 from dflash_serve.checkpoint.files import Header, read_headers, read_object
-from dflash_serve.checkpoint.heads import MASK_EMBEDDING
-from dflash_serve.checkpoint.matching import D2T, SCALES, T2D, Piece, match_tensors, proper_name, scale_problems
-from dflash_serve.checkpoint.quantization import IN_CONFIG, Quantization, find_quantization, plain_only
 from dflash_serve.checkpoint.source import drafter_source, local_folder
+from dflash_serve.checkpoint.tensors import (
+    D2T,
+    HEADS_BY_TENSOR,
+    IN_CONFIG,
+    SCALES,
+    SUPPORTED_HEADS,
+    T2D,
+    Piece,
+    Quantization,
+    find_quantization,
+    match_tensors,
+    plain_only,
+    proper_name,
+    scale_problems,
+)
 from dflash_serve.errors import Problem, raise_problems
 
 if TYPE_CHECKING:
@@ -27,6 +41,13 @@ if TYPE_CHECKING:
 
     from dflash_serve.checkpoint.formats import Format, Weight
 
+DIALECTS: Mapping[str, Dialect] = {
+    one.name: one
+    for one in (speculators.DIALECT, deepspec.DEEPSPEC, deepspec.MODELOPT, deepspec.SPECFORGE, zlab.DIALECT)
+}
+"""The most telling first: ModelOpt's form is z-lab's with more keys."""
+LATENT = ("K3DSpark", "DeepseekV3DSpark", "DeepSeekV4DSpark")
+"""In architectures: DSpark heads on a backbone with latent attention."""
 MAY_BE_ZERO = ("kernel_projection.weight", "markov_w1.weight", "markov_w2.weight", "confidence_head.proj.weight")
 """Heads that change nothing yet."""
 HINT = "`dflash-serve inspect` shows all"
@@ -70,6 +91,59 @@ def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Ch
             format=checkpoint.quantization.format if checkpoint.quantization else None,
         )
     return checkpoint
+
+
+def parse(
+    raw: Mapping[str, object], path: Path, problems: list[Problem], *, stored: Collection[str] = ()
+) -> tuple[DrafterConfig | None, Dialect | None]:
+    """Reads a config.json, adding everything wrong with it to `problems`; then the config is None.
+
+    Args:
+        stored: names of the checkpoint's tensors, which settle what its configuration leaves open.
+    """
+    section = ConfigSection(raw, str(path), problems)
+    dialect = next((one for one in DIALECTS.values() if one.matches(ConfigSection(raw, str(path), []))), None)
+    inner = section.section("dflash_config", falls_back=True)
+    unsupported = _unsupported(inner)
+    if unsupported is not None:  # its other keys would only be noise
+        section.note(*unsupported)
+        return None, dialect
+    if dialect is None:
+        section.note(
+            "not a DFlash drafter: no dflash_config, no speculators_model_type, no DFlash architecture",
+            f"give a drafter in one of the dialects {', '.join(DIALECTS)}",
+        )
+        return None, None
+    before = len(problems)
+    fields = dialect.read(section, stored)
+    if len(problems) > before:
+        return None, dialect
+    try:
+        return DrafterConfig.model_validate(fields), dialect
+    except ValidationError as error:
+        for fault in error.errors():
+            place = ".".join(str(part) for part in fault["loc"])
+            message = fault["msg"].removeprefix("Value error, ")
+            section.note(f"{place}: {message}" if place else message, "correct config.json")
+        return None, dialect
+
+
+def _unsupported(config: ConfigSection) -> tuple[str, str] | None:
+    """What of a drafter we do not run, by architecture, projector type or sizes that only it has; and what to do."""
+    if any(config.has(key) for key in ("dspark_block_size", "dspark_markov_rank", "dspark_target_layer_ids")):
+        what = (
+            "the drafter is part of its target's checkpoint (dspark_* keys, mtp.* tensors), which is not supported yet"
+        )
+        return what, "serve it by the engine itself, or use a drafter of its own"
+    keys = (config.text(key) or "" for key in ("projector_type", "speculators_model_type"))
+    named = " ".join([*(config.strings("architectures") or ()), *keys]).lower()
+    if any(name.lower() in named for name in LATENT):
+        what = "the drafter's layers have latent attention (MLA), which DFlash's have not; not supported yet"
+        return what, PLAIN_DRAFTER
+    for head in (*HEADS_BY_TENSOR, "xPress", "DFlare"):
+        if head not in SUPPORTED_HEADS and head.lower() in named:
+            return f"the drafter has a {head} head, which is not supported yet", PLAIN_DRAFTER
+    return None
 
 
 def is_plain(folder: Path) -> bool:
@@ -170,7 +244,7 @@ def _check_maps(d2t: Tensor, checkpoint: Checkpoint, problems: list[Problem]) ->
     """`d2t` by itself, and beside the `t2d` that the checkpoint may bring."""
     from safetensors import safe_open
 
-    from dflash_serve.checkpoint.vocabulary import map_problems, mask_problems
+    from dflash_serve.checkpoint.conversions import map_problems, mask_problems
 
     assert checkpoint.config is not None
     found = list(map_problems(d2t, checkpoint.config.vocab_size, checkpoint.folder))

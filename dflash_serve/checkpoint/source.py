@@ -1,4 +1,4 @@
-"""Where a target or drafter comes from: the bundled `smollm2`, a local folder (never touches the network), a hub id."""
+"""Folders of targets and drafters: the bundled `smollm2`, a local folder (no network), or a Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import importlib.util
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from dflash_serve.checkpoint.names import ALIAS, probably_meant
 from dflash_serve.common.files import cache_home, sha256, whole_folder, write_whole
-from dflash_serve.errors import UserError, first_line
+from dflash_serve.errors import UserError, did_you_mean, first_line
 
+ALIAS = "smollm2"
+"""The bundled target, and its drafter."""
+CATALOGUE = Path(__file__).parents[1] / "assets" / "drafters.json"
 CHECKSUM_FILE = "model.safetensors.sha256"
 PROVENANCE = "provenance.json"
 """What a drafter was trained on and how well it does, beside its weights."""
@@ -171,3 +174,33 @@ def record_survival(folder: Path, survival: list[float] | None) -> None:
     """Says the same of a drafter that was written anew."""
     if survival is not None:
         write_whole(folder / PROVENANCE, json.dumps({"validation": {"survival": survival}}))
+
+
+def probably_meant(name: str, *, absent: bool) -> str:
+    """ "did you mean X?" for a model that was not found; "" where nothing is near.
+
+    Args:
+        absent: the hub said that it has no such repository, or the name is no hub id at all. Where the hub could not be
+            asked, the name may be right, and only what differs in case, or a folder, is suggested.
+    """
+    published = json.loads(CATALOGUE.read_text(encoding="utf-8"))["drafters"]
+    known = sorted({ALIAS, *(drafter[key] for drafter in published for key in ("target", "repository"))})
+    if name in known:
+        return ""
+    same = next((one for one in known if one.lower() == name.lower()), None)
+    if same is not None:
+        return f"did you mean {same}?"
+    return _folder_meant(name) or (did_you_mean(name, known) if absent else "")
+
+
+def _folder_meant(name: str) -> str:
+    path = Path(name).expanduser()
+    return did_you_mean(path.name, _folders(path.parent), prefix=name.removesuffix(path.name)) if path.name else ""
+
+
+def _folders(parent: Path) -> Iterator[str]:
+    """Those with a config.json."""
+    try:
+        yield from sorted(path.parent.name for path in parent.glob("*/config.json"))
+    except OSError:
+        return

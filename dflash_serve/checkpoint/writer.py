@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
-from dflash_serve.checkpoint.dialects import DIALECTS
 from dflash_serve.checkpoint.files import SINGLE
+from dflash_serve.checkpoint.reader import DIALECTS
 from dflash_serve.common.files import whole_folder
 from dflash_serve.errors import UserError
 
@@ -69,7 +69,7 @@ def _more(dialect: str, config: DrafterConfig, tensors: Mapping[str, Tensor]) ->
     """What a dialect stores beside a drafter's tensors: speculators' `t2d`."""
     if dialect != "speculators" or config.draft_vocabulary is None:
         return {}
-    from dflash_serve.checkpoint.vocabulary import target_mask
+    from dflash_serve.checkpoint.conversions import target_mask
 
     return {"t2d": target_mask(tensors["d2t"], config.vocab_size)}
 

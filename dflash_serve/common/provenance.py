@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.settings import Frozen
 
 PACKAGES = ("dflash-serve", "aiperf", "torch", "transformers", "safetensors", "sglang", "tensorrt-llm", "vllm")
 GEMM_FLAGS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")

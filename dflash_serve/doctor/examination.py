@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dflash_serve.common.frozen import Frozen
 from dflash_serve.common.journal import Journal
+from dflash_serve.common.settings import Frozen
 from dflash_serve.doctor.corrections import Alternative, Correction, corrections, fewest_prompts
 from dflash_serve.doctor.diagnosis import HEALTHY, Hypothesis, Verdict, diagnose
 from dflash_serve.doctor.evidence import Fault, Observation, Prediction, Reference

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_serve.checkpoint.heads import ConfidenceConfig, ConvolutionConfig, MarkovConfig, SelectorConfig
+from dflash_serve.checkpoint.config import ConfidenceConfig, ConvolutionConfig, MarkovConfig, SelectorConfig
 
 
 class GroupedConvolution(nn.Module):

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
 from dflash_serve.checkpoint.files import load_object
 from dflash_serve.checkpoint.target import required_size
-from dflash_serve.common.frozen import Frozen, PositiveInt
+from dflash_serve.common.settings import Frozen, PositiveInt
 from dflash_serve.errors import UserError
 
 QKV_BIAS = {"qwen2"}

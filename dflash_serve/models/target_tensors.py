@@ -11,8 +11,8 @@ from math import prod
 from pathlib import Path
 
 from dflash_serve.checkpoint.files import Header, load_object, read_headers
-from dflash_serve.checkpoint.matching import FLOATS, PACKED, RECOMPUTED
 from dflash_serve.checkpoint.target import native_format, read_recipe, recipe_words
+from dflash_serve.checkpoint.tensors import FLOATS, PACKED, RECOMPUTED
 from dflash_serve.errors import Problem
 from dflash_serve.models.target_config import TargetConfig
 

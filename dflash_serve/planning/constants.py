@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationError
 
-from dflash_serve.common.frozen import Frozen
-from dflash_serve.common.yaml_file import describe
+from dflash_serve.common.settings import Frozen, describe
 from dflash_serve.errors import UserError, did_you_mean
 from dflash_serve.planning.step_times import Milliseconds
 

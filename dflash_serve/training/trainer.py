@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_serve.common.files import mend_folder, whole_folder
-from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.settings import Frozen
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects import head_keys
-from dflash_serve.checkpoint.dialects.dialect import (
+from dflash_serve.checkpoint.config import DrafterConfig, Slots
+from dflash_serve.checkpoint.dialects import (
     ConfigSection,
     Dialect,
     inexpressible,
+    keys,
     one_value,
     refuse_other_attention,
 )
-from dflash_serve.checkpoint.dialects.transformer_keys import (
+from dflash_serve.checkpoint.dialects.keys import (
     make_kinds,
     read_transformer,
     read_windows,
@@ -30,7 +30,6 @@ from dflash_serve.checkpoint.dialects.transformer_keys import (
     write_transformer,
 )
 from dflash_serve.checkpoint.dialects.zlab import UNKNOWN, check_architecture, read_block_size
-from dflash_serve.checkpoint.heads import Slots
 
 NAME = "speculators"
 DEPTH_KEY = "num_target_layers"
@@ -42,7 +41,7 @@ KEYS = {
     *("speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config"),
     *("architectures", "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "sliding_window_non_causal"),
     *("draft_vocab_size", "target_hidden_size", "projector_type", DEPTH_KEY),
-    *head_keys.KEYS,
+    *keys.HEAD_KEYS,
 }
 HEADS = {"pure_draft_prefix_len", "emb_dim", "gru_hidden_dim"}
 """Defaults of heads that projector_type switches on."""
@@ -87,7 +86,7 @@ def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
     non_causal = config.flag("sliding_window_non_causal")
     return {
         **read_transformer(inner),
-        **head_keys.read_heads(config, stored, markov_kind="vanilla"),
+        **keys.read_heads(config, stored, markov_kind="vanilla"),
         "block_size": block_size,
         "slots": slots,
         "draft_vocabulary": _draft_vocabulary(config, inner.integer("vocab_size")),
@@ -102,8 +101,8 @@ def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
 
 def _slots(config: ConfigSection, kind: str) -> Slots:
     """By the key; else by the number of tokens that the export says it drafts; plain DFlash and DFlash2 are fill-in."""
-    if any(map(config.has, head_keys.SLOT_KEYS)) or kind != "dspark":
-        return head_keys.read_slots(config, "fill-in")
+    if any(map(config.has, keys.SLOT_KEYS)) or kind != "dspark":
+        return keys.read_slots(config, "fill-in")
     rows, counts = config.integer("block_size"), set(_speculative_tokens(config))
     if counts == {rows}:
         return "anchor-first"
@@ -163,8 +162,8 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "block_size": config.rows(),
-        **head_keys.slot_keys(config),
-        **(head_keys.markov_keys(config) if kind == "dspark" else head_keys.dflash2_keys(config)),
+        **keys.slot_keys(config),
+        **(keys.markov_keys(config) if kind == "dspark" else keys.dflash2_keys(config)),
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": [index + 1 for index in config.target_layer_ids],
         "draft_vocab_size": config.draft_vocabulary or config.vocab_size,

@@ -14,29 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
-from dflash_serve.checkpoint.dialects import head_keys
-from dflash_serve.checkpoint.dialects.dialect import (
+from dflash_serve.checkpoint.config import MASK_EMBEDDING, AttentionKind, DrafterConfig, Slots, uniform_target_layer_ids
+from dflash_serve.checkpoint.dialects import (
     ConfigSection,
     Dialect,
     inexpressible,
+    keys,
     one_value,
     refuse_other_attention,
 )
-from dflash_serve.checkpoint.dialects.transformer_keys import (
+from dflash_serve.checkpoint.dialects.keys import (
     make_kinds,
     read_transformer,
     read_windows,
     rope_theta_and_scaling,
     write_transformer,
 )
-from dflash_serve.checkpoint.heads import MASK_EMBEDDING, Slots
 
 NAME = "zlab"
 KEYS = {
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "is_causal"),
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
-    *head_keys.KEYS,
+    *keys.HEAD_KEYS,
 }
 REFUSABLE = {"projector_type", "attention_mode", "attention_sink_bias", "attention_value_scale"}
 HARMLESS = {"mask_token", "pure_draft_prefix_len", "dtype"}
@@ -83,11 +82,11 @@ def read_fields(
     depth = dflash.optional_integer("num_target_layers")
     softcap = dflash.optional_number("final_logit_softcapping")
     has_mask_embedding = MASK_EMBEDDING in stored
-    told = head_keys.read_slots(dflash, slots)
+    told = keys.read_slots(dflash, slots)
     _check_dflash2(config, dflash)
     return {
         **read_transformer(config),
-        **head_keys.read_heads(dflash, stored),
+        **keys.read_heads(dflash, stored),
         "block_size": read_block_size(dflash, told),
         "slots": told,
         "target_layer_ids": _target_layer_ids(dflash, depth, len(layers)),
@@ -157,10 +156,10 @@ def _target_layer_ids(dflash: ConfigSection, depth: int | None, count: int) -> t
 
 def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
     """config.json as SGLang 0.5.23, TensorRT-LLM 1.3 (block_size at top level), vLLM and z-lab's code read it."""
-    head_keys.refuse_to_write(config, NAME, heads=("convolution", "selector"))
+    keys.refuse_to_write(config, NAME, heads=("convolution", "selector"))
     fields = write_fields(config, NAME)
-    fields["dflash_config"] = {**section_of(fields), **head_keys.dflash2_keys(config)}
-    fields |= head_keys.slot_keys(config)
+    fields["dflash_config"] = {**section_of(fields), **keys.dflash2_keys(config)}
+    fields |= keys.slot_keys(config)
     if config.selector is not None:
         fields["architectures"] = [DFLASH2_ARCHITECTURE]
     causal = common_causality(config, NAME)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.reader import DIALECTS
 from dflash_serve.checkpoint.writer import write_drafter
 from tests.support.heads import CONVOLUTION, GATED, HEADS, SELECTOR, SHIFTED, VANILLA
 from tests.support.tiny import edit_json, problems_of, random_tensors, spread_map, tiny_drafter_config

@@ -11,8 +11,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from dflash_engines.recipe import load_recipe
 from dflash_serve.catalogue import catalogue
-from dflash_serve.checkpoint.names import probably_meant
-from dflash_serve.checkpoint.source import drafter_folder, target_folder
+from dflash_serve.checkpoint.source import drafter_folder, probably_meant, target_folder
 from dflash_serve.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[3] / "engines" / "recipes").glob("*.yaml"))

@@ -14,9 +14,8 @@ import torch
 
 from dflash_serve.backend import DraftingBackend, backend
 from dflash_serve.catalogue import CataloguedDrafter
-from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
-from dflash_serve.checkpoint.dialects import DIALECTS, parse
-from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.checkpoint.config import DrafterConfig, Heads, expected_tensors
+from dflash_serve.checkpoint.reader import DIALECTS, parse
 from dflash_serve.errors import Problem
 from dflash_serve.models.drafter import Drafter
 from tests.unit.checkpoint.published_heads import PUBLISHED_DRAFTERS, config_json

@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
-from dflash_serve.checkpoint.dialects import DIALECTS, parse
-from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
+from dflash_serve.checkpoint.reader import DIALECTS, load_tensors, open_checkpoint, parse
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.models.loader import load_drafter

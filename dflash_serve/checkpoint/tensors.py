@@ -1,5 +1,10 @@
-"""Holds a checkpoint's tensors against what its config.json asks for: each one found once, in the shape and dtype of
-its storage format, with the scales that belong to it, and no others. Knows what published checkpoints call them.
+"""Tensors of a drafter's files, compared with those that its config.json asks for. No torch.
+
+Each expected tensor must be there once, in the shape and dtype of its storage format and with its scales; no other
+tensor may be there. Published checkpoints' own names are known (`ALIASES`, `FUSED`).
+
+ModelOpt 0.47 writes the algorithm of a quantised drafter into `hf_quant_config.json` and, in another shape, into
+config.json's `quantization_config`; `dflash-serve build` writes both.
 """
 
 from __future__ import annotations
@@ -8,17 +13,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
-from dflash_serve.checkpoint.dialects import SUPPORTED, head_of_tensor
-from dflash_serve.checkpoint.dialects.dialect import PLAIN_DRAFTER
-from dflash_serve.checkpoint.files import Header
-from dflash_serve.checkpoint.manifest import NAME
-from dflash_serve.errors import Problem
+from dflash_serve.checkpoint.config import BUILD, PLAIN_DRAFTER, DrafterConfig, expected_tensors
+from dflash_serve.checkpoint.files import MANIFEST, Header, read_object
+from dflash_serve.errors import Problem, raise_problems
 
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.formats import Format
+
 
 ALIASES = {
     "encoder.fc.weight": "fc.weight",
@@ -55,6 +58,15 @@ PACKED = (
 )
 """Endings of the tensors that quantisers (compressed-tensors, ModelOpt, GPTQ, AWQ) put beside or instead of weights."""
 ONE_DRAFTER = "use weights and config.json of one drafter"
+HEADS_BY_TENSOR = {
+    "DFlash2": ("candidate_selector.", ".attention_conv.", ".mlp_conv."),
+    "DSpark": ("markov_head.", "confidence_head."),
+    "Domino": ("prefix_gru.", "embed_proj."),
+    "LiLiCorr": ("lilicorr.",),
+    "Laguna": ("aux_hidden_norms.", ".g_proj."),
+}
+"""Parts of tensor names that only such a head has (z-lab, ModelOpt and DeepSpec exports)."""
+SUPPORTED_HEADS = ("DFlash2", "DSpark")
 
 
 @dataclass(frozen=True)
@@ -162,7 +174,7 @@ class _Match:
 
     def _extra(self, name: str, header: Header) -> tuple[str, str]:
         head, shape = head_of_tensor(proper_name(name)), list(header.shape)
-        if head in SUPPORTED:
+        if head in SUPPORTED_HEADS:
             return f"tensor {name} {shape} belongs to a {head} head, of which config.json says nothing", ONE_DRAFTER
         if head is not None:
             return f"tensor {name} {shape} belongs to a {head} head, which is not supported yet", PLAIN_DRAFTER
@@ -206,6 +218,11 @@ def proper_name(name: str) -> str:
     return ALIASES.get(name, name)
 
 
+def head_of_tensor(name: str) -> str | None:
+    """The head a tensor belongs to, if it is one we know."""
+    return next((head for head, parts in HEADS_BY_TENSOR.items() if any(part in name for part in parts)), None)
+
+
 def parts_of(name: str) -> list[str]:
     """What a checkpoint's tensor holds of ours, in order: itself, or the pieces of a fused one."""
     name = proper_name(name)
@@ -222,7 +239,7 @@ def scale_problems(headers: Mapping[str, Header], format: Format, folder: Path) 
     the largest, which makes the other parts' weights too large. All three round FP8 parts again to the largest, which
     costs some accuracy: ModelOpt's exporter relies on it, so that only what `dflash-serve build` wrote is refused.
     """
-    if format == "fp8" and not (folder / NAME).is_file():
+    if format == "fp8" and not (folder / MANIFEST).is_file():
         return []
     shared = ("weight_scale_2" if format == "nvfp4" else "weight_scale", "input_scale")
     found: dict[tuple[str, str, str], set[bytes]] = {}
@@ -268,3 +285,85 @@ def stored_tensors(
             scales |= {"weight_scale": (rows, columns[0] // BLOCK), "weight_scale_2": ()}
         shapes |= {f"{module}.{name}": shape for name, shape in scales.items()}
     return shapes
+
+
+QUANT_CONFIG = "hf_quant_config.json"
+IN_CONFIG = "quantization_config"
+ALGORITHMS: Mapping[object, Format] = {"FP8": "fp8", "NVFP4": "nvfp4"}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a checkpoint says it is quantised."""
+
+    format: Format
+    excluded: tuple[str, ...]
+    """Modules left in bf16, as patterns."""
+    kv_cache: str | None = None
+    """Algorithm of the K/V cache; None = as the activations."""
+
+
+def read_quantization(folder: Path) -> Quantization | None:
+    """What a drafter's config.json and hf_quant_config.json say; None = not quantised.
+
+    Raises:
+        UserError: an algorithm that is not read, two files that disagree, or a file that is no JSON object.
+    """
+    problems: list[Problem] = []
+    raw = read_object(folder / "config.json", problems)
+    found = find_quantization(raw or {}, folder, problems)
+    raise_problems(problems)
+    return found
+
+
+def find_quantization(config: Mapping[str, object], folder: Path, problems: list[Problem]) -> Quantization | None:
+    """What a config.json that was read, and hf_quant_config.json beside it, say; None = not quantised, or a problem."""
+    inline, beside = config.get(IN_CONFIG), folder / QUANT_CONFIG
+    if inline is not None and not isinstance(inline, dict):
+        what = f"{IN_CONFIG} is {inline!r}, not an object"
+        problems.append(Problem(what, str(folder / "config.json"), "correct it"))
+        return None
+    given = {
+        f"config.json's {IN_CONFIG}": inline,
+        QUANT_CONFIG: read_object(beside, problems) if beside.is_file() else None,
+    }
+    entries = {name: entry for name, outer in given.items() if (entry := _entry(outer))}
+    read = {name: _quantization(entry, name, folder, problems) for name, entry in entries.items()}
+    formats = {found.format for found in read.values() if found is not None}
+    if len(formats) > 1:
+        said = ", ".join(f"{name} says {found.format}" for name, found in read.items() if found is not None)
+        problems.append(Problem(said, str(folder), "keep the right one"))
+    return next((found for found in read.values() if found is not None), None)
+
+
+def _entry(outer: Mapping[str, object] | None) -> Mapping[str, object] | None:
+    """The object with `quant_algo`: at either of the two depths that ModelOpt's exporters have; None = says nothing."""
+    inner = (outer or {}).get("quantization")
+    return cast("Mapping[str, object]", inner) if isinstance(inner, dict) and inner else outer or None
+
+
+def _quantization(entry: Mapping[str, object], name: str, folder: Path, problems: list[Problem]) -> Quantization | None:
+    algorithm = entry.get("quant_algo") or entry.get("quant_method")
+    format = ALGORITHMS.get(algorithm) if isinstance(algorithm, str) else None
+    if format is None:
+        what = f"the drafter is quantised with {algorithm!r} ({name}), which is not read"
+        problems.append(Problem(what, str(folder), BUILD))
+        return None
+    listed = entry.get("exclude_modules", entry.get("ignore"))
+    excluded = tuple(str(module) for module in listed) if isinstance(listed, list) else ()
+    kv_cache = entry.get("kv_cache_quant_algo")
+    return Quantization(format, excluded, str(kv_cache) if kv_cache else None)
+
+
+def plain_only(quantization: Quantization | None, reader: str, where: str) -> list[Problem]:
+    """The problem of a quantised drafter before a reader of plain weights; none where it is not quantised.
+
+    Args:
+        quantization: the drafter's.
+        reader: who would read it, as the user knows it: `the embedded backend`.
+        where: the field or folder that names the drafter.
+    """
+    if quantization is None:
+        return []
+    what = f"the drafter is quantised to {quantization.format.upper()}, {reader} reads bf16 drafters only"
+    return [Problem(what, where, "use the bf16 drafter it was made from, or a backend that reads quantised ones")]
