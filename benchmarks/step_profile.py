@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.decoding import measured_on, write_report
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.common.provenance import versions
-from dflash_serve.models.attention.ragged import RaggedAttention, ragged_attention
+from dflash_serve.models.attention import RaggedAttention, ragged_attention
 from dflash_serve.models.compiled.operators import CompiledAttention
 from dflash_serve.models.kv_cache import Span, span_positions
 from dflash_serve.models.layers import CompiledLinear, PlainOperators, rotate

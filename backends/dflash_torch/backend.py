@@ -20,8 +20,7 @@ from dflash_serve.deployment import Deployment, Model
 from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems
 from dflash_serve.doctor.evidence import DiagnosableBackend, Steps
 from dflash_serve.errors import Problem, raise_problems
-from dflash_serve.models.target_config import read_target_config
-from dflash_serve.models.target_tensors import quantisation_problems, read_target_headers
+from dflash_serve.models.target_config import quantisation_problems, read_target_config, read_target_headers
 from dflash_serve.preview import Preview
 from dflash_serve.speculation.params import SamplingParams
 

@@ -89,6 +89,6 @@ def proposal_of(config: DrafterConfig) -> Proposal:
     """How hidden states become tokens; a drafter with heads brings modules of its own."""
     if takes_hot_tokens(config):
         return propose_greedily
-    from dflash_serve.models.drafter_walks import propose_by_walk
+    from dflash_serve.models.drafter import propose_by_walk
 
     return propose_by_walk

@@ -21,6 +21,8 @@ from dflash_serve.errors import Problem, UserError, first_line, raise_problems
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 AGAIN = "download it again"
+QUANT_CONFIG = "hf_quant_config.json"
+IN_CONFIG = "quantization_config"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
 LARGEST_HEADER = 100_000_000
 """Bytes; the safetensors library's own limit."""

@@ -17,12 +17,11 @@ from pydantic import ValidationError
 
 from dflash_serve.checkpoint.config import MASK_EMBEDDING, PLAIN_DRAFTER, DrafterConfig
 from dflash_serve.checkpoint.dialects import ConfigSection, Dialect, deepspec, speculators, zlab
-from dflash_serve.checkpoint.files import Header, read_headers, read_object
+from dflash_serve.checkpoint.files import IN_CONFIG, Header, read_headers, read_object
 from dflash_serve.checkpoint.source import drafter_source, local_folder
 from dflash_serve.checkpoint.tensors import (
     D2T,
     HEADS_BY_TENSOR,
-    IN_CONFIG,
     SCALES,
     SUPPORTED_HEADS,
     T2D,

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_serve.checkpoint.files import load_object
+from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, load_object
 from dflash_serve.checkpoint.source import local_folder
-from dflash_serve.checkpoint.tensors import IN_CONFIG, QUANT_CONFIG
 from dflash_serve.deployment import Model, Quantization
 from dflash_serve.errors import UserError
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dflash_serve.checkpoint.config import BUILD, PLAIN_DRAFTER, DrafterConfig, expected_tensors
-from dflash_serve.checkpoint.files import MANIFEST, Header, read_object
+from dflash_serve.checkpoint.files import IN_CONFIG, MANIFEST, QUANT_CONFIG, Header, read_object
 from dflash_serve.errors import Problem, raise_problems
 
 if TYPE_CHECKING:
@@ -287,8 +287,6 @@ def stored_tensors(
     return shapes
 
 
-QUANT_CONFIG = "hf_quant_config.json"
-IN_CONFIG = "quantization_config"
 ALGORITHMS: Mapping[object, Format] = {"FP8": "fp8", "NVFP4": "nvfp4"}
 
 

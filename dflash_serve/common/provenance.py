@@ -10,14 +10,14 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from dflash_serve.common.settings import Frozen
+from pydantic import BaseModel
 
 PACKAGES = ("dflash-serve", "aiperf", "torch", "transformers", "safetensors", "sglang", "tensorrt-llm", "vllm")
 GEMM_FLAGS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
 """What decides how fast a CPU multiplies matrices."""
 
 
-class Environment(Frozen):
+class Environment(BaseModel, frozen=True, extra="forbid"):
     """One machine at one time. A figure that is not known is None."""
 
     hardware: str | None

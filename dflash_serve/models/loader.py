@@ -18,8 +18,12 @@ from dflash_serve.errors import Problem, UserError, raise_problems
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.hot_tokens import read_hot_tokens, takes_hot_tokens
 from dflash_serve.models.target import TargetModel
-from dflash_serve.models.target_config import TargetConfig, read_target_config
-from dflash_serve.models.target_tensors import quantisation_problems, read_target_headers
+from dflash_serve.models.target_config import (
+    TargetConfig,
+    quantisation_problems,
+    read_target_config,
+    read_target_headers,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

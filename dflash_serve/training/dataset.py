@@ -17,7 +17,7 @@ from torch import Tensor
 from dflash_serve.common.files import sha256, write_whole
 from dflash_serve.common.settings import Frozen
 from dflash_serve.errors import UserError
-from dflash_serve.models.attention.packed import PackedCausalAttention
+from dflash_serve.models.attention import PackedCausalAttention
 from dflash_serve.models.target import TargetModel
 
 SHORTEST = 2

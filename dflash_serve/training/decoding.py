@@ -13,8 +13,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from dflash_serve.models.attention.packed import PrefillAttention
-from dflash_serve.models.attention.padded import PaddedAttention
+from dflash_serve.models.attention import PaddedAttention, PrefillAttention
 from dflash_serve.models.kv_cache import Span, span_positions
 from dflash_serve.models.target import TargetAttend, TargetModel
 

@@ -20,7 +20,7 @@ from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.checkpoint.formats import relative_error
 from dflash_serve.common.extras import import_extra
 from dflash_serve.errors import UserError
-from dflash_serve.models.attention.ragged import block_mask
+from dflash_serve.models.attention import block_mask
 from dflash_serve.models.drafter import Attention, Drafter
 from dflash_serve.models.layers import RMSNorm
 from dflash_serve.models.loader import load_drafter

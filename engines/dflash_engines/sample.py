@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.models.attention import Attend
-from dflash_serve.models.attention.ragged import ragged_attention
+from dflash_serve.models.attention import Attend, ragged_attention
 from dflash_serve.models.compiled.build import Kernel, kernel, kernels_id, load_kernels
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import PlainOperators, RMSNorm

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
-from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.compiled.build import find_compiler, load_kernels
 from dflash_serve.models.compiled.operators import CompiledOperators, compiled_operators
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
