@@ -1,4 +1,4 @@
-"""What holds for every engine: no block or width beyond the drafter, no length beyond the target, no changed file."""
+"""Checks of a deployment that hold for every engine: block and width, length, devices, files, drafter and target."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dflash_serve.errors import Problem, UserError
 
 
 def uses_drafter(deployment: Deployment) -> bool:
-    """Whether the drafter is loaded at all."""
+    """The deployment loads its drafter."""
     return deployment.drafter is not None and deployment.speculation.width not in ("off", 1)
 
 
 def block_problems(deployment: Deployment, drafter: DrafterConfig) -> Iterator[Problem]:
-    """A block or a width that the drafter cannot fill."""
+    """Problems of a block or a width that the drafter cannot fill."""
     speculation, trained = deployment.speculation, drafter.block_size
     block = speculation.block_size or trained
     if block > trained:
@@ -33,7 +33,7 @@ def block_problems(deployment: Deployment, drafter: DrafterConfig) -> Iterator[P
 
 
 def length_problems(deployment: Deployment, target: TargetShape) -> Iterator[Problem]:
-    """More tokens than the target has positions."""
+    """Problems of a length beyond the target's positions."""
     asked, most = deployment.limits.max_model_len, target.max_position_embeddings
     if asked is not None and most is not None and asked > most:
         what = f"{asked} is more than the target's {most} positions"
@@ -41,11 +41,11 @@ def length_problems(deployment: Deployment, target: TargetShape) -> Iterator[Pro
 
 
 def device_problems(deployment: Deployment, model_devices: int, weight_bytes: int) -> Iterator[Problem]:
-    """Another number of GPUs than the deployment has; a model that fits one GPU is advised to be copied, not split.
+    """Problems of a number of GPUs that is not `hardware.count`; a model that fits a GPU should be copied, not split.
 
     Args:
         model_devices: GPUs of one copy of the model.
-        weight_bytes: of the target, on all its devices together.
+        weight_bytes: bytes of the target's weights on all its devices together.
     """
     parallel, count = deployment.parallel, deployment.hardware.count
     used = model_devices * parallel.data
@@ -64,7 +64,7 @@ def device_problems(deployment: Deployment, model_devices: int, weight_bytes: in
 
 
 def expert_problems(deployment: Deployment, experts: int, engine: str) -> Iterator[Problem]:
-    """Experts that an engine, which shares them among its tensor-parallel devices, cannot share so."""
+    """Problems of experts on an engine that distributes them over its tensor-parallel devices."""
     parallel = deployment.parallel
     if parallel.expert == 1:
         return
@@ -80,7 +80,7 @@ def expert_problems(deployment: Deployment, experts: int, engine: str) -> Iterat
 
 
 def head_problems(target: TargetLayout, drafter: DrafterConfig | None, tensor: int) -> Iterator[Problem]:
-    """Heads are split over devices; K/V heads are split, or repeated where there are more devices than heads."""
+    """Problems of heads: they are split over devices; fewer K/V heads than devices are repeated."""
     shapes = [("target.model", target.attention_heads, 1 if target.latent else target.kv_heads)]
     if drafter is not None:
         shapes.append(("drafter.model", drafter.num_attention_heads, drafter.num_key_value_heads))
@@ -94,7 +94,7 @@ def head_problems(target: TargetLayout, drafter: DrafterConfig | None, tensor: i
 
 
 def key_problems(file: str, most: int | None = None) -> Iterator[Problem]:
-    """A file of API keys that cannot be read, has none, or more than an engine takes."""
+    """Problems of a file of API keys: it cannot be read, has none, or more than the engine takes."""
     where = "serving.api_key_file"
     try:
         keys = read_keys(file)
@@ -109,7 +109,7 @@ def read_keys(file: str) -> list[str]:
     """API keys, one a line; empty lines and lines that begin with # are skipped.
 
     Raises:
-        UserError: the file cannot be read, or has none.
+        UserError: the file cannot be read, or has no key.
     """
     try:
         lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
@@ -122,7 +122,7 @@ def read_keys(file: str) -> list[str]:
 
 
 def tracing_problems(deployment: Deployment) -> Iterator[Problem]:
-    """Traces are asked for, and this environment, an engine's, has nothing that sends them."""
+    """Problems of traces that this environment, the engine's, cannot send."""
     if deployment.serving.otlp_traces_endpoint is None:
         return
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter") is None:
@@ -131,7 +131,7 @@ def tracing_problems(deployment: Deployment) -> Iterator[Problem]:
 
 
 def changed_files(deployment: Deployment) -> list[Problem]:
-    """Files of what `dflash-serve build` made that are not what it made; asked before anything is loaded.
+    """Problems of files that changed after `dflash-serve build` wrote them; checked before anything is loaded.
 
     Raises:
         UserError: a manifest cannot be read.
@@ -143,23 +143,22 @@ def changed_files(deployment: Deployment) -> list[Problem]:
 
 
 def check_pairing(config: DrafterConfig, target: TargetShape) -> list[Problem]:
-    """Everything in which the drafter cannot be this target's."""
+    """Problems of a drafter that cannot belong to this target."""
     where = f"drafter for {target.name}"
     return [Problem(what, where, do) for what, do in _mismatches(config, target)]
 
 
 def pairing_notes(config: DrafterConfig, target: TargetShape) -> list[str]:
-    """What is unusual about the pair, and may be sound: a drafter can be trained with a RoPE base of its own."""
+    """Notes on an unusual pair that may still be sound: a drafter can be trained with its own RoPE base."""
     if target.rope_theta is None or config.rope.theta == target.rope_theta:
         return []
     return [
-        f"its RoPE base is {config.rope.theta:g}, {target.name}'s is {target.rope_theta:g}: sound only where it was "
-        "trained so; where it was not, it accepts little, and `dflash-serve doctor` says so"
+        f"its RoPE base is {config.rope.theta:g}, {target.name}'s is {target.rope_theta:g}: sound only if it was "
+        "trained with it; otherwise few drafts are accepted, which `dflash-serve doctor` finds"
     ]
 
 
 def _mismatches(config: DrafterConfig, target: TargetShape) -> Iterator[tuple[str, str]]:
-    """(what, do) of each."""
     other = "use the drafter that was trained for this target"
     if config.hidden_size != target.hidden_size:
         yield f"hidden_size is {config.hidden_size}, the target's is {target.hidden_size}", other

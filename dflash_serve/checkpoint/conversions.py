@@ -20,16 +20,16 @@ from dflash_serve.errors import Problem, UserError
 
 Converted = tuple[DrafterConfig, dict[str, Tensor]]
 BF16_STEP = 2.0**-7
-"""Of one number in bfloat16, relative: two that differ by no more were rounded apart."""
+"""Relative rounding step of bfloat16: a larger difference between two numbers is not rounding."""
 FRESH_STD = 0.02
 ROWS_AT_ONCE = 8192
 
 
 def with_full_vocabulary(config: DrafterConfig, tensors: Mapping[str, Tensor], head: Tensor) -> Converted:
-    """The same hidden states with all of the target's tokens to choose from, through the target's own head.
+    """A drafter with a reduced vocabulary, made to draft all of the target's tokens through the target's own head.
 
-    Only right where the drafter's head is a copy of the target's rows, so each row is compared. A Markov head gives
-    the tokens that it never knew no bias.
+    This is correct only if the drafter's head is a copy of the target's rows, so each row is compared. Tokens that were
+    not in the reduced vocabulary get no bias from a Markov head.
 
     Args:
         head: the target's [V, H].
@@ -58,7 +58,7 @@ def with_full_vocabulary(config: DrafterConfig, tensors: Mapping[str, Tensor], h
 
 
 def differing_rows(own: Tensor, head: Tensor, ids: Tensor) -> int:
-    """Rows of the drafter's head [Vd, H] that are not the target's rows `ids`, beyond a rounding to bfloat16."""
+    """Number of rows of the drafter's head [Vd, H] that differ from the target's rows `ids` by more than rounding."""
     count = 0
     for first in range(0, len(ids), ROWS_AT_ONCE):
         part = slice(first, first + ROWS_AT_ONCE)
@@ -71,10 +71,10 @@ def differing_rows(own: Tensor, head: Tensor, ids: Tensor) -> int:
 def with_markov_head(
     config: DrafterConfig, tensors: Mapping[str, Tensor], *, rank: int, fresh: bool, seed: int = 0
 ) -> Converted:
-    """The same drafts from a drafter with a vanilla Markov head whose bias is zero.
+    """A drafter with an added vanilla Markov head whose bias is zero: its drafts do not change.
 
     Args:
-        fresh: its first matrix is random, so that it can be trained (`train`, drafter.init); else all is zero.
+        fresh: the first matrix is random, so that it can be trained (`train`, drafter.init); else all is zero.
 
     Raises:
         UserError: it has a Markov head or a candidate selector already.
@@ -99,12 +99,12 @@ AGAIN = "download the drafter again, or export it again"
 
 
 def map_problems(d2t: Tensor, vocab_size: int, where: Path) -> Iterator[Problem]:
-    """Draft ids must stand for target ids in rising order."""
+    """Problems of a `d2t`: draft ids must map to target ids in rising order."""
     ids = torch.arange(len(d2t)) + d2t
     if _rises_within(ids, vocab_size):
         return
     if _rises_within(d2t, vocab_size):
-        what = "tensor d2t holds the target ids themselves, not how far each lies from its draft id"
+        what = "tensor d2t holds target ids, not differences target id - draft id"
         yield Problem(what, str(where), "subtract 0, 1, 2, ... from it")
         return
     bad = int(((ids < 0) | (ids >= vocab_size)).sum())
@@ -119,7 +119,7 @@ def _rises_within(ids: Tensor, vocab_size: int) -> bool:
 
 
 def mask_problems(d2t: Tensor, t2d: Tensor, where: Path) -> Iterator[Problem]:
-    """Both maps must name the same tokens."""
+    """Problems of a `t2d` beside a sound `d2t`: both must name the same tokens."""
     ids = torch.arange(len(d2t)) + d2t
     marked = t2d.nonzero().flatten()
     if len(marked) != len(ids):
@@ -130,7 +130,7 @@ def mask_problems(d2t: Tensor, t2d: Tensor, where: Path) -> Iterator[Problem]:
 
 
 def target_mask(d2t: Tensor, vocab_size: int) -> Tensor:
-    """`t2d` of a `d2t`."""
+    """The `t2d` that belongs to a `d2t`."""
     mask = torch.zeros(vocab_size, dtype=torch.bool)
     mask[torch.arange(len(d2t)) + d2t] = True
     return mask

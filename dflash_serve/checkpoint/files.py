@@ -25,7 +25,7 @@ QUANT_CONFIG = "hf_quant_config.json"
 IN_CONFIG = "quantization_config"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
 LARGEST_HEADER = 100_000_000
-"""Bytes; the safetensors library's own limit."""
+"""Bytes: the limit of the safetensors library."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Header:
 
 
 def read_object(path: Path, problems: list[Problem], *, kind: str = "drafter") -> Mapping[str, object] | None:
-    """The object in a JSON file; None, and a problem added, where there is none.
+    """The object in a JSON file; None with a problem added if there is none.
 
     Args:
         path: the file.
         problems: added to.
-        kind: what the file describes, for the messages: `drafter` or `target`.
+        kind: `drafter` or `target`, for the messages.
     """
     again = f"download the {kind} again"
     try:
@@ -64,7 +64,7 @@ def read_object(path: Path, problems: list[Problem], *, kind: str = "drafter") -
 
 
 def load_object(path: Path, *, kind: str = "drafter") -> Mapping[str, object]:
-    """The object in a JSON file; `kind` as for `read_object`.
+    """The object in a JSON file, or an error; `kind` as for `read_object`.
 
     Raises:
         UserError: there is none.
@@ -77,9 +77,9 @@ def load_object(path: Path, *, kind: str = "drafter") -> Mapping[str, object]:
 
 
 def read_headers(folder: Path, problems: list[Problem]) -> dict[str, Header]:
-    """Every tensor of model.safetensors, or of the shards that model.safetensors.index.json names.
+    """Every tensor of model.safetensors, or of the shards that model.safetensors.index.json lists.
 
-    What is unreadable, truncated or absent is added to `problems`.
+    Unreadable, truncated and absent files are added to `problems`.
     """
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file():
@@ -117,11 +117,8 @@ def _weight_map(index: Path, problems: list[Problem]) -> dict[str, str]:
 
 
 def _read_header(path: Path, problems: list[Problem]) -> dict[str, Header]:
-    """The tensors of one safetensors file: 8 bytes of header length (little endian), JSON, data.
-
-    (Format: github.com/huggingface/safetensors.) Offsets are checked against the file's size, so a download that broke
-    off is found without reading it.
-    """
+    # Format (github.com/huggingface/safetensors): 8 bytes of header length (little endian), JSON, data. Offsets are
+    # checked against the file's size, so that an incomplete download is found without reading the data.
     try:
         return _parse(path)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, struct.error) as error:
@@ -160,12 +157,12 @@ class FileEntry(Frozen):
 
 
 class Manifest(Frozen):
-    """A folder's own account of itself."""
+    """Contents and origin of a built folder."""
 
     step: str
     """The build step that wrote it."""
     key: str
-    """Digest of everything that determined its contents."""
+    """Digest of all inputs, parameters and tool versions."""
     inputs: Mapping[str, str]
     """Name of each input -> its digest."""
     parameters: Mapping[str, object]
@@ -173,19 +170,19 @@ class Manifest(Frozen):
     """Package -> version."""
     seconds: float
     measured: Mapping[str, object]
-    """Errors, sizes, acceptance: as they came out."""
+    """Errors, sizes and acceptance, as measured."""
     files: Mapping[str, FileEntry]
-    """Path below the folder -> what it must be; the manifest itself is not in it."""
+    """Path below the folder -> digest and size; without the manifest itself."""
 
     @property
     def digest(self) -> str:
-        """Stands for the contents, whatever they were made from."""
+        """Digest of the contents, independent of their inputs."""
         text = "\n".join(f"{name} {entry.sha256}" for name, entry in sorted(self.files.items()))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def file_entries(folder: Path) -> dict[str, FileEntry]:
-    """Every file below the folder but its manifest; links are followed."""
+    """Every file below the folder except its manifest; links are followed."""
     return {
         path.relative_to(folder).as_posix(): FileEntry(sha256=sha256(path), size=path.stat().st_size)
         for path in sorted(folder.rglob("*"))
@@ -194,10 +191,10 @@ def file_entries(folder: Path) -> dict[str, FileEntry]:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The folder's manifest; None where it has none, because it was not built by us.
+    """The folder's manifest; None if it has none: it was not made by `dflash-serve build`.
 
     Raises:
-        UserError: it has one that cannot be read.
+        UserError: the manifest cannot be read.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -209,10 +206,10 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def verify(folder: Path) -> list[Problem]:
-    """Every file that is not what the folder's manifest says; nothing for a folder without one.
+    """Problems of the files that differ from the folder's manifest; [] for a folder without one.
 
     Raises:
-        UserError: the manifest itself cannot be read.
+        UserError: the manifest cannot be read.
     """
     manifest = read_manifest(folder)
     return [] if manifest is None else list(_differences(folder, manifest))
@@ -226,7 +223,7 @@ def _differences(folder: Path, manifest: Manifest) -> Iterator[Problem]:
         elif path.stat().st_size != entry.size:
             yield Problem(f"has {path.stat().st_size} bytes, its manifest says {entry.size}", str(path), DO)
         elif sha256(path) != entry.sha256:
-            yield Problem("its contents are not those it was built with (sha256 differs)", str(path), DO)
+            yield Problem("its contents changed after it was built (sha256 differs)", str(path), DO)
     known = set(manifest.files)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

@@ -1,8 +1,8 @@
-"""Reads any drafter checkpoint, quantised or not, strictly: what is missing, extra, misshapen or not finite is an error
-before launch.
+"""Reads drafter checkpoints of any dialect, quantised or not, and reports every fault before an engine is started.
 
-Engines are lenient here (SGLang 0.5.23 ignores unknown names and never looks for missing ones) and then accept nothing.
-Only `load_*` and `assemble` need torch; the rest reads JSON and safetensors headers.
+A missing, extra, misshapen or non-finite tensor is an error. Engines are lenient here (SGLang 0.5.23 ignores unknown
+and missing names) and then accept no draft. Only `load_*` and `assemble` need torch; the rest reads JSON and
+safetensors headers. `DIALECTS` is the registry of dialects.
 """
 
 from __future__ import annotations
@@ -44,21 +44,19 @@ DIALECTS: Mapping[str, Dialect] = {
     one.name: one
     for one in (speculators.DIALECT, deepspec.DEEPSPEC, deepspec.MODELOPT, deepspec.SPECFORGE, zlab.DIALECT)
 }
-"""The most telling first: ModelOpt's form is z-lab's with more keys."""
+"""Name -> dialect. The most specific comes first: ModelOpt's form is z-lab's with more keys."""
 LATENT = ("K3DSpark", "DeepseekV3DSpark", "DeepSeekV4DSpark")
-"""In architectures: DSpark heads on a backbone with latent attention."""
+"""Parts of architecture names: DSpark heads on a backbone with latent attention."""
 MAY_BE_ZERO = ("kernel_projection.weight", "markov_w1.weight", "markov_w2.weight", "confidence_head.proj.weight")
-"""Heads that change nothing yet."""
+"""Endings of tensors that may be all zero: heads before their training."""
 HINT = "`dflash-serve inspect` shows all"
-
-
 PLAIN = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
-"""Architectures that we understand to the last tensor; inside an engine, of its others only names are checked."""
+"""Architectures whose tensors are all known. Inside an engine, only names are checked for other architectures."""
 
 
 @dataclass
 class Checkpoint:
-    """A drafter folder as read: everything is filled in as far as it could be understood."""
+    """A drafter folder as read; fields that could not be read keep their defaults."""
 
     folder: Path
     problems: list[Problem] = field(default_factory=list)
@@ -68,11 +66,11 @@ class Checkpoint:
     """None = not quantised."""
     headers: dict[str, Header] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)
-    """Our tensor names, scales included -> where they are."""
+    """Our tensor names, with scales -> their place in the files."""
 
 
 def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Checkpoint:
-    """Reads config.json and the safetensors headers, and notes every problem; reads no weights.
+    """Reads config.json and the safetensors headers and collects every problem; reads no weights.
 
     Raises:
         UserError: neither a folder nor an id that can be fetched.
@@ -104,7 +102,7 @@ def parse(
     dialect = next((one for one in DIALECTS.values() if one.matches(ConfigSection(raw, str(path), []))), None)
     inner = section.section("dflash_config", falls_back=True)
     unsupported = _unsupported(inner)
-    if unsupported is not None:  # its other keys would only be noise
+    if unsupported is not None:  # problems of its other keys would follow from this one
         section.note(*unsupported)
         return None, dialect
     if dialect is None:
@@ -128,7 +126,7 @@ def parse(
 
 
 def _unsupported(config: ConfigSection) -> tuple[str, str] | None:
-    """What of a drafter we do not run, by architecture, projector type or sizes that only it has; and what to do."""
+    # (what, do) for a drafter that is recognised by its architecture, projector type or keys, and is not supported.
     if any(config.has(key) for key in ("dspark_block_size", "dspark_markov_rank", "dspark_target_layer_ids")):
         what = (
             "the drafter is part of its target's checkpoint (dspark_* keys, mtp.* tensors), which is not supported yet"
@@ -146,7 +144,7 @@ def _unsupported(config: ConfigSection) -> tuple[str, str] | None:
 
 
 def is_plain(folder: Path) -> bool:
-    """Whether config.json names an architecture of `PLAIN`, or cannot be read: `open_checkpoint` says why."""
+    """config.json has an architecture of `PLAIN`, or cannot be read (`open_checkpoint` then reports why)."""
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         architectures = raw.get("architectures") or [PLAIN[0]]
@@ -156,7 +154,7 @@ def is_plain(folder: Path) -> bool:
 
 
 def _describe(folder: Path, weight_problems: list[Problem]) -> Checkpoint:
-    """What the configuration says; where its quantisation is not read, config is None: the weights have no meaning."""
+    # With a quantisation that is not read, config stays None: the weights cannot be interpreted.
     checkpoint = Checkpoint(folder, headers=read_headers(folder, weight_problems))
     raw = read_object(folder / "config.json", checkpoint.problems)
     if raw is None:
@@ -179,10 +177,10 @@ def _describe(folder: Path, weight_problems: list[Problem]) -> Checkpoint:
 
 
 def read_config(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, str]:
-    """The neutral description of a drafter, quantised or not, and the name of its dialect; needs no weights.
+    """The neutral description of a drafter, quantised or not, and its dialect's name; needs no weights.
 
     Raises:
-        UserError: config.json is absent, broken, of no dialect we know, or describes a drafter we cannot run.
+        UserError: config.json is absent, broken, of an unknown dialect, or describes an unsupported drafter.
     """
     config, checkpoint = _read(folder_or_id, revision)
     assert checkpoint.dialect is not None
@@ -190,7 +188,7 @@ def read_config(folder_or_id: str | Path, revision: str | None = None) -> tuple[
 
 
 def read_drafter(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, Quantization | None]:
-    """The neutral description of a drafter and how it is quantised (None = not at all); needs no weights.
+    """The neutral description of a drafter and its quantisation (None = not quantised); needs no weights.
 
     Raises:
         UserError: as `read_config`.
@@ -207,7 +205,7 @@ def _read(folder_or_id: str | Path, revision: str | None) -> tuple[DrafterConfig
 
 
 def weight_problems(checkpoint: Checkpoint) -> list[Problem]:
-    """NaN and infinity in the tensors that were found, maps that are none, and matrices of zeros; needs torch."""
+    """Problems of values: NaN, infinity, matrices of zeros, and wrong vocabulary maps; needs torch."""
     found: list[Problem] = []
     empty = [
         name
@@ -221,7 +219,7 @@ def weight_problems(checkpoint: Checkpoint) -> list[Problem]:
 
 
 def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tuple[str, Tensor]]:
-    """Our name and the tensor, memory-mapped, as stored; what is not finite, or no map, is added to `problems`."""
+    """(our name, stored tensor, memory-mapped) of each; values that are not finite, and bad maps, become `problems`."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted({piece.file for piece in checkpoint.pieces.values()}):
@@ -240,7 +238,6 @@ def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tu
 
 
 def _check_maps(d2t: Tensor, checkpoint: Checkpoint, problems: list[Problem]) -> None:
-    """`d2t` by itself, and beside the `t2d` that the checkpoint may bring."""
     from safetensors import safe_open
 
     from dflash_serve.checkpoint.conversions import map_problems, mask_problems
@@ -259,9 +256,9 @@ def _cut(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 def finite_problem(name: str, tensor: Tensor, file: Path, do: str) -> Problem | None:
-    """The problem of a tensor with NaN or infinite values; None where all are finite."""
-    values = tensor.float() if tensor.element_size() == 1 else tensor  # PyTorch cannot ask FP8 itself
-    # An extreme is NaN or infinite where any value is. Asking every value takes 50 times as long (on a CPU).
+    """The problem of a tensor with NaN or infinite values; None if all are finite."""
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # PyTorch has no aminmax of FP8
+    # The smallest or largest value is not finite if any value is not. Testing each takes 50 times as long on a CPU.
     if not values.numel() or all(extreme.isfinite() for extreme in values.aminmax()):
         return None
     bad = values.numel() - int(values.isfinite().sum())
@@ -300,7 +297,7 @@ def _read_all(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def assemble(stored: Mapping[str, Tensor], config: DrafterConfig, format: Format | None) -> dict[str, Weight]:
-    """What `load_weights` gives, of tensors that somebody else has read, by their names in the checkpoint.
+    """The result of `load_weights` from tensors that the caller has read, by their names in the checkpoint.
 
     Raises:
         UserError: a tensor is missing, extra, doubled or misshapen.
@@ -317,7 +314,7 @@ def assemble(stored: Mapping[str, Tensor], config: DrafterConfig, format: Format
 
 
 def _dtype_name(tensor: Tensor) -> str:
-    """A tensor's dtype as safetensors calls it."""
+    """The safetensors name of a tensor's dtype."""
     import torch
 
     names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -326,7 +323,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _with_scales(tensors: Mapping[str, Tensor], format: Format | None) -> dict[str, Weight]:
-    """Weights and scales of a checkpoint, matched already -> one weight each."""
+    """Matched weights and scales of a checkpoint -> one `Weight` each."""
     from dflash_serve.checkpoint.formats import QuantizedTensor
 
     weights: dict[str, Weight] = {}

@@ -20,20 +20,23 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from dflash_serve.errors import UserError, did_you_mean
 
+ENV_PREFIX = "DFLASH_SERVE_"
+NESTED = "__"
+"""Separator of a section and its key in the name of an environment variable."""
+VARIABLE = re.compile(r"\$\{(\w+)(:-([^}]*))?\}")
+"""${NAME} or ${NAME:-default} in a recipe."""
 PositiveInt = Annotated[int, Field(gt=0)]
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class Frozen(BaseModel):
-    """Immutable, and a key we do not know is an error rather than a silent default."""
+    """Base of every description that is read from a file: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-VARIABLE = re.compile(r"\$\{(\w+)(:-([^}]*))?\}")
-
-
 def read_yaml(path: Path) -> object:
-    """What a YAML file holds.
+    """The contents of a YAML file.
 
     Raises:
         UserError: it cannot be read, or is not YAML.
@@ -49,9 +52,9 @@ def read_yaml(path: Path) -> object:
 
 
 def read_recipe_file(path: Path) -> object:
-    """What a recipe holds, ${NAME} in it being the environment's: it must be set, but for ${NAME:-text}.
+    """The contents of a recipe, with environment variables for ${NAME}, which must be set, and ${NAME:-default}.
 
-    Values are filled in after parsing, so that none can change the structure; one left empty counts as not given.
+    Values are inserted after parsing, so that they cannot change the structure; an empty one counts as not given.
 
     Raises:
         UserError: it cannot be read, is not YAML, or names a variable that is not set.
@@ -79,10 +82,10 @@ def _variable(found: re.Match[str], path: Path) -> str:
 
 
 def describe(error: ValidationError, model: type[BaseModel] | None = None) -> str:
-    """The first mistake pydantic found, in one line.
+    """The first mistake that pydantic found, in one line.
 
     Args:
-        model: what was read; with it, an unknown key is told the one that was probably meant.
+        model: the model that was read; with it, a similar key is suggested for an unknown one.
     """
     first = first_mistake(error)
     parts = [str(part) for part in first["loc"] if not str(part).startswith(("constrained", "literal", "int"))]
@@ -94,45 +97,38 @@ def describe(error: ValidationError, model: type[BaseModel] | None = None) -> st
 
 
 def first_mistake(error: ValidationError) -> ErrorDetails:
-    """An unknown key before anything else: a missing one is often the same, misspelt."""
+    """The first unknown key, else the first error: a missing key is often an unknown one, misspelt."""
     found = error.errors()
     return next((one for one in found if one["type"] == "extra_forbidden"), found[0])
 
 
 def fields_below(field: FieldInfo) -> Mapping[str, FieldInfo] | None:
-    """The keys of a section; None where the field is a plain value."""
+    """The keys of a section; None if the field is a plain value."""
     kinds = (field.annotation, *get_args(field.annotation))
     sections = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
     return next((section.model_fields for section in sections), None)
 
 
 def _keys(model: type[BaseModel] | None, path: Sequence[str]) -> list[str]:
-    """The keys that a model has at a place."""
     fields: Mapping[str, FieldInfo] | None = model.model_fields if model else None
     for part in path:
         fields = fields_below(fields[part]) if fields and part in fields else None
     return list(fields or ())
 
 
-ENV_PREFIX = "DFLASH_SERVE_"
-NESTED = "__"
-"""Between a section and its key in the name of a variable."""
-Settings = TypeVar("Settings", bound=BaseModel)
-
-
 def merged_settings(
     model: type[Settings], path: Path | None, flags: Mapping[str, Any], *, start: str, others: Sequence[str] = ()
 ) -> Settings:
-    """The settings by flag > environment > YAML > the type's defaults.
+    """The settings by priority: flag > environment > YAML > the model's defaults.
 
     Args:
         path: a YAML file, or None.
         flags: nested; None values count as not given.
-        start: how a file begins, for whoever gives one that is no mapping.
-        others: names of variables, without the prefix, that are not of the type; one that is almost theirs is refused.
+        start: first line of a correct file, for the message about a file that is not a mapping.
+        others: other variables of ours, without the prefix. A variable with a similar name is refused.
 
     Raises:
-        UserError: a file that cannot be read, an unknown key or an impossible value (the first one is named).
+        UserError: a file that cannot be read, an unknown key or an impossible value (the first one).
     """
     _refuse_misspelt(model, others)
     layers = [_read_mapping(path, start) if path else {}, _environment(model), overlay({}, flags)]
@@ -176,14 +172,8 @@ def _environment(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _refuse_misspelt(model: type[BaseModel], others: Sequence[str]) -> None:
-    """Variables that name no key: a misspelt one would change nothing, in silence.
-
-    One without a `__` may be somebody else's (Kubernetes makes DFLASH_SERVE_PORT of a service's name): it is refused
-    only where it looks like one of ours.
-
-    Raises:
-        UserError: the first such variable.
-    """
+    # A misspelt variable would silently have no effect. One without `__` may have another origin (Kubernetes makes
+    # DFLASH_SERVE_PORT of a service's name), so it is refused only if it is similar to one of ours.
     known = {*_variables(model), *others}
     for variable in sorted(os.environ):
         name = variable.upper().removeprefix(ENV_PREFIX)
@@ -197,7 +187,7 @@ def _refuse_misspelt(model: type[BaseModel], others: Sequence[str]) -> None:
 
 
 def refuse_near_misses(prefix: str, known: Sequence[str]) -> None:
-    """Variables of a prefix that are almost one of the known names; any other may be somebody else's.
+    """Refuses variables of a prefix with a name similar to a known one; others may belong to other programs.
 
     Raises:
         UserError: the first such variable.
@@ -210,7 +200,7 @@ def refuse_near_misses(prefix: str, known: Sequence[str]) -> None:
 
 
 def _variables(model: type[BaseModel]) -> Iterator[str]:
-    """Every variable's name without the prefix; one that ends in `__` may go on as it likes."""
+    # Names without the prefix; a name that ends in `__` may have any continuation.
     for name, field in model.model_fields.items():
         yield name.upper()
         below = fields_below(field)
@@ -220,7 +210,7 @@ def _variables(model: type[BaseModel]) -> Iterator[str]:
 
 
 def _where(error: ValidationError, layers: list[dict[str, Any]], path: Path | None) -> str:
-    """What gave the first mistake: the topmost layer that has it."""
+    # The source of the first mistake: the layer of highest priority that has the key.
     place = [str(part) for part in first_mistake(error)["loc"]]
     environment, flags = layers
     if _has(flags, place):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 Head = Callable[[Tensor], Tensor]
-"""Hidden rows [rows, H] -> logits [rows, vocabulary] of the target's, or of the drafter's own."""
+"""Hidden rows [rows, H] -> logits [rows, vocabulary], by the target's head or the drafter's own."""
 
 
 class MLP(nn.Module):
@@ -119,12 +119,12 @@ class ConvolvedLayer(Layer):
 class Drafter(nn.Module):
     """A DFlash drafter over flat rows: a batch of blocks is the concatenation of their rows.
 
-    `config` says what it is; parameters are uninitialised until a checkpoint is read or `training` initialises them.
+    Parameters are uninitialised until a checkpoint is read or `training` initialises them.
     """
 
     mask_embedding: Tensor | None
     lm_head: nn.Module | None
-    """Its own head [Vd, H], where it drafts from a part of the vocabulary."""
+    """The drafter's own head [Vd, H], with a reduced draft vocabulary."""
     d2t: Tensor | None
     """Target id - draft id, int64 [Vd]."""
     markov_head: MarkovHead | None
@@ -145,14 +145,13 @@ class Drafter(nn.Module):
         self._add_heads(config)
 
     def _add_heads(self, config: DrafterConfig) -> None:
-        """Modules of what it has besides plain DFlash."""
         hidden, vocab, reduced = config.hidden_size, config.vocab_size, config.draft_vocabulary
         self.lm_head = None if reduced is None else nn.Linear(hidden, reduced, bias=False)
         self.register_buffer("d2t", None if reduced is None else torch.empty(reduced, dtype=torch.int64))
         self.token_ids: Tensor | None = None
-        """Target ids int64 [Vd] of the draft ids, where it drafts from a part of the vocabulary; by `map_tokens`."""
+        """Target ids int64 [Vd] of the draft ids, with a reduced draft vocabulary; set by `map_tokens`."""
         self.hot_tokens: list[int] | None = None
-        """Target ids that it drafts at all, by the target's head (`hot_tokens`); None = all."""
+        """Target ids that are drafted, by rows of the target's head (`hot_tokens`); None = all."""
         self.markov_head = self.confidence_head = self.candidate_selector = None
         if config.markov is None and config.confidence is None and config.selector is None:
             return
@@ -168,29 +167,29 @@ class Drafter(nn.Module):
 
     @property
     def first_row(self) -> int:
-        """As `DrafterConfig.first_row`; asked in every step."""
+        """`DrafterConfig.first_row`, without pydantic's cost in every step."""
         return 1 if self.config.slots == "fill-in" else 0
 
     def rows(self, block_size: int | None = None) -> int:
-        """As `DrafterConfig.rows`; asked in every step."""
+        """`DrafterConfig.rows`, without pydantic's cost in every step."""
         return (block_size or self.config.block_size) - 1 + self.first_row
 
     def map_tokens(self) -> None:
-        """Works out `token_ids`, once the weights are there."""
+        """Computes `token_ids` after the weights are loaded."""
         if self.d2t is not None:
             self.token_ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Draft ids, as its head counts them -> target ids."""
+        """Draft ids of the drafter's head -> target ids."""
         return draft_ids if self.token_ids is None else self.token_ids[draft_ids]
 
     def project_context(self, features: Tensor) -> Tensor:
-        """Context features [rows, F*H] of verified tokens -> what every layer reads of them, [rows, H]."""
+        """Context features [rows, F*H] of verified tokens -> the input [rows, H] of every layer's K/V projection."""
         out: Tensor = self.hidden_norm(self.fc(features))
         return out
 
     def context_kv(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of projected context rows, once and for all: each [rows, layers, kv_heads, head_dim].
+        """Keys and values of projected context rows in all layers, each [rows, layers, kv_heads, head_dim].
 
         Args:
             context: [rows, H] from `project_context`.
@@ -208,7 +207,7 @@ class Drafter(nn.Module):
         Args:
             anchors: token ids [blocks], the last verified token of each sequence.
             embedding: the target's embedding table [vocabulary, H].
-            block_size: B, where it is served smaller than the drafter was trained for.
+            block_size: B, if smaller than the drafter was trained for.
         """
         block, size = self.rows(block_size), self.config.hidden_size
         mask = self.mask_embedding
@@ -247,14 +246,14 @@ class Drafter(nn.Module):
 
 
 class SlotFilter(Protocol):
-    """What may stand in a block's slots, such as a grammar."""
+    """A restriction of the tokens in a block's slots, such as a grammar."""
 
     def fill(self, slots: int, choose: Callable[[Sequence[int], Tensor], int]) -> list[int]:
-        """A draft of at most so many slots; `choose` gives the best of what is allowed (bool [V]) after a draft."""
+        """A draft of at most `slots` tokens; `choose` gives the best allowed token (bool [V]) after a draft."""
 
 
 class Proposal(Protocol):
-    """From hidden states to drafted tokens: the last stage of drafting, which alone knows a drafter's heads."""
+    """The last stage of drafting, from hidden states to tokens; only this stage uses the drafter's heads."""
 
     def __call__(
         self,
@@ -284,7 +283,7 @@ def propose_greedily(
     counts: Sequence[int],
     filters: Sequence[SlotFilter | None],
 ) -> list[list[int]]:
-    """Each slot's likeliest token, whatever stands in the others: the `Proposal` of plain DFlash."""
+    """Each slot's most probable token, independent of the other slots: the `Proposal` of plain DFlash."""
     logits = drafter.adjust_logits(head(hidden))
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     drafts, taken = [], 0
@@ -309,9 +308,9 @@ class Walk(ABC):
     """One walk over the slots of n blocks.
 
     Args:
-        drafter: whose heads they are.
+        drafter: the owner of the heads.
         hidden: [n, slots, H] after the final norm.
-        logits: [n, slots, Vd] of the drafter's.
+        logits: [n, slots, Vd] of the drafter.
     """
 
     def __init__(self, drafter: Drafter, hidden: Tensor, logits: Tensor) -> None:
@@ -319,12 +318,12 @@ class Walk(ABC):
 
     @abstractmethod
     def choose(self, slot: int, previous: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Target ids [n] for a slot, asked for in order.
+        """Target ids [n] for a slot; called for the slots in order.
 
         Args:
             slot: from 0.
             previous: target ids [n] of the slot before; the anchors at the first.
-            allowed: bool [V], what a grammar allows here; None = everything.
+            allowed: bool [V], tokens that a grammar allows here; None = all.
         """
 
 
@@ -348,7 +347,7 @@ class MarkovWalk(Walk):
 
 
 class SelectorWalk(Walk):
-    """Chooses among each slot's likeliest tokens by the selector's scores."""
+    """Chooses among each slot's most probable tokens by the selector's scores."""
 
     def __init__(self, drafter: Drafter, hidden: Tensor, logits: Tensor) -> None:
         super().__init__(drafter, hidden, logits)
@@ -374,7 +373,10 @@ def propose_by_walk(
     counts: Sequence[int],
     filters: Sequence[SlotFilter | None],
 ) -> list[list[int]]:
-    """A `models.drafter.Proposal`. Blocks under a grammar walk alone; the others together, padded to the most slots."""
+    """The `Proposal` of drafters with a Markov head or a selector.
+
+    A block under a grammar is walked alone; the others are walked together, padded to the most slots.
+    """
     logits = drafter.adjust_logits((drafter.lm_head or head)(hidden))
     kind = MarkovWalk if drafter.candidate_selector is None else SelectorWalk
     starts = [sum(counts[:index]) for index in range(len(counts))]
@@ -411,7 +413,7 @@ def _whole_path(walk: Walk, anchors: Sequence[int], slots: int) -> list[list[int
 
 
 def _chooser(walk: Walk, anchor: int) -> Callable[[Sequence[int], Tensor], int]:
-    """What a grammar asks for each slot: (the draft so far, what is allowed) -> a token."""
+    """`SlotFilter.fill`'s `choose`: (the draft so far, the allowed tokens) -> a token."""
 
     def choose(draft: Sequence[int], allowed: Tensor) -> int:
         previous = torch.tensor([draft[-1] if draft else anchor], device=walk.hidden.device)

@@ -107,7 +107,7 @@ def _layers(raw: dict[str, Any], count: int) -> tuple[AttentionKind, ...]:
 
 
 def _rope(raw: dict[str, Any]) -> RopeConfig:
-    """transformers 5 keeps everything in `rope_parameters`, 4 in `rope_theta` and `rope_scaling`."""
+    # transformers 5 writes `rope_parameters`, transformers 4 `rope_theta` and `rope_scaling`.
     known = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = known.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
     kind = known.pop("rope_type", None) or known.pop("type", "default")
@@ -137,17 +137,17 @@ SCHEMES: tuple[tuple[str, frozenset[str]], ...] = (
     ("AWQ", frozenset({"qweight"})),
     ("INT4", frozenset({"weight_packed I32"})),
 )
-"""Schemes and the tensors that show them, by last name and dtype; the first that is found counts."""
+"""Quantisation schemes and their tensors (last part of the name, dtype); the first scheme that fits is reported."""
 KV_SCALES = ("k_scale", "v_scale")
-"""Scales of a quantised K/V cache; they do not belong to a weight."""
+"""Endings of scales of a quantised K/V cache, which belong to no weight."""
 PLAIN_TARGET = "use its unquantised checkpoint, or an engine that reads it (SGLang, vLLM, TensorRT-LLM)"
 ONE_TARGET = "use weights and config.json of one model"
 
 
 def read_target_headers(folder: Path, config: TargetConfig, problems: list[Problem]) -> dict[str, Header]:
-    """The tensors that the embedded engine reads, by name; everything that stands against them is added to `problems`.
+    """The tensors of a target by name; every reason why the embedded engine cannot read them becomes a problem.
 
-    Of a quantised target that alone is told: that its tensors do not fit follows from it.
+    For a quantised target this is the only problem: misfits of its tensors follow from it.
     """
     unreadable: list[Problem] = []
     headers = read_headers(folder, unreadable)
@@ -157,10 +157,10 @@ def read_target_headers(folder: Path, config: TargetConfig, problems: list[Probl
 
 
 def quantisation_problems(folder: Path, headers: Mapping[str, Header]) -> list[Problem]:
-    """The problem of a quantised target, by its config.json, hf_quant_config.json or tensors; none where it is plain.
+    """The problem of a quantised target, by its config.json, hf_quant_config.json or tensors; [] for a plain one.
 
     Args:
-        headers: those of its files; none where they are not fetched yet.
+        headers: of its files; empty if they are not fetched yet.
 
     Raises:
         UserError: one of the two files is no JSON object.
@@ -177,14 +177,13 @@ def quantisation_problems(folder: Path, headers: Mapping[str, Header]) -> list[P
 
 
 def _is_packed(name: str, dtype: str) -> bool:
-    """Whether a tensor shows that a target is quantised, by its name or its dtype."""
     return (name.endswith(PACKED) and not name.endswith(KV_SCALES)) or dtype not in {*FLOATS, "I64", "BOOL"}
 
 
 def _scheme(recipe: Mapping[str, object], headers: Mapping[str, Header]) -> str:
-    """The scheme's usual name: by the tensors where they show it, else by the recipe."""
+    # By the tensors if they identify it, else by the recipe.
     native = native_format(recipe) or "unknown scheme"
-    if native in ("awq", "gptq"):  # they call their tensors alike
+    if native in ("awq", "gptq"):  # both have the same tensor names
         return native.upper()
     kinds: set[str] = set()
     for name, header in headers.items():
@@ -214,7 +213,7 @@ def _misfits(headers: Mapping[str, Header], config: TargetConfig, folder: Path) 
 
 
 def _wanted(config: TargetConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that is read, by Hugging Face's names."""
+    """(name, shape) of every tensor that is read, in Hugging Face's names."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
     products = {

@@ -40,9 +40,9 @@ def keep_top_k(logits: Tensor, top_k: Tensor, largest: int) -> Tensor:
 def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """Keep the fewest tokens, most probable first, whose probabilities together reach top_p.
 
-    A token stays if the more probable ones sum to less than top_p: the most probable always does, and equals stay or go
-    together, so that no order of sorting matters. A nucleus seldom has many tokens: the most probable ones are looked
-    at first, and the whole vocabulary is sorted only if they do not reach top_p in some row.
+    A token is kept if the more probable ones sum to less than top_p. So the most probable token is always kept, and
+    equally probable tokens are kept or dropped together, in any order of sorting. A nucleus seldom has many tokens: the
+    whole vocabulary is sorted only if the `_USUAL_NUCLEUS` most probable tokens do not reach top_p in some row.
 
     logits [N, W, V] float, top_p [N] in (0, 1]; returns [N, W, V].
     """
@@ -58,7 +58,7 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Which tokens each request has seen so far.
+    """Counts of the tokens that each request has seen so far.
 
     in_prompt: [N, V] bool. in_output: [N, V] int32, the committed output tokens, the anchor among them.
     """
@@ -91,14 +91,14 @@ def apply_penalties(logits: Tensor, batch: SamplingBatch, counts: TokenCounts, d
     """Penalise every row of a block as if its tokens had been generated one by one.
 
     Row j follows slots 1..j of the block, so its output counts are the committed ones plus those of these slots. Only
-    tokens drafted in the block can differ from the committed counts, and there are at most W-1 of them: all rows are
-    penalised with the committed counts, then in each row the logits of the block's tokens are computed again, from
-    the untouched logits and the row's own counts. No [N, W, V] counts are made.
+    tokens drafted in the block can differ from the committed counts, and there are at most W-1 of them. So all rows are
+    penalised with the committed counts; then in each row the logits of the block's tokens are computed again, from
+    the unchanged logits and the row's own counts. No [N, W, V] counts are made.
 
     Args:
         logits: [N, W, V] float32, logit bias applied; left untouched.
         batch: the strengths, [N] each.
-        counts: what is committed; slot 0, the anchor, is counted there.
+        counts: of committed tokens, with slot 0, the anchor.
         draft: [N, W-1] int64, slots 1..W-1; -1 pads.
 
     Returns:
@@ -116,7 +116,7 @@ def apply_penalties(logits: Tensor, batch: SamplingBatch, counts: TokenCounts, d
 
 
 def _occurrences(tokens: Tensor, rows: int) -> Tensor:
-    """[N, W, W-1] int32: how often the token of slot i stands among slots 1..j (row j, 0-based; row 0 has none)."""
+    """[N, W, W-1] int32: occurrences of slot i's token among slots 1..j (row j, 0-based; row 0 has none)."""
     same = (tokens[:, :, None] == tokens[:, None, :]).int()  # [N, i, m]
     counted = same.cumsum(2, dtype=torch.int32).transpose(1, 2)  # [N, m, i]: among slots 1..m
     none = counted.new_zeros(counted.shape[0], 1, counted.shape[2])
@@ -124,7 +124,7 @@ def _occurrences(tokens: Tensor, rows: int) -> Tensor:
 
 
 def _penalise(logits: Tensor, batch: SamplingBatch, in_prompt: Tensor, in_output: Tensor) -> Tensor:
-    """Repetition (scales), then frequency and presence (subtract). Strengths that are off leave every bit as it was.
+    """Repetition (scales), then frequency and presence (subtract). A neutral strength changes no bit.
 
     logits [N, W, X]; in_prompt and in_output broadcast to it ([N, 1 or W, X]).
     """
@@ -138,10 +138,10 @@ def _penalise(logits: Tensor, batch: SamplingBatch, in_prompt: Tensor, in_output
 def adjust_logits(
     logits: Tensor, batch: SamplingBatch, counts: TokenCounts | None = None, draft: Tensor | None = None
 ) -> Tensor:
-    """Apply what may move the most probable token: logit bias and penalties.
+    """Apply logit bias and penalties, which may change the most probable token.
 
     Args:
-        logits: [N, W, V] floating; row j follows slot j of the block. Left untouched.
+        logits: [N, W, V] floating; row j follows slot j of the block. Not changed.
         batch: parameters of the N requests.
         counts: tokens seen so far; needed when a request has a penalty.
         draft: [N, W-1] int64, slots 1..W-1, -1 pads; needed when a request has a penalty and W > 1.
@@ -167,7 +167,7 @@ def adjust_logits(
 def greedy_tokens(
     logits: Tensor, batch: SamplingBatch, counts: TokenCounts | None = None, draft: Tensor | None = None
 ) -> Tensor:
-    """The target's most probable token in every row, [N, W] int64: one argmax when nothing is switched on.
+    """The target's most probable token in every row, [N, W] int64; a single argmax without bias and penalties.
 
     Args and Raises: as for `adjust_logits`.
     """
@@ -179,8 +179,8 @@ def probabilities(
 ) -> Tensor:
     """The distribution that each row is sampled from.
 
-    A greedy request (temperature 0) gets all mass on its most probable token, so a mixed batch needs one path only:
-    sampling and acceptance then do exactly what the greedy rules would.
+    A greedy request (temperature 0) has all mass on its most probable token. So a mixed batch needs one path only, and
+    sampling and acceptance give the greedy result for that request.
 
     Args and Raises: as for `adjust_logits`.
 
@@ -199,7 +199,7 @@ def probabilities(
 
 
 def _truncate(scaled: Tensor, batch: SamplingBatch) -> Tensor:
-    """min_p, top_k, top_p, in place, each for the requests that want it."""
+    # min_p, top_k, top_p, in place, each for the requests that set it.
     if (some := batch.min_p_requests).shape[0]:
         scaled[some] = keep_min_p(scaled[some], batch.min_p[some])
     if (some := batch.top_k_requests).shape[0]:

@@ -22,8 +22,8 @@ Kind = TypeVar("Kind")
 class ConfigSection:
     """A JSON object whose lookups may fall back to an outer one, and which collects problems instead of raising.
 
-    A getter returns a harmless stand-in for a value it had to complain about, so that one reading finds every problem;
-    whoever reads must look at `problems` before using what was read. A JSON null is the same as an absent key.
+    A getter adds a problem for a wrong value and returns a harmless one, so that one reading finds every problem. The
+    caller must look at `problems` before it uses the values. A JSON null counts as an absent key.
     """
 
     raw: Mapping[str, object]
@@ -39,7 +39,7 @@ class ConfigSection:
             self.problems.append(problem)
 
     def named(self, key: str) -> str:
-        """The key as a user finds it in the file: `dflash_config.block_size`."""
+        """Path of the key in the file, such as `dflash_config.block_size`."""
         if self.fallback is not None and self.raw.get(key) is None and self.fallback.has(key):
             return self.fallback.named(key)
         return f"{self.path}.{key}" if self.path else key
@@ -59,11 +59,11 @@ class ConfigSection:
         return here
 
     def has(self, key: str) -> bool:
-        """Whether the key is given, here or in the fallback."""
+        """The key is given, here or in the fallback."""
         return self.raw.get(key) is not None or (self.fallback is not None and self.fallback.has(key))
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer of at least `minimum`; without a default it must be there."""
+        """An integer of at least `minimum`; without a default it is required."""
         value = self.get(key)
         if value is ABSENT and default is not None:
             return default
@@ -122,18 +122,17 @@ class ConfigSection:
         return ConfigSection(raw, self.where, self.problems, path=self.named(key), fallback=fallback)
 
     def only(self, known: Collection[str], do: str) -> None:
-        """Notes every key of this object that is not known."""
+        """Adds a problem for every key of this object that is not in `known`."""
         for key in sorted(self.raw.keys() - set(known)):
             self.note(f"unknown key {self.named(key)} = {self.raw[key]!r}", do)
 
     def refuse(self, key: str, harmless: Collection[object], why: str, do: str = "") -> None:
-        """Notes the key where its value is not one of the harmless ones."""
+        """Adds a problem if the key's value is not one of the harmless ones."""
         value = self.get(key)
         if value is not ABSENT and value not in harmless:
             self.note(f"{self.named(key)} = {value!r}: {why}", do)
 
     def _given(self, key: str, kind: type[Kind], wanted: str) -> Kind | None:
-        """The value if it is of that kind, nothing converted; None where it is absent, or something else and noted."""
         value = self.get(key)
         if value is ABSENT:
             return None
@@ -152,23 +151,23 @@ class ConfigSection:
 
 @dataclass(frozen=True)
 class Dialect:
-    """Reads and writes one config.json dialect. Tensors have the same names in all of them."""
+    """Reader and writer of one dialect of config.json. Tensor names are equal in all dialects."""
 
     name: str
     matches: Callable[[ConfigSection], bool]
     read: Callable[[ConfigSection, Collection[str]], dict[str, object]]
-    """(config.json, names of the stored tensors) -> DrafterConfig's fields; problems are noted."""
+    """(config.json, names of the stored tensors) -> fields of a DrafterConfig; faults become problems."""
     write: Callable[[DrafterConfig, str | None], dict[str, object]]
-    """(drafter, the target's name if known) -> config.json; UserError where the dialect has no words for it."""
+    """(drafter, the target's name if known) -> config.json; UserError if the dialect cannot describe the drafter."""
     copies_of_target: frozenset[str] = frozenset()
-    """Tensors that merely repeat the target's, and are skipped."""
+    """Names of tensors that repeat the target's and are skipped."""
 
 
 def one_value(values: Set[object], what: str, dialect: str) -> object:
-    """The single value of a set; None of an empty one.
+    """The single value of a set; None for an empty set.
 
     Raises:
-        UserError: there are several, which the dialect cannot say.
+        UserError: there are several, which the dialect cannot describe.
     """
     if len(values) > 1:
         raise inexpressible(f"layers with different {what} ({', '.join(map(str, sorted(values, key=str)))})", dialect)
@@ -181,7 +180,7 @@ def inexpressible(what: str, dialect: str) -> UserError:
 
 
 def refuse_other_attention(config: ConfigSection) -> None:
-    """Notes attention that we have not."""
+    """Adds problems for attention that is not supported."""
     config.refuse("attention_sink_bias", (False,), "attention sinks are not supported yet", PLAIN_DRAFTER)
     config.refuse("add_swa_attention_sink_bias", (False,), "attention sinks are not supported yet", PLAIN_DRAFTER)
     config.refuse("attention_value_scale", (1,), "scaled attention values are not supported yet", PLAIN_DRAFTER)

@@ -29,28 +29,28 @@ from dflash_serve.checkpoint.dialects.keys import (
 
 DEEPSPEC_ARCHITECTURE, SPECFORGE_ARCHITECTURE = "Qwen3DSparkModel", "DSparkDraftModel"
 ARCHITECTURES = (DEEPSPEC_ARCHITECTURE, "LingDSparkModel", SPECFORGE_ARCHITECTURE, "DFlashDraftModel")
-"""Those whose layers are Qwen3's; DeepSpec has others (`Lfm2DSparkDraftModel` rotates neighbours, not halves)."""
+"""Architectures with Qwen3's layers. DeepSpec has others: `Lfm2DSparkDraftModel` rotates neighbours, not halves."""
 HARMLESS = {"num_anchors", "confidence_head_alpha", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"}
-"""Of the training."""
+"""Keys of the training, which serving does not need."""
 COPIES = frozenset({"embed_tokens.weight", "lm_head.weight"})
 HEADS = ("slots", "markov", "confidence")
 
 
 def matches_deepspec(config: ConfigSection) -> bool:
-    """Whether a config.json speaks DeepSpec's dialect."""
+    """config.json is in DeepSpec's dialect."""
     names = config.strings("architectures") or ()
     return any("DSpark" in name and name != SPECFORGE_ARCHITECTURE for name in names)
 
 
 def matches_specforge(config: ConfigSection) -> bool:
-    """Whether a config.json speaks SpecForge's dialect of DSpark."""
+    """config.json is in SpecForge's dialect of DSpark."""
     inner = config.section("dflash_config", falls_back=True)
     named = SPECFORGE_ARCHITECTURE in (config.strings("architectures") or ())
     return named or inner.text("projector_type") == "dspark"
 
 
 def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
-    """DrafterConfig's fields, of either dialect; a key may stand in `dflash_config` or at top level."""
+    """Fields of a DrafterConfig from DeepSpec's or SpecForge's keys, in `dflash_config` or at top level."""
     inner = config.section("dflash_config", falls_back=True)
     inner.only(zlab.KEYS | zlab.REFUSABLE | zlab.HARMLESS | HARMLESS, zlab.UNKNOWN)
     inner.refuse("attention_mode", ("gqa", "mha"), "only grouped-query attention is supported")
@@ -59,7 +59,7 @@ def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
 
 
 def write_deepspec(config: DrafterConfig, target: str | None) -> dict[str, object]:
-    """config.json as DeepSpec saves it; SGLang and vLLM read it where there is a Markov head."""
+    """config.json as DeepSpec saves it. SGLang and vLLM read it if the drafter has a Markov head."""
     fields = _write(config, "deepspec")
     inner = fields.pop("dflash_config")
     assert isinstance(inner, dict)
@@ -101,13 +101,13 @@ MODELOPT_ARCHITECTURES = (
 
 
 def matches_modelopt(config: ConfigSection) -> bool:
-    """Whether a config.json speaks this dialect."""
+    """config.json is in ModelOpt's dialect."""
     dflash = config.raw.get("dflash_config")
     return isinstance(dflash, dict) and bool(dflash.keys() & MODELOPT_KEYS)
 
 
 def read_modelopt(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
-    """DrafterConfig's fields of a ModelOpt config.json; its DSpark heads have `shift_label` (TensorRT-LLM's tests)."""
+    """Fields of a DrafterConfig from ModelOpt's keys. Its DSpark heads have `shift_label` (TensorRT-LLM's tests)."""
     dflash = config.section("dflash_config", falls_back=True)
     dflash.only(MODELOPT_KEYS | zlab.KEYS | zlab.REFUSABLE | zlab.HARMLESS, zlab.UNKNOWN)
     if dflash.text("projector_type") == "dspark" and not any(map(dflash.has, keys.SLOT_KEYS)):
@@ -120,7 +120,7 @@ def read_modelopt(config: ConfigSection, stored: Collection[str]) -> dict[str, o
 
 
 def _modelopt_windows(config: ConfigSection, dflash: ConfigSection) -> tuple[int | None, ...]:
-    """Every layer slides with use_swa, unless layer_types itself tells sliding layers from full ones."""
+    # With use_swa every layer slides, unless layer_types has sliding layers itself.
     window, outer = dflash.optional_integer("swa_window_size"), config.optional_integer("sliding_window")
     if window is not None and outer is not None and window != outer:
         dflash.note(
@@ -132,7 +132,7 @@ def _modelopt_windows(config: ConfigSection, dflash: ConfigSection) -> tuple[int
 
 
 def write_modelopt(config: DrafterConfig, target: str | None) -> dict[str, object]:
-    """config.json as ModelOpt 0.47 exports it, and with the keys that z-lab's readers look for."""
+    """config.json as ModelOpt 0.47 exports it, with z-lab's keys beside ModelOpt's."""
     keys.refuse_to_write(config, MODELOPT_NAME, heads=("slots", "markov", "confidence", "convolution", "selector"))
     fields = zlab.write_fields(config, MODELOPT_NAME)
     causal = one_value({kind.causal for kind in config.layers}, "causality", MODELOPT_NAME)

@@ -32,16 +32,16 @@ DFLASH2_KEYS = {"conv_kernel_size", "conv_group_size", "selector_rank", "selecto
 SLOT_KEYS = {"sample_from_anchor", "shift_label"}
 HEAD_KEYS = MARKOV_KEYS | DFLASH2_KEYS | SLOT_KEYS
 CONFIDENCE = "confidence_head."
-"""The beginning of its tensors' names."""
+"""Prefix of the confidence head's tensor names."""
 
 
 def read_heads(config: ConfigSection, stored: Collection[str], *, markov_kind: str | None = None) -> dict[str, object]:
     """`markov`, `confidence`, `convolution` and `selector` of a DrafterConfig.
 
     Args:
-        config: where the keys are.
-        stored: names of the checkpoint's tensors; none where only its configuration is there.
-        markov_kind: what a missing markov_head_type means in this dialect; None = it must be given.
+        config: the section with the keys.
+        stored: names of the checkpoint's tensors; empty if only its configuration is there.
+        markov_kind: meaning of a missing markov_head_type in this dialect; None = the key is required.
     """
     markov = _markov(config, markov_kind)
     return {
@@ -53,7 +53,7 @@ def read_heads(config: ConfigSection, stored: Collection[str], *, markov_kind: s
 
 
 def read_slots(config: ConfigSection, default: Slots) -> Slots:
-    """The slot convention; `default` is what this dialect's own code does without a key."""
+    """The slot convention; `default` is the one of this dialect's own code without a key."""
     sampled, shifted = config.flag("sample_from_anchor"), config.flag("shift_label")
     if sampled is not None and shifted is not None and sampled != shifted:
         names = config.named("sample_from_anchor"), config.named("shift_label")
@@ -79,7 +79,7 @@ def _markov(config: ConfigSection, default: str | None) -> MarkovConfig | None:
 
 
 def _confidence(config: ConfigSection, stored: Collection[str], markov: MarkovConfig | None) -> ConfidenceConfig | None:
-    """A missing switch means on for SGLang and off for speculators: the tensors decide."""
+    # A missing switch means on in SGLang and off in speculators, so the tensors decide.
     enabled, used = config.flag("enable_confidence_head"), config.flag("use_confidence_head")
     if enabled is not None and used is not None and enabled != used:
         config.note(f"enable_confidence_head is {enabled} but use_confidence_head is {used}", "keep the right one")
@@ -107,7 +107,7 @@ def _selector(config: ConfigSection) -> SelectorConfig | None:
 
 
 def _together(config: ConfigSection, *keys: str) -> tuple[int, int] | None:
-    """Two sizes that come both or not at all; 0 is what engines write for not at all."""
+    # Both sizes are given or none; engines write 0 for none.
     first, second = (config.optional_integer(key, minimum=0) or 0 for key in keys)
     if bool(first) != bool(second):
         here, missing = keys if first else keys[::-1]
@@ -117,12 +117,12 @@ def _together(config: ConfigSection, *keys: str) -> tuple[int, int] | None:
 
 
 def slot_keys(config: DrafterConfig) -> dict[str, object]:
-    """The slot convention, always written out."""
+    """Keys of the slot convention, which is always written."""
     return {"sample_from_anchor": config.slots == "anchor-first"}
 
 
 def markov_keys(config: DrafterConfig) -> dict[str, object]:
-    """The Markov and confidence heads, written out where they are absent, too."""
+    """Keys of the Markov and confidence heads, also of absent ones."""
     markov, confidence = config.markov, config.confidence
     return {
         "markov_rank": markov.rank if markov else 0,
@@ -133,7 +133,7 @@ def markov_keys(config: DrafterConfig) -> dict[str, object]:
 
 
 def dflash2_keys(config: DrafterConfig) -> dict[str, object]:
-    """Convolution and selector; {} of a drafter without."""
+    """Keys of convolution and selector; {} for a drafter without them."""
     keys: dict[str, object] = {}
     if config.convolution is not None:
         keys |= {"conv_kernel_size": config.convolution.taps, "conv_group_size": config.convolution.group_size}
@@ -143,13 +143,13 @@ def dflash2_keys(config: DrafterConfig) -> dict[str, object]:
 
 
 def refuse_to_write(config: DrafterConfig, dialect: str, *, heads: Collection[str]) -> None:
-    """Says what of a drafter a dialect has no words for.
+    """Refuses a drafter with parts that a dialect cannot describe.
 
     Args:
-        heads: those it has: `slots`, `draft_vocabulary`, `markov`, `confidence`, `convolution`, `selector`.
+        heads: parts that it can: `slots`, `draft_vocabulary`, `markov`, `confidence`, `convolution`, `selector`.
 
     Raises:
-        UserError: something else is there.
+        UserError: the drafter has another part.
     """
     present = {
         "slots": (config.slots != "fill-in", "anchor-first slots"),
@@ -170,9 +170,9 @@ SAME_NAMES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "rms_norm_eps", "attention_bias"),
 }
-"""Fields of DrafterConfig that are called the same in Qwen3Config."""
+"""Fields of DrafterConfig with the same name in Qwen3Config."""
 QWEN3_HEAD_DIM = 128
-"""transformers' Qwen3Config default, which every engine takes where a qwen3 config.json has no head_dim."""
+"""Default of transformers' Qwen3Config, which every engine takes for a qwen3 config.json without head_dim."""
 
 Scaling = Literal["linear", "llama3", "yarn", "longrope"]
 
@@ -191,17 +191,17 @@ ROPE_HARMLESS = {
     *("rope_theta", "rope_type", "type"),
     *("partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned"),
 }
-"""Keys that say nothing more about a text drafter: three equal mrope axes are plain RoPE."""
+"""Keys without effect on a text drafter: three equal mrope axes are plain RoPE."""
 
 
 def read_transformer(config: ConfigSection) -> dict[str, object]:
-    """The fields of DrafterConfig that transformers names too; notes what a DFlash drafter's layers cannot be."""
+    """Fields of a DrafterConfig that Qwen3Config has too; options that DFlash's layers do not have become problems."""
     config.refuse("hidden_act", ("silu",), "DFlash drafters use silu")
     config.refuse("mlp_bias", (False,), "a bias in the MLP is not supported")
     config.refuse("use_gemma_norm", (False,), "Gemma's norms are not supported in a drafter yet")
     for key in ("quantization_config", "compression_config"):
         if config.has(key):
-            config.note(f"the drafter is quantised ({config.named(key)}), in a form that is not read", BUILD)
+            config.note(f"the drafter is quantised ({config.named(key)}) in an unsupported form", BUILD)
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     qwen = (config.text("model_type") or "qwen3") == "qwen3"
     return {
@@ -219,10 +219,10 @@ def read_transformer(config: ConfigSection) -> dict[str, object]:
 
 
 def read_windows(config: ConfigSection, window: int | None = None) -> tuple[int | None, ...]:
-    """The window of every layer, None = full attention, by transformers' rules.
+    """The window of every layer by transformers' rules; None = full attention.
 
-    `layer_types` says which layers slide; without it, `use_sliding_window` makes all from `max_window_layers` on slide.
-    `window` is the size where it is not `sliding_window` that gives it.
+    `layer_types` lists the sliding layers; without it, `use_sliding_window` makes all layers from `max_window_layers`
+    on slide. `window` is the size if `sliding_window` is absent.
     """
     count = config.integer("num_hidden_layers")
     sliding = _sliding_layers(config, count)
@@ -273,14 +273,14 @@ def write_transformer(config: DrafterConfig, rope: dict[str, object]) -> dict[st
 
 
 def make_kinds(windows: tuple[int | None, ...], causal: bool | None) -> tuple[AttentionKind, ...]:
-    """Layer kinds from windows; `causal` None is the rule of August 2026: a sliding layer is causal in the block."""
+    """Layer kinds from windows. `causal` None = the rule of August 2026: a sliding layer is causal in the block."""
     return tuple(
         AttentionKind(window=window, causal=window is not None if causal is None else causal) for window in windows
     )
 
 
 def _read_rope(config: ConfigSection) -> RopeConfig:
-    """The rotary embedding of a transformer's section. No theta is a problem: engines' defaults differ 100-fold."""
+    # A missing theta is a problem: engines' defaults differ by a factor of 100.
     new, old = config.section("rope_parameters"), config.section("rope_scaling")
     if new.raw and old.raw and _rope_kind(new) != _rope_kind(old):
         config.note(
@@ -325,13 +325,13 @@ def _scaled_rope(theta: float, kind: str, section: ConfigSection) -> RopeConfig:
 
 
 def rope_parameters(rope: RopeConfig) -> dict[str, object]:
-    """The transformers 5 form."""
+    """RoPE keys in the form of transformers 5."""
     known = rope.model_dump(mode="json", exclude={"theta", "scaling"}, exclude_none=True)
     return {"rope_type": rope.scaling or "default", "rope_theta": rope.theta, **known}
 
 
 def rope_theta_and_scaling(rope: RopeConfig) -> Mapping[str, object]:
-    """The older form, which transformers 5 and every engine read as well."""
+    """RoPE keys in the older form, which transformers 5 and every engine also read."""
     known = rope.model_dump(mode="json", exclude={"theta", "scaling"}, exclude_none=True)
     scaling = None if rope.scaling is None else {"rope_type": rope.scaling, **known}
     return {"rope_theta": rope.theta, "rope_scaling": scaling}

@@ -2,9 +2,10 @@
 SGLang, TensorRT-LLM and vLLM read.
 
 April 2026: `block_size` at top level, `dflash_config` {mask_token_id, target_layer_ids}. August 2026 (dflash 0.1.0):
-everything is looked up in `dflash_config` first and at top level second, and `is_causal`, `input_embedding_scale`,
-`output_multiplier` and `final_logit_softcapping` appear. SpecForge gives no `target_layer_ids`, which means z-lab's
-uniform formula. DFlash2's sizes are written into `dflash_config`, where SGLang looks only. Slots are fill-in.
+every key is looked up in `dflash_config` first and at top level second, and `is_causal`, `input_embedding_scale`,
+`output_multiplier` and `final_logit_softcapping` appear. SpecForge writes no `target_layer_ids`, which means z-lab's
+uniform formula. DFlash2's sizes are written into `dflash_config`, the only place where SGLang reads them. Slots are
+fill-in.
 
 Windows follow August's rule: a `sliding_attention` layer is causal inside the block unless `is_causal` says otherwise.
 (April's SDPA path ignored windows altogether; the same weights then draft differently beyond the window.)
@@ -39,7 +40,7 @@ KEYS = {
 }
 REFUSABLE = {"projector_type", "attention_mode", "attention_sink_bias", "attention_value_scale"}
 HARMLESS = {"mask_token", "pure_draft_prefix_len", "dtype"}
-"""Read by nothing that drafts with DFlash; `mask_token` is the text of mask_token_id."""
+"""Keys without effect on drafting; `mask_token` is the text of mask_token_id."""
 UNKNOWN = "it may change what the drafter computes; remove it if it does not"
 PLAIN_ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel", "MuseGlimmerAssistantModel")
 DFLASH2_ARCHITECTURE = "DFlash2DraftModel"
@@ -47,13 +48,13 @@ DFLASH2_ARCHITECTURES = (DFLASH2_ARCHITECTURE, "DFlash2BeamDraftModel", "MiniMax
 
 
 def matches(config: ConfigSection) -> bool:
-    """Whether a config.json speaks this dialect."""
+    """config.json is in z-lab's dialect."""
     named = any("dflash" in name.lower() for name in config.strings("architectures") or ())
     return named or config.has("dflash_config") or config.has("target_layer_ids")
 
 
 def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
-    """DrafterConfig's fields of a z-lab config.json (dflash 0.1.0 `model.py`, SGLang 0.5.23 `dflash_utils.py`)."""
+    """Fields of a DrafterConfig from a z-lab config.json (dflash 0.1.0 `model.py`, SGLang 0.5.23 `dflash_utils.py`)."""
     dflash = config.section("dflash_config", falls_back=True)
     dflash.only(KEYS | REFUSABLE | HARMLESS, UNKNOWN)
     layers = make_kinds(read_windows(config), dflash.flag("is_causal"))
@@ -69,12 +70,12 @@ def read_fields(
     slots: Slots = "fill-in",
     architectures: Collection[str] = (*PLAIN_ARCHITECTURES, *DFLASH2_ARCHITECTURES),
 ) -> dict[str, object]:
-    """All but the windows, which ModelOpt writes elsewhere.
+    """Fields of a DrafterConfig, with windows from the caller: ModelOpt writes them elsewhere.
 
     Args:
         stored: names of the checkpoint's tensors.
-        slots: the convention where no key says it.
-        architectures: those that the dialect knows.
+        slots: the convention if no key gives it.
+        architectures: the ones of the dialect.
     """
     check_architecture(config, architectures)
     refuse_other_attention(dflash)
@@ -113,14 +114,14 @@ def read_block_size(config: ConfigSection, slots: Slots) -> int:
 
 
 def check_architecture(config: ConfigSection, architectures: Collection[str]) -> None:
-    """Notes an architecture that is none of these."""
+    """Adds a problem for any other architecture."""
     for name in config.strings("architectures") or ():
         if name not in architectures:
             config.note(f"architecture {name!r} is not supported", f"supported are: {', '.join(architectures)}")
 
 
 def _check_dflash2(config: ConfigSection, dflash: ConfigSection) -> None:
-    """Architecture and sizes must say the same: engines choose their model by the one and build it by the other."""
+    # Engines choose their model by the architecture and build it by the sizes, so both must agree.
     named = any(name in DFLASH2_ARCHITECTURES for name in config.strings("architectures") or ())
     pairs = [("conv_group_size", "conv_kernel_size"), ("selector_rank", "selector_top_k")]
     missing = [key for pair in pairs if not any(map(dflash.has, pair)) for key in pair]
@@ -167,14 +168,14 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
 
 
 def section_of(fields: dict[str, object]) -> dict[str, object]:
-    """The `dflash_config` of what `write_fields` made."""
+    """The `dflash_config` in the result of `write_fields`."""
     section = fields["dflash_config"]
     assert isinstance(section, dict)
     return section
 
 
 def write_fields(config: DrafterConfig, dialect: str) -> dict[str, object]:
-    """All but heads, slots and the block's causality."""
+    """Keys of a drafter without its heads, slot convention and causality."""
     one_value({kind.window for kind in config.layers} - {None}, "windows", dialect)
     dflash: dict[str, object] = {"target_layer_ids": list(config.target_layer_ids)}
     if config.mask_token_id is not None:
@@ -196,7 +197,7 @@ def write_fields(config: DrafterConfig, dialect: str) -> dict[str, object]:
 
 
 def common_causality(config: DrafterConfig, dialect: str) -> bool | None:
-    """What `is_causal` gives all layers; None where they differ, and the rule (sliding = causal) tells them apart."""
+    """The value of `is_causal` for all layers; None if they differ by the rule that sliding layers are causal."""
     causal = {kind.causal for kind in config.layers}
     if len(causal) == 1:
         return causal.pop()

@@ -25,24 +25,24 @@ from dflash_serve.models.kv_cache import KVCache, Span, span_entries, span_posit
 
 
 class Attend(Protocol):
-    """Attention of the block over context and block, owned by whoever keeps the context K/V."""
+    """Attention of a block over its context and itself; the owner of the context K/V implements it."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [rows, heads, head_dim]; k, v [rows, kv_heads, head_dim] of the block's own rows, rotated -> like q."""
+        """q [rows, heads, head_dim]; k, v [rows, kv_heads, head_dim] of the block's own rows, rotated -> shape of q."""
         ...
 
 
 def ragged_attention(cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind], heads: int) -> Attend:
-    """Attention of a flat batch of spans over a cache, for one step."""
+    """Attention of one step over a flat batch of spans: FlashInfer's on a GPU that has it, else `RaggedAttention`."""
     if cache.keys.device.type == "cuda" and flashinfer_usable(cache, spans, kinds):
         return FlashInferAttention(cache, spans, kinds, heads)
     return RaggedAttention(cache, spans, kinds, heads)
 
 
 class RaggedAttention:
-    """One step's attention of a flat batch over a K/V cache: writes the rows' K/V, then attends up to each span's end.
+    """Attention of one step over a K/V cache: writes the rows' K/V, then attends up to each span's end. An `Attend`.
 
-    Masks are made once here, for each kind of layer, not once a layer. An `Attend`.
+    Masks are made once for each kind of layer, not for each layer.
     """
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind], heads: int) -> None:
@@ -51,7 +51,7 @@ class RaggedAttention:
         self.views = {kind: [self._view(span, kind) for span in spans] for kind in set(kinds)}
 
     def _view(self, span: Span, kind: AttentionKind) -> tuple[int, Tensor | None]:
-        """The first key position that matters to the span, and the mask from there on."""
+        """The first key position that the span sees, and the mask from there on."""
         first = 0 if kind.window is None else max(0, span.start - kind.window + 1)
         if span.length == 1:  # everything up to the row itself
             return first, None
@@ -92,7 +92,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
 def fold_mask(visible: Tensor | None, groups: int, dtype: torch.dtype) -> Tensor | None:
     """Bool [rows, keys], True = visible -> the additive mask [groups * rows, keys] that `attend` takes.
 
-    Additive and folded once a step: SDPA would convert a boolean mask anew in every layer.
+    It is additive and folded once per step: SDPA would convert a boolean mask in every layer.
     """
     if visible is None:
         return None
@@ -100,10 +100,10 @@ def fold_mask(visible: Tensor | None, groups: int, dtype: torch.dtype) -> Tensor
 
 
 def block_mask(query_positions: Tensor, key_positions: Tensor, kind: AttentionKind) -> Tensor | None:
-    """Bool [rows, keys] of what a block sees in a layer of this kind; None where it sees everything.
+    """Bool [rows, keys], True = visible to a block's row in a layer of this kind; None = every key is visible.
 
-    Keys are the context (positions before the block) followed by the block itself, which `causal` alone tells apart:
-    a context position is never after a query.
+    Keys are the context (positions before the block) followed by the block itself. `causal` affects the block only: a
+    context position is never after a query.
     """
     if kind.window is None and not kind.causal:
         return None
@@ -133,7 +133,7 @@ class PackedCausalAttention:
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal attention of one sequence, all [rows, heads or kv_heads, head_dim]; the mask narrows it to a window."""
+    """Causal attention of one sequence, all [rows, heads or kv_heads, head_dim]; a mask restricts it to a window."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     seen = None if mask is None else mask[: q.shape[2], : q.shape[2]]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True)
@@ -141,7 +141,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class PrefillAttention(PackedCausalAttention):
-    """Attention of whole prompts packed after one another, whose K/V is kept, each in its entry of a cache."""
+    """Attention of whole prompts packed after one another; stores the K/V of each in its cache entry."""
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind]) -> None:
         super().__init__([span.length for span in spans], kinds, cache.keys.device)
@@ -155,10 +155,11 @@ class PrefillAttention(PackedCausalAttention):
 class PaddedAttention:
     """Writes N x W rows of K/V, then attends over the first `length` positions of each entry. An `Attend`.
 
-    Every shape follows from N, W and `length`; where sequences are and how long is read from tensors alone.
+    Every shape follows from N, W and `length`; entries and lengths of sequences are read from tensors only, so one CUDA
+    graph serves every step of this shape.
 
     Args:
-        entries: int64 [N]; None = every entry of the cache in order, which are read where they lie, not gathered.
+        entries: int64 [N]; None = every entry of the cache in order, read in place without a gather.
         positions: int64 [N, W], the rows' places in their entries, consecutive.
         length: keys read of each entry; more than any position.
     """
@@ -182,10 +183,10 @@ class PaddedAttention:
         self.masks = {kind: self._mask(positions, kind, groups) for kind in set(kinds)}
 
     def _mask(self, positions: Tensor, kind: AttentionKind, groups: int) -> Tensor:
-        """Additive [N, 1, groups * W, length]: the query heads of a key head are rows of it (`attention.attend`)."""
+        """Additive [N, 1, groups * W, length]; the query heads of a key head become its rows, as in `attend`."""
         keys = torch.arange(self.length, device=positions.device)
         distance = positions[:, :, None] - keys
-        # What lies behind the block is what others left there.
+        # Positions behind the block hold values of earlier requests.
         hidden = keys > positions[:, -1:, None]
         if kind.causal:
             hidden = hidden | (distance < 0)
@@ -209,26 +210,30 @@ class PaddedAttention:
 
 
 WORKSPACE = 128 * 2**20
-"""Bytes that its planner asks for."""
+"""Bytes of workspace that FlashInfer's planner needs."""
 
 
 def flashinfer_usable(cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind]) -> bool:
-    """Whether its kernels serve this step: on a GPU, in half precision (they have none for fp32).
+    """FlashInfer's kernels serve this step: installed, on a GPU, in half precision (there are none for fp32).
 
-    Its windows end on the left only; a bidirectional block must not be longer than its window, and none is.
+    Its windows limit the left side only, so a bidirectional block must not be longer than its window.
     """
     on_gpu = cache.keys.device.type == "cuda" and cache.keys.dtype in (torch.bfloat16, torch.float16)
     return on_gpu and _flashinfer_installed() and windows_fit(spans, kinds)
 
 
 def windows_fit(spans: Sequence[Span], kinds: Sequence[AttentionKind]) -> bool:
-    """Whether no row of a bidirectional span is hidden from an earlier one."""
+    """Every row of a bidirectional span is visible to all of its rows."""
     longest = max(span.length for span in spans)
     return all(kind.causal or kind.window is None or kind.window >= longest for kind in kinds)
 
 
 class FlashInferAttention:
-    """Writes the rows' K/V, then attends up to each span's end; one kernel a layer. An `Attend`."""
+    """Attention of one step by FlashInfer: writes the rows' K/V, then attends by one kernel per layer. An `Attend`.
+
+    A cache entry is one page of its whole capacity ("HND"), so a page table is the list of entries and nothing is
+    gathered.
+    """
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind], heads: int) -> None:
         device = cache.keys.device
@@ -267,11 +272,11 @@ class FlashInferAttention:
 
 @cache
 def _flashinfer_installed() -> bool:
-    """Looked up once: every step of a GPU asks."""
+    # Cached: every step on a GPU asks.
     return find_spec("flashinfer") is not None
 
 
 @cache
 def _workspace(device: torch.device, kind: AttentionKind) -> Tensor:
-    """One for each kind of layer: a plan lives in it until the step is over."""
+    # One for each kind of layer: it holds a plan until the step is over.
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)

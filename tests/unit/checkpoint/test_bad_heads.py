@@ -73,7 +73,7 @@ def test_a_config_that_cannot_be_honoured_is_refused(
 
 
 BAD_TENSORS: list[tuple[dict[str, object], Callable[[dict[str, Tensor]], dict[str, Tensor]], tuple[str, ...], str]] = [
-    (REDUCED, lambda t: {"d2t": t["d2t"] + IDS}, (), "d2t holds the target ids themselves"),
+    (REDUCED, lambda t: {"d2t": t["d2t"] + IDS}, (), "d2t holds target ids, not differences"),
     (REDUCED, lambda t: {"d2t": t["d2t"] + 90}, (), "draft ids outside the vocabulary of 96"),
     (REDUCED, lambda t: {"d2t": -IDS}, (), "d2t does not rise with the draft id"),
     (REDUCED, lambda t: {"d2t": t["d2t"].float()}, (), "tensor d2t is F32, not I64"),

@@ -73,7 +73,7 @@ def test_what_the_hub_does_not_have_what_is_gated_and_what_cannot_be_asked_diffe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers(monkeypatch, http_error(RepositoryNotFoundError, 404))
-    with pytest.raises(UserError, match=r"Qwen/Qwen3-8: neither .* did you mean Qwen/Qwen3-8B\?"):
+    with pytest.raises(UserError, match=r"Qwen/Qwen3-8: not a folder, .* did you mean Qwen/Qwen3-8B\?"):
         target_folder("Qwen/Qwen3-8")
     answers(monkeypatch, http_error(GatedRepoError, 403))
     with pytest.raises(UserError, match="accept its terms on the hub, and set HF_TOKEN"):

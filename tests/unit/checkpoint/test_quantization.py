@@ -140,7 +140,7 @@ def test_packed_weights_that_no_file_explains_are_refused(tmp_path: Path) -> Non
     folder = write_quantized_drafter(tmp_path / "d", "nvfp4")
     (folder / "hf_quant_config.json").unlink()
     edit_json(folder / "config.json", {"quantization_config": None})
-    with pytest.raises(UserError, match=r"the weights are quantised .* but no file of it says how"):
+    with pytest.raises(UserError, match=r"the weights are quantised .* but no file names the format"):
         load_weights(folder)
 
 
