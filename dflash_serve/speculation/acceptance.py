@@ -64,19 +64,6 @@ def accept_matching(draft: Tensor, target_tokens: Tensor, widths: Tensor) -> Acc
     return Acceptance(accepted, target_tokens.gather(1, accepted[:, None])[:, 0])
 
 
-def accept_greedy(draft: Tensor, logits: Tensor, widths: Tensor) -> Acceptance:
-    """Greedy acceptance: a drafted token is accepted if it is the target's most probable one.
-
-    Args:
-        draft, widths: as for `accept_matching`.
-        logits: [N, W, V] floating, bias and penalties applied (`sampling.adjust_logits`); -inf is allowed.
-
-    Raises:
-        ValueError: the shapes disagree.
-    """
-    return accept_matching(draft, logits.argmax(-1), widths)
-
-
 def accept_sampled(
     draft: Tensor,
     probabilities: Tensor,

@@ -1,4 +1,4 @@
-"""Every bad drafter is refused before launch, in one line that names what is wrong, where, and what to do."""
+"""Every bad drafter is refused before launch, in one line with the fault, its place and the remedy."""
 
 from __future__ import annotations
 
@@ -137,9 +137,7 @@ def test_an_id_that_cannot_be_fetched_gives_one_line(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     with pytest.raises(UserError) as caught:
         read_config("z-lab/nothing")
-    assert str(caught.value).startswith(
-        "z-lab/nothing: not a folder, and the hub does not give it (no route to host)"
-    )
+    assert str(caught.value).startswith("z-lab/nothing: not a folder, and the hub does not give it (no route to host)")
     assert "\n" not in str(caught.value)
 
 

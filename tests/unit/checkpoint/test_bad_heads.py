@@ -1,4 +1,4 @@
-"""Every bad drafter with heads is refused before launch, in one line that says what is wrong, where, and what to do."""
+"""Every bad drafter with heads is refused before launch, in one line with the fault, its place and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each dialect's keys mean."""
+"""The meaning of each dialect's keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we write is read as meant by every engine, by the engine's own rules; where it is not, somebody says so."""
+"""Engines read a written config.json as it was meant, by their own rules; exceptions are refused or warned about."""
 
 from __future__ import annotations
 

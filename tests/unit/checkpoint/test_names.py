@@ -1,4 +1,4 @@
-"""A model that was not found is told the one that was probably meant, and never a guess where the name may be right."""
+"""For a model that was not found, a similar name is suggested, unless the given name may be right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A quantised drafter is read whole or refused by name."""
+"""A quantised drafter is read with all its scales, or refused with an error that names the format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter stays itself through every dialect."""
+"""A drafter survives every chain of dialects unchanged."""
 
 from __future__ import annotations
 

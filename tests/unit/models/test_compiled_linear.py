@@ -1,4 +1,4 @@
-"""Our compiled linear layers: PyTorch's numbers, and a row's bits whatever stands beside it."""
+"""Compiled linear layers: PyTorch's results, with each row independent of the others."""
 
 from __future__ import annotations
 
