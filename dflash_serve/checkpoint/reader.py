@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from dflash_serve.checkpoint.config import MASK_EMBEDDING, PLAIN_DRAFTER, DrafterConfig
-from dflash_serve.checkpoint.dialects import ConfigSection, Dialect, deepspec, speculators, zlab
+from dflash_serve.checkpoint.dialects import ConfigSection, Dialect, speculators, zlab
 from dflash_serve.checkpoint.files import IN_CONFIG, Header, read_headers, read_object
 from dflash_serve.checkpoint.source import drafter_source, local_folder
 from dflash_serve.checkpoint.tensors import (
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from dflash_serve.checkpoint.formats import Format, Weight
 
 DIALECTS: Mapping[str, Dialect] = {
-    one.name: one
-    for one in (speculators.DIALECT, deepspec.DEEPSPEC, deepspec.MODELOPT, deepspec.SPECFORGE, zlab.DIALECT)
+    one.name: one for one in (speculators.DIALECT, zlab.DEEPSPEC, zlab.MODELOPT, zlab.SPECFORGE, zlab.DIALECT)
 }
 """Name -> dialect. The most specific comes first: ModelOpt's form is z-lab's with more keys."""
 LATENT = ("K3DSpark", "DeepseekV3DSpark", "DeepSeekV4DSpark")

@@ -164,6 +164,7 @@ def refuse_to_write(config: DrafterConfig, dialect: str, *, heads: Collection[st
             raise inexpressible(what, dialect)
 
 
+UNKNOWN = "it may change what the drafter computes; remove it if it does not"
 FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_LAYERS = 1024
 SAME_NAMES = {
@@ -335,3 +336,17 @@ def rope_theta_and_scaling(rope: RopeConfig) -> Mapping[str, object]:
     known = rope.model_dump(mode="json", exclude={"theta", "scaling"}, exclude_none=True)
     scaling = None if rope.scaling is None else {"rope_type": rope.scaling, **known}
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+def read_block_size(config: ConfigSection, slots: Slots) -> int:
+    """B from `block_size`, which counts a block's rows: B of fill-in slots, B - 1 of anchor-first ones."""
+    if slots == "fill-in":
+        return config.integer("block_size", minimum=2)
+    return config.integer("block_size") + 1
+
+
+def check_architecture(config: ConfigSection, architectures: Collection[str]) -> None:
+    """Adds a problem for any other architecture."""
+    for name in config.strings("architectures") or ():
+        if name not in architectures:
+            config.note(f"architecture {name!r} is not supported", f"supported are: {', '.join(architectures)}")

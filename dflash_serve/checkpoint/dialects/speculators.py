@@ -23,13 +23,15 @@ from dflash_serve.checkpoint.dialects import (
     refuse_other_attention,
 )
 from dflash_serve.checkpoint.dialects.keys import (
+    UNKNOWN,
+    check_architecture,
     make_kinds,
+    read_block_size,
     read_transformer,
     read_windows,
     rope_parameters,
     write_transformer,
 )
-from dflash_serve.checkpoint.dialects.zlab import UNKNOWN, check_architecture, read_block_size
 
 NAME = "speculators"
 DEPTH_KEY = "num_target_layers"
