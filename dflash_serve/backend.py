@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from dflash_serve.catalogue import AUTO, best_drafter, drafters_of, unknown_target
-from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.checkpoint.config import Heads
 from dflash_serve.common.extras import absent
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.deployment import Deployment, Model

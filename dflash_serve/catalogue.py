@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dflash_serve.checkpoint.heads import Heads
-from dflash_serve.common.frozen import Frozen
+from dflash_serve.checkpoint.config import Heads
+from dflash_serve.common.settings import Frozen
 from dflash_serve.errors import UserError, did_you_mean
 
 DATA = Path(__file__).with_name("assets") / "drafters.json"

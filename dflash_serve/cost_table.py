@@ -1,4 +1,4 @@
-"""What a server may be given instead of what it measures or guesses: a cost table, and a survival."""
+"""Cost table and survival that a user gives by environment variables, instead of measured or estimated ones."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel
 
 COST_TABLE = f"{ENV_PREFIX}COST_TABLE"
-"""Environment variable: a JSON file of measured costs."""
+"""Environment variable: a JSON file of measured step costs."""
 SURVIVAL = f"{ENV_PREFIX}SURVIVAL"
-"""Environment variable: survival of slots 1, 2, ... as numbers with commas (`doctor`, `verify` and `bench` measure it).
-With a cost table, widths follow from it before launch: a table by batch size."""
+"""Environment variable: survival of slots 1, 2, ..., separated by commas (`doctor`, `verify` and `bench` measure it).
+With a cost table, it gives the widths before launch: a table by batch size."""
 
 
 def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
-    """The cost table that was given; None = none.
+    """The user's cost table; None = not given.
 
     Raises:
-        UserError: the file cannot be read or is no cost table.
+        UserError: the file cannot be read or is not a cost table.
     """
     path = environment.get(COST_TABLE)
     if path is None:
@@ -41,10 +41,10 @@ def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
 
 
 def given_survival(environment: Mapping[str, str] = os.environ) -> tuple[float, ...] | None:
-    """The survival that was given; None = none.
+    """The user's survival; None = not given.
 
     Raises:
-        UserError: it is none.
+        UserError: the text is not a survival.
     """
     text = environment.get(SURVIVAL)
     if text is None:

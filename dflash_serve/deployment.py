@@ -1,4 +1,4 @@
-"""Deployment: the one frozen description of what is served; every default stands here and nowhere else."""
+"""Deployment: the frozen description of a server, with all defaults."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
 
-from dflash_serve.common.frozen import Frozen, PositiveInt
-from dflash_serve.common.settings import ENV_PREFIX, merged_settings
+from dflash_serve.common.settings import ENV_PREFIX, Frozen, PositiveInt, merged_settings
 
 __all__ = ["ENV_PREFIX"]
 OTHER_VARIABLES = ("API_KEY", "COST_TABLE", "SURVIVAL")
-"""Variables of ours that are no keys: what clients send, and what widths may be chosen by."""
+"""Variables of ours that are not keys of a deployment."""
 GIB = 1 << 30
 PER_NODE = 8
-"""Most GPUs of one node; NVL72 racks are reached as several nodes."""
+"""Largest number of GPUs in one node; an NVL72 rack counts as several nodes."""
 
 Quantization = Literal["none", "fp8", "nvfp4", "mxfp4"]
 
@@ -26,11 +25,11 @@ def _width(width: object) -> object:
     number = int(width) if isinstance(width, str) and width.isdecimal() else width
     if number in ("auto", "off") or (isinstance(number, int) and number >= 1):
         return number
-    raise ValueError("a width is a number of slots from 1 on (1 = the anchor alone), `auto` or `off`")
+    raise ValueError("a width is a number of slots from 1 on (1 = only the anchor), `auto` or `off`")
 
 
 def _text_keys(value: object) -> object:
-    """YAML's {4: 15} as JSON has it."""
+    # YAML's {4: 15} -> JSON's {"4": 15}.
     if isinstance(value, Mapping):
         return {str(key): _text_keys(inner) for key, inner in value.items()}
     return value
@@ -38,111 +37,112 @@ def _text_keys(value: object) -> object:
 
 EngineArgsOfBackends = Annotated[dict[str, dict[str, JsonValue]], BeforeValidator(_text_keys)]
 Width = Annotated[int | Literal["auto", "off"], BeforeValidator(_width)]
-"""Slots verified a step, the anchor counted: a number, `auto` (what pays by measured cost), or `off`."""
+"""Slots verified per step, with the anchor: a number, `auto` (chosen by measured cost), or `off`."""
 
 
 class Model(Frozen):
     """A model by hub id, local folder or bundled alias."""
 
     model: str
-    """Hub id (`Qwen/Qwen3-8B`), local folder, or `smollm2`, the bundled pair; a drafter may be `auto`, the best that is
-    published for target and engine (`dflash-serve drafters`)."""
+    """Hub id (`Qwen/Qwen3-8B`), local folder, or `smollm2`, the bundled pair. A drafter may be `auto`: the best
+    published one for target and engine (`dflash-serve drafters`)."""
     revision: str | None = None
     """A commit of the hub repository; checkpoints are replaced in place there, so pin it."""
     quantization: Quantization = "none"
-    """Number format to serve the weights in; none = as the checkpoint has them. SGLang and vLLM make fp8 of a target's
-    bf16 weights while loading; another format, or a drafter's, must be the checkpoint's own (`dflash-serve build`)."""
+    """Number format of the served weights; none = the checkpoint's. SGLang and vLLM convert a target's bf16 weights to
+    fp8 while loading; any other format, and a drafter's, must be the checkpoint's own (`dflash-serve build`)."""
 
 
 class Speculation(Frozen):
-    """How the drafter is used."""
+    """Use of the drafter."""
 
     block_size: Annotated[int, Field(ge=2)] | None = None
-    """B, the anchor counted; None = the checkpoint's own. Smaller serves a wide drafter narrower; larger is refused."""
+    """B, with the anchor; None = the checkpoint's. A smaller block is allowed; a larger one is refused."""
     width: Width = "auto"
-    """Slots verified a step, the anchor counted: a number, `auto` (what pays by measured cost), or `off`."""
+    """Slots verified per step, with the anchor: a number, `auto` (chosen by measured cost), or `off`."""
     draft_window: PositiveInt | None = None
-    """The drafter sees only this many last tokens of the context; None = all of it, or what it was trained with."""
+    """Number of last context tokens that the drafter sees; None = all, or the window that it was trained with."""
 
 
 class Parallel(Frozen):
-    """How the model is spread over devices."""
+    """Distribution of the model over devices."""
 
     tensor: PositiveInt = 1
     """GPUs that share every layer (tensor parallelism), on all nodes together."""
     data: PositiveInt = 1
-    """Copies of the whole model, each on GPUs of its own, that share out the requests; SGLang has them in one server,
+    """Copies of the whole model on separate GPUs, among which requests are distributed. SGLang has them in one server,
     other engines as replicas (`dflash-serve deploy`)."""
     expert: PositiveInt = 1
-    """How many of the tensor-parallel devices share out the experts instead of slicing them."""
+    """Number of tensor-parallel devices that hold whole experts instead of slices of all."""
     pipeline: PositiveInt = 1
-    """Groups of GPUs that each hold a share of the layers (pipeline parallelism); 1 = every GPU has all of them."""
+    """Groups of GPUs that each hold a part of the layers (pipeline parallelism); 1 = every GPU has all layers."""
     context: PositiveInt = 1
     """Devices that share one sequence (context parallelism; TensorRT-LLM: Helix)."""
     attention_data: bool = False
-    """Attention runs data-parallel: each device holds all of it, for requests of its own."""
+    """Attention runs data-parallel: each device holds all of it, for its own requests."""
     nodes: PositiveInt = 1
-    """Machines that one server spans; its GPUs are shared evenly among them."""
+    """Machines of one server, each with the same number of its GPUs."""
 
 
 class Limits(Frozen):
-    """What one server takes on."""
+    """Limits of one server."""
 
     max_batch_size: PositiveInt | None = None
-    """Requests that run at the same time; further ones wait in the queue. None = the engine's own choice, or what its
-    memory holds; `dflash-serve serve --dry-run` says which number that is."""
+    """Requests that run at the same time; further ones wait in the queue. None = the engine's default, or as many as
+    its memory holds; `dflash-serve serve --dry-run` prints the number."""
     max_model_len: PositiveInt | None = None
-    """Tokens of prompt and answer together; None = what the target was made for."""
+    """Tokens of prompt and answer together; None = the target's own limit."""
     max_queued_requests: PositiveInt = 256
-    """Requests that may wait for a place in the batch; beyond them new ones are refused at once. Not on TensorRT-LLM,
-    which queues without bound and refuses the key."""
+    """Requests that may wait for a place in the batch; further ones are refused at once. Not for TensorRT-LLM, whose
+    queue has no limit."""
     max_num_tokens: PositiveInt | None = None
-    """Rows in one step of the target, prompts and blocks together; None = the engine's own."""
+    """Rows in one step of the target, prompts and blocks together; None = the engine's default."""
 
 
 class KVCacheSettings(Frozen):
     """The target's keys and values."""
 
     dtype: Literal["auto", "bfloat16", "fp8", "nvfp4"] = "auto"
-    """auto = as the target's checkpoint says."""
+    """auto = the format that the target's checkpoint requests."""
     block_reuse: bool | None = None
-    """Keep finished prompts' blocks for others (prefix caching); None = only where the drafter does not starve."""
+    """Prefix caching: keep the blocks of finished prompts for later requests. None = only where the drafter then still
+    gets the context features of the whole prompt."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the free memory given to it; None = what the weights and the drafter's context leave."""
+    """Fraction of the free memory for K/V; None = the memory that weights and the drafter's context leave."""
 
 
 class Serving(Frozen):
-    """What clients see of the server."""
+    """The server as clients see it."""
 
     served_model_name: str | None = None
-    """Name that clients use for the model; None = the target, as it is named here."""
+    """Name of the model for clients; None = the target's name in this deployment."""
     api_key_file: str | None = None
-    """File of API keys, one a line (SGLang takes one); None = the server is open."""
+    """File of API keys, one per line (SGLang takes one); None = no key is needed."""
     reasoning_parser: str | None = None
-    """How thoughts are told from answers, by the model's family (`qwen3`, `deepseek-r1`, `gpt-oss`) or the engine's own
-    name for it; None = they are not."""
+    """Parser that separates reasoning from answers: the model's family (`qwen3`, `deepseek-r1`, `gpt-oss`) or the
+    engine's own name; None = not separated."""
     tool_call_parser: str | None = None
-    """How tool calls are read from answers, by the model's family (`qwen3`, `qwen3_coder`, `gpt-oss`) or the engine's
-    own name for it; None = they are not."""
+    """Parser of tool calls in answers: the model's family (`qwen3`, `qwen3_coder`, `gpt-oss`) or the engine's own name;
+    None = not parsed."""
     log_format: Literal["text", "json"] = "text"
-    """json = one object a line, with time, level, logger and message; SGLang then leaves out one line a request. Not
-    TensorRT-LLM."""
+    """json = one object per line, with time, level, logger and message; SGLang then omits its line for each request.
+    Not for TensorRT-LLM."""
     otlp_traces_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+:\d+(/\S*)?$")] | None = None
-    """Collector that is sent a trace of every request, by OTLP (`http://collector:4317`); None = nobody. Not the
+    """Collector that receives a trace of every request by OTLP (`http://collector:4317`); None = no traces. Not for the
     embedded engine."""
 
 
 class Hardware(Frozen):
-    """Where it runs."""
+    """Hardware of the server."""
 
     gpu: Literal["none", "h100", "h200", "b200", "b300", "gb200", "gb300"] | None = None
-    """Kind of GPU, checked for memory and number formats before launch; gb200 and gb300 stand beside a Grace (arm64,
-    four on a node); `none` = a CPU, None = whatever is there."""
+    """Kind of GPU, whose memory and number formats are checked before launch. gb200 and gb300 are beside a Grace CPU
+    (arm64, four on a node); `none` = a CPU, None = the machine's own."""
     count: PositiveInt = 1
-    """GPUs that one server takes, on all its nodes together; `parallel` must come out at the same number."""
+    """GPUs of one server on all its nodes together; must equal the product of the `parallel` sizes."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Arithmetic of weights and K/V; auto = bfloat16 on a GPU. On a CPU vLLM takes float32, SGLang bfloat16, the
-    embedded engine float32, or bfloat16 where the target's weights are and it is measured to be faster at start."""
+    """Number format of weights and K/V; auto = bfloat16 on a GPU. On a CPU vLLM takes float32 and SGLang bfloat16; the
+    embedded engine takes bfloat16 if the target's weights are and it measures faster at start, else float32."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Gpu:
 
     name: str
     memory: int
-    """Bytes that a process finds free on an empty device."""
+    """Bytes that are free for a process on an empty device."""
     compute: int
     """90 = SM90."""
 
@@ -175,7 +175,7 @@ GPUS = {
 
 
 class Deployment(Frozen):
-    """What is served."""
+    """A server: target, drafter, and how they are served."""
 
     target: Model
     drafter: Model | None = None
@@ -187,8 +187,8 @@ class Deployment(Frozen):
     hardware: Hardware = Hardware()
     serving: Serving = Serving()
     engine_args: EngineArgsOfBackends = Field(default={})
-    """Arguments of an engine's own server, by backend: `{sglang: {mem-fraction-static: 0.9}}`. Handed on as they are,
-    checked against the engine's own parser; one that another key stands for is refused."""
+    """Arguments of an engine's own server, by backend: `{sglang: {mem-fraction-static: 0.9}}`. They are checked against
+    the engine's own parser and passed on unchanged; an argument that another key sets is refused."""
     role: Literal["whole", "prefill", "decode"] = "whole"
     """Prefill and decode are the halves of a disaggregated pair of servers."""
 

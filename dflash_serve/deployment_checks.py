@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.manifest import verify
+from dflash_serve.checkpoint.files import verify
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import TargetLayout, TargetShape
 from dflash_serve.deployment import GIB, GPUS, Deployment

@@ -1,4 +1,4 @@
-"""What a user is meant to read: a mistake as one line, and problems found before anything starts."""
+"""Errors and problems for users: each is one line that says what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from difflib import get_close_matches
 
 
 class UserError(Exception):
-    """A mistake in what the user gave us: shown as one line, exit code 2 (or HTTP 400), never as a traceback.
+    """A mistake in the user's input: shown as one line with exit code 2 (or HTTP 400), never as a traceback.
 
     Args:
         what: the fault, with the two values that disagree.
         where: the file, tensor, flag or field it was found in.
-        do: what the user can do about it.
+        do: the remedy.
     """
 
     def __init__(self, what: str, *, where: str = "", do: str = "") -> None:
@@ -24,7 +24,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong (with the two values that disagree), where it was found, and what the user can do."""
+    """A fault that was found before anything starts; fields as of `UserError`."""
 
     what: str
     where: str = ""
@@ -34,26 +34,26 @@ class Problem:
         return str(self.error())
 
     def error(self) -> UserError:
-        """The same as an error to raise."""
+        """The problem as an error to raise."""
         return UserError(self.what, where=self.where, do=self.do)
 
 
 def did_you_mean(given: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """ "did you mean X?" for the nearest of the known names, shown with `prefix` before it; "" where none is near."""
+    """ "did you mean X?" for the most similar known name, shown with `prefix` before it; "" if none is similar."""
     near = get_close_matches(given, list(known), n=1, cutoff=0.7)
     return f"did you mean {prefix}{near[0]}?" if near else ""
 
 
 def first_line(error: Exception) -> str:
-    """What an error of somebody else's says, in one line; its type where it says nothing."""
+    """The first line of another library's error; its type if it has no message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def raise_problems(problems: Sequence[Problem], *, hint: str = "") -> None:
-    """Does nothing where there are none.
+    """Raises the first of the problems, if there are any.
 
     Raises:
-        UserError: the first problem; where there are more, their number and `hint`, which says how to see them all.
+        UserError: the first problem, with the number of others and `hint`: the way to see them all.
     """
     if not problems:
         return
@@ -65,11 +65,11 @@ def raise_problems(problems: Sequence[Problem], *, hint: str = "") -> None:
 
 
 IN_ONE_MESSAGE = 8
-"""Problems that `refuse` tells of, at most."""
+"""Largest number of problems in the message of `refuse`."""
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Ends an engine's server that starts, in which our code is a guest; where there are no problems, nothing happens.
+    """Ends the start of an engine's server, in which our code is a plug-in, if there are problems.
 
     Raises:
         ValueError: the problems.

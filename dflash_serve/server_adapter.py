@@ -17,10 +17,8 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import yaml
 
 from dflash_serve.backend import Command, EngineFacts, ServerBackend
-from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
-from dflash_serve.checkpoint.dialects import DIALECTS
-from dflash_serve.checkpoint.heads import Heads
-from dflash_serve.checkpoint.reader import Checkpoint, load_tensors, open_checkpoint
+from dflash_serve.checkpoint.config import DrafterConfig, Heads, context_bytes, weight_bytes
+from dflash_serve.checkpoint.reader import DIALECTS, Checkpoint, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_source, record_survival, recorded_survival
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.checkpoint.writer import write_drafter

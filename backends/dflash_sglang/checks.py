@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.quantization import plain_only
+from dflash_serve.checkpoint.tensors import plain_only
 from dflash_serve.deployment_checks import (
     block_problems,
     check_pairing,

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.checkpoint.config import Heads
 from dflash_serve.cost_table import given_cost
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dflash_serve.common.yaml_file import describe
+from dflash_serve.common.settings import describe
 from dflash_serve.errors import UserError
 
 from .engine_arguments import config_fields, merged

@@ -10,9 +10,8 @@ from pathlib import Path
 import yaml
 
 from dflash_serve.backend import Command
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects import DIALECTS
-from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.checkpoint.config import DrafterConfig, Heads
+from dflash_serve.checkpoint.reader import DIALECTS
 from dflash_serve.cost_table import COST_TABLE
 from dflash_serve.deployment import GIB, Deployment
 from dflash_serve.errors import Problem

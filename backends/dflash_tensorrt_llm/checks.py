@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.checkpoint.config import DrafterConfig, Heads
 from dflash_serve.deployment import GIB, PER_NODE
 from dflash_serve.deployment_checks import block_problems, check_pairing, device_problems, length_problems
 from dflash_serve.errors import Problem, UserError

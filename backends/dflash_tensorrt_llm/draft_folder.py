@@ -7,10 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects import DIALECTS
-from dflash_serve.checkpoint.files import INDEX, SINGLE
-from dflash_serve.checkpoint.quantization import IN_CONFIG, QUANT_CONFIG
-from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint, read_tensors
+from dflash_serve.checkpoint.files import IN_CONFIG, INDEX, QUANT_CONFIG, SINGLE
+from dflash_serve.checkpoint.reader import DIALECTS, HINT, Checkpoint, open_checkpoint, read_tensors
 from dflash_serve.common.files import whole_folder
 from dflash_serve.deployment import Model
 from dflash_serve.errors import Problem, UserError, raise_problems

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
-from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import read_drafter
 from dflash_serve.checkpoint.source import drafter_source, local_folder, recorded_survival
 from dflash_serve.checkpoint.target import read_target_layout, target_configuration
+from dflash_serve.checkpoint.tensors import Quantization
 from dflash_serve.cost_table import COST_TABLE, SURVIVAL, given_cost, given_survival
 from dflash_serve.deployment import GIB, Deployment, Gpu, Model
 from dflash_serve.deployment_checks import uses_drafter

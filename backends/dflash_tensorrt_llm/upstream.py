@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, model_validator
 
-from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.settings import Frozen
 
 from .releases import BUDGET_CHECK, DFLASH, RECOMPUTE_TAIL, TRTLLM_ATTENTION, Release
 

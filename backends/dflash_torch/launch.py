@@ -11,7 +11,7 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
-from dflash_serve.common.yaml_file import describe
+from dflash_serve.common.settings import describe
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import key_problems, uses_drafter
 from dflash_serve.engine_args import ArgumentTable, EngineArgs, EngineParser, add_flag

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.errors import first_line
-from dflash_serve.models.attention.padded import PaddedAttention
+from dflash_serve.models.attention import PaddedAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.target import TargetModel, TargetOutput

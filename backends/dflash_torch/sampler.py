@@ -16,8 +16,7 @@ from dflash_serve.speculation.acceptance import Acceptance, accept_matching, acc
 from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.noise import BlockNoise
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.penalties import TokenCounts
-from dflash_serve.speculation.sampling import greedy_tokens, probabilities
+from dflash_serve.speculation.sampling import TokenCounts, greedy_tokens, probabilities
 
 from .request import Request
 

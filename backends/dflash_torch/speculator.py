@@ -89,6 +89,6 @@ def proposal_of(config: DrafterConfig) -> Proposal:
     """The function that turns hidden states into tokens; a drafter with heads has other modules for it."""
     if takes_hot_tokens(config):
         return propose_greedily
-    from dflash_serve.models.drafter_walks import propose_by_walk
+    from dflash_serve.models.drafter import propose_by_walk
 
     return propose_by_walk

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dflash_serve.backend import Command
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.checkpoint.config import DrafterConfig, Heads
 from dflash_serve.errors import Problem
 from dflash_serve.server_adapter import Choice, DraftForm, ServerAdapter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 
-from dflash_serve.checkpoint.quantization import plain_only
+from dflash_serve.checkpoint.tensors import plain_only
 from dflash_serve.deployment_checks import (
     block_problems,
     device_problems,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.checkpoint.config import Heads
 from dflash_serve.errors import Problem
 
 UNTRIED = ("DFlash2", "DSpark")

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from dflash_serve.common.files import sha256
-from dflash_serve.common.frozen import Frozen, PositiveInt
 from dflash_serve.common.processes import run_command
+from dflash_serve.common.settings import Frozen, PositiveInt
 from dflash_serve.errors import UserError
 from dflash_serve.prompts import HUB, HUMAN_EVAL, hub_options, hub_prompts, human_eval_prompts, jsonl_prompts
 

@@ -13,7 +13,7 @@ from dflash_serve.bench.aiperf import Figures, RequestSettings
 from dflash_serve.bench.pareto import Spot
 from dflash_serve.bench.settings import Cell, Variant, slug
 from dflash_serve.common.files import require_writable
-from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.settings import Frozen
 from dflash_serve.common.store import Store
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total

@@ -9,8 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, Field, JsonValue, ValidationError
 
 from dflash_serve.backend import EMBEDDED, Backend, ServerBackend, choose_drafter, server_backend
-from dflash_serve.common.frozen import Frozen, PositiveInt
-from dflash_serve.common.yaml_file import describe, read_recipe_file
+from dflash_serve.common.settings import Frozen, PositiveInt, describe, read_recipe_file
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.server_adapter import ServerAdapter

@@ -1,7 +1,9 @@
-"""DrafterConfig: the neutral description of a DFlash drafter, whatever dialect its checkpoint is written in, and what
-follows from it alone: names, shapes and bytes of its tensors.
+"""Neutral description of a DFlash drafter, independent of the dialect of its checkpoint, with its tensors' shapes.
 
-No torch here: `inspect`, the engine adapters and the chart read drafters on machines that have none.
+`Heads` are the parts beyond plain DFlash: a Markov head and a confidence head (DSpark, arXiv 2607.05147), grouped
+convolutions and a candidate selector (DFlash2). Tensor names are z-lab's, and DeepSpec's for the DSpark heads.
+
+No torch: `inspect`, the engine adapters and the chart read drafters on machines without it.
 """
 
 from __future__ import annotations
@@ -12,15 +14,130 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from dflash_serve.checkpoint.heads import Heads
-from dflash_serve.common.frozen import Frozen, PositiveInt
+from dflash_serve.common.settings import Frozen, PositiveInt
 
+MASK_EMBEDDING = "mask_embedding"
+"""Tensor whose values fill masked slots; without it, a token of the target does."""
+MarkovKind = Literal["vanilla", "gated", "rnn"]
+Slots = Literal["fill-in", "anchor-first"]
+"""Assignment of a block's rows to slots.
+
+fill-in: row j is slot j, so row 0 (the anchor) predicts nothing; B rows. anchor-first: row j predicts slot j + 1, the
+token after its own position, so the anchor's row predicts too; B - 1 rows (DeepSpec's gamma).
+"""
+
+
+class MarkovConfig(Frozen):
+    """A bias on a slot's logits that depends on the token of the slot before it."""
+
+    kind: MarkovKind
+    rank: PositiveInt
+
+    def tensors(self, hidden_size: int, vocab_size: int, draft_vocabulary: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape. `markov_w1` is indexed by target ids; `markov_w2` gives biases of draft ids."""
+        rank = self.rank
+        shapes: dict[str, tuple[int, ...]] = {
+            "markov_head.markov_w1.weight": (vocab_size, rank),
+            "markov_head.markov_w2.weight": (draft_vocabulary, rank),
+        }
+        if self.kind == "gated":
+            shapes |= {
+                "markov_head.gate_proj.weight": (rank, hidden_size + rank),
+                "markov_head.gate_proj.bias": (rank,),
+            }
+        if self.kind == "rnn":
+            shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden_size)
+            shapes["markov_head.joint_proj.bias"] = (3 * rank,)
+        return shapes
+
+
+class ConfidenceConfig(Frozen):
+    """Estimates the probability that a slot is accepted if all slots before it are."""
+
+    with_markov: bool
+    """The head also reads the Markov embedding of the token before."""
+
+    def tensors(self, hidden_size: int, markov_rank: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of one linear layer."""
+        inputs = hidden_size + (markov_rank if self.with_markov else 0)
+        return {"confidence_head.proj.weight": (1, inputs), "confidence_head.proj.bias": (1,)}
+
+
+class ConvolutionConfig(Frozen):
+    """Causal convolutions over the rows of a block, before and after attention and MLP of every layer."""
+
+    taps: PositiveInt
+    """Rows that an output reads: its own and the ones before it."""
+    group_size: PositiveInt
+    """Channels that share their coefficients; divides the hidden size."""
+
+    def tensors(self, hidden_size: int, num_layers: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape. The first index of `base_kernel` is 0 before the sublayer and 1 after it."""
+        coefficients = 2 * self.taps * (hidden_size // self.group_size)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer in range(num_layers):
+            for sublayer in ("attention_conv", "mlp_conv"):
+                shapes[f"layers.{layer}.{sublayer}.base_kernel"] = (2, self.taps, hidden_size)
+                shapes[f"layers.{layer}.{sublayer}.kernel_projection.weight"] = (coefficients, hidden_size)
+        return shapes
+
+
+class SelectorConfig(Frozen):
+    """Chooses each slot's token among its likeliest candidates by the token before it."""
+
+    rank: PositiveInt
+    top_k: PositiveInt
+    """Candidates of a slot."""
+
+    def tensors(self, hidden_size: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape. The codebooks have no `.weight` in z-lab's files."""
+        return {
+            "candidate_selector.hidden_projection.weight": (self.rank, hidden_size),
+            "candidate_selector.predecessor_codebook": (vocab_size, self.rank),
+            "candidate_selector.successor_codebook": (vocab_size, self.rank),
+        }
+
+
+class Heads(Frozen):
+    """Parts of a drafter beyond plain DFlash; None = absent. Plain DFlash has none of them."""
+
+    slots: Slots = "fill-in"
+    draft_vocabulary: PositiveInt | None = None
+    """Number of tokens that the drafter can draft, if fewer than the target's; it then has its own `lm_head`."""
+    markov: MarkovConfig | None = None
+    confidence: ConfidenceConfig | None = None
+    convolution: ConvolutionConfig | None = None
+    selector: SelectorConfig | None = None
+
+    @property
+    def family(self) -> Literal["DFlash", "DFlash2", "DSpark"]:
+        """Engines' name of the drafter's kind: DSpark with a Markov head, DFlash2 with a selector, else DFlash."""
+        return "DSpark" if self.markov else "DFlash2" if self.selector else "DFlash"
+
+    @property
+    def first_row(self) -> int:
+        """Index of the row that predicts slot 1; the rows of later slots follow it."""
+        return 1 if self.slots == "fill-in" else 0
+
+    @property
+    def words(self) -> str:
+        """Short description of the heads; "" for plain DFlash."""
+        parts = [f"{self.markov.kind} Markov head of rank {self.markov.rank}"] if self.markov else []
+        parts += ["confidence head"] if self.confidence else []
+        parts += [f"convolutions of {self.convolution.taps} taps"] if self.convolution else []
+        parts += [f"selector among {self.selector.top_k}"] if self.selector else []
+        parts += [f"{self.draft_vocabulary:,} tokens"] if self.draft_vocabulary else []
+        return ", ".join([*parts, *(["anchor-first slots"] if self.slots == "anchor-first" else [])])
+
+
+PLAIN_DRAFTER = "use a plain DFlash drafter of the same target"
+BUILD = "build it with `dflash-serve build`, which writes FP8 and NVFP4"
 BF16 = 2
 """Bytes of a number in bfloat16."""
 
 
 class AttentionKind(Frozen):
-    """What a slot of the block may attend to in one drafter layer.
+    """Attention mask of one drafter layer.
 
     `window` W: a query at position q sees keys at k with q - k < W (and k - q < W where not causal); None = everything.
     `causal`: within the block, slot j sees slots <= j only. Context positions lie before the block and are always
@@ -51,15 +168,15 @@ class RopeConfig(Frozen):
 
 
 class DrafterConfig(Heads):
-    """Shape and rules of a drafter (paper section 4; z-lab `dflash/model.py`), and its heads."""
+    """Sizes and options of a drafter (paper section 4; z-lab `dflash/model.py`), and its heads."""
 
     block_size: Annotated[int, Field(ge=2)]
-    """B: slots in a block, the anchor (slot 0) counted; B - 1 are drafted. An anchor-first checkpoint writes B - 1."""
+    """B: slots in a block with its anchor (slot 0); B - 1 are drafted. An anchor-first checkpoint writes B - 1."""
     target_layer_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
     """0-based decoder layers of the target whose *outputs* are the context feature, in the order `fc` takes them."""
     num_target_layers: PositiveInt | None = None
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
-    """The token whose target embedding fills slots 1..B-1; None where the checkpoint has its own `mask_embedding`."""
+    """Token whose target embedding fills slots 1..B-1; None if the checkpoint has its own `mask_embedding`."""
     has_mask_embedding: bool = False
 
     vocab_size: PositiveInt
@@ -74,9 +191,9 @@ class DrafterConfig(Heads):
     rope: RopeConfig = RopeConfig()
     attention_bias: bool = False
     embedding_scale: float = 1.0
-    """Multiplies the raw embedding row of every slot (Gemma); z-lab calls it `input_embedding_scale`."""
+    """Factor on the embedding row of every slot (Gemma); z-lab's `input_embedding_scale`."""
     output_multiplier: float = 1.0
-    """Multiplies the drafter's logits before the soft-cap."""
+    """Factor on the drafter's logits, before the soft-cap."""
     final_logit_softcap: Annotated[float, Field(gt=0)] | None = None
     """c in `logits = c * tanh(logits / c)`."""
 
@@ -107,16 +224,16 @@ class DrafterConfig(Heads):
 
     @property
     def feature_size(self) -> int:
-        """Width of a context feature row: F chosen layers x H, what `fc` takes in."""
+        """Size of a context feature row, the input of `fc`: F chosen layers x H."""
         return len(self.target_layer_ids) * self.hidden_size
 
     def rows(self, block_size: int | None = None) -> int:
-        """Rows of a block that is served as `block_size` slots (None = its own): the drafter's input."""
+        """Input rows of a block that is served with `block_size` slots (None = the drafter's own)."""
         return (block_size or self.block_size) - 1 + self.first_row
 
 
 def impossible_heads(config: DrafterConfig) -> Iterator[str]:
-    """What is wrong with the heads of a drafter."""
+    """Contradictions between the heads of a drafter, in words."""
     if config.draft_vocabulary is not None and config.draft_vocabulary >= config.vocab_size:
         yield f"a draft vocabulary of {config.draft_vocabulary} tokens is no part of the target's {config.vocab_size}"
     if config.selector is not None and config.markov is not None:
@@ -155,7 +272,7 @@ def uniform_target_layer_ids(num_target_layers: int, count: int) -> tuple[int, .
 
 
 def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor, in z-lab's names: 11 L + 3, more with biases, a mask embedding or heads."""
+    """Name -> shape of every tensor, in z-lab's names: 11 L + 3, more with biases, a mask embedding or heads."""
     hidden, head = config.hidden_size, config.head_dim
     kv = config.num_key_value_heads * head
     shapes: dict[str, tuple[int, ...]] = {
@@ -185,7 +302,6 @@ def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _head_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Those that plain DFlash has not."""
     hidden, vocab = config.hidden_size, config.vocab_size
     shapes: dict[str, tuple[int, ...]] = {}
     if config.draft_vocabulary is not None:

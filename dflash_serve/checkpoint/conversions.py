@@ -1,32 +1,35 @@
-"""Drafters made servable where they are not: a reduced vocabulary made whole, a Markov head added. Needs torch.
+"""Changes of a drafter's form, and checks of the maps of a reduced draft vocabulary. Needs torch.
 
-Engines differ in what they load: SGLang and TensorRT-LLM know no reduced vocabulary, and no engine but the embedded one
+Engines differ in the forms they load: SGLang and TensorRT-LLM know no reduced vocabulary, and only the embedded engine
 runs DeepSpec's plain drafters (`dflash_*_block7`: anchor-first slots without a Markov head).
+
+The maps are `d2t` (int64 [Vd], target id - draft id) and `t2d` (bool [V]). Each fault that is checked here was seen in
+a published drafter, and costs nearly all acceptance without an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.heads import MarkovConfig
-from dflash_serve.errors import UserError
+from dflash_serve.checkpoint.config import DrafterConfig, MarkovConfig
+from dflash_serve.errors import Problem, UserError
 
 Converted = tuple[DrafterConfig, dict[str, Tensor]]
 BF16_STEP = 2.0**-7
-"""Of one number in bfloat16, relative: two that differ by no more were rounded apart."""
+"""Relative rounding step of bfloat16: a larger difference between two numbers is not rounding."""
 FRESH_STD = 0.02
 ROWS_AT_ONCE = 8192
 
 
 def with_full_vocabulary(config: DrafterConfig, tensors: Mapping[str, Tensor], head: Tensor) -> Converted:
-    """The same hidden states with all of the target's tokens to choose from, through the target's own head.
+    """A drafter with a reduced vocabulary, made to draft all of the target's tokens through the target's own head.
 
-    Only right where the drafter's head is a copy of the target's rows, so each row is compared. A Markov head gives
-    the tokens that it never knew no bias.
+    This is correct only if the drafter's head is a copy of the target's rows, so each row is compared. Tokens that were
+    not in the reduced vocabulary get no bias from a Markov head.
 
     Args:
         head: the target's [V, H].
@@ -55,7 +58,7 @@ def with_full_vocabulary(config: DrafterConfig, tensors: Mapping[str, Tensor], h
 
 
 def differing_rows(own: Tensor, head: Tensor, ids: Tensor) -> int:
-    """Rows of the drafter's head [Vd, H] that are not the target's rows `ids`, beyond a rounding to bfloat16."""
+    """Number of rows of the drafter's head [Vd, H] that differ from the target's rows `ids` by more than rounding."""
     count = 0
     for first in range(0, len(ids), ROWS_AT_ONCE):
         part = slice(first, first + ROWS_AT_ONCE)
@@ -68,10 +71,10 @@ def differing_rows(own: Tensor, head: Tensor, ids: Tensor) -> int:
 def with_markov_head(
     config: DrafterConfig, tensors: Mapping[str, Tensor], *, rank: int, fresh: bool, seed: int = 0
 ) -> Converted:
-    """The same drafts from a drafter with a vanilla Markov head whose bias is zero.
+    """A drafter with an added vanilla Markov head whose bias is zero: its drafts do not change.
 
     Args:
-        fresh: its first matrix is random, so that it can be trained (`train`, drafter.init); else all is zero.
+        fresh: the first matrix is random, so that it can be trained (`train`, drafter.init); else all is zero.
 
     Raises:
         UserError: it has a Markov head or a candidate selector already.
@@ -90,3 +93,44 @@ def with_markov_head(
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("confidence_head.")}
     markov = MarkovConfig(kind="vanilla", rank=rank)
     return config.model_copy(update={"markov": markov, "confidence": None}), {**kept, **added}
+
+
+AGAIN = "download the drafter again, or export it again"
+
+
+def map_problems(d2t: Tensor, vocab_size: int, where: Path) -> Iterator[Problem]:
+    """Problems of a `d2t`: draft ids must map to target ids in rising order."""
+    ids = torch.arange(len(d2t)) + d2t
+    if _rises_within(ids, vocab_size):
+        return
+    if _rises_within(d2t, vocab_size):
+        what = "tensor d2t holds target ids, not differences target id - draft id"
+        yield Problem(what, str(where), "subtract 0, 1, 2, ... from it")
+        return
+    bad = int(((ids < 0) | (ids >= vocab_size)).sum())
+    fault = (
+        f"sends {bad} draft ids outside the vocabulary of {vocab_size}" if bad else "does not rise with the draft id"
+    )
+    yield Problem(f"tensor d2t {fault}", str(where), AGAIN)
+
+
+def _rises_within(ids: Tensor, vocab_size: int) -> bool:
+    return bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size
+
+
+def mask_problems(d2t: Tensor, t2d: Tensor, where: Path) -> Iterator[Problem]:
+    """Problems of a `t2d` beside a sound `d2t`: both must name the same tokens."""
+    ids = torch.arange(len(d2t)) + d2t
+    marked = t2d.nonzero().flatten()
+    if len(marked) != len(ids):
+        yield Problem(f"tensor t2d marks {len(marked)} tokens but d2t maps {len(ids)}", str(where), AGAIN)
+    elif not torch.equal(marked, ids):
+        differing = int((marked != ids).sum())
+        yield Problem(f"tensors t2d and d2t name different tokens ({differing} of {len(ids)})", str(where), AGAIN)
+
+
+def target_mask(d2t: Tensor, vocab_size: int) -> Tensor:
+    """The `t2d` that belongs to a `d2t`."""
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    mask[torch.arange(len(d2t)) + d2t] = True
+    return mask

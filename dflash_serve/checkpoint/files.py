@@ -1,20 +1,31 @@
-"""Reads a checkpoint's files without torch: JSON objects, and of safetensors the headers (names, shapes and dtypes)."""
+"""Files of a checkpoint folder, read without torch: JSON objects, safetensors headers, manifest.json.
+
+The manifest lists every file that `dflash-serve build` wrote, with its digest and its origin. It is checked before the
+folder is loaded.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_serve.errors import Problem, first_line, raise_problems
+from pydantic import ValidationError
+
+from dflash_serve.common.files import sha256
+from dflash_serve.common.settings import Frozen
+from dflash_serve.errors import Problem, UserError, first_line, raise_problems
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 AGAIN = "download it again"
+QUANT_CONFIG = "hf_quant_config.json"
+IN_CONFIG = "quantization_config"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
 LARGEST_HEADER = 100_000_000
-"""Bytes; the safetensors library's own limit."""
+"""Bytes: the limit of the safetensors library."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +42,12 @@ class Header:
 
 
 def read_object(path: Path, problems: list[Problem], *, kind: str = "drafter") -> Mapping[str, object] | None:
-    """The object in a JSON file; None, and a problem added, where there is none.
+    """The object in a JSON file; None with a problem added if there is none.
 
     Args:
         path: the file.
         problems: added to.
-        kind: what the file describes, for the messages: `drafter` or `target`.
+        kind: `drafter` or `target`, for the messages.
     """
     again = f"download the {kind} again"
     try:
@@ -53,7 +64,7 @@ def read_object(path: Path, problems: list[Problem], *, kind: str = "drafter") -
 
 
 def load_object(path: Path, *, kind: str = "drafter") -> Mapping[str, object]:
-    """The object in a JSON file; `kind` as for `read_object`.
+    """The object in a JSON file, or an error; `kind` as for `read_object`.
 
     Raises:
         UserError: there is none.
@@ -66,9 +77,9 @@ def load_object(path: Path, *, kind: str = "drafter") -> Mapping[str, object]:
 
 
 def read_headers(folder: Path, problems: list[Problem]) -> dict[str, Header]:
-    """Every tensor of model.safetensors, or of the shards that model.safetensors.index.json names.
+    """Every tensor of model.safetensors, or of the shards that model.safetensors.index.json lists.
 
-    What is unreadable, truncated or absent is added to `problems`.
+    Unreadable, truncated and absent files are added to `problems`.
     """
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file():
@@ -106,11 +117,8 @@ def _weight_map(index: Path, problems: list[Problem]) -> dict[str, str]:
 
 
 def _read_header(path: Path, problems: list[Problem]) -> dict[str, Header]:
-    """The tensors of one safetensors file: 8 bytes of header length (little endian), JSON, data.
-
-    (Format: github.com/huggingface/safetensors.) Offsets are checked against the file's size, so a download that broke
-    off is found without reading it.
-    """
+    # Format (github.com/huggingface/safetensors): 8 bytes of header length (little endian), JSON, data. Offsets are
+    # checked against the file's size, so that an incomplete download is found without reading the data.
     try:
         return _parse(path)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, struct.error) as error:
@@ -135,3 +143,89 @@ def _parse(path: Path) -> dict[str, Header]:
     if end != size:
         raise ValueError(f"its tensors need {end} bytes, the file has {size}")
     return headers
+
+
+MANIFEST = "manifest.json"
+DO = "build it again"
+
+
+class FileEntry(Frozen):
+    """One file."""
+
+    sha256: str
+    size: int
+
+
+class Manifest(Frozen):
+    """Contents and origin of a built folder."""
+
+    step: str
+    """The build step that wrote it."""
+    key: str
+    """Digest of all inputs, parameters and tool versions."""
+    inputs: Mapping[str, str]
+    """Name of each input -> its digest."""
+    parameters: Mapping[str, object]
+    tools: Mapping[str, str]
+    """Package -> version."""
+    seconds: float
+    measured: Mapping[str, object]
+    """Errors, sizes and acceptance, as measured."""
+    files: Mapping[str, FileEntry]
+    """Path below the folder -> digest and size; without the manifest itself."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of the contents, independent of their inputs."""
+        text = "\n".join(f"{name} {entry.sha256}" for name, entry in sorted(self.files.items()))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def file_entries(folder: Path) -> dict[str, FileEntry]:
+    """Every file below the folder except its manifest; links are followed."""
+    return {
+        path.relative_to(folder).as_posix(): FileEntry(sha256=sha256(path), size=path.stat().st_size)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path != folder / MANIFEST
+    }
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The folder's manifest; None if it has none: it was not made by `dflash-serve build`.
+
+    Raises:
+        UserError: the manifest cannot be read.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        return Manifest.model_validate_json(path.read_text(encoding="utf-8"))
+    except (ValidationError, OSError, UnicodeDecodeError):
+        raise UserError("cannot be read as a manifest", where=str(path), do=DO) from None
+
+
+def verify(folder: Path) -> list[Problem]:
+    """Problems of the files that differ from the folder's manifest; [] for a folder without one.
+
+    Raises:
+        UserError: the manifest cannot be read.
+    """
+    manifest = read_manifest(folder)
+    return [] if manifest is None else list(_differences(folder, manifest))
+
+
+def _differences(folder: Path, manifest: Manifest) -> Iterator[Problem]:
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            yield Problem("is missing", str(path), DO)
+        elif path.stat().st_size != entry.size:
+            yield Problem(f"has {path.stat().st_size} bytes, its manifest says {entry.size}", str(path), DO)
+        elif sha256(path) != entry.sha256:
+            yield Problem("its contents changed after it was built (sha256 differs)", str(path), DO)
+    known = set(manifest.files)
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in known and name != MANIFEST:
+            yield Problem("is not in the manifest", str(path), "remove it, or build it again")

@@ -1,4 +1,4 @@
-"""FP8 and NVFP4 weights: encode, decode, and what is lost. Plain PyTorch, so it runs wherever the drafter does.
+"""FP8 and NVFP4 weights: encoding, decoding and their error, in plain PyTorch.
 
 FP8 (E4M3): w = q * s, one s for the tensor, s = max|w| / 448.
 NVFP4: 16 neighbours along the input share a scale b in E4M3, the tensor a scale g in fp32: w = q * b * g, q in E2M1,
@@ -19,7 +19,7 @@ FP8_MAX, FP4_MAX = 448.0, 6.0
 GROUP = 16
 """Values that share an NVFP4 block scale."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of FP4 by their lower three bits; the fourth is the sign."""
+"""Magnitudes of FP4 codes by their lower three bits; the fourth bit is the sign."""
 
 Format = Literal["fp8", "nvfp4"]
 
@@ -36,16 +36,16 @@ class QuantizedTensor:
     scale_2: Tensor | None = None
     """NVFP4: fp32, of the tensor."""
     input_scale: Tensor | None = None
-    """fp32: of the activations; None = the weights alone are quantised."""
+    """fp32, of the activations; None = only the weights are quantised."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[out, in] of the weight it stands for."""
+        """[out, in] of the dequantised weight."""
         rows, columns = self.values.shape
         return rows, columns * (2 if self.format == "nvfp4" else 1)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight [out, in] that the engine multiplies with."""
+        """The weight [out, in] that an engine multiplies with."""
         if self.format == "fp8":
             return (self.values.float() * self.scale.float()).to(dtype)
         assert self.scale_2 is not None
@@ -54,7 +54,7 @@ class QuantizedTensor:
         return (blocks * scales[..., None]).view(self.shape).to(dtype)
 
     def rows(self, start: int, stop: int) -> QuantizedTensor:
-        """Output rows [start, stop): a column-parallel shard. The tensor's own scales stay."""
+        """Output rows [start, stop): a column-parallel shard. Per-tensor scales stay."""
         scale = self.scale if self.format == "fp8" else self.scale[start:stop]
         return QuantizedTensor(self.format, self.values[start:stop], scale, self.scale_2, self.input_scale)
 
@@ -72,18 +72,18 @@ class QuantizedTensor:
         return QuantizedTensor("nvfp4", values, scale, self.scale_2, self.input_scale)
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """The stored tensors of the module `name` under ModelOpt's names: weight, weight_scale, weight_scale_2, ..."""
+        """Tensors to store for the module `name`, under ModelOpt's names: weight, weight_scale, weight_scale_2, ..."""
         found = {"weight": self.values, "weight_scale": self.scale, "weight_scale_2": self.scale_2}
         found["input_scale"] = self.input_scale
         return {f"{name}.{key}": tensor for key, tensor in found.items() if tensor is not None}
 
 
 Weight = Tensor | QuantizedTensor
-"""A tensor of a checkpoint as it is stored."""
+"""A stored weight of a checkpoint, plain or quantised."""
 
 
 def dequantized(weights: Mapping[str, Weight], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights that an engine multiplies with, as plain tensors."""
+    """All weights as plain tensors, quantised ones decoded."""
     return {
         name: weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.to(dtype)
         for name, weight in weights.items()
@@ -91,10 +91,10 @@ def dequantized(weights: Mapping[str, Weight], dtype: torch.dtype) -> dict[str, 
 
 
 def quantize(weight: Tensor, format: Format, input_scale: Tensor | None = None) -> QuantizedTensor:
-    """A weight [out, in] in FP8 or NVFP4.
+    """Encodes a weight [out, in] in FP8 or NVFP4.
 
     Raises:
-        ValueError: NVFP4 of a weight whose input is no multiple of 16.
+        ValueError: NVFP4 of a weight whose input size is not a multiple of 16.
     """
     weight = weight.float()
     largest = weight.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
@@ -132,6 +132,6 @@ def unpack_fp4(packed: Tensor) -> Tensor:
 
 
 def relative_error(original: Tensor, approximation: Tensor) -> float:
-    """|a - b| / |a| in the Frobenius norm; 0 of two zero tensors."""
+    """|a - b| / |a| in the Frobenius norm; 0 if `original` is zero."""
     norm = float(original.float().norm())
     return float((approximation.float() - original.float()).norm()) / norm if norm else 0.0

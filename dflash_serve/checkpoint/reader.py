@@ -1,25 +1,38 @@
-"""Reads any drafter checkpoint, quantised or not, strictly: what is missing, extra, misshapen or not finite is an error
-before launch.
+"""Reads drafter checkpoints of any dialect, quantised or not, and reports every fault before an engine is started.
 
-Engines are lenient here (SGLang 0.5.23 ignores unknown names and never looks for missing ones) and then accept nothing.
-Only `load_*` and `assemble` need torch; the rest reads JSON and safetensors headers.
+A missing, extra, misshapen or non-finite tensor is an error. Engines are lenient here (SGLang 0.5.23 ignores unknown
+and missing names) and then accept no draft. Only `load_*` and `assemble` need torch; the rest reads JSON and
+safetensors headers. `DIALECTS` is the registry of dialects.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects import Dialect, parse
-from dflash_serve.checkpoint.files import Header, read_headers, read_object
-from dflash_serve.checkpoint.heads import MASK_EMBEDDING
-from dflash_serve.checkpoint.matching import D2T, SCALES, T2D, Piece, match_tensors, proper_name, scale_problems
-from dflash_serve.checkpoint.quantization import IN_CONFIG, Quantization, find_quantization, plain_only
+from pydantic import ValidationError
+
+from dflash_serve.checkpoint.config import MASK_EMBEDDING, PLAIN_DRAFTER, DrafterConfig
+from dflash_serve.checkpoint.dialects import ConfigSection, Dialect, speculators, zlab
+from dflash_serve.checkpoint.files import IN_CONFIG, Header, read_headers, read_object
 from dflash_serve.checkpoint.source import drafter_source, local_folder
+from dflash_serve.checkpoint.tensors import (
+    D2T,
+    HEADS_BY_TENSOR,
+    SCALES,
+    SUPPORTED_HEADS,
+    T2D,
+    Piece,
+    Quantization,
+    find_quantization,
+    match_tensors,
+    plain_only,
+    proper_name,
+    scale_problems,
+)
 from dflash_serve.errors import Problem, raise_problems
 
 if TYPE_CHECKING:
@@ -27,18 +40,22 @@ if TYPE_CHECKING:
 
     from dflash_serve.checkpoint.formats import Format, Weight
 
+DIALECTS: Mapping[str, Dialect] = {
+    one.name: one for one in (speculators.DIALECT, zlab.DEEPSPEC, zlab.MODELOPT, zlab.SPECFORGE, zlab.DIALECT)
+}
+"""Name -> dialect. The most specific comes first: ModelOpt's form is z-lab's with more keys."""
+LATENT = ("K3DSpark", "DeepseekV3DSpark", "DeepSeekV4DSpark")
+"""Parts of architecture names: DSpark heads on a backbone with latent attention."""
 MAY_BE_ZERO = ("kernel_projection.weight", "markov_w1.weight", "markov_w2.weight", "confidence_head.proj.weight")
-"""Heads that change nothing yet."""
+"""Endings of tensors that may be all zero: heads before their training."""
 HINT = "`dflash-serve inspect` shows all"
-
-
 PLAIN = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
-"""Architectures that we understand to the last tensor; inside an engine, of its others only names are checked."""
+"""Architectures whose tensors are all known. Inside an engine, only names are checked for other architectures."""
 
 
 @dataclass
 class Checkpoint:
-    """A drafter folder as read: everything is filled in as far as it could be understood."""
+    """A drafter folder as read; fields that could not be read keep their defaults."""
 
     folder: Path
     problems: list[Problem] = field(default_factory=list)
@@ -48,11 +65,11 @@ class Checkpoint:
     """None = not quantised."""
     headers: dict[str, Header] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)
-    """Our tensor names, scales included -> where they are."""
+    """Our tensor names, with scales -> their place in the files."""
 
 
 def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Checkpoint:
-    """Reads config.json and the safetensors headers, and notes every problem; reads no weights.
+    """Reads config.json and the safetensors headers and collects every problem; reads no weights.
 
     Raises:
         UserError: neither a folder nor an id that can be fetched.
@@ -72,8 +89,61 @@ def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Ch
     return checkpoint
 
 
+def parse(
+    raw: Mapping[str, object], path: Path, problems: list[Problem], *, stored: Collection[str] = ()
+) -> tuple[DrafterConfig | None, Dialect | None]:
+    """Reads a config.json, adding everything wrong with it to `problems`; then the config is None.
+
+    Args:
+        stored: names of the checkpoint's tensors, which settle what its configuration leaves open.
+    """
+    section = ConfigSection(raw, str(path), problems)
+    dialect = next((one for one in DIALECTS.values() if one.matches(ConfigSection(raw, str(path), []))), None)
+    inner = section.section("dflash_config", falls_back=True)
+    unsupported = _unsupported(inner)
+    if unsupported is not None:  # problems of its other keys would follow from this one
+        section.note(*unsupported)
+        return None, dialect
+    if dialect is None:
+        section.note(
+            "not a DFlash drafter: no dflash_config, no speculators_model_type, no DFlash architecture",
+            f"give a drafter in one of the dialects {', '.join(DIALECTS)}",
+        )
+        return None, None
+    before = len(problems)
+    fields = dialect.read(section, stored)
+    if len(problems) > before:
+        return None, dialect
+    try:
+        return DrafterConfig.model_validate(fields), dialect
+    except ValidationError as error:
+        for fault in error.errors():
+            place = ".".join(str(part) for part in fault["loc"])
+            message = fault["msg"].removeprefix("Value error, ")
+            section.note(f"{place}: {message}" if place else message, "correct config.json")
+        return None, dialect
+
+
+def _unsupported(config: ConfigSection) -> tuple[str, str] | None:
+    # (what, do) for a drafter that is recognised by its architecture, projector type or keys, and is not supported.
+    if any(config.has(key) for key in ("dspark_block_size", "dspark_markov_rank", "dspark_target_layer_ids")):
+        what = (
+            "the drafter is part of its target's checkpoint (dspark_* keys, mtp.* tensors), which is not supported yet"
+        )
+        return what, "serve it by the engine itself, or use a drafter of its own"
+    keys = (config.text(key) or "" for key in ("projector_type", "speculators_model_type"))
+    named = " ".join([*(config.strings("architectures") or ()), *keys]).lower()
+    if any(name.lower() in named for name in LATENT):
+        what = "the drafter's layers have latent attention (MLA), which DFlash's have not; not supported yet"
+        return what, PLAIN_DRAFTER
+    for head in (*HEADS_BY_TENSOR, "xPress", "DFlare"):
+        if head not in SUPPORTED_HEADS and head.lower() in named:
+            return f"the drafter has a {head} head, which is not supported yet", PLAIN_DRAFTER
+    return None
+
+
 def is_plain(folder: Path) -> bool:
-    """Whether config.json names an architecture of `PLAIN`, or cannot be read: `open_checkpoint` says why."""
+    """config.json has an architecture of `PLAIN`, or cannot be read (`open_checkpoint` then reports why)."""
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         architectures = raw.get("architectures") or [PLAIN[0]]
@@ -83,7 +153,7 @@ def is_plain(folder: Path) -> bool:
 
 
 def _describe(folder: Path, weight_problems: list[Problem]) -> Checkpoint:
-    """What the configuration says; where its quantisation is not read, config is None: the weights have no meaning."""
+    # With a quantisation that is not read, config stays None: the weights cannot be interpreted.
     checkpoint = Checkpoint(folder, headers=read_headers(folder, weight_problems))
     raw = read_object(folder / "config.json", checkpoint.problems)
     if raw is None:
@@ -106,10 +176,10 @@ def _describe(folder: Path, weight_problems: list[Problem]) -> Checkpoint:
 
 
 def read_config(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, str]:
-    """The neutral description of a drafter, quantised or not, and the name of its dialect; needs no weights.
+    """The neutral description of a drafter, quantised or not, and its dialect's name; needs no weights.
 
     Raises:
-        UserError: config.json is absent, broken, of no dialect we know, or describes a drafter we cannot run.
+        UserError: config.json is absent, broken, of an unknown dialect, or describes an unsupported drafter.
     """
     config, checkpoint = _read(folder_or_id, revision)
     assert checkpoint.dialect is not None
@@ -117,7 +187,7 @@ def read_config(folder_or_id: str | Path, revision: str | None = None) -> tuple[
 
 
 def read_drafter(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, Quantization | None]:
-    """The neutral description of a drafter and how it is quantised (None = not at all); needs no weights.
+    """The neutral description of a drafter and its quantisation (None = not quantised); needs no weights.
 
     Raises:
         UserError: as `read_config`.
@@ -134,7 +204,7 @@ def _read(folder_or_id: str | Path, revision: str | None) -> tuple[DrafterConfig
 
 
 def weight_problems(checkpoint: Checkpoint) -> list[Problem]:
-    """NaN and infinity in the tensors that were found, maps that are none, and matrices of zeros; needs torch."""
+    """Problems of values: NaN, infinity, matrices of zeros, and wrong vocabulary maps; needs torch."""
     found: list[Problem] = []
     empty = [
         name
@@ -148,7 +218,7 @@ def weight_problems(checkpoint: Checkpoint) -> list[Problem]:
 
 
 def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tuple[str, Tensor]]:
-    """Our name and the tensor, memory-mapped, as stored; what is not finite, or no map, is added to `problems`."""
+    """(our name, stored tensor, memory-mapped) of each; values that are not finite, and bad maps, become `problems`."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted({piece.file for piece in checkpoint.pieces.values()}):
@@ -167,10 +237,9 @@ def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tu
 
 
 def _check_maps(d2t: Tensor, checkpoint: Checkpoint, problems: list[Problem]) -> None:
-    """`d2t` by itself, and beside the `t2d` that the checkpoint may bring."""
     from safetensors import safe_open
 
-    from dflash_serve.checkpoint.vocabulary import map_problems, mask_problems
+    from dflash_serve.checkpoint.conversions import map_problems, mask_problems
 
     assert checkpoint.config is not None
     found = list(map_problems(d2t, checkpoint.config.vocab_size, checkpoint.folder))
@@ -186,9 +255,9 @@ def _cut(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 def finite_problem(name: str, tensor: Tensor, file: Path, do: str) -> Problem | None:
-    """The problem of a tensor with NaN or infinite values; None where all are finite."""
-    values = tensor.float() if tensor.element_size() == 1 else tensor  # PyTorch cannot ask FP8 itself
-    # An extreme is NaN or infinite where any value is. Asking every value takes 50 times as long (on a CPU).
+    """The problem of a tensor with NaN or infinite values; None if all are finite."""
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # PyTorch has no aminmax of FP8
+    # The smallest or largest value is not finite if any value is not. Testing each takes 50 times as long on a CPU.
     if not values.numel() or all(extreme.isfinite() for extreme in values.aminmax()):
         return None
     bad = values.numel() - int(values.isfinite().sum())
@@ -227,7 +296,7 @@ def _read_all(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def assemble(stored: Mapping[str, Tensor], config: DrafterConfig, format: Format | None) -> dict[str, Weight]:
-    """What `load_weights` gives, of tensors that somebody else has read, by their names in the checkpoint.
+    """The result of `load_weights` from tensors that the caller has read, by their names in the checkpoint.
 
     Raises:
         UserError: a tensor is missing, extra, doubled or misshapen.
@@ -244,7 +313,7 @@ def assemble(stored: Mapping[str, Tensor], config: DrafterConfig, format: Format
 
 
 def _dtype_name(tensor: Tensor) -> str:
-    """A tensor's dtype as safetensors calls it."""
+    """The safetensors name of a tensor's dtype."""
     import torch
 
     names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -253,7 +322,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _with_scales(tensors: Mapping[str, Tensor], format: Format | None) -> dict[str, Weight]:
-    """Weights and scales of a checkpoint, matched already -> one weight each."""
+    """Matched weights and scales of a checkpoint -> one `Weight` each."""
     from dflash_serve.checkpoint.formats import QuantizedTensor
 
     weights: dict[str, Weight] = {}

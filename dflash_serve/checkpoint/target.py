@@ -1,5 +1,6 @@
-"""What a target's config.json tells without torch: its sizes (TargetShape), and its layout on devices (TargetLayout):
-heads, experts, number formats, bytes. Of a hub model only its configuration is fetched; nothing is loaded.
+"""Sizes of a target (`TargetShape`), and its layout on devices (`TargetLayout`): heads, experts, formats, bytes.
+
+Both are read from config.json without torch. Only the configuration of a hub model is fetched; no weights are loaded.
 """
 
 from __future__ import annotations
@@ -8,50 +9,49 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_serve.checkpoint.files import load_object
-from dflash_serve.checkpoint.quantization import IN_CONFIG, QUANT_CONFIG
+from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, load_object
 from dflash_serve.checkpoint.source import local_folder
 from dflash_serve.deployment import Model, Quantization
 from dflash_serve.errors import UserError
 
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
-"""Where multimodal models keep their language model's sizes."""
+"""Keys under which multimodal models have the sizes of their language model."""
 BITS: Mapping[str, float] = {"none": 16, "fp8": 8, "nvfp4": 4.5, "mxfp4": 4.25}
-"""Bits a weight, scales included: NVFP4 has 8 per 16 values, MXFP4 8 per 32."""
+"""Bits per weight with its scales: NVFP4 has 8 bits for 16 values, MXFP4 8 for 32."""
 OTHER_BITS = 4.5
-"""Bits a weight by any other method: INT4 with scales, as compressed-tensors, AWQ and GPTQ have it."""
+"""Bits per weight of any other method: INT4 with scales (compressed-tensors, AWQ, GPTQ)."""
 FORMATS = {"nvfp4": ("nvfp4", "fp4_pack"), "mxfp4": ("mxfp4",), "fp8": ("fp8", "float-quantized")}
-"""Name -> the words by which a checkpoint's own recipe gives it away."""
+"""Format -> words in a checkpoint's quantisation recipe that identify it."""
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "recurrent")
-"""Beginnings of what `layer_types` calls layers without keys and values."""
+"""Prefixes of names in `layer_types` for layers without keys and values."""
 RECURRENT_KEYS = ("hybrid_override_pattern", "linear_attn_config", "linear_num_value_heads", "mamba_d_state", "ssm_cfg")
-"""Keys of config.json that only models with such layers have."""
+"""Keys of config.json that only models with recurrent layers have."""
 LATENT_WIDTH = 576
 """Values of a token's latent vector in a layer: DeepSeek's kv_lora_rank 512 and a rotary part of 64."""
 GENERATION_CONFIG = "generation_config.json"
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Penalties of generation_config.json, with the values at which they do nothing."""
+"""Penalties of generation_config.json -> their neutral values."""
 
 
 @dataclass(frozen=True)
 class TargetShape:
-    """What a drafter must know of its target."""
+    """Sizes of a target that its drafter depends on."""
 
     name: str
-    """The target as the user named it, for messages."""
+    """Name of the target as the user gave it, for messages."""
     model_type: str
     vocab_size: int
     hidden_size: int
     num_layers: int
     max_position_embeddings: int | None
     rope_theta: float | None = None
-    """Base of its rotary positions; None = config.json does not say."""
+    """RoPE base; None = not in config.json."""
 
 
 def read_target_shape(folder_or_id: str | Path, revision: str | None = None) -> TargetShape:
-    """A target's sizes from its config.json; of a hub id, only that file is fetched.
+    """A target's sizes from its config.json, the only file that is fetched for a hub id.
 
     Raises:
         UserError: no such target, or a config.json without these sizes.
@@ -75,7 +75,6 @@ def _shape(raw: Mapping[str, object], folder: Path, name: str) -> TargetShape:
 
 
 def _rope_theta(fields: Mapping[str, object]) -> float | None:
-    """At top level, or in transformers 5's `rope_parameters`."""
     inside = fields.get("rope_parameters")
     found = inside.get("rope_theta") if isinstance(inside, dict) else fields.get("rope_theta")
     return float(found) if isinstance(found, int | float) else None
@@ -90,7 +89,7 @@ def required_size(fields: Mapping[str, object], key: str, folder: Path) -> int:
     """A positive whole number of the config.json in `folder`.
 
     Raises:
-        UserError: it is not there, or something else.
+        UserError: it is absent or something else.
     """
     value = fields.get(key)
     if type(value) is int and value > 0:
@@ -100,14 +99,13 @@ def required_size(fields: Mapping[str, object], key: str, folder: Path) -> int:
 
 
 def _size(fields: Mapping[str, object], key: str, default: int = 0) -> int:
-    """A positive whole number of config.json; anything else counts as not given."""
     value = fields.get(key)
     return value if type(value) is int and value > 0 else default
 
 
 @dataclass(frozen=True)
 class TargetLayout:
-    """A target as an engine will lay it out."""
+    """Layout of a target on an engine's devices."""
 
     shape: TargetShape
     architecture: str
@@ -116,34 +114,34 @@ class TargetLayout:
     kv_heads: int
     head_dim: int
     latent: bool
-    """DeepSeek's attention: one latent vector a token instead of keys and values a head."""
+    """DeepSeek's attention: one latent vector per token instead of keys and values per head."""
     experts: int
     """0 = dense."""
     experts_per_token: int
-    """Those of them that a token goes through."""
+    """Experts that process one token."""
     expert_bytes: int
     """Bytes of the experts among `weight_bytes`."""
     native_quantization: str | None
-    """Format of the checkpoint's weights: fp8, nvfp4, mxfp4, or the method's name; None = unquantised."""
+    """Format of the checkpoint's weights: fp8, nvfp4, mxfp4, or the name of another method; None = unquantised."""
     head_is_quantized: bool
     """lm_head is NVFP4 too."""
     weight_bytes: int
-    """Bytes on all devices together, estimated from the sizes to a few per cent."""
+    """Bytes on all devices together, estimated from the sizes; accurate to a few per cent."""
     recurrent: bool
     """Some layers keep a state instead of keys and values (GDN, Mamba, short convolutions)."""
     penalises: bool
-    """generation_config.json penalises repetitions in every request that does not say otherwise (Qwen3-Coder)."""
+    """generation_config.json penalises repetitions by default in every request (Qwen3-Coder)."""
     quantized_kv: bool = False
-    """The checkpoint asks for quantised keys and values."""
+    """The checkpoint requests quantised keys and values."""
 
     def kv_bytes(self, bytes_each: float) -> int:
-        """Keys and values of one token, all layers, all heads."""
+        """Bytes of one token's keys and values in all layers and heads."""
         width = LATENT_WIDTH if self.latent else 2 * self.kv_heads * self.head_dim
         return int(self.shape.num_layers * width * bytes_each)
 
 
 def target_configuration(model: Model) -> Path:
-    """A folder with the target's configuration, fetched where it is a hub id.
+    """The folder of the target's configuration, which is fetched for a hub id.
 
     Raises:
         UserError: no such target.
@@ -152,7 +150,7 @@ def target_configuration(model: Model) -> Path:
 
 
 def read_target_layout(folder: Path, model: Model) -> TargetLayout:
-    """Reads `folder/config.json`; `model` says how it was asked for, and in which quantisation.
+    """Reads `folder/config.json`; `model` is the deployment's section, with the requested quantisation.
 
     Raises:
         UserError: no config.json, or one without a language model's sizes.
@@ -187,7 +185,7 @@ def _architecture(raw: Mapping[str, object]) -> str:
 
 
 def read_recipe(raw: Mapping[str, object], folder: Path) -> Mapping[str, object]:
-    """How a target's weights are quantised: inside its config.json `raw`, or in ModelOpt's file beside it; {} = not."""
+    """The quantisation recipe in a target's config.json `raw`, or in ModelOpt's file beside it; {} = unquantised."""
     for holder in (raw, language_model(raw)):
         for key in (IN_CONFIG, "compression_config"):  # the second is what compressed-tensors wrote at first
             inside = holder.get(key)
@@ -205,12 +203,12 @@ def _penalises(folder: Path) -> bool:
 
 
 def recipe_words(recipe: Mapping[str, object]) -> list[str]:
-    """The names by which a recipe calls its method, algorithm and storage, in lower case."""
+    """A recipe's names of its method, algorithm and storage, in lower case."""
     return [str(recipe[key]).lower() for key in ("quant_method", "quant_algo", "format") if recipe.get(key)]
 
 
 def native_format(recipe: Mapping[str, object]) -> str | None:
-    """fp8, nvfp4, mxfp4, or the method's name; None = unquantised."""
+    """Format of a recipe: fp8, nvfp4, mxfp4, or the name of another method; None = unquantised."""
     words = recipe_words(recipe)
     for name, marks in FORMATS.items():
         if any(mark in word for word in words for mark in marks):
@@ -260,7 +258,7 @@ def _weight_bytes(inner: Mapping[str, object], asked: Quantization, native: str 
 
 
 def _attention(inner: Mapping[str, object], hidden: int) -> int:
-    """Weights of one layer's attention: grouped queries, or DeepSeek's latent form (Kimi)."""
+    # Grouped queries, or DeepSeek's latent form (Kimi).
     heads = _size(inner, "num_attention_heads", 1)
     rank = _size(inner, "kv_lora_rank")
     if rank:
@@ -274,7 +272,7 @@ def _attention(inner: Mapping[str, object], hidden: int) -> int:
 
 
 def _feed_forward(inner: Mapping[str, object], hidden: int, layers: int) -> int:
-    """Weights of all MLPs: three matrices each, per expert where there are experts."""
+    # Three matrices for each MLP or expert.
     wide, experts = _size(inner, "intermediate_size"), _experts(inner)
     if not experts:
         return layers * 3 * hidden * wide

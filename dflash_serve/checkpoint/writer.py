@@ -1,4 +1,4 @@
-"""Writes a drafter in any dialect: whole or not at all."""
+"""Writes a drafter in any dialect. The folder appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
-from dflash_serve.checkpoint.dialects import DIALECTS
 from dflash_serve.checkpoint.files import SINGLE
+from dflash_serve.checkpoint.reader import DIALECTS
 from dflash_serve.common.files import whole_folder
 from dflash_serve.errors import UserError
 
@@ -29,12 +29,12 @@ def write_drafter(
     """Writes config.json and model.safetensors, first into a folder beside `folder`, which then takes its name.
 
     Args:
-        folder: the destination; must not exist, be empty, or be given up by `overwrite`.
-        config: what the drafter is.
-        tensors: by our names, in the dtypes they are to be stored in.
+        folder: the destination: absent, an empty folder, or replaced with `overwrite`.
+        config: the drafter.
+        tensors: by our names, in the dtypes to store.
         dialect: `zlab` (SGLang, TensorRT-LLM, vLLM and z-lab's code read it), or another of `DIALECTS`.
-        target: hub id or folder of the target, for the dialects that name it.
-        overwrite: replace what is there.
+        target: hub id or folder of the target, for dialects that name it.
+        overwrite: replace an existing checkpoint.
 
     Raises:
         UserError: the destination is taken or cannot be written, or the dialect cannot express this drafter.
@@ -66,16 +66,15 @@ def _check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None
 
 
 def _more(dialect: str, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a dialect stores beside a drafter's tensors: speculators' `t2d`."""
     if dialect != "speculators" or config.draft_vocabulary is None:
         return {}
-    from dflash_serve.checkpoint.vocabulary import target_mask
+    from dflash_serve.checkpoint.conversions import target_mask
 
     return {"t2d": target_mask(tensors["d2t"], config.vocab_size)}
 
 
 def _check_destination(folder: Path, overwrite: bool) -> None:
-    """Only what is nothing, empty, or given up and visibly a checkpoint may be replaced."""
+    # With --overwrite, only a folder that is visibly a checkpoint is replaced.
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not folder.is_dir():

@@ -194,7 +194,7 @@ def _engine(backend: DiagnosableBackend, pair: ExaminedPair, block_size: int | N
 
 def _belongs_to(pair: ExaminedPair, engine: Engine, width: int) -> dict[str, object]:
     """The settings that a probe's counts depend on."""
-    from dflash_serve.checkpoint.manifest import file_entries
+    from dflash_serve.checkpoint.files import file_entries
     from dflash_serve.checkpoint.source import drafter_folder
     from dflash_serve.prompts import prompts_digest
 

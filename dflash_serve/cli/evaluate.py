@@ -14,9 +14,8 @@ from dflash_serve.cli import options
 from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.cli.figures import compare_with_plain, number, survival_text, time_run
 from dflash_serve.common.extras import need
-from dflash_serve.common.frozen import Frozen
 from dflash_serve.common.provenance import Environment, environment
-from dflash_serve.common.settings import overlay
+from dflash_serve.common.settings import Frozen, overlay
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams

@@ -68,7 +68,7 @@ def generate(
 def _params(**given: Any) -> SamplingParams:
     from pydantic import ValidationError
 
-    from dflash_serve.common.yaml_file import describe
+    from dflash_serve.common.settings import describe
     from dflash_serve.errors import UserError
     from dflash_serve.speculation.params import SamplingParams
 

@@ -16,8 +16,8 @@ from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.config import DrafterConfig
-    from dflash_serve.checkpoint.quantization import Quantization
     from dflash_serve.checkpoint.reader import Checkpoint
+    from dflash_serve.checkpoint.tensors import Quantization
     from dflash_serve.errors import Problem
 
 
@@ -111,7 +111,7 @@ def _sizes(checkpoint: Checkpoint) -> tuple[int, int]:
     """Parameters and bytes of everything stored; scales are no parameters, and a byte of NVFP4 holds two."""
     from math import prod
 
-    from dflash_serve.checkpoint.matching import SCALES
+    from dflash_serve.checkpoint.tensors import SCALES
 
     weights = [header for name, header in checkpoint.headers.items() if not name.endswith(SCALES)]
     parameters = sum(prod(header.shape) * (2 if header.dtype == "U8" else 1) for header in weights)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from dflash_serve.client.live import LiveFigures
+    from dflash_serve.client.metrics import LiveFigures
 
 Url = Annotated[str, typer.Argument(help="Address of a running server, of any engine.", metavar="URL")]
 Interval = Annotated[float, typer.Option(help="Seconds between two looks at its metrics.", min=0.1)]
@@ -79,8 +79,7 @@ def _looks(url: str, key: str | None, interval: float) -> Iterator[LiveFigures |
     Raises:
         UserError: nothing answers at first, or what answers has no metrics of an engine that we know.
     """
-    from dflash_serve.client.live import LiveFigures
-    from dflash_serve.client.metrics import read_server
+    from dflash_serve.client.metrics import LiveFigures, read_server
 
     before = read_server(url, api_key=key)
     if before.engine is None:

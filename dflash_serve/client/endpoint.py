@@ -1,8 +1,8 @@
-"""A client for any OpenAI-compatible server (ours, SGLang, trtllm-serve, vLLM), which finds out how it names tokens.
+"""A client of any OpenAI-compatible server (ours, SGLang, trtllm-serve, vLLM) that returns tokens if the server can.
 
-vLLM and SGLang give token ids for `return_token_ids`; older ones ignore it. TensorRT-LLM refuses fields that it does
-not know, and gives ids where `detokenize` is false. All give the tokens' texts with log-probabilities. The first
-request to each path tries these in turn, and what worked is kept. Replies are read with tolerance.
+vLLM and SGLang return token ids for `return_token_ids`; older releases ignore it. TensorRT-LLM refuses unknown fields,
+and returns ids with `detokenize: false`. All return the tokens' texts with log-probabilities. The first request to each
+path tries these ways in turn and keeps the first that works. Missing fields of replies are tolerated.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WAYS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     COMPLETIONS: ({"return_token_ids": True}, {"detokenize": False}, {"logprobs": 1}, {}),
     CHAT: ({"return_token_ids": True}, {"logprobs": True, "top_logprobs": 1}, {}),
 }
-"""How to ask for tokens, finest first; the last is text alone."""
+"""Path -> request fields that ask for tokens, best first; the last asks for text only."""
 ALWAYS = {"temperature", "top_p"}
-"""Sent even at their defaults: some servers would fill in the model's own. The rest is sent where it is set."""
+"""Parameters sent even at their defaults, because some servers would use the model's own; others are sent if set."""
 
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """One generated token: its text, its log-probability, and the most probable tokens at its place."""
+    """One generated token: its text, its log-probability, and the most probable tokens at its position."""
 
     text: str
     logprob: float
@@ -40,7 +40,7 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back for one request. What a server did not say is None."""
+    """The answer to one request; None = not in the server's response."""
 
     text: str
     token_ids: tuple[int, ...] | None = None
@@ -49,14 +49,14 @@ class Reply:
 
     @property
     def pieces(self) -> tuple[str | int, ...]:
-        """The finest thing to compare two answers by: token ids, else token texts, else characters."""
+        """The smallest available units for comparing two answers: token ids, else token texts, else characters."""
         if self.token_ids is not None:
             return self.token_ids
         return tuple(self.text) if self.logprobs is None else tuple(token.text for token in self.logprobs)
 
     @property
     def unit(self) -> str:
-        """What `pieces` are."""
+        """Name of the units of `pieces`."""
         if self.token_ids is not None:
             return "token ids"
         return "characters" if self.logprobs is None else "tokens"
@@ -68,13 +68,13 @@ class Endpoint:
 
     Args:
         url: http or https, with or without /v1, without a user name or password.
-        model: None = the first one that it lists.
+        model: None = the first one that the server lists.
         api_key: None = none is sent. Never shown.
         timeout: seconds for one answer.
         concurrency: requests in flight in `complete_all`.
 
     Raises:
-        UserError: the URL is none of these.
+        UserError: the URL is not such an address.
     """
 
     url: str
@@ -86,7 +86,7 @@ class Endpoint:
     _finding: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _ = self._connection  # a URL that is none is found here, not at the first request
+        _ = self._connection  # checks the URL now, not at the first request
 
     @property
     def base(self) -> str:
@@ -99,10 +99,10 @@ class Endpoint:
 
     @cached_property
     def served_model(self) -> str:
-        """The model to ask for.
+        """Name of the model in requests.
 
         Raises:
-            UserError: nothing listens there, or it lists no model.
+            UserError: no server answers, or it lists no model.
         """
         if self.model is not None:
             return self.model
@@ -116,18 +116,18 @@ class Endpoint:
 
         Args:
             prompt: text or token ids go to /v1/completions, messages to /v1/chat/completions.
-            top_logprobs: ask for the log-probabilities of so many most probable tokens at each place.
+            top_logprobs: number of most probable tokens with log-probabilities at each position; None = none.
 
         Raises:
-            UserError: nothing listens there, or what listens is no such server.
-            RefusedError: it does not take the request.
+            UserError: no server answers, or it is not OpenAI-compatible.
+            RefusedError: the server refuses the request.
         """
         path = CHAT if _is_chat(prompt) else COMPLETIONS
         body = {"model": self.served_model, **_prompt(prompt), **_sampling(params)}
         if top_logprobs is not None:
             body |= {"logprobs": True, "top_logprobs": top_logprobs} if path == CHAT else {"logprobs": top_logprobs}
         if path not in self._ways:
-            with self._finding:  # the others wait for the first to find the way
+            with self._finding:  # other threads wait for the first one's result
                 if path not in self._ways:
                     return self._find(path, body)
         return self._ask(path, {**self._ways[path], **body})
@@ -135,20 +135,20 @@ class Endpoint:
     def complete_all(
         self, asked: Sequence[tuple[Prompt, SamplingParams]], *, top_logprobs: int | None = None
     ) -> Iterator[Reply]:
-        """The answers in the order of what is asked, `concurrency` requests at a time.
+        """The answers in the order of the requests, of which `concurrency` run at a time.
 
         Raises:
-            UserError, RefusedError: as `complete`, for the first that fails.
+            UserError, RefusedError: as for `complete`, for the first request that fails.
         """
         with ThreadPoolExecutor(self.concurrency) as pool:
             try:
                 yield from pool.map(lambda one: self.complete(*one, top_logprobs=top_logprobs), asked)
-            except BaseException:  # do not send the rest for nobody
+            except BaseException:  # the remaining answers are not wanted
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
     def _find(self, path: str, body: Mapping[str, Any]) -> Reply:
-        """Asks in every way until one brings tokens, and keeps it. A request refused in all ways is refused."""
+        # Tries every way until one returns tokens. A request is refused only if it is refused in all ways.
         refused: RefusedError | None = None
         for way in WAYS[path]:
             try:
@@ -184,7 +184,6 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
-    """What is set, in the names that all servers share."""
     default = SamplingParams()
     given = {
         name: value
@@ -197,11 +196,7 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
 
 
 def _reply(body: Mapping[str, Any]) -> Reply:
-    """The first choice of a chat or plain completion.
-
-    Raises:
-        KeyError, IndexError, TypeError, ValueError: it has none, or is no completion at all.
-    """
+    # Raises KeyError, IndexError, TypeError or ValueError for a body that is not a completion.
     choice = body["choices"][0]
     text = choice["message"].get("content") if choice.get("message") is not None else choice["text"]
     ids = choice.get("token_ids")
@@ -214,7 +209,7 @@ def _reply(body: Mapping[str, Any]) -> Reply:
 
 
 def _logprobs(given: Mapping[str, Any] | None) -> tuple[ScoredToken, ...] | None:
-    """Chat's list of entries, or completions' parallel lists."""
+    # Chat has a list of entries, completions have parallel lists.
     if not given:
         return None
     if given.get("content") is not None:
@@ -235,7 +230,7 @@ def _entry(entry: Mapping[str, Any]) -> ScoredToken:
 
 
 def _name(entry: Mapping[str, Any]) -> str:
-    """The token's text; its bytes as Latin-1 where they are half a character, which as text would all look alike."""
+    # Tokens that are parts of a character have the same text (U+FFFD), so their bytes are read as Latin-1.
     raw = entry.get("bytes")
     if raw is None or "\ufffd" not in entry["token"]:
         return str(entry["token"])

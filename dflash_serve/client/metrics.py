@@ -1,10 +1,14 @@
-"""What a server's own metrics tell, of any engine. Which engine it is, the installed backends say."""
+"""Readings of a running server's metrics, for any engine, and the difference of two readings.
+
+The installed backends know their engine's metric names; the first one that recognises a page reads it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from dflash_serve.backend import EngineFacts, backend, installed
 from dflash_serve.common.http import Connection
@@ -14,26 +18,26 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 @dataclass(frozen=True)
 class ServerReading:
-    """A server at one moment. What it does not say is None."""
+    """A server's metrics at one moment; None = not reported."""
 
     seconds: float
-    """When, by a clock that never goes back."""
+    """Time of the reading by a monotonic clock."""
     acceptance: AcceptanceStatistics
-    """Since the server started."""
+    """Counts since the server started."""
     engine: str | None = None
-    """Whose metrics these are; None = nobody knows them."""
+    """The engine with these metrics; None = no installed backend recognises them."""
     generated: float | None = None
     """Tokens since the server started."""
     running: float | None = None
     """Requests in the batch."""
     queued: float | None = None
-    """Requests that wait."""
+    """Waiting requests."""
     kv_cache_usage: float | None = None
     """Share of the K/V cache in use, 0 to 1."""
 
 
 def read_acceptance(url: str, *, api_key: str | None = None, timeout: float = 30.0) -> AcceptanceStatistics:
-    """Asks a server for its metrics, and every installed backend whether they are its engine's.
+    """Reads a server's acceptance from its metrics, by the first installed backend that recognises them.
 
     Args:
         url: of the server, with or without `/v1`.
@@ -41,7 +45,7 @@ def read_acceptance(url: str, *, api_key: str | None = None, timeout: float = 30
         timeout: seconds.
 
     Returns:
-        A reading; all unknown where the server has no metrics (SGLang without --enable-metrics).
+        The counts; all unknown if the server has no metrics (SGLang without --enable-metrics).
 
     Raises:
         UserError: no server answers, or its metrics cannot be read.
@@ -50,12 +54,12 @@ def read_acceptance(url: str, *, api_key: str | None = None, timeout: float = 30
 
 
 def read_server(url: str, *, api_key: str | None = None, timeout: float = 30.0) -> ServerReading:
-    """Acceptance, load and tokens at once; arguments and errors as of `read_acceptance`."""
+    """Reads acceptance, load and tokens at once; arguments and errors as for `read_acceptance`."""
     return reading_of(_scrape(url, api_key, timeout))
 
 
 def reading_of(scrape: Scrape) -> ServerReading:
-    """A look at a server's metrics, read by the first backend that knows them."""
+    """The reading of a scrape, by the first backend that recognises it."""
     facts, acceptance = _recognise(scrape)
     now = time.monotonic()
     if facts is None:
@@ -73,7 +77,7 @@ def reading_of(scrape: Scrape) -> ServerReading:
 
 
 def recognised(scrape: Scrape) -> AcceptanceStatistics:
-    """What the first backend that knows these metrics reads from them; unknown where none does."""
+    """The acceptance in a scrape, by the first backend that recognises it; unknown if none does."""
     return _recognise(scrape)[1]
 
 
@@ -87,10 +91,66 @@ def _recognise(scrape: Scrape) -> tuple[EngineFacts | None, AcceptanceStatistics
 
 
 def _mean(shares: Sequence[float]) -> float | None:
-    """Over ranks."""
     return sum(shares) / len(shares) if shares else None
 
 
 def _scrape(url: str, api_key: str | None, timeout: float) -> Scrape:
     connection = Connection(url, api_key, timeout)
     return Scrape(connection.text, connection.base)
+
+
+@dataclass(frozen=True)
+class LiveFigures:
+    """A server's figures between two readings; None = not reported, or nothing was counted."""
+
+    engine: str | None
+    seconds: float
+    """Time between the readings."""
+    tokens_per_second: float | None
+    tokens_per_second_per_user: float | None
+    """Divided by the requests in the batch at the second reading."""
+    running: float | None
+    """Requests in the batch."""
+    queued: float | None
+    """Waiting requests."""
+    kv_cache_usage: float | None
+    """Share in use, 0 to 1."""
+    acceptance_length: float | None
+    """τ."""
+    tokens_per_step: float | None
+    """Mean over all steps, also those without speculation."""
+    survival: list[float | None]
+    """Survival of slots 1, 2, ..., over the steps whose width covered them."""
+    widths: dict[int, float] | None
+    """Width with the anchor -> its share of the steps; 1 = nothing was drafted."""
+
+    @classmethod
+    def between(cls, before: ServerReading, now: ServerReading) -> LiveFigures:
+        """The figures between two readings; a restart in between leaves counts unknown."""
+        seconds, acceptance = now.seconds - before.seconds, now.acceptance.since(before.acceptance)
+        rate = None
+        if before.generated is not None and now.generated is not None and now.generated >= before.generated:
+            rate = (now.generated - before.generated) / seconds
+        steps = acceptance.steps
+        return cls(
+            engine=now.engine,
+            seconds=seconds,
+            tokens_per_second=rate,
+            tokens_per_second_per_user=rate / now.running if rate and now.running else None,
+            running=now.running,
+            queued=now.queued,
+            kv_cache_usage=now.kv_cache_usage,
+            acceptance_length=acceptance.acceptance_length,
+            tokens_per_step=acceptance.tokens_per_step,
+            survival=acceptance.survival(),
+            widths={w: n / steps for w, n in sorted((acceptance.widths or {}).items())} if steps else None,
+        )
+
+    @property
+    def mean_width(self) -> float | None:
+        """Mean number of verified slots per step, with the anchor."""
+        return sum(width * share for width, share in self.widths.items()) if self.widths else None
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures for scripts; the keys of `widths` become strings in JSON."""
+        return {**asdict(self), "mean_width": self.mean_width}

@@ -1,4 +1,4 @@
-"""Packages of the optional extras, asked for by the extra that brings them."""
+"""Packages of the optional extras; a missing one is an error that gives the extra to install."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dflash_serve.errors import UserError
 
 
 def need(extra: str, *modules: str) -> None:
-    """Asks for modules before any work is done; imports none of them.
+    """Checks that modules are installed, without importing them.
 
     Raises:
-        UserError: one is not installed; names all that are not, and the extra that brings them.
+        UserError: lists the missing ones, and the extra that brings them.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
@@ -23,7 +23,7 @@ def need(extra: str, *modules: str) -> None:
 
 
 def import_extra(extra: str, module: str) -> Any:
-    """A module of an extra, of untyped packages that are imported where they are used.
+    """Imports a module of an extra; for untyped packages.
 
     Raises:
         UserError: it cannot be imported.
@@ -36,10 +36,10 @@ def import_extra(extra: str, module: str) -> Any:
 
 
 def absent(error: ModuleNotFoundError, extra: str | None = None) -> UserError | None:
-    """An import that failed as what a user is meant to read; None = no extra of ours brings that module.
+    """The user's error for a failed import; None if no extra of ours brings that module.
 
     Args:
-        extra: the one that is known to be lacking; None = the least that brings the module.
+        extra: the missing extra, if known; None = the smallest one that brings the module.
     """
     module = (error.name or "").partition(".")[0]
     bringing = [found[1] for line in _requirements() if (found := _EXTRA.search(line)) and _brings(line, module)]
@@ -50,7 +50,7 @@ def absent(error: ModuleNotFoundError, extra: str | None = None) -> UserError | 
 
 
 LEAST_FIRST = ("torch", "serve", "prove", "bench", "train", "engines")
-"""Extras that hold one another: what the first of two brings, the second may bring, too."""
+"""Extras in the order of their size: a later one may include an earlier one."""
 _EXTRA = re.compile(r"""extra == ['"]([\w-]+)['"]""")
 
 
@@ -62,7 +62,7 @@ def _requirements() -> list[str]:
 
 
 def _brings(requirement: str, module: str) -> bool:
-    """Whether it is the distribution of that module; their names differ by dashes and capitals at most."""
+    # A distribution's name differs from its module's in dashes and capitals at most.
     named = re.match(r"[\w.-]+", requirement)
     return named is not None and re.sub(r"[-_.]+", "_", named[0]).lower() == module.lower()
 

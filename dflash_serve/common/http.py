@@ -1,4 +1,4 @@
-"""HTTP to one server: patient with a busy one, one clear line for whatever goes wrong, no word of the key."""
+"""HTTP client of one server: waits for a busy one, and turns every failure into one line without the API key."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 API_KEY_ENV = "DFLASH_SERVE_API_KEY"
 BUSY, PATIENCE = (429, 503), 8
-"""Status codes that mean "later", and how often to come back (after 1/4, 1/2, 1, ... at most 4 seconds)."""
+"""Status codes of a busy server, and the number of retries (after 1/4, 1/2, 1, ... at most 4 seconds)."""
 RECONNECTS = 2
-"""How often a request is sent again over a new connection."""
+"""Number of retries over a new connection."""
 
 
 class RefusedError(UserError):
-    """The server is there, and does not take this request.
+    """The server answered and refused the request.
 
     Args:
         status: of the HTTP response.
@@ -43,10 +43,10 @@ class Connection:
         url: http or https, with or without /v1, without a user name or password.
         api_key: None = none is sent. Never shown.
         timeout: seconds for one answer.
-        connections: at once.
+        connections: largest number at the same time.
 
     Raises:
-        UserError: the URL is none of these.
+        UserError: the URL is not such an address.
     """
 
     url: str
@@ -67,11 +67,11 @@ class Connection:
         return self.url.rstrip("/").removesuffix("/v1")
 
     def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON that comes back.
+        """The JSON of the response.
 
         Raises:
-            UserError: nothing listens there, or it is no JSON.
-            RefusedError: the server does not take the request.
+            UserError: no server answers, or the response is not JSON.
+            RefusedError: the server refuses the request.
         """
         response = self._send(method, path, body)
         try:
@@ -81,11 +81,11 @@ class Connection:
             raise UserError("its answer is not JSON", where=self.base + path, do=do) from None
 
     def text(self, path: str) -> str | None:
-        """The text of a page; None where the server has no such page.
+        """The text of a page; None if the server has no such page.
 
         Raises:
-            UserError: nothing listens there.
-            RefusedError: the server does not give it (a key is needed).
+            UserError: no server answers.
+            RefusedError: the server refuses the request (for example, it needs a key).
         """
         try:
             return self._send("GET", path, None).text
@@ -110,7 +110,7 @@ class Connection:
             try:
                 response = self._client.request(method, path, json=body)
             except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
-                # A server may close an idle connection just as it is used again; asking twice does no harm.
+                # A server may close an idle connection at the moment of a new request; requests are safe to repeat.
                 if attempt < RECONNECTS:
                     continue
                 raise _unreachable(error, where) from None
@@ -128,7 +128,7 @@ class Connection:
 
 
 def page_status(url: str, *, timeout: float = 30.0) -> int | None:
-    """The HTTP status of a page; None where nobody answers."""
+    """The HTTP status of a page; None if no server answers."""
     import httpx
 
     certificates = url.startswith("https")  # loading them takes longer than asking
@@ -139,7 +139,7 @@ def page_status(url: str, *, timeout: float = 30.0) -> int | None:
 
 
 def read_api_key(file: Path | None) -> str | None:
-    """The first line of a file, else the environment's; None where there is neither.
+    """The API key on the first line of a file, else the environment's; None if neither is given.
 
     Raises:
         UserError: the file cannot be read, or is empty.
@@ -161,7 +161,7 @@ def _unreachable(error: Exception, where: str) -> UserError:
 
 
 def _message(response: httpx.Response) -> str:
-    """The error in one line, whichever of the usual shapes it has."""
+    # Servers have several shapes of error bodies.
     try:
         body = response.json()
         error = body.get("error", body) if isinstance(body, dict) else body

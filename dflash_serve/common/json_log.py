@@ -1,4 +1,4 @@
-"""Logs of one JSON object a line: time, level, logger and message, and the traceback where there is one."""
+"""Logs with one JSON object per line: time, level, logger, message, and the traceback if there is one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one line. An engine finds it by its name in `logging_config`."""
+    """Formats a record as one line of JSON. Engines import it by the path in `logging_config`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Keys in this order; times in UTC."""
+        """The line; times are in UTC."""
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -24,17 +24,17 @@ class JsonFormatter(logging.Formatter):
 
 
 def remark(text: str, form: str) -> str:
-    """A remark of ours as a line of a log in that form, `text` or `json`."""
+    """A remark of ours as a log line in the given form, `text` or `json`."""
     if form == "text":
         return f"dflash-serve: {text}"
     return JsonFormatter().format(logging.LogRecord("dflash_serve", logging.INFO, "", 0, text, None, None))
 
 
 def logging_config(*loggers: str) -> str:
-    """What `logging.config.dictConfig` takes, as JSON: everything to stderr by `JsonFormatter`.
+    """A configuration for `logging.config.dictConfig`, as JSON: all records go to stderr by `JsonFormatter`.
 
     Args:
-        loggers: names of loggers that an engine would otherwise keep from the root's handler.
+        loggers: names of loggers whose records an engine would otherwise not pass to the root's handler.
     """
     config = {
         "version": 1,

@@ -1,4 +1,4 @@
-"""Servers and other commands that we start ourselves, and that never outlive us."""
+"""Servers and other commands that this process starts, and always ends before it ends itself."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from dflash_serve.errors import UserError
 from dflash_serve.server_adapter import resolve
 
 PATIENCE_SECONDS = 3600.0
-"""Until a server must be ready: a large model may load and compile for long."""
+"""Time until a server must be ready; large models take long to load and compile."""
 GRACE_SECONDS = 30.0
-"""From SIGTERM to SIGKILL."""
+"""Time from SIGTERM to SIGKILL."""
 TAIL = 5
 """Lines of a failed server's log that are shown."""
 
@@ -46,18 +46,18 @@ def running_server(
     env: Mapping[str, str] | None = None,
     patience: float = PATIENCE_SECONDS,
 ) -> Iterator[str]:
-    """The URL of a server that is ready; it and its children are gone when the block ends, however it ends.
+    """Starts a server and gives its URL when it is ready; ends it and its children with the block, also on errors.
 
     Args:
-        folder: what the server reads is written there, and its log, `server.log`, stays there.
-        env: set on top of this process's environment, and of the backend's.
-        patience: seconds until it must be ready.
+        folder: for the files that the server reads, and its log, `server.log`.
+        env: added to the environments of this process and of the backend.
+        patience: seconds until the server must be ready.
 
     Raises:
-        UserError: it cannot be started, ends by itself, or is not ready in time.
+        UserError: the server cannot be started, ends by itself, or is not ready in time.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Nobody but us asks it: a key would only have to be given to every client of ours.
+    # Only our own clients use the server, so it needs no key.
     serving = deployment.serving.model_copy(update={"api_key_file": None})
     deployment = deployment.model_copy(update={"serving": serving})
     launch = resolve(backend, deployment)
@@ -75,10 +75,10 @@ def running_server(
 
 
 def require_program(argv: Sequence[str], backend_name: str) -> None:
-    """Asks for what a command starts, before Python or the shell says it in words of theirs.
+    """Checks that a command can be started.
 
     Raises:
-        UserError: the program, or the module that Python is to run, is not installed here.
+        UserError: the program, or the module that Python would run, is not installed here.
     """
     module = argv[2].partition(".")[0] if len(argv) > 2 and argv[1] == "-m" else None
     there = find_spec(module) is not None if module else shutil.which(argv[0]) is not None
@@ -88,7 +88,7 @@ def require_program(argv: Sequence[str], backend_name: str) -> None:
 
 
 def run_command(argv: Sequence[str], log: Path, *, env: Mapping[str, str]) -> int:
-    """Runs a command to its end and gives its exit code; if we are interrupted, it and its children are gone.
+    """Runs a command and returns its exit code; an interrupt also ends the command and its children.
 
     Args:
         log: its output is appended there.
@@ -106,7 +106,7 @@ def run_command(argv: Sequence[str], log: Path, *, env: Mapping[str, str]) -> in
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, so that children are stopped and what is finished is told, as after Ctrl-C."""
+    """SIGTERM raises KeyboardInterrupt, so that children are ended and results printed, as after Ctrl-C."""
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
@@ -119,7 +119,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def _start(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts it in a session of its own, so that its children can be stopped with it."""
+    # In a new session, so that its children can be ended with it.
     with log.open("ab") as out:
         try:
             return subprocess.Popen(  # noqa: S603 - argv, no shell
@@ -136,7 +136,7 @@ def _start(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess
 
 
 def _wait(process: subprocess.Popen[bytes], ready: str, log: Path, patience: float) -> None:
-    """Waits until the deep probe says yes: engines listen long before they answer."""
+    # By the deep probe: engines listen long before they can answer.
     end = time.monotonic() + patience
     while page_status(ready) != 200:
         if process.poll() is not None:
@@ -153,7 +153,7 @@ def _tail(log: Path) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the server, which may drain; after the grace, SIGKILL to all that it started."""
+    # SIGTERM to the server, which may finish requests; after GRACE_SECONDS, SIGKILL to all its processes.
     try:
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
@@ -166,7 +166,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
+    """A TCP port of this machine without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A server's metrics pages, fetched once each, as samples by name; and PromQL of our pods' series for the dashboard."""
+"""Samples of a server's Prometheus metrics, and PromQL of our pods' series for the dashboard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Samples:
     """Prometheus samples by name; label sets (ranks, models) are summed.
 
     Raises:
-        UserError: it is not Prometheus text.
+        UserError: the text is not in Prometheus' format.
     """
 
     def __init__(self, text: str, where: str = "/metrics") -> None:
@@ -29,25 +29,25 @@ class Samples:
         self.all = [sample for family in families for sample in family.samples]
 
     def named(self, name: str) -> Iterator[tuple[Mapping[str, str], float]]:
-        """Labels and value of every sample of that name."""
+        """(labels, value) of every sample with a name."""
         return ((sample.labels, sample.value) for sample in self.all if sample.name == name)
 
     def knows(self, prefix: str) -> bool:
-        """Whether any sample's name begins so."""
+        """A sample's name starts with `prefix`."""
         return any(sample.name.startswith(prefix) for sample in self.all)
 
     def total(self, name: str) -> float | None:
-        """The sum over label sets; None where there is no such sample."""
+        """The sum over label sets; None if there is no such sample."""
         values = [value for _, value in self.named(name)]
         return sum(values) if values else None
 
     def mean(self, name: str) -> float | None:
-        """The mean of a gauge that says 0 while it knows nothing."""
+        """The mean of a gauge over label sets; 0 means unknown and is left out. None if all are unknown."""
         values = [value for _, value in self.named(name) if value > 0]
         return sum(values) / len(values) if values else None
 
     def by(self, name: str, label: str) -> dict[int, float]:
-        """Sums by a label that holds a number."""
+        """Number in a label -> the sum of its samples."""
         counts: dict[int, float] = {}
         for labels, value in self.named(name):
             if labels.get(label, "").isdecimal():
@@ -55,16 +55,16 @@ class Samples:
         return counts
 
     def by_slot(self, name: str, label: str, *, first: int) -> list[float]:
-        """Sums by a label that numbers slots from `first` on; a slot that was never counted is 0."""
+        """Sums of slots, whose number (from `first` on) is in a label; 0 for a slot without a sample."""
         counts = self.by(name, label)
         return [counts.get(slot, 0.0) for slot in range(first, max(counts, default=first - 1) + 1)]
 
 
 class Scrape:
-    """One look at a server's metrics. Each page is fetched at most once: reading TensorRT-LLM's empties it.
+    """One reading of a server's metrics. Each page is fetched at most once: reading TensorRT-LLM's empties it.
 
     Args:
-        fetch: path -> the page's text, None where the server has no such page.
+        fetch: path -> the page's text; None if the server has no such page.
         base: of the server, for messages.
     """
 
@@ -74,16 +74,16 @@ class Scrape:
         self._samples: dict[str, Samples] = {}
 
     def text(self, path: str) -> str:
-        """The page, "" where there is none."""
+        """The page's text, "" if there is none."""
         if path not in self._texts:
             self._texts[path] = self._fetch(path) or ""
         return self._texts[path]
 
     def samples(self, path: str = "/metrics") -> Samples:
-        """The page's samples, none where it is no Prometheus text but JSON.
+        """The page's samples; empty for a page of JSON.
 
         Raises:
-            UserError: it is neither.
+            UserError: the page is neither JSON nor Prometheus text.
         """
         if path not in self._samples:
             text = self.text(path)
@@ -102,15 +102,15 @@ def _is_json(text: str) -> bool:
 
 
 def rate(metric: str, *, by: str, extra: str = "") -> str:
-    """Per second over the window, summed by labels."""
+    """PromQL of a counter's rate per second over the window, summed by labels."""
     return f"sum by ({by}) (rate({metric}{{{WHERE}{extra}}}[{WINDOW}]))"
 
 
 def gauge(metric: str, *, by: str = "pod", fold: str = "sum") -> str:
-    """A gauge as it stands."""
+    """PromQL of a gauge's current value."""
     return f"{fold} by ({by}) ({metric}{{{WHERE}}})"
 
 
 def quantile(q: float, histogram: str) -> str:
-    """The q-quantile of a histogram, over all pods."""
+    """PromQL of the q-quantile of a histogram over all pods."""
     return f"histogram_quantile({q}, {rate(histogram + '_bucket', by='le')})"

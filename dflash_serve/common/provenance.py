@@ -1,4 +1,4 @@
-"""What something ran on: hardware, versions, commit, date. Nothing of whose machine it was. No torch."""
+"""Provenance of a result: hardware, versions, commit, date; nothing that identifies the machine's owner. No torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from dflash_serve.common.frozen import Frozen
+from pydantic import BaseModel
 
 PACKAGES = ("dflash-serve", "aiperf", "torch", "transformers", "safetensors", "sglang", "tensorrt-llm", "vllm")
 GEMM_FLAGS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
-"""What decides how fast a CPU multiplies matrices."""
+"""CPU flags that decide the speed of matrix products."""
 
 
-class Environment(Frozen):
-    """One machine at one time. A figure that is not known is None."""
+class Environment(BaseModel, frozen=True, extra="forbid"):
+    """Hardware and software of one run; None = unknown."""
 
     hardware: str | None
-    """The machine that did the work; for servers elsewhere, what the user says."""
+    """The machine that did the work; for servers elsewhere, the user's description."""
     python: str
     versions: dict[str, str]
     omp_wait_policy: str | None
@@ -31,11 +31,11 @@ class Environment(Frozen):
 
 
 def environment(hardware: str | None = None, *, local: bool = True) -> Environment:
-    """This environment.
+    """The environment of this process.
 
     Args:
-        hardware: what the user says the servers run on.
-        local: they run here, so it can be looked up.
+        hardware: the user's description of the servers' hardware.
+        local: the servers run on this machine, so the hardware can be read.
     """
     return Environment(
         hardware=hardware or (local_hardware() if local else None),
@@ -53,7 +53,7 @@ def now() -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Package -> installed version, of `PACKAGES` unless others are named; others are left out."""
+    """Package -> installed version, of `PACKAGES` or the given ones; packages that are not installed are left out."""
     found = {}
     for package in packages or PACKAGES:
         try:
@@ -64,19 +64,19 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of this source tree, with `-dirty` where files differ from it; None outside of one."""
+    """The commit of this source tree, with `-dirty` if files differ from it; None outside a checkout."""
     here = str(Path(__file__).parent)
     return _output("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12") or None
 
 
 def local_hardware() -> str:
-    """The GPUs, or the processor."""
+    """Number and name of the GPUs, or of the processor's cores."""
     gpus = [line.strip() for line in _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()]
     return f"{len(gpus)} x {gpus[0]}" if gpus else f"{os.cpu_count()} cores of {processor()}"
 
 
 def processor() -> str:
-    """The CPU's model, and which of `GEMM_FLAGS` it has."""
+    """The CPU's model and its flags of `GEMM_FLAGS`."""
     fields: dict[str, str] = {}
     if Path("/proc/cpuinfo").exists():
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
@@ -87,7 +87,7 @@ def processor() -> str:
 
 
 def argv() -> tuple[str, ...]:
-    """The command line without its folders: a provenance is published, and says nothing of whose machine it was."""
+    """The command line without its folders, because a provenance is published."""
     return tuple(Path(word).name if os.sep in word else word for word in sys.argv)
 
 

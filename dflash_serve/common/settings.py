@@ -1,37 +1,134 @@
-"""Settings from a YAML file, the environment and flags, merged; a mistake is one line that says where it stands."""
+"""Settings of a user, as frozen pydantic models: read from YAML, environment variables and flags, and merged.
+
+Priority: flag > environment > YAML > the model's defaults. The first mistake becomes one `UserError` that says where it
+stands.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError, create_model
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from dflash_serve.common.yaml_file import describe, fields_below, first_mistake, read_yaml
 from dflash_serve.errors import UserError, did_you_mean
 
 ENV_PREFIX = "DFLASH_SERVE_"
 NESTED = "__"
-"""Between a section and its key in the name of a variable."""
+"""Separator of a section and its key in the name of an environment variable."""
+VARIABLE = re.compile(r"\$\{(\w+)(:-([^}]*))?\}")
+"""${NAME} or ${NAME:-default} in a recipe."""
+PositiveInt = Annotated[int, Field(gt=0)]
 Settings = TypeVar("Settings", bound=BaseModel)
+
+
+class Frozen(BaseModel):
+    """Base of every description that is read from a file: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def read_yaml(path: Path) -> object:
+    """The contents of a YAML file.
+
+    Raises:
+        UserError: it cannot be read, or is not YAML.
+    """
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
+    except UnicodeDecodeError:
+        raise UserError("not UTF-8 text", where=str(path)) from None
+    except yaml.YAMLError as error:
+        raise UserError(f"not valid YAML ({' '.join(str(error).split())})", where=str(path)) from None
+
+
+def read_recipe_file(path: Path) -> object:
+    """The contents of a recipe, with environment variables for ${NAME}, which must be set, and ${NAME:-default}.
+
+    Values are inserted after parsing, so that they cannot change the structure; an empty one counts as not given.
+
+    Raises:
+        UserError: it cannot be read, is not YAML, or names a variable that is not set.
+    """
+    return _fill(read_yaml(path), path)
+
+
+def _fill(value: object, path: Path) -> object:
+    if isinstance(value, dict):
+        return {key: _fill(inner, path) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_fill(inner, path) for inner in value]
+    if isinstance(value, str) and VARIABLE.search(value):
+        return VARIABLE.sub(lambda found: _variable(found, path), value) or None
+    return value
+
+
+def _variable(found: re.Match[str], path: Path) -> str:
+    name, has_default, default = found.groups()
+    if has_default:
+        return os.environ.get(name) or default
+    if name not in os.environ:
+        raise UserError(f"${{{name}}} is not set", where=str(path), do=f"export {name}=...")
+    return os.environ[name]
+
+
+def describe(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+    """The first mistake that pydantic found, in one line.
+
+    Args:
+        model: the model that was read; with it, a similar key is suggested for an unknown one.
+    """
+    first = first_mistake(error)
+    parts = [str(part) for part in first["loc"] if not str(part).startswith(("constrained", "literal", "int"))]
+    field = ".".join(parts)
+    if first["type"] == "extra_forbidden":
+        hint = did_you_mean(parts[-1], _keys(model, parts[:-1]), prefix="".join(f"{part}." for part in parts[:-1]))
+        return "; ".join(part for part in (f"unknown key {field}", hint) if part)
+    return f"{field}: {first['msg'].removeprefix('Value error, ')} (given: {first['input']!r})"
+
+
+def first_mistake(error: ValidationError) -> ErrorDetails:
+    """The first unknown key, else the first error: a missing key is often an unknown one, misspelt."""
+    found = error.errors()
+    return next((one for one in found if one["type"] == "extra_forbidden"), found[0])
+
+
+def fields_below(field: FieldInfo) -> Mapping[str, FieldInfo] | None:
+    """The keys of a section; None if the field is a plain value."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    sections = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return next((section.model_fields for section in sections), None)
+
+
+def _keys(model: type[BaseModel] | None, path: Sequence[str]) -> list[str]:
+    fields: Mapping[str, FieldInfo] | None = model.model_fields if model else None
+    for part in path:
+        fields = fields_below(fields[part]) if fields and part in fields else None
+    return list(fields or ())
 
 
 def merged_settings(
     model: type[Settings], path: Path | None, flags: Mapping[str, Any], *, start: str, others: Sequence[str] = ()
 ) -> Settings:
-    """The settings by flag > environment > YAML > the type's defaults.
+    """The settings by priority: flag > environment > YAML > the model's defaults.
 
     Args:
         path: a YAML file, or None.
         flags: nested; None values count as not given.
-        start: how a file begins, for whoever gives one that is no mapping.
-        others: names of variables, without the prefix, that are not of the type; one that is almost theirs is refused.
+        start: first line of a correct file, for the message about a file that is not a mapping.
+        others: other variables of ours, without the prefix. A variable with a similar name is refused.
 
     Raises:
-        UserError: a file that cannot be read, an unknown key or an impossible value (the first one is named).
+        UserError: a file that cannot be read, an unknown key or an impossible value (the first one).
     """
     _refuse_misspelt(model, others)
     layers = [_read_mapping(path, start) if path else {}, _environment(model), overlay({}, flags)]
@@ -75,14 +172,8 @@ def _environment(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _refuse_misspelt(model: type[BaseModel], others: Sequence[str]) -> None:
-    """Variables that name no key: a misspelt one would change nothing, in silence.
-
-    One without a `__` may be somebody else's (Kubernetes makes DFLASH_SERVE_PORT of a service's name): it is refused
-    only where it looks like one of ours.
-
-    Raises:
-        UserError: the first such variable.
-    """
+    # A misspelt variable would silently have no effect. One without `__` may have another origin (Kubernetes makes
+    # DFLASH_SERVE_PORT of a service's name), so it is refused only if it is similar to one of ours.
     known = {*_variables(model), *others}
     for variable in sorted(os.environ):
         name = variable.upper().removeprefix(ENV_PREFIX)
@@ -96,7 +187,7 @@ def _refuse_misspelt(model: type[BaseModel], others: Sequence[str]) -> None:
 
 
 def refuse_near_misses(prefix: str, known: Sequence[str]) -> None:
-    """Variables of a prefix that are almost one of the known names; any other may be somebody else's.
+    """Refuses variables of a prefix with a name similar to a known one; others may belong to other programs.
 
     Raises:
         UserError: the first such variable.
@@ -109,7 +200,7 @@ def refuse_near_misses(prefix: str, known: Sequence[str]) -> None:
 
 
 def _variables(model: type[BaseModel]) -> Iterator[str]:
-    """Every variable's name without the prefix; one that ends in `__` may go on as it likes."""
+    # Names without the prefix; a name that ends in `__` may have any continuation.
     for name, field in model.model_fields.items():
         yield name.upper()
         below = fields_below(field)
@@ -119,7 +210,7 @@ def _variables(model: type[BaseModel]) -> Iterator[str]:
 
 
 def _where(error: ValidationError, layers: list[dict[str, Any]], path: Path | None) -> str:
-    """What gave the first mistake: the topmost layer that has it."""
+    # The source of the first mistake: the layer of highest priority that has the key.
     place = [str(part) for part in first_mistake(error)["loc"]]
     environment, flags = layers
     if _has(flags, place):

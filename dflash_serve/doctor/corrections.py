@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.settings import Frozen
 from dflash_serve.doctor.evidence import known_counts
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 

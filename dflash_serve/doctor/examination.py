@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.settings import Frozen
 from dflash_serve.common.store import Store
 from dflash_serve.doctor.corrections import Alternative, Correction, corrections, fewest_prompts
 from dflash_serve.doctor.diagnosis import HEALTHY, Hypothesis, Verdict, diagnose

@@ -2,15 +2,18 @@
 
 Paper (arXiv 2602.06036) section 4; reference `dflash/model.py` (dflash 0.1.0). Parameter names are z-lab's:
 `fc`, `hidden_norm`, `layers.N.*`, `norm`. Embedding and head are the target's and stay with the caller, and so does the
-context K/V: the drafter hands out what belongs into it (`context_kv`) and asks the caller to attend (`Attend`), so that
-one model serves a preallocated cache, a paged pool, an engine's own buffers and the training mask alike.
+context K/V: the drafter returns its keys and values (`context_kv`) and asks the caller to attend (`Attend`), so that
+one model serves a preallocated cache, a paged pool, an engine's own buffers and the training mask.
 
-Hidden states become tokens by a `Proposal`: each slot's argmax here, a walk where the drafter has heads for it
-(`drafter_walks`). Modules of heads (`drafter_heads`) are imported only where a checkpoint has them.
+Hidden states become tokens by a `Proposal`. Plain DFlash takes each slot's argmax (`propose_greedily`). With a Markov
+head or a candidate selector a slot depends on the token before it: `propose_by_walk` chooses from left to right, for
+all blocks at once. Each choice is an argmax at every temperature, so a draft is a point mass and sampling stays
+lossless with any width (`speculation.acceptance`). A grammar filters a slot's scores before the choice.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.models.attention import Attend
-from dflash_serve.models.attention.ragged import ragged_attention
+from dflash_serve.models.attention import Attend, ragged_attention
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import RMSNorm, RotaryEmbedding, as_module_list, rotate
 
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
     from dflash_serve.models.compiled.operators import CompiledAttention
     from dflash_serve.models.drafter_heads import CandidateSelector, ConfidenceHead, MarkovHead
 
+
 Head = Callable[[Tensor], Tensor]
-"""Hidden rows [rows, H] -> logits [rows, vocabulary] of the target's, or of the drafter's own."""
+"""Hidden rows [rows, H] -> logits [rows, vocabulary], by the target's head or the drafter's own."""
 
 
 class MLP(nn.Module):
@@ -116,12 +119,12 @@ class ConvolvedLayer(Layer):
 class Drafter(nn.Module):
     """A DFlash drafter over flat rows: a batch of blocks is the concatenation of their rows.
 
-    `config` says what it is; parameters are uninitialised until a checkpoint is read or `training` initialises them.
+    Parameters are uninitialised until a checkpoint is read or `training` initialises them.
     """
 
     mask_embedding: Tensor | None
     lm_head: nn.Module | None
-    """Its own head [Vd, H], where it drafts from a part of the vocabulary."""
+    """The drafter's own head [Vd, H], with a reduced draft vocabulary."""
     d2t: Tensor | None
     """Target id - draft id, int64 [Vd]."""
     markov_head: MarkovHead | None
@@ -142,14 +145,13 @@ class Drafter(nn.Module):
         self._add_heads(config)
 
     def _add_heads(self, config: DrafterConfig) -> None:
-        """Modules of what it has besides plain DFlash."""
         hidden, vocab, reduced = config.hidden_size, config.vocab_size, config.draft_vocabulary
         self.lm_head = None if reduced is None else nn.Linear(hidden, reduced, bias=False)
         self.register_buffer("d2t", None if reduced is None else torch.empty(reduced, dtype=torch.int64))
         self.token_ids: Tensor | None = None
-        """Target ids int64 [Vd] of the draft ids, where it drafts from a part of the vocabulary; by `map_tokens`."""
+        """Target ids int64 [Vd] of the draft ids, with a reduced draft vocabulary; set by `map_tokens`."""
         self.hot_tokens: list[int] | None = None
-        """Target ids that it drafts at all, by the target's head (`hot_tokens`); None = all."""
+        """Target ids that are drafted, by rows of the target's head (`hot_tokens`); None = all."""
         self.markov_head = self.confidence_head = self.candidate_selector = None
         if config.markov is None and config.confidence is None and config.selector is None:
             return
@@ -165,29 +167,29 @@ class Drafter(nn.Module):
 
     @property
     def first_row(self) -> int:
-        """As `DrafterConfig.first_row`; asked in every step."""
+        """`DrafterConfig.first_row`, without pydantic's cost in every step."""
         return 1 if self.config.slots == "fill-in" else 0
 
     def rows(self, block_size: int | None = None) -> int:
-        """As `DrafterConfig.rows`; asked in every step."""
+        """`DrafterConfig.rows`, without pydantic's cost in every step."""
         return (block_size or self.config.block_size) - 1 + self.first_row
 
     def map_tokens(self) -> None:
-        """Works out `token_ids`, once the weights are there."""
+        """Computes `token_ids` after the weights are loaded."""
         if self.d2t is not None:
             self.token_ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Draft ids, as its head counts them -> target ids."""
+        """Draft ids of the drafter's head -> target ids."""
         return draft_ids if self.token_ids is None else self.token_ids[draft_ids]
 
     def project_context(self, features: Tensor) -> Tensor:
-        """Context features [rows, F*H] of verified tokens -> what every layer reads of them, [rows, H]."""
+        """Context features [rows, F*H] of verified tokens -> the input [rows, H] of every layer's K/V projection."""
         out: Tensor = self.hidden_norm(self.fc(features))
         return out
 
     def context_kv(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of projected context rows, once and for all: each [rows, layers, kv_heads, head_dim].
+        """Keys and values of projected context rows in all layers, each [rows, layers, kv_heads, head_dim].
 
         Args:
             context: [rows, H] from `project_context`.
@@ -205,7 +207,7 @@ class Drafter(nn.Module):
         Args:
             anchors: token ids [blocks], the last verified token of each sequence.
             embedding: the target's embedding table [vocabulary, H].
-            block_size: B, where it is served smaller than the drafter was trained for.
+            block_size: B, if smaller than the drafter was trained for.
         """
         block, size = self.rows(block_size), self.config.hidden_size
         mask = self.mask_embedding
@@ -244,14 +246,14 @@ class Drafter(nn.Module):
 
 
 class SlotFilter(Protocol):
-    """What may stand in a block's slots, such as a grammar."""
+    """A restriction of the tokens in a block's slots, such as a grammar."""
 
     def fill(self, slots: int, choose: Callable[[Sequence[int], Tensor], int]) -> list[int]:
-        """A draft of at most so many slots; `choose` gives the best of what is allowed (bool [V]) after a draft."""
+        """A draft of at most `slots` tokens; `choose` gives the best allowed token (bool [V]) after a draft."""
 
 
 class Proposal(Protocol):
-    """From hidden states to drafted tokens: the last stage of drafting, which alone knows a drafter's heads."""
+    """The last stage of drafting, from hidden states to tokens; only this stage uses the drafter's heads."""
 
     def __call__(
         self,
@@ -281,7 +283,7 @@ def propose_greedily(
     counts: Sequence[int],
     filters: Sequence[SlotFilter | None],
 ) -> list[list[int]]:
-    """Each slot's likeliest token, whatever stands in the others: the `Proposal` of plain DFlash."""
+    """Each slot's most probable token, independent of the other slots: the `Proposal` of plain DFlash."""
     logits = drafter.adjust_logits(head(hidden))
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     drafts, taken = [], 0
@@ -297,3 +299,124 @@ def _filled(grammar: SlotFilter, logits: Tensor) -> list[int]:
         return int(logits[len(draft)].masked_fill(~allowed.to(logits.device), float("-inf")).argmax())
 
     return grammar.fill(len(logits), choose)
+
+
+FORBIDDEN = float("-inf")
+
+
+class Walk(ABC):
+    """One walk over the slots of n blocks.
+
+    Args:
+        drafter: the owner of the heads.
+        hidden: [n, slots, H] after the final norm.
+        logits: [n, slots, Vd] of the drafter.
+    """
+
+    def __init__(self, drafter: Drafter, hidden: Tensor, logits: Tensor) -> None:
+        self.drafter, self.hidden, self.logits = drafter, hidden, logits
+
+    @abstractmethod
+    def choose(self, slot: int, previous: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """Target ids [n] for a slot; called for the slots in order.
+
+        Args:
+            slot: from 0.
+            previous: target ids [n] of the slot before; the anchors at the first.
+            allowed: bool [V], tokens that a grammar allows here; None = all.
+        """
+
+
+class MarkovWalk(Walk):
+    """Adds the Markov head's bias to each slot's logits; without one, each slot's own argmax."""
+
+    state: Tensor | None = None
+
+    def choose(self, slot: int, previous: Tensor, allowed: Tensor | None = None) -> Tensor:
+        scores, head = self.logits[:, slot], self.drafter.markov_head
+        if head is not None:
+            bias, self.state = head(previous, self.hidden[:, slot], self.state)
+            scores = scores + bias
+        if allowed is not None:
+            scores = scores.masked_fill(~self._draftable(allowed), FORBIDDEN)
+        return self.drafter.target_ids(scores.argmax(dim=-1))
+
+    def _draftable(self, allowed: Tensor) -> Tensor:
+        """Bool [Vd] from bool [V]."""
+        return allowed if self.drafter.token_ids is None else allowed[self.drafter.token_ids]
+
+
+class SelectorWalk(Walk):
+    """Chooses among each slot's most probable tokens by the selector's scores."""
+
+    def __init__(self, drafter: Drafter, hidden: Tensor, logits: Tensor) -> None:
+        super().__init__(drafter, hidden, logits)
+        assert drafter.candidate_selector is not None
+        self.selector = drafter.candidate_selector
+        self.projected = self.selector.hidden_projection(hidden)
+        self.scores, self.candidates = torch.topk(logits, self.selector.top_k, dim=-1)
+
+    def choose(self, slot: int, previous: Tensor, allowed: Tensor | None = None) -> Tensor:
+        scores, candidates = self.scores[:, slot], self.candidates[:, slot]
+        if allowed is not None:
+            filtered = self.logits[:, slot].masked_fill(~allowed, FORBIDDEN)
+            scores, candidates = torch.topk(filtered, self.selector.top_k, dim=-1)
+        best = self.selector(scores, candidates, previous, self.projected[:, slot]).argmax(dim=-1, keepdim=True)
+        return candidates.gather(-1, best)[:, 0]
+
+
+def propose_by_walk(
+    drafter: Drafter,
+    head: Head,
+    hidden: Tensor,
+    anchors: Sequence[int],
+    counts: Sequence[int],
+    filters: Sequence[SlotFilter | None],
+) -> list[list[int]]:
+    """The `Proposal` of drafters with a Markov head or a selector.
+
+    A block under a grammar is walked alone; the others are walked together, padded to the most slots.
+    """
+    logits = drafter.adjust_logits((drafter.lm_head or head)(hidden))
+    kind = MarkovWalk if drafter.candidate_selector is None else SelectorWalk
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    drafts: list[list[int]] = [[] for _ in counts]
+    free = [index for index, grammar in enumerate(filters) if grammar is None]
+    if free:
+        rows = _padded_rows([starts[i] for i in free], [counts[i] for i in free], hidden.device)
+        walk = kind(drafter, hidden[rows], logits[rows])
+        path = _whole_path(walk, [anchors[i] for i in free], rows.shape[1])
+        for index, tokens in zip(free, path, strict=True):
+            drafts[index] = tokens[: counts[index]]
+    for index, grammar in enumerate(filters):
+        if grammar is not None:
+            own = slice(starts[index], starts[index] + counts[index])
+            walk = kind(drafter, hidden[None, own], logits[None, own])
+            drafts[index] = grammar.fill(counts[index], _chooser(walk, anchors[index]))
+    return drafts
+
+
+def _padded_rows(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
+    """Rows [n, most slots] of the flat batch; a block with fewer slots repeats its last one."""
+    most = max(counts)
+    rows = [[s + min(k, c - 1) for k in range(most)] for s, c in zip(starts, counts, strict=True)]
+    return torch.tensor(rows, device=device)
+
+
+def _whole_path(walk: Walk, anchors: Sequence[int], slots: int) -> list[list[int]]:
+    previous, path = torch.tensor(anchors, device=walk.hidden.device), []
+    for slot in range(slots):
+        previous = walk.choose(slot, previous)
+        path.append(previous)
+    chosen: list[list[int]] = torch.stack(path, dim=1).tolist()
+    return chosen
+
+
+def _chooser(walk: Walk, anchor: int) -> Callable[[Sequence[int], Tensor], int]:
+    """`SlotFilter.fill`'s `choose`: (the draft so far, the allowed tokens) -> a token."""
+
+    def choose(draft: Sequence[int], allowed: Tensor) -> int:
+        previous = torch.tensor([draft[-1] if draft else anchor], device=walk.hidden.device)
+        return int(walk.choose(len(draft), previous, allowed.to(walk.hidden.device)))
+
+    return choose

@@ -1,8 +1,8 @@
-"""What a drafter may have besides plain DFlash, as modules: grouped convolution and candidate selector (DFlash2),
-Markov and confidence head (DSpark). Imported only where a checkpoint has one.
+"""Modules of a drafter beyond plain DFlash: grouped convolution and candidate selector (DFlash2), Markov and confidence
+head (DSpark). Imported only for a checkpoint that has one.
 
 Equations: DeepSpec `deepspec/modeling/dspark` (arXiv 2607.05147) and z-lab `dflash/model.py` (0.1.0); parameter names
-are theirs. Shapes and tensors: `checkpoint.heads`.
+are theirs. Shapes and tensors: `checkpoint.config`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_serve.checkpoint.heads import ConfidenceConfig, ConvolutionConfig, MarkovConfig, SelectorConfig
+from dflash_serve.checkpoint.config import ConfidenceConfig, ConvolutionConfig, MarkovConfig, SelectorConfig
 
 
 class GroupedConvolution(nn.Module):
     """A causal convolution over the rows of a block before a sublayer, and another one after it.
 
     Row i, channel c of group G: sum over taps t <= i of (base[t, c] + D[i, t, G]) y[i - t, c], where the coefficients D
-    of both convolutions are a projection of the sublayer's input, made before either. Zero before the block's start:
-    rows never reach into another block or into the context.
+    of both convolutions are a projection of the sublayer's input, computed before either. Values before the block's
+    start are zero: rows never read another block or the context.
     """
 
     def __init__(self, config: ConvolutionConfig, hidden_size: int) -> None:
@@ -31,17 +31,17 @@ class GroupedConvolution(nn.Module):
 
     @torch.no_grad()
     def make_idle(self) -> None:
-        """The identity, from which training starts."""
+        """Sets the identity, from which training starts."""
         self.base_kernel.zero_()[:, 0] = 1
         self.kernel_projection.weight.zero_()
 
     def before(self, x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Normed rows x [blocks * rows, H] -> what the sublayer reads, and the coefficients for `after`."""
+        """Normed rows x [blocks * rows, H] -> the sublayer's input, and the coefficients for `after`."""
         dynamic = self.kernel_projection(x).view(-1, rows, 2, self.taps, self.groups, 1)
         return self._convolve(x, dynamic[:, :, 0], self.base_kernel[0]), dynamic[:, :, 1]
 
     def after(self, y: Tensor, dynamic: Tensor) -> Tensor:
-        """What the sublayer gave, [blocks * rows, H], convolved."""
+        """The sublayer's output y [blocks * rows, H], convolved."""
         return self._convolve(y, dynamic, self.base_kernel[1])
 
     def _convolve(self, y: Tensor, dynamic: Tensor, base: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class GroupedConvolution(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """The bias of a slot's logits, decided by the token before it."""
+    """The bias of a slot's logits, a function of the token before it."""
 
     def __init__(self, config: MarkovConfig, hidden_size: int, vocab_size: int, draft_vocabulary: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class MarkovHead(nn.Module):
 
     @torch.no_grad()
     def make_idle(self) -> None:
-        """No bias, from which training starts: `markov_w1` and the other matrices stay as they are."""
+        """Sets a bias of zero, from which training starts; `markov_w1` and the other matrices keep their values."""
         self.markov_w2.weight.zero_()
         if self.kind == "gated":
             self.gate_proj.bias.zero_()
@@ -84,13 +84,13 @@ class MarkovHead(nn.Module):
         Args:
             previous: target ids int64 [n] of the slot before.
             hidden: [n, H] of this slot, after the final norm.
-            state: [n, rank] that the slot before gave; None at the first.
+            state: [n, rank] from the slot before; None at the first.
         """
         latent, state = self.latent(previous, hidden, state)
         return self.markov_w2(latent), state
 
     def latent(self, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What `markov_w2` makes the bias of, [n, rank], and the state; arguments as for `forward`."""
+        """The input [n, rank] of `markov_w2`, and the state; arguments as for `forward`."""
         latent = self.markov_w1(previous)
         if self.kind == "gated":
             latent = torch.sigmoid(self.gate_proj(torch.cat([hidden, latent], dim=-1))) * latent
@@ -103,7 +103,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The probability that a slot is accepted, those before it accepted."""
+    """The probability that a slot is accepted if all slots before it are."""
 
     def __init__(self, config: ConfidenceConfig, hidden_size: int, markov_rank: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class ConfidenceHead(nn.Module):
 
     @torch.no_grad()
     def make_idle(self) -> None:
-        """One half of every slot, from which training starts."""
+        """Sets a probability of one half for every slot, from which training starts."""
         self.proj.weight.zero_()
         self.proj.bias.zero_()
 
@@ -123,7 +123,7 @@ class ConfidenceHead(nn.Module):
 
 
 class CandidateSelector(nn.Module):
-    """Scores a slot's likeliest tokens by how well each follows the token before it."""
+    """Scores a slot's most probable tokens by how well each follows the token before it."""
 
     def __init__(self, config: SelectorConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -133,6 +133,9 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.empty(vocab_size, config.rank))
 
     def forward(self, scores: Tensor, candidates: Tensor, previous: Tensor, projected: Tensor) -> Tensor:
-        """scores [n, k] of candidates (ids [n, k]) -> theirs after the tokens `previous` [n]; projected: [n, rank]."""
+        """scores [n, k] of candidates (ids [n, k]) -> their scores after the tokens `previous` [n].
+
+        `projected` [n, rank] is the slot's `hidden_projection`.
+        """
         context = self.predecessor_codebook[previous] * projected
         return scores + torch.einsum("nr,nkr->nk", context, self.successor_codebook[candidates])

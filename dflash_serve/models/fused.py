@@ -1,8 +1,8 @@
-"""A drafter laid out for decoding on CPU: fewer, larger products over packed weights. The maths is `drafter`'s.
+"""A drafter laid out for decoding on a CPU: fewer, larger products over packed weights, with `drafter`'s maths.
 
-A block of 8 rows is so little work that starting a matrix product costs as much as doing it: q, k, v and gate, up
-become one product each, and so does the context K/V of all layers (as SGLang and TensorRT-LLM fuse it on GPUs). What
-stands between the products of a layer is compiled, where it can be.
+A block of 8 rows is so little work that starting a matrix product costs as much as computing it. So q, k, v become one
+product, gate and up another, and the context K/V of all layers a third (SGLang and TensorRT-LLM fuse it on GPUs). The
+operators between a layer's products are compiled if a compiler is found.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FusedMLP(nn.Module):
 
 
 class CompiledLayer(nn.Module):
-    """A fused `Layer` whose norms, SwiGLU and attention are compiled; also takes an attention that is not."""
+    """A fused `Layer` with compiled norms, SwiGLU and attention; it also accepts an `Attend`."""
 
     def __init__(self, layer: Layer, operators: CompiledOperators) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class CompiledLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
 
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend | CompiledAttention, rows: int) -> Tensor:
-        """As `Layer`'s: [rows, H] -> the same."""
+        """[rows, H] -> [rows, H], equal to `Layer`'s."""
         attention, mlp, operators = self.self_attn, self.mlp, self.operators
         assert isinstance(attention, FusedAttention)
         assert isinstance(mlp, FusedMLP)
@@ -80,10 +80,10 @@ class CompiledLayer(nn.Module):
 
 
 class FusedDrafter(Drafter):
-    """A drafter for inference, made of another's weights; that one is spent.
+    """A drafter for inference that takes over another drafter's weights; the other cannot be used any more.
 
     Args:
-        compiled: take our compiled layers and operators where they can be had.
+        compiled: use our compiled layers and operators if they can be compiled.
     """
 
     def __init__(self, drafter: Drafter, *, compiled: bool = True) -> None:
@@ -93,7 +93,7 @@ class FusedDrafter(Drafter):
         self.lm_head, self.d2t, self.token_ids = drafter.lm_head, drafter.d2t, drafter.token_ids
         self.hot_tokens = drafter.hot_tokens
         self.markov_head, self.candidate_selector = drafter.markov_head, drafter.candidate_selector
-        self.confidence_head = None  # decoding does not ask it
+        self.confidence_head = None  # not used in decoding
         self.fc, self.hidden_norm, self.norm = drafter.fc, drafter.hidden_norm, drafter.norm
         attentions = [layer.self_attn for layer in drafter.layers]
         self.context = stack_linears([linear for a in attentions for linear in (a.k_proj, a.v_proj)])

@@ -1,8 +1,8 @@
-"""Drafting from the tokens that training saw alone: that many rows of the target's head to read, not its vocabulary.
+"""Drafting from a list of frequent tokens: only their rows of the target's head are read.
 
-What is drafted is a guess that the target verifies by its whole head, so no answer changes, and a token that the
-drafter never learnt to predict is little loss (FR-Spec, arXiv 2502.14856; SGLang's `--speculative-token-map` does it
-for EAGLE). A drafter brings the list in `hot_tokens.json`; only the embedded engine reads it.
+The target verifies a draft by its whole head, so no answer changes; a token that training never showed the drafter is
+little loss (FR-Spec, arXiv 2502.14856; SGLang's `--speculative-token-map` does this for EAGLE). The list is
+`hot_tokens.json` in the drafter's folder; only the embedded engine reads it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ HOT_TOKENS = "hot_tokens.json"
 
 
 def takes_hot_tokens(config: DrafterConfig) -> bool:
-    """Whether each slot is one product with the target's head, whatever stands in the others."""
+    """Each slot is one product with the target's head, independent of the other slots."""
     return config.markov is None and config.selector is None and config.draft_vocabulary is None
 
 
 def read_hot_tokens(folder: Path, vocab_size: int) -> list[int] | None:
-    """Target ids of a drafter's folder, rising; None where it has no list.
+    """Target ids from a drafter's folder, rising; None if it has no list.
 
     Raises:
         UserError: the file holds no rising list of ids of the vocabulary.
@@ -49,15 +49,15 @@ def read_hot_tokens(folder: Path, vocab_size: int) -> list[int] | None:
 
 
 def write_hot_tokens(folder: Path, token_ids: Sequence[int]) -> None:
-    """Whole or not at all."""
+    """Writes the list completely or not at all."""
     write_whole(folder / HOT_TOKENS, json.dumps(list(token_ids)) + "\n")
 
 
 class HotHead:
-    """The rows of a target's head that belong to some tokens.
+    """The rows of a target's head for a list of tokens.
 
     Args:
-        head: the target's, packed or not.
+        head: of the target, packed or not.
         token_ids: target ids.
     """
 
@@ -74,5 +74,5 @@ class HotHead:
         return out
 
     def target_ids(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Places among the tokens -> target ids."""
+        """Indices in the list -> target ids."""
         return [[self.token_ids[place] for place in draft] for draft in drafts]

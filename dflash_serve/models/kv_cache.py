@@ -1,9 +1,9 @@
-"""Preallocated K/V for many sequences, one entry each, for target and drafter alike.
+"""Preallocated K/V of many sequences, one entry each, for target and drafter.
 
 An entry holds one sequence contiguously (index = position), so attention reads it as a view: nothing is gathered or
-concatenated, and a request's attention cannot depend on who shares the batch. Rows behind a sequence's length are
-scratch: a block writes its K/V there, attends, and the next step overwrites what was not accepted. Cropping is
-forgetting a length.
+concatenated, and a request's attention does not depend on the rest of the batch. Rows behind a sequence's length are
+scratch: a block writes its K/V there and attends; the next step overwrites the rejected rows. A sequence is cropped by
+a smaller length alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def span_entries(spans: Sequence[Span], device: torch.device | None = None) -> T
 
 
 class KVCache:
-    """Keys and values [layers, entries, kv_heads, capacity, head_dim]; on a CPU, memory is taken as it is touched."""
+    """Keys and values [layers, entries, kv_heads, capacity, head_dim]. A CPU allocates on first write."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class KVCache:
         self.entries, self.capacity = entries, capacity
 
     def empty_twin(self) -> KVCache:
-        """Another cache of the same shape; what is in it is undefined."""
+        """Another cache of this shape, with undefined contents."""
         layers, entries, kv_heads, capacity, head_dim = self.keys.shape
         return KVCache(
             layers=layers,
@@ -68,7 +68,7 @@ class KVCache:
         )
 
     def write(self, layer: int, spans: Sequence[Span], k: Tensor, v: Tensor) -> None:
-        """Stores k, v [rows, kv_heads, head_dim] of a flat batch at their spans."""
+        """Stores k, v [rows, kv_heads, head_dim] of a flat batch at its spans."""
         row = 0
         for entry, start, length in spans:
             end = start + length
@@ -93,7 +93,7 @@ class KVCache:
         self.values[:, entries, :, positions] = v.to(self.values.dtype)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """The first `length` positions of an entry into another; the same entry is left as it is."""
+        """Copies the first `length` positions of an entry into another."""
         if source != target:
             self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
             self.values[:, target, :, :length] = self.values[:, source, :, :length]

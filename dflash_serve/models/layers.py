@@ -1,4 +1,4 @@
-"""What drafter and target are made of: norm, rotary embedding, and linear layers laid out for a CPU."""
+"""Layers of drafter and target: norm, rotary embedding, and linear layers laid out for a CPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dflash_serve.checkpoint.config import RopeConfig
 from dflash_serve.models.compiled.build import kernel, load_kernels
 
 ROWS_HINT = 8
-"""The row count oneDNN chooses a layout for: a block. It stays good from 1 row to a prefill."""
+"""Row count for which oneDNN chooses a layout: a block. The layout is also good for 1 row and for a prefill."""
 BLOCK = 16
-"""Outputs that `compiled/linear.cpp` keeps side by side."""
+"""Outputs that `compiled/linear.cpp` stores side by side."""
 PER_WORD = {torch.float32: 1, torch.bfloat16: 2}
-"""Inputs that it reads at once."""
+"""dtype -> inputs that `compiled/linear.cpp` reads at once."""
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -59,8 +59,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings
 class RotaryEmbedding(nn.Module):
     """Positions [rows] -> (cos, sin), each [rows, 1, head_dim] in fp32 (bf16 positions beyond 256 would collide).
 
-    `sin` carries the sign of the half-split rotation, so that `rotate` is one roll and one fused multiply-add: on CPU a
-    decoding step is made of tiny operations, and each one saved in every layer counts.
+    `sin` carries the sign of the half-split rotation, so that `rotate` is one roll and one fused multiply-add. A
+    decoding step on a CPU consists of tiny operations, so each one saved in every layer counts.
     """
 
     inverse_frequency: Tensor
@@ -78,16 +78,16 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [rows, heads, head_dim]: halves (a, b) -> (a cos - b sin, b cos + a sin), as Llama and Qwen do."""
+    """Rotates x [rows, heads, head_dim]: halves (a, b) -> (a cos - b sin, b cos + a sin), Llama's and Qwen's form."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
 
 class PlainOperators:
-    """What stands between a layer's matrix products, in PyTorch's operators."""
+    """Operators between a layer's matrix products, by PyTorch."""
 
     name = "plain"
     kernels = "plain"
-    """Which ones they are, as `kernels_id` says."""
+    """Identity of the kernels: `kernels_id` of a compiled library, or "plain"."""
 
     def add_norm(self, h: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """(h + delta, its norm), all [rows, H]; None adds nothing."""
@@ -95,19 +95,19 @@ class PlainOperators:
         return h, norm(h)
 
     def silu_product(self, gate_up: Tensor) -> Tensor:
-        """SwiGLU between its products: gate and up side by side [rows, 2 * inner] -> [rows, inner]."""
+        """SwiGLU of gate and up, side by side: [rows, 2 * inner] -> [rows, inner]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
 
 class CompiledLinear(nn.Module):
-    """x [rows, in] -> [rows, out], as fast as memory gives the weights; a row of a block comes out as it does alone.
+    """x [rows, in] -> [rows, out] at the speed of reading the weights; a row's result does not depend on other rows.
 
-    Weights in float32 that are bfloat16's numbers, as those of most checkpoints are, are kept in bfloat16: half the
-    bytes, the same products. x has the layer's dtype. Inference only.
+    float32 weights whose values are all bfloat16 numbers (most checkpoints) are stored in bfloat16: half the bytes and
+    equal products. x has the layer's dtype. Inference only.
 
     Args:
-        linear: on a CPU; what `compiled_linear` takes.
+        linear: a layer on a CPU that `compiled_linear` accepts.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -126,18 +126,18 @@ class CompiledLinear(nn.Module):
         self._run = kernel(library, f"linear_{_name(self.dtype)}_by_{_name(weight.dtype)}", "ppppllli")
 
     def __deepcopy__(self, memo: object) -> CompiledLinear:
-        """Itself: its weights are never written."""
+        """The layer itself: its weights are never written."""
         return self
 
     @property
     def weight(self) -> Tensor:
-        """A copy, [out, in] as it was."""
+        """A copy of the original weight [out, in]."""
         words = self.packed.view(torch.int32).view(-1, self.inputs // PER_WORD[self.packed.dtype], BLOCK)
         rows = words.transpose(1, 2).reshape(-1)[: self.outputs * words.shape[1]]
         return rows.view(self.packed.dtype).view(self.outputs, self.inputs).to(self.dtype, copy=True)
 
     def rounded(self) -> CompiledLinear:
-        """The same by weights rounded to bfloat16, half the bytes of float32; itself where they are or cannot be."""
+        """A layer with weights rounded to bfloat16: half of float32's bytes; itself if they are, or cannot be."""
         if self.packed.dtype == torch.bfloat16 or self.inputs % PER_WORD[torch.bfloat16]:
             return self
         linear = nn.Linear(self.inputs, self.outputs, bias=self.bias is not None, device="meta")
@@ -162,10 +162,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def compiled_linear(linear: nn.Linear) -> CompiledLinear | None:
-    """A CPU's layer in our layout, where it can be compiled.
+    """A CPU's layer in our layout, if the kernels can be compiled.
 
-    None elsewhere, for other dtypes, for inputs that fill no whole words, and in bfloat16 on a CPU with matrix units
-    (AMX), which oneDNN uses and this does not.
+    None for other dtypes, for an input size that does not fill whole words, and in bfloat16 on a CPU with matrix units
+    (AMX), which oneDNN uses and our kernels do not.
     """
     dtype = linear.weight.dtype
     if dtype not in PER_WORD or linear.in_features % PER_WORD[dtype] or load_kernels() is None:
@@ -176,10 +176,10 @@ def compiled_linear(linear: nn.Linear) -> CompiledLinear | None:
 
 
 class PackedLinear(nn.Module):
-    """x [rows, in] -> [rows, out] with weights in oneDNN's blocked layout: 8 rows cost about what one costs.
+    """x [rows, in] -> [rows, out] with weights in oneDNN's blocked layout: 8 rows take about the time of one.
 
-    PyTorch's plain CPU path picks a poor kernel for 4-16 rows, just the widths that speculation verifies.
-    For layers that `CompiledLinear` cannot run. Inference only.
+    PyTorch's plain CPU path picks a poor kernel for 4-16 rows, which are the widths that speculation verifies. Used for
+    layers that `CompiledLinear` cannot take. Inference only.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -193,10 +193,10 @@ class PackedLinear(nn.Module):
 
 
 def pack_linear(linear: nn.Module, *, compiled: bool = True) -> nn.Module:
-    """Gives a CPU's nn.Linear the best layout that can be had here: ours, oneDNN's, or the layer itself.
+    """A CPU's nn.Linear in the best available layout: ours, oneDNN's, or unchanged.
 
     Args:
-        compiled: ours may be taken.
+        compiled: our layout is allowed.
     """
     if not isinstance(linear, nn.Linear) or linear.weight.device.type != "cpu":
         return linear
@@ -205,19 +205,19 @@ def pack_linear(linear: nn.Module, *, compiled: bool = True) -> nn.Module:
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
-    """Of bfloat16 it packs nothing on a CPU without AVX-512 or AVX-NE-CONVERT."""
+    # oneDNN does not pack bfloat16 on a CPU without AVX-512 or AVX-NE-CONVERT.
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def rounded(linear: nn.Module) -> nn.Module:
-    """The layer by weights in bfloat16 where they are read faster so: what need not be exact, such as drafts."""
+    """The layer with bfloat16 weights if these are read faster: for results that need not be exact, such as drafts."""
     return linear.rounded() if isinstance(linear, CompiledLinear) else linear
 
 
 def dense_weight(linear: nn.Module) -> Tensor:
-    """A layer's weight [out, in] as it was before any packing."""
+    """A layer's weight [out, in] before any packing."""
     weight = linear.weight
     assert isinstance(weight, Tensor)
     return weight.to_dense() if weight.is_mkldnn else weight.detach()
@@ -233,7 +233,7 @@ def pack_linears(module: nn.Module, *, compiled: bool = True) -> None:
 
 
 def stack_linears(linears: list[nn.Linear]) -> nn.Linear:
-    """Joins linears of one input into one whose outputs lie side by side."""
+    """Joins linear layers of one input into one layer with their outputs side by side."""
     joined = nn.Linear(
         linears[0].in_features, sum(linear.out_features for linear in linears), bias=False, device="meta"
     )
@@ -244,5 +244,5 @@ def stack_linears(linears: list[nn.Linear]) -> nn.Linear:
 
 
 def as_module_list(items: Iterable[Module]) -> Sequence[Module]:
-    """Puts modules into a ModuleList, which type checkers then see as a sequence of what is in it."""
+    """An nn.ModuleList, typed as a sequence of its modules."""
     return cast(Sequence[Module], nn.ModuleList(items))

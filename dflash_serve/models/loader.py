@@ -1,4 +1,4 @@
-"""Loads a target, its tokenizer, and a drafter of any dialect, by name, folder or hub id."""
+"""Loads a target, its tokenizer, and a drafter of any dialect, by alias, folder or hub id."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dflash_serve.checkpoint.files import AGAIN, Header, read_headers
-from dflash_serve.checkpoint.matching import FLOATS
 from dflash_serve.checkpoint.reader import finite_problem, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.checkpoint.tensors import FLOATS
 from dflash_serve.errors import Problem, UserError, raise_problems
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.hot_tokens import read_hot_tokens, takes_hot_tokens
 from dflash_serve.models.target import TargetModel
-from dflash_serve.models.target_config import TargetConfig, read_target_config
-from dflash_serve.models.target_tensors import quantisation_problems, read_target_headers
+from dflash_serve.models.target_config import (
+    TargetConfig,
+    quantisation_problems,
+    read_target_config,
+    read_target_headers,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +49,7 @@ def load_drafter(
     device: torch.device | str = "cpu",
     revision: str | None = None,
 ) -> Drafter:
-    """Loads a drafter of any dialect, in eval mode and without gradients; `dtype` None keeps what is stored.
+    """Loads a drafter of any dialect, in eval mode and without gradients; `dtype` None keeps the stored dtypes.
 
     Raises:
         UserError: the first of its problems, and how many more there are.
@@ -65,7 +69,7 @@ def load_drafter(
 
 
 def _in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Weights in another dtype; ids stay whole numbers."""
+    # Token ids stay integers.
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
@@ -76,14 +80,14 @@ def load_target(
     device: torch.device | str = "cpu",
     revision: str | None = None,
 ) -> TargetModel:
-    """Loads a target; fp32 on CPU and bf16 elsewhere unless `dtype` says otherwise."""
+    """Loads a target in `dtype`; None = fp32 on a CPU, bf16 elsewhere."""
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     return _load_weights(target_folder(name, revision), dtype=dtype, device=device)
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The target's own tokenizer and chat template."""
+    """The target's tokenizer with its chat template."""
     from transformers import AutoTokenizer
 
     folder = target_folder(name, revision)
@@ -117,7 +121,7 @@ def _load_weights(folder: Path, *, dtype: torch.dtype, device: torch.device | st
 
 
 def head_weight(name: str, revision: str | None = None) -> Tensor:
-    """The target's head [V, H] alone: its `lm_head`, or its embedding where both are one.
+    """The target's head [V, H] alone: its `lm_head`, or its embedding if both are one tensor.
 
     Raises:
         UserError: there is neither, or it is quantised.
@@ -135,7 +139,7 @@ def head_weight(name: str, revision: str | None = None) -> Tensor:
 
 
 def sources(name: str, config: TargetConfig) -> list[str]:
-    """Hugging Face tensor names that make up our parameter `name`, in the order they are stacked."""
+    """Hugging Face names of the tensors that are stacked into our parameter `name`, in order."""
     top = {
         "embedding": "model.embed_tokens.weight",
         "norm.weight": "model.norm.weight",
@@ -149,7 +153,7 @@ def sources(name: str, config: TargetConfig) -> list[str]:
 
 
 def is_stored_in_bfloat16(folder: Path) -> bool:
-    """Whether bfloat16 holds every weight of a target's folder as it is.
+    """Every weight in a target's folder is stored in bfloat16.
 
     Raises:
         UserError: there are no usable safetensors.
@@ -165,7 +169,7 @@ def _headers(folder: Path) -> dict[str, Header]:
 
 
 class _Weights:
-    """Tensors by name, read lazily; each file is opened once."""
+    """Tensors of a target's files, read when they are asked for; each file is opened once."""
 
     def __init__(self, headers: Mapping[str, Header]) -> None:
         self.headers = headers

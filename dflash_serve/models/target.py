@@ -1,8 +1,8 @@
 """The target: a dense decoder of the Llama and Qwen families over flat ragged rows and a preallocated K/V cache.
 
 One forward serves prefill, decoding and block verification of any number of requests: the batch is the concatenation
-of their rows, and only attention knows where one request ends. Context features are taken at the chosen
-layers only. Weights are fused as they are read: qkv and gate_up are one product each.
+of their rows, and only attention separates requests. Context features are taken at the chosen layers. Weights are fused
+while they are loaded: qkv and gate_up are one product each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dflash_serve.models.layers import (
 from dflash_serve.models.target_config import TargetConfig
 
 TargetAttend = Attend | CompiledAttention
-"""The latter takes a layer's projected rows as they are."""
+"""`CompiledAttention` takes a layer's projected rows before q and k are normed and rotated."""
 
 
 class TargetOutput(NamedTuple):
@@ -60,7 +60,7 @@ class TargetLayer(nn.Module):
     def forward(
         self, h: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attend: TargetAttend, operators: PlainOperators
     ) -> tuple[Tensor, Tensor]:
-        """Rows h [rows, H], and what the layer before wants added to them -> the same for the layer after."""
+        """Rows h [rows, H] and the layer before's output, not yet added to them -> both for the layer after."""
         h, x = operators.add_norm(h, delta, self.input_norm)
         h, x = operators.add_norm(h, self.o(self._attend(self.qkv(x), cos, sin, attend)), self.post_attention_norm)
         return h, self.down(operators.silu_product(self.gate_up(x)))
@@ -97,7 +97,7 @@ class TargetModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.embedding.device
 
     def forward(
@@ -108,7 +108,7 @@ class TargetModel(nn.Module):
         Args:
             token_ids: int64 [rows].
             positions: int64 [rows], of the rows in their sequences.
-            attend: attention over each sequence's K/V and the rows themselves, which it keeps.
+            attend: attention over each sequence's K/V and the rows themselves, whose K/V it stores.
             target_layer_ids: 0-based layers whose outputs are returned as features.
         """
         h, delta, features = self._run(self.layers, token_ids, positions, attend, target_layer_ids)
@@ -117,7 +117,7 @@ class TargetModel(nn.Module):
     def features(
         self, token_ids: Tensor, positions: Tensor, attend: TargetAttend, target_layer_ids: Sequence[int]
     ) -> Tensor:
-        """The features of `forward` alone [rows, F*H]: layers behind the deepest of the ids are not run."""
+        """Only the features of `forward`, [rows, F*H]: layers after the deepest of the ids are not run."""
         layers = self.layers[: max(target_layer_ids) + 1]
         _, _, features = self._run(layers, token_ids, positions, attend, target_layer_ids)
         assert features is not None
@@ -131,7 +131,7 @@ class TargetModel(nn.Module):
         attend: TargetAttend,
         target_layer_ids: Sequence[int],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Embedding and layers -> (rows and what is still to be added to them, features [rows, F*H])."""
+        """Embedding and layers -> (rows, the last layer's output to add to them, features [rows, F*H])."""
         cos, sin = self.rotary(positions)
         h, delta = F.embedding(token_ids, self.embedding), None
         features = h.new_empty(len(h), len(target_layer_ids), h.shape[-1])
@@ -148,13 +148,13 @@ class TargetModel(nn.Module):
         return out
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """The same for drafted tokens, which need not be exact: by rounded weights where these are read faster."""
+        """`logits` for drafts, which need not be exact: by rounded weights if these are read faster."""
         out: Tensor = self._draft_head(hidden)
         return out
 
     @cached_property
     def _draft_head(self) -> nn.Module:
-        """Made for the first draft: a target that serves alone need not hold it."""
+        # Made at the first draft: a target without a drafter need not hold it.
         return rounded(self.head)
 
     def new_cache(self, entries: int, capacity: int) -> KVCache:
@@ -170,10 +170,10 @@ class TargetModel(nn.Module):
         )
 
     def pack(self, *, compiled: bool = True) -> None:
-        """Lays itself out for inference on a CPU; a no-op elsewhere. It cannot be trained after.
+        """Changes the layout for inference on a CPU; a no-op elsewhere. The model cannot be trained afterwards.
 
         Args:
-            compiled: take the compiled operators where they can be had.
+            compiled: use the compiled operators if they can be compiled.
         """
         pack_linears(self, compiled=compiled)
         self.operators = PlainOperators()
@@ -181,19 +181,19 @@ class TargetModel(nn.Module):
             self.compile_operators()
 
     def compile_operators(self) -> bool:
-        """Takes the compiled operators where they can be had, and says whether; linear layers stay as they are."""
+        """Uses the compiled operators if they can be compiled; True = they are used. Linear layers do not change."""
         found = compiled_operators(self.embedding.dtype, self.device)
         self.operators = found or self.operators
         return found is not None
 
     def attention(self, cache: KVCache, spans: Sequence[Span]) -> TargetAttend:
-        """Attention of a flat batch of spans over a cache, for one step."""
+        """Attention of one step: a flat batch of spans over a cache."""
         config = self.config
         kinds, heads = config.layers, config.num_attention_heads
         return step_attention(self.operators, cache, spans, kinds, heads, config.rms_norm_eps)
 
     def layer_weights(self, index: int) -> dict[str, Tensor]:
-        """Weights of a layer under z-lab's drafter names, to initialise a drafter layer from. Before `pack` only."""
+        """Weights of a layer under z-lab's names, to initialise a drafter layer; only before `pack`."""
         layer, dim = self.layers[index], self.config.head_dim
         q, k, v = layer.qkv.weight.split([heads * dim for heads in layer.heads])
         gate, up = layer.gate_up.weight.chunk(2)

@@ -17,8 +17,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationError
 
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.target import TargetLayout
-from dflash_serve.common.frozen import Frozen
-from dflash_serve.common.yaml_file import describe
+from dflash_serve.common.settings import Frozen, describe
 from dflash_serve.deployment import GPUS, Gpu, Model
 from dflash_serve.errors import UserError, did_you_mean
 

@@ -1,4 +1,4 @@
-r"""Which drafted tokens stand: exact acceptance rules, for many requests with ragged widths at once.
+r"""Exact acceptance rules for drafted tokens, for many requests with ragged widths at once.
 
 A block is [anchor, d_1, ..., d_{W-1}]; row j of the target's pass gives p_j, its distribution of the token after
 slot j, so row k-1 judges slot k. The first `a` drafted tokens are accepted and row a gives the bonus token: a+1 tokens
@@ -13,10 +13,10 @@ Why the output is distributed as the target:
     P(rejected and x)  = Z max(p(x) - q(x), 0)/Z = max(p(x) - q(x), 0);
     their sum          = min(p, q) + max(p - q, 0) = p(x), given the tokens before; by induction over slots, the joint.
 
-The point mass (a greedy drafter: q is 1 at d): accept with probability p(d), otherwise draw from p without d. That is
-the same as drawing y from p and accepting if y = d: P(y = d) = p(d), and y given y != d is the residual. We do the
-latter, with the draw that plain sampling would have made at that position: so the output of a request with a seed is
-not only distributed as without speculation, it is the same, token by token, for any drafter and any width.
+The point mass (a greedy drafter: q is 1 at d): accept with probability p(d), otherwise draw from p without d. This
+equals drawing y from p and accepting if y = d: P(y = d) = p(d), and y given y != d is the residual. The code does the
+latter, with the draw that plain sampling makes at that position. So a request with a seed has not only the distribution
+but the tokens that it has without speculation, for any drafter and any width.
 """
 
 from dataclasses import dataclass
@@ -29,18 +29,18 @@ from dflash_serve.speculation.noise import BlockNoise, draw
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The verdict on a batch of blocks. accepted: [N] int64, drafted tokens that stand. bonus_token: [N] int64."""
+    """The result for a batch of blocks. accepted: [N] int64, number of accepted tokens. bonus_token: [N] int64."""
 
     accepted: Tensor
     bonus_token: Tensor
 
     @property
     def acceptance_length(self) -> Tensor:
-        """[N] int64: tokens gained, the bonus token counted."""
+        """[N] int64: tokens gained, with the bonus token."""
         return self.accepted + 1
 
     def committed(self, draft: Tensor) -> Tensor:
-        """The tokens gained, in order: the accepted ones of draft [N, W-1], the bonus token, then -1. [N, W] int64."""
+        """[N, W] int64, the tokens gained in order: the accepted ones of draft [N, W-1], the bonus token, then -1."""
         tokens = torch.nn.functional.pad(draft, (0, 1))
         slot = torch.arange(tokens.shape[1], device=draft.device)
         accepted = self.accepted[:, None]
@@ -49,10 +49,10 @@ class Acceptance:
 
 
 def accept_matching(draft: Tensor, target_tokens: Tensor, widths: Tensor) -> Acceptance:
-    """Accept drafted tokens as long as they are what the target chose itself.
+    """Accept drafted tokens up to the first that differs from the target's own choice.
 
     Args:
-        draft: [N, W-1] int64, slots 1..W-1; what lies beyond a request's width is ignored.
+        draft: [N, W-1] int64, slots 1..W-1; slots beyond a request's width are ignored.
         target_tokens: [N, W] int64, the target's choice in every row.
         widths: [N] int64 in 1..W: slots verified; 1 verifies no drafted token.
 
@@ -64,19 +64,6 @@ def accept_matching(draft: Tensor, target_tokens: Tensor, widths: Tensor) -> Acc
     return Acceptance(accepted, target_tokens.gather(1, accepted[:, None])[:, 0])
 
 
-def accept_greedy(draft: Tensor, logits: Tensor, widths: Tensor) -> Acceptance:
-    """Greedy acceptance: a drafted token stands if it is the target's most probable one.
-
-    Args:
-        draft, widths: as for `accept_matching`.
-        logits: [N, W, V] floating, bias and penalties applied (`sampling.adjust_logits`); -inf is allowed.
-
-    Raises:
-        ValueError: the shapes disagree.
-    """
-    return accept_matching(draft, logits.argmax(-1), widths)
-
-
 def accept_sampled(
     draft: Tensor,
     probabilities: Tensor,
@@ -84,13 +71,13 @@ def accept_sampled(
     noise: BlockNoise,
     draft_probabilities: Tensor | None = None,
 ) -> Acceptance:
-    """Acceptance that leaves the target's distribution untouched (see the module for rule and proof).
+    """Acceptance that preserves the target's distribution (rule and proof: the module's docstring).
 
     With widths of 1 (and draft [N, 0]) this is plain sampling.
 
     Args:
         draft, widths: as for `accept_matching`.
-        probabilities: [N, W, V] float, what the target samples from (`sampling.probabilities`).
+        probabilities: [N, W, V] float, the target's distributions (`sampling.probabilities`).
         noise: the random numbers of this block (`BlockNoise.of`).
         draft_probabilities: [N, W-1, V] float, the q that each drafted token was sampled from, with noise of
             `NoiseStream.DRAFT`; None if the draft is a point mass (the drafter took its most probable token).
@@ -111,9 +98,9 @@ def accept_sampled(
 
 
 def _residual(p: Tensor, q: Tensor, accepted: Tensor, widths: Tensor) -> Tensor:
-    """[N, V]: max(p - q, 0) of the row after the last accepted slot; p itself where no token was rejected.
+    """[N, V]: max(p - q, 0) of the row after the last accepted slot; p if no token was rejected.
 
-    If p = q up to rounding no mass is left (and a rejection was rounding, too): then p.
+    If p = q up to rounding, no mass is left and the rejection was rounding too: then p.
     """
     request = torch.arange(p.shape[0], device=p.device)
     row = p[request, accepted]
@@ -126,7 +113,7 @@ def _residual(p: Tensor, q: Tensor, accepted: Tensor, widths: Tensor) -> Tensor:
 
 
 def _leading(good: Tensor, widths: Tensor) -> Tensor:
-    """[N] int64: how many leading slots of good [N, W-1] are, inside the width."""
+    """[N] int64: number of leading true slots of good [N, W-1] inside the width."""
     inside = torch.arange(good.shape[1], device=good.device) < (widths - 1)[:, None]
     return (good & inside).long().cumprod(1).sum(1)
 

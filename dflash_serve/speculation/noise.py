@@ -1,9 +1,9 @@
 """Randomness as an argument: every random number is a function of (seed, output position, stream).
 
 Output position t is the 0-based index of an output token; row j of a block decides position `first + j`, where `first`
-output tokens are committed already. A request thus meets the same numbers whatever its batch neighbours, its width and
-its device are. A position's numbers may be looked at in several steps (a block is cut short before it) but only the
-step that commits it uses them, so every committed token has fresh ones.
+output tokens are committed already. A request thus gets the same numbers for any batch, width and device. A position's
+numbers may be read in several steps (when a block is cut short before it), but only the step that commits the position
+uses them, so every committed token has fresh ones.
 """
 
 import secrets
@@ -17,7 +17,7 @@ _CHUNK: Final = 128  # divides the usual vocabulary sizes, so that `draw` seldom
 
 
 class NoiseStream(IntEnum):
-    """What a random number is for; streams are independent of one another."""
+    """Purpose of a random number; streams are independent of one another."""
 
     DRAW = 0  # the target's own sample: plain sampling, bonus tokens, residuals
     ACCEPT = 1  # whether a drafted token is accepted
@@ -38,7 +38,7 @@ class BlockNoise(NamedTuple):
 
 
 def fresh_seed() -> int:
-    """A seed for a request that brought none; it must stay with the request for its life."""
+    """A seed for a request without one; it must not change during the request."""
     return secrets.randbits(63)
 
 

@@ -1,4 +1,4 @@
-"""What a client may ask of sampling: one frozen, validated description. Needs no torch."""
+"""Sampling parameters of a request: one frozen, validated description. Needs no torch."""
 
 from typing import Annotated, Final
 
@@ -17,11 +17,11 @@ def _as_tuple(value: object) -> object:
 
 
 class SamplingParams(BaseModel):
-    """How the tokens of one request are chosen, with vLLM's names, ranges and meanings.
+    """Sampling parameters of one request, with vLLM's names, ranges and meanings.
 
-    Three readings are stricter or plainer than vLLM's: a `logit_bias` beyond ±100 is refused rather than clamped, so is
-    a `repetition_penalty` that float32 cannot bear, and `max_tokens` defaults to "as many as fit" rather than to 16.
-    `top_k` -1 and `seed` -1 are read as "off".
+    Three differ from vLLM's: a `logit_bias` beyond ±100 is refused rather than clamped, so is a `repetition_penalty`
+    that overflows float32, and `max_tokens` defaults to the most that fit rather than to 16. `top_k` -1 and `seed` -1
+    mean off.
 
     Raises:
         pydantic.ValidationError: a field is unknown or out of its range; the message names the field.
@@ -57,7 +57,7 @@ class SamplingParams(BaseModel):
 
     @property
     def penalised(self) -> bool:
-        """Whether the logits depend on the tokens already seen."""
+        """The logits depend on the tokens already seen."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @model_validator(mode="after")

@@ -1,25 +1,147 @@
-"""From the target's logits to what it would sample from: for whole blocks of many requests at once.
+"""The distribution that the target samples from, for whole blocks of many requests at once.
 
 The order is vLLM's (`vllm/v1/sample/sampler.py`): logit bias, then repetition, frequency and presence penalties, on
-raw logits; temperature; min_p; top_k; top_p over what top_k left. Hugging Face applies penalties before temperature as
-well, but min_p after top_p; where all are on, the two libraries differ.
+raw logits; temperature; min_p; top_k; top_p over the tokens that top_k left. Hugging Face also applies penalties before
+temperature, but min_p after top_p; with both on, the two libraries differ.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from dflash_serve.speculation.batch import SamplingBatch
-from dflash_serve.speculation.penalties import TokenCounts, apply_penalties
-from dflash_serve.speculation.truncation import keep_min_p, keep_top_k, keep_top_p
+
+NEVER: Final = float("-inf")
+_USUAL_NUCLEUS: Final = 1024
+
+
+def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Keep tokens of at least min_p times the highest probability: logit >= highest + log(min_p).
+
+    logits [N, W, V] float, min_p [N] in [0, 1] (0 keeps all); returns [N, W, V].
+    """
+    lowest = logits.amax(-1, keepdim=True) + min_p.log()[:, None, None]
+    return logits.masked_fill(logits < lowest, NEVER)
+
+
+def keep_top_k(logits: Tensor, top_k: Tensor, largest: int) -> Tensor:
+    """Keep the top_k highest logits and what equals the last of them.
+
+    logits [N, W, V] float, top_k [N] int64 in 1..largest, largest <= V; returns [N, W, V].
+    """
+    highest = logits.topk(largest, dim=-1).values
+    last = (top_k - 1)[:, None, None].expand(-1, logits.shape[1], 1)
+    return logits.masked_fill(logits < highest.gather(-1, last), NEVER)
+
+
+def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the fewest tokens, most probable first, whose probabilities together reach top_p.
+
+    A token is kept if the more probable ones sum to less than top_p. So the most probable token is always kept, and
+    equally probable tokens are kept or dropped together, in any order of sorting. A nucleus seldom has many tokens: the
+    whole vocabulary is sorted only if the `_USUAL_NUCLEUS` most probable tokens do not reach top_p in some row.
+
+    logits [N, W, V] float, top_p [N] in (0, 1]; returns [N, W, V].
+    """
+    total, needed = logits.logsumexp(-1, keepdim=True), top_p[:, None, None]
+    highest = logits.topk(min(_USUAL_NUCLEUS, logits.shape[-1]), dim=-1).values
+    mass = (highest - total).exp().cumsum(-1)
+    if highest.shape[-1] < logits.shape[-1] and bool((mass[..., -1:] < needed).any()):
+        highest = logits.sort(dim=-1, descending=True).values
+        mass = (highest - total).exp().cumsum(-1)
+    kept = (mass - (highest - total).exp() < needed).sum(-1, keepdim=True).clamp(min=1)
+    return logits.masked_fill(logits < highest.gather(-1, kept - 1), NEVER)
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Counts of the tokens that each request has seen so far.
+
+    in_prompt: [N, V] bool. in_output: [N, V] int32, the committed output tokens, the anchor among them.
+    """
+
+    in_prompt: Tensor
+    in_output: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        vocab_size: int,
+        device: torch.device | str | None = None,
+    ) -> "TokenCounts":
+        in_prompt = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
+        in_output = torch.zeros(len(prompts), vocab_size, dtype=torch.int32, device=device)
+        for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            in_prompt[row, torch.tensor(prompt, dtype=torch.int64, device=device)] = True
+            tokens = torch.tensor(output, dtype=torch.int64, device=device)
+            in_output[row] = torch.bincount(tokens, minlength=vocab_size).int()
+        return cls(in_prompt, in_output)
+
+    def commit(self, tokens: Tensor) -> None:
+        """Count newly committed tokens, [N, W] int64, in place; -1 pads (see `Acceptance.committed`)."""
+        self.in_output.scatter_add_(1, tokens.clamp(min=0), (tokens >= 0).int())
+
+
+def apply_penalties(logits: Tensor, batch: SamplingBatch, counts: TokenCounts, draft: Tensor) -> Tensor:
+    """Penalise every row of a block as if its tokens had been generated one by one.
+
+    Row j follows slots 1..j of the block, so its output counts are the committed ones plus those of these slots. Only
+    tokens drafted in the block can differ from the committed counts, and there are at most W-1 of them. So all rows are
+    penalised with the committed counts; then in each row the logits of the block's tokens are computed again, from
+    the unchanged logits and the row's own counts. No [N, W, V] counts are made.
+
+    Args:
+        logits: [N, W, V] float32, logit bias applied; left untouched.
+        batch: the strengths, [N] each.
+        counts: of committed tokens, with slot 0, the anchor.
+        draft: [N, W-1] int64, slots 1..W-1; -1 pads.
+
+    Returns:
+        [N, W, V] float32.
+    """
+    prompt, output = counts.in_prompt, counts.in_output
+    penalised = _penalise(logits, batch, prompt[:, None], output[:, None])
+    if draft.shape[1] == 0:
+        return penalised
+    tokens = draft.clamp(min=0)
+    index = tokens[:, None].expand(-1, logits.shape[1], -1)  # [N, W, W-1]: row, token of slot i
+    row_counts = output.gather(1, tokens)[:, None] + _occurrences(tokens, logits.shape[1])
+    again = _penalise(logits.gather(2, index), batch, prompt.gather(1, tokens)[:, None], row_counts)
+    return penalised.scatter_(2, index, again)  # a token drafted twice is written twice, with the same value
+
+
+def _occurrences(tokens: Tensor, rows: int) -> Tensor:
+    """[N, W, W-1] int32: occurrences of slot i's token among slots 1..j (row j, 0-based; row 0 has none)."""
+    same = (tokens[:, :, None] == tokens[:, None, :]).int()  # [N, i, m]
+    counted = same.cumsum(2, dtype=torch.int32).transpose(1, 2)  # [N, m, i]: among slots 1..m
+    none = counted.new_zeros(counted.shape[0], 1, counted.shape[2])
+    return torch.cat([none, counted], dim=1)[:, :rows]
+
+
+def _penalise(logits: Tensor, batch: SamplingBatch, in_prompt: Tensor, in_output: Tensor) -> Tensor:
+    """Repetition (scales), then frequency and presence (subtract). A neutral strength changes no bit.
+
+    logits [N, W, X]; in_prompt and in_output broadcast to it ([N, 1 or W, X]).
+    """
+    present = in_output > 0
+    scale = torch.where(in_prompt | present, batch.repetition_penalty[:, None, None], 1.0)
+    scaled = torch.where(logits > 0, logits / scale, logits * scale)
+    frequency, presence = batch.frequency_penalty[:, None, None], batch.presence_penalty[:, None, None]
+    return scaled - (frequency * in_output + presence * present)
 
 
 def adjust_logits(
     logits: Tensor, batch: SamplingBatch, counts: TokenCounts | None = None, draft: Tensor | None = None
 ) -> Tensor:
-    """Apply what may move the most probable token: logit bias and penalties.
+    """Apply logit bias and penalties, which may change the most probable token.
 
     Args:
-        logits: [N, W, V] floating; row j follows slot j of the block. Left untouched.
+        logits: [N, W, V] floating; row j follows slot j of the block. Not changed.
         batch: parameters of the N requests.
         counts: tokens seen so far; needed when a request has a penalty.
         draft: [N, W-1] int64, slots 1..W-1, -1 pads; needed when a request has a penalty and W > 1.
@@ -45,7 +167,7 @@ def adjust_logits(
 def greedy_tokens(
     logits: Tensor, batch: SamplingBatch, counts: TokenCounts | None = None, draft: Tensor | None = None
 ) -> Tensor:
-    """The target's most probable token in every row, [N, W] int64: one argmax when nothing is switched on.
+    """The target's most probable token in every row, [N, W] int64; a single argmax without bias and penalties.
 
     Args and Raises: as for `adjust_logits`.
     """
@@ -57,8 +179,8 @@ def probabilities(
 ) -> Tensor:
     """The distribution that each row is sampled from.
 
-    A greedy request (temperature 0) gets all mass on its most probable token, so a mixed batch needs one path only:
-    sampling and acceptance then do exactly what the greedy rules would.
+    A greedy request (temperature 0) has all mass on its most probable token. So a mixed batch needs one path only, and
+    sampling and acceptance give the greedy result for that request.
 
     Args and Raises: as for `adjust_logits`.
 
@@ -77,7 +199,7 @@ def probabilities(
 
 
 def _truncate(scaled: Tensor, batch: SamplingBatch) -> Tensor:
-    """min_p, top_k, top_p, in place, each for the requests that want it."""
+    # min_p, top_k, top_p, in place, each for the requests that set it.
     if (some := batch.min_p_requests).shape[0]:
         scaled[some] = keep_min_p(scaled[some], batch.min_p[some])
     if (some := batch.top_k_requests).shape[0]:

@@ -1,7 +1,7 @@
-"""Acceptance: how often drafted tokens were put to the test, and how far they were right. Needs no torch.
+"""Acceptance statistics: counts of verified and accepted drafted tokens. Needs no torch.
 
-One type for all sources: our own loop counts into it (`record`), engines' metrics are read into it, and every figure
-anywhere is a quotient of its counts. What a source does not tell is None, never 0.
+One type for all sources: our own loop counts into it (`record`), engines' metrics are read into it, and every reported
+figure is a quotient of its counts. A count that a source does not report is None, never 0.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 Count = TypeVar("Count", float, list[float], dict[int, float])
-"""A number, one for each slot, or one for each width."""
+"""One number, one for each slot, or one for each width."""
 
 
 @dataclass
 class AcceptanceStatistics:
-    """Counts of requests' verifications, mergeable with `+`; differences of growing counters by `since`."""
+    """Counts of requests' verifications; `+` adds two, `since` gives the difference of two readings."""
 
     verifications: float | None = 0
     """Steps of one request that verified at least one drafted token (width > 1)."""
     drafted: float | None = 0
-    """Drafted tokens put to the test in them, anchors not counted."""
+    """Drafted tokens in these verifications, without anchors."""
     accepted: float | None = 0
-    """Those of them that were accepted, bonus tokens not counted."""
+    """Accepted drafted tokens, without bonus tokens."""
     offered_by_slot: list[float] | None = field(default_factory=list)
     """Steps that verified slot k, from slot 1 on."""
     accepted_by_slot: list[float] | None = field(default_factory=list)
     """Steps that accepted slot k, from slot 1 on."""
     widths: dict[int, float] | None = field(default_factory=dict)
-    """Steps by width, the anchor counted; 1 = without speculation."""
+    """Width with the anchor -> steps; 1 = without speculation."""
     engine: str | None = None
-    """Whose metrics these were; None = our own loop."""
+    """Engine whose metrics were read; None = our own loop."""
     reported_length: float | None = None
-    """The engine's own word for τ, where it gives no counts."""
+    """τ as reported by an engine without counts."""
     drained: bool = field(default=False, repr=False)
-    """The engine forgets what it has told: these are counts since the reading before."""
+    """The engine resets its counts at every reading, so these are counts since the reading before."""
 
     @classmethod
     def unknown(cls, engine: str | None = None, reported_length: float | None = None) -> AcceptanceStatistics:
-        """Nothing is known but what the engine itself says of τ."""
+        """Statistics without counts, with the τ that the engine reports."""
         return cls(None, None, None, None, None, None, engine, reported_length)
 
     def record(self, width: int, accepted: int, steps: int = 1) -> None:
@@ -66,17 +66,17 @@ class AcceptanceStatistics:
                 by_slot[slot] += steps
 
     def __add__(self, other: AcceptanceStatistics) -> AcceptanceStatistics:
-        """Both together; what one of them does not know is not known of the sum."""
+        """The sum; a count that is unknown in one is unknown in the sum."""
         return self._merged(other)
 
     def since(self, earlier: AcceptanceStatistics) -> AcceptanceStatistics:
-        """What happened between two readings; all unknown where a counter went backwards (a restart).
+        """The counts between two readings; all unknown if a counter decreased (a restart).
 
-        A reading that knew of no verifications is the beginning: what it did not know was 0.
+        A reading without verifications is the beginning: its unknown counts were 0.
         """
         if self.drained:
             return self
-        if self.verifications is None:  # its length is the engine's own word on its last window
+        if self.verifications is None:  # the engine reports τ of its last window
             drafted, accepted = (
                 _plus(self.drafted, earlier.drafted or 0, -1),
                 _plus(self.accepted, earlier.accepted or 0, -1),
@@ -98,13 +98,11 @@ class AcceptanceStatistics:
 
     @property
     def _went_backwards(self) -> bool:
-        """Whether this difference of two readings has a negative count."""
         totals = (self.verifications, self.drafted, self.accepted)
         by_slot = (*(self.offered_by_slot or ()), *(self.accepted_by_slot or ()))
         return any(count is not None and count < 0 for count in (*totals, *by_slot, *(self.widths or {}).values()))
 
     def _with_zeros(self) -> AcceptanceStatistics:
-        """The same counts, 0 where they are unknown."""
         return AcceptanceStatistics(
             self.verifications or 0,
             self.drafted or 0,
@@ -116,7 +114,7 @@ class AcceptanceStatistics:
 
     @property
     def speculates(self) -> bool | None:
-        """Whether any drafted token was ever verified; None = nothing tells."""
+        """A drafted token was verified; None = unknown."""
         if self.verifications is None and self.drafted is None:
             return True if (self.reported_length or 0) > 1 else None
         return bool(self.verifications or self.drafted)
@@ -128,17 +126,17 @@ class AcceptanceStatistics:
 
     @property
     def tokens(self) -> float | None:
-        """Tokens gained in all steps, bonus tokens counted."""
+        """Tokens gained in all steps, with bonus tokens."""
         return None if self.steps is None or self.accepted is None else self.steps + self.accepted
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Over all steps, those without speculation included: what throughput sees."""
+        """Mean tokens per step over all steps, also those without speculation."""
         return _ratio(self.tokens, self.steps)
 
     @property
     def acceptance_length(self) -> float | None:
-        """τ: mean tokens gained per verification of a drafted token, the bonus token counted; 1 <= τ <= B."""
+        """τ: mean tokens gained per verification of a drafted token, with the bonus token; 1 <= τ <= B."""
         gained = _ratio(self.accepted, self.verifications)
         return self.reported_length if gained is None else 1 + gained
 
@@ -152,9 +150,9 @@ class AcceptanceStatistics:
         return {length: count for length, count in counts.items() if count}
 
     def survival(self, block_size: int | None = None) -> list[float | None]:
-        """P(slot k is accepted) for k = 1..B-1, over the steps whose width covered slot k; None where unknown.
+        """P(slot k is accepted) for k = 1..B-1, over the steps whose width covered slot k; None = unknown.
 
-        With widths that a policy chose, compare slots with care: the wide steps are those that looked promising.
+        With widths that a policy chose, slots are not comparable: a policy takes wide steps when it expects acceptance.
 
         Args:
             block_size: B; None = as many slots as were ever verified.
@@ -164,22 +162,22 @@ class AcceptanceStatistics:
         return (known + [None] * wanted)[:wanted]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` reads it back."""
+        """The counts as JSON values; `from_dict` reads them back."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AcceptanceStatistics:
-        """The inverse of `to_dict`, also after JSON has made the widths' keys texts.
+        """The inverse of `to_dict`; the keys of `widths` may be strings, as in JSON.
 
         Raises:
-            TypeError, ValueError: `data` is not what `to_dict` gives.
+            TypeError, ValueError: `data` is not a result of `to_dict`.
         """
         widths = data.get("widths")
         return cls(**{**data, "widths": widths and {int(width): steps for width, steps in widths.items()}})
 
 
 def total(many: Iterable[AcceptanceStatistics]) -> AcceptanceStatistics:
-    """All of them as one; where the counts of any are unknown, the mean of the lengths is left."""
+    """The sum of all; if the counts of any are unknown, only the mean of the lengths."""
     each = list(many)
     if all(one.verifications is not None for one in each):
         return sum(each, start=AcceptanceStatistics())
@@ -193,7 +191,7 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 
 def _plus(a: Count | None, b: Count | None, sign: int = 1) -> Count | None:
-    """a + sign * b, of each slot or width where there are several; None where either is unknown."""
+    """a + sign * b, for each slot or width if there are several; None if either is unknown."""
     if a is None or b is None:
         return None
     if isinstance(a, dict) and isinstance(b, dict):

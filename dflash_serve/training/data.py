@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from dflash_serve.common.files import sha256, write_whole
-from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.settings import Frozen
 from dflash_serve.errors import UserError
-from dflash_serve.models.attention.packed import PackedCausalAttention
+from dflash_serve.models.attention import PackedCausalAttention
 from dflash_serve.models.target import TargetModel
 from dflash_serve.prompts import HUMAN_EVAL, human_eval_prompts, jsonl_prompts
 

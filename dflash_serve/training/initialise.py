@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.common.yaml_file import describe
+from dflash_serve.common.settings import describe
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import ConvolvedLayer, Drafter
 from dflash_serve.models.loader import load_drafter

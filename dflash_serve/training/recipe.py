@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from dflash_serve.checkpoint.heads import ConfidenceConfig, ConvolutionConfig, MarkovConfig, Slots
-from dflash_serve.common.frozen import Frozen, PositiveInt
-from dflash_serve.common.yaml_file import describe, read_recipe_file
+from dflash_serve.checkpoint.config import ConfidenceConfig, ConvolutionConfig, MarkovConfig, Slots
+from dflash_serve.common.settings import Frozen, PositiveInt, describe, read_recipe_file
 from dflash_serve.errors import UserError
 
 Share = Annotated[float, Field(ge=0, le=1)]

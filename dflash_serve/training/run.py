@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.manifest import file_entries
+from dflash_serve.checkpoint.files import file_entries
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_folder, target_folder
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import sha256, write_whole

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.settings import Frozen
 from dflash_serve.common.store import ResultFolders, difference, digest
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from dflash_serve.backend import Prompt
-from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.settings import Frozen
 from dflash_serve.speculation.params import SamplingParams
 
 Precision = Literal["float32", "bfloat16"]

@@ -30,8 +30,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from dflash_serve.common.files import write_whole
-from dflash_serve.common.frozen import Frozen
 from dflash_serve.common.provenance import PACKAGES, now, versions
+from dflash_serve.common.settings import Frozen
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.distributions import DistributionComparison

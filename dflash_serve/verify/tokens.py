@@ -21,7 +21,7 @@ from itertools import zip_longest
 from typing import Literal
 
 from dflash_serve.client.endpoint import Reply
-from dflash_serve.common.frozen import Frozen
+from dflash_serve.common.settings import Frozen
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.verify.questions import Case
 

@@ -20,7 +20,7 @@ from dflash_serve.checkpoint.formats import FP8_MAX
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter, load_target

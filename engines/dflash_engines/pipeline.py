@@ -18,7 +18,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Literal
 
-from dflash_serve.checkpoint.manifest import NAME, Manifest, file_entries, read_manifest, verify
+from dflash_serve.checkpoint.files import MANIFEST, Manifest, file_entries, read_manifest, verify
 from dflash_serve.common.extras import import_extra
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import versions
@@ -193,7 +193,7 @@ def _run_step(
             measured=measured,
             files=file_entries(scratch),
         )
-        (scratch / NAME).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        (scratch / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return Done(step, store.path(step.name, key), manifest, "built")
 
 
@@ -213,7 +213,7 @@ def _write_summary(output: Path, finished: Sequence[Done], sources: Mapping[str,
             for done in finished
         },
     }
-    write_whole(output / NAME, json.dumps(summary, indent=2) + "\n")
+    write_whole(output / MANIFEST, json.dumps(summary, indent=2) + "\n")
 
 
 def verify_output(output: Path) -> list[Problem]:
@@ -223,7 +223,7 @@ def verify_output(output: Path) -> list[Problem]:
         UserError: this is no finished output of a build.
     """
     try:
-        summary = json.loads((output / NAME).read_text(encoding="utf-8"))
+        summary = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
         folders = {name: (output / entry["folder"], entry["key"]) for name, entry in summary["steps"].items()}
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError("no manifest of a finished build", where=str(output), do="build it first") from None

@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects import DIALECTS
-from dflash_serve.checkpoint.files import INDEX, SINGLE
+from dflash_serve.checkpoint.files import INDEX, QUANT_CONFIG, SINGLE
 from dflash_serve.checkpoint.formats import (
     GROUP,
     Format,
@@ -30,9 +29,8 @@ from dflash_serve.checkpoint.formats import (
     quantize,
     relative_error,
 )
-from dflash_serve.checkpoint.matching import FUSED, SCALES
-from dflash_serve.checkpoint.quantization import QUANT_CONFIG
-from dflash_serve.checkpoint.reader import load_tensors, load_weights, open_checkpoint
+from dflash_serve.checkpoint.reader import DIALECTS, load_tensors, load_weights, open_checkpoint
+from dflash_serve.checkpoint.tensors import FUSED, SCALES
 from dflash_serve.common.extras import import_extra
 from dflash_serve.errors import UserError
 

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, ValidationError
 
-from dflash_serve.common.frozen import Frozen, PositiveInt
-from dflash_serve.common.yaml_file import describe, read_recipe_file
+from dflash_serve.common.settings import Frozen, PositiveInt, describe, read_recipe_file
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError, did_you_mean
 

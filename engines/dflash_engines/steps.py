@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from dflash_serve.checkpoint.manifest import file_entries
+from dflash_serve.checkpoint.files import file_entries
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.common.extras import import_extra
 from dflash_serve.common.files import sha256, write_whole

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.formats import Format, dequantized
-from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import assemble
+from dflash_serve.checkpoint.tensors import Quantization
 from dflash_serve.errors import UserError
 from dflash_tensorrt_llm.plugin import dequantised
 from dflash_tensorrt_llm.plugin.weights import Layout, context_weight

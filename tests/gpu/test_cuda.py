@@ -9,8 +9,7 @@ import torch
 
 from dflash_serve import SamplingParams
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.models.attention.flashinfer import FlashInferAttention
-from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.attention import FlashInferAttention, RaggedAttention
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.training.blocks import BlockForward, lay_out
 from dflash_torch.memory import local_gpus

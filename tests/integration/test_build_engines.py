@@ -34,10 +34,10 @@ from dflash_engines.quantize import (
 )
 from dflash_engines.recipe import Checkpoints
 from dflash_engines.trtllm_checkpoint import write_checkpoints
+from dflash_serve.checkpoint.files import read_manifest
 from dflash_serve.checkpoint.formats import Format, QuantizedTensor
-from dflash_serve.checkpoint.manifest import read_manifest
-from dflash_serve.checkpoint.matching import FUSED
 from dflash_serve.checkpoint.reader import load_weights, read_drafter
+from dflash_serve.checkpoint.tensors import FUSED
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from tests.support.engine_readers import FUSED_BY

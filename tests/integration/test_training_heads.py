@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_serve import SamplingParams
-from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.reader import DIALECTS
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_serve.models.drafter_walks import propose_by_walk
+from dflash_serve.models.drafter import propose_by_walk
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.loader import load_drafter
 from tests.integration.test_zlab_oracle_drafts import Ours, Theirs, steps

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
-from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter

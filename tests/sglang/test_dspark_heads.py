@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from dflash_serve.checkpoint.dialects import DIALECTS
-from dflash_serve.checkpoint.heads import MarkovConfig, MarkovKind
+from dflash_serve.checkpoint.config import MarkovConfig, MarkovKind
+from dflash_serve.checkpoint.reader import DIALECTS
 from dflash_serve.models.drafter_heads import MarkovHead
 from dflash_sglang.heads import dialect_of
 from tests.support.heads import HEADS

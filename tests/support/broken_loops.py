@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_serve.backend import Prompt
-from dflash_serve.speculation import penalties
+from dflash_serve.speculation import sampling
 from dflash_serve.speculation.acceptance import Acceptance, accept_matching, accept_sampled
 from dflash_serve.speculation.noise import BlockNoise, draw
 from dflash_serve.speculation.params import SamplingParams
@@ -126,7 +126,7 @@ def frozen_penalties(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) ->
     def none(tokens: Tensor, rows: int) -> Tensor:
         return torch.zeros(tokens.shape[0], rows, tokens.shape[1], dtype=torch.int32)
 
-    monkeypatch.setattr(penalties, "_occurrences", none)
+    monkeypatch.setattr(sampling, "_occurrences", none)
 
 
 def greedy_verification(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:

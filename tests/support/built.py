@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_serve.checkpoint.manifest import NAME, Manifest, file_entries
+from dflash_serve.checkpoint.files import MANIFEST, Manifest, file_entries
 
 
 def seal(folder: Path) -> Path:
     """Gives a folder the manifest of what is in it."""
     nothing: dict[str, object] = {"inputs": {}, "parameters": {}, "tools": {}, "measured": {}}
     fields = {"step": folder.name, "key": "k", "seconds": 1, "files": file_entries(folder), **nothing}
-    (folder / NAME).write_text(Manifest.model_validate(fields).model_dump_json())
+    (folder / MANIFEST).write_text(Manifest.model_validate(fields).model_dump_json())
     return folder
 
 

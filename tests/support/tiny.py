@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.formats import Format, quantize
-from dflash_serve.checkpoint.matching import FUSED
 from dflash_serve.checkpoint.reader import open_checkpoint, weight_problems
+from dflash_serve.checkpoint.tensors import FUSED
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import Problem
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from dflash_serve.backend import DraftingBackend, backend, installed, with_drafter
 from dflash_serve.catalogue import best_drafter, catalogue, drafters_of
-from dflash_serve.checkpoint.heads import Heads
+from dflash_serve.checkpoint.config import Heads
 from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.cli.main import app
 from dflash_serve.deployment import Deployment

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.checkpoint.reader import Checkpoint, is_plain, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder
+from dflash_serve.checkpoint.tensors import plain_only
 from dflash_serve.errors import Problem, UserError
 from dflash_sglang.heads import DFLASH, DSPARK, algorithm_of, head_problems
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import assemble
+from dflash_serve.checkpoint.tensors import Quantization
 
 from .drafter import dtype_of, layout_of, read_draft_folder
 from .weights import Layout, context_weight

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dflash_serve.backend import Prompt
-from dflash_serve.checkpoint.config import DrafterConfig, RopeConfig, uniform_target_layer_ids
-from dflash_serve.checkpoint.heads import Slots
+from dflash_serve.checkpoint.config import DrafterConfig, RopeConfig, Slots, uniform_target_layer_ids
 
 from ..speculator import Speculator
 from . import changes

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_serve.backend import Prompt
-from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.drafter import Drafter, propose_greedily
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter

@@ -17,8 +17,7 @@ from pydantic import ValidationError
 
 from dflash_serve.common.extras import need
 from dflash_serve.common.json_log import JsonFormatter
-from dflash_serve.common.settings import refuse_near_misses
-from dflash_serve.common.yaml_file import describe
+from dflash_serve.common.settings import describe, refuse_near_misses
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 

@@ -5,47 +5,48 @@ hidden_states, whose entry 0 is the embedding: they are our ids + 1. Full-attent
 inside the block; sliding ones are causal unless `sliding_window_non_causal`. vLLM 0.32 and 0.33 take that key for every
 layer (`speculators/algos.py:124`), so it is written as true wherever no layer is causal.
 
-A DSpark export without `sample_from_anchor` is anchor-first to speculators and fill-in to vLLM: the number of tokens it
-says it drafts (`speculative_tokens`) settles it.
+A DSpark export without `sample_from_anchor` is anchor-first to speculators and fill-in to vLLM: its number of drafted
+tokens (`speculative_tokens`) decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.dialects import head_keys
-from dflash_serve.checkpoint.dialects.dialect import (
+from dflash_serve.checkpoint.config import DrafterConfig, Slots
+from dflash_serve.checkpoint.dialects import (
     ConfigSection,
     Dialect,
     inexpressible,
+    keys,
     one_value,
     refuse_other_attention,
 )
-from dflash_serve.checkpoint.dialects.transformer_keys import (
+from dflash_serve.checkpoint.dialects.keys import (
+    UNKNOWN,
+    check_architecture,
     make_kinds,
+    read_block_size,
     read_transformer,
     read_windows,
     rope_parameters,
     write_transformer,
 )
-from dflash_serve.checkpoint.dialects.zlab import UNKNOWN, check_architecture, read_block_size
-from dflash_serve.checkpoint.heads import Slots
 
 NAME = "speculators"
 DEPTH_KEY = "num_target_layers"
-"""Ours: speculators allows extra keys and would otherwise forget the depth of the target."""
+"""A key of ours for the depth of the target, which speculators does not have; it allows extra keys."""
 ARCHITECTURES = {"dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator"}
-"""What is written, by speculators_model_type."""
+"""speculators_model_type -> the architecture that is written."""
 KNOWN_ARCHITECTURES = (*ARCHITECTURES.values(), "DFlashDraftModel", "DFlash2Speculator", "Qwen3DSparkModel")
 KEYS = {
     *("speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config"),
     *("architectures", "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "sliding_window_non_causal"),
     *("draft_vocab_size", "target_hidden_size", "projector_type", DEPTH_KEY),
-    *head_keys.KEYS,
+    *keys.HEAD_KEYS,
 }
 HEADS = {"pure_draft_prefix_len", "emb_dim", "gru_hidden_dim"}
-"""Defaults of heads that projector_type switches on."""
+"""Keys with defaults of heads that projector_type enables."""
 TRAINING = {
     *("lambda_base_start", "lambda_base_decay_ratio", "auf", "max_anchors"),
     *("num_anchors", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"),
@@ -55,18 +56,18 @@ WRITTEN_ANYWAY = {
     *("dtype", "torch_dtype", "id2label", "label2id", "is_encoder_decoder", "model_type", "output_attentions"),
     *("output_hidden_states", "problem_type", "return_dict", "tie_word_embeddings", "transformers_version"),
 }
-"""By transformers, for every model."""
+"""Keys that transformers writes for every model."""
 COPIES = frozenset({"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d"})
-"""Of the target; `lm_head` only where the draft vocabulary is the target's. `t2d` says what d2t does."""
+"""Tensors that repeat the target's (`lm_head` only with the target's vocabulary), and `t2d`, which repeats d2t."""
 
 
 def matches(config: ConfigSection) -> bool:
-    """Whether a config.json speaks this dialect."""
+    """config.json is in speculators' dialect."""
     return config.has("speculators_model_type")
 
 
 def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
-    """DrafterConfig's fields of a speculators config.json."""
+    """Fields of a DrafterConfig from a speculators config.json."""
     kind = config.text("speculators_model_type")
     if kind not in ARCHITECTURES:
         config.refuse("speculators_model_type", tuple(ARCHITECTURES), "only DFlash speculators are supported")
@@ -87,7 +88,7 @@ def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
     non_causal = config.flag("sliding_window_non_causal")
     return {
         **read_transformer(inner),
-        **head_keys.read_heads(config, stored, markov_kind="vanilla"),
+        **keys.read_heads(config, stored, markov_kind="vanilla"),
         "block_size": block_size,
         "slots": slots,
         "draft_vocabulary": _draft_vocabulary(config, inner.integer("vocab_size")),
@@ -101,9 +102,9 @@ def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
 
 
 def _slots(config: ConfigSection, kind: str) -> Slots:
-    """By the key; else by the number of tokens that the export says it drafts; plain DFlash and DFlash2 are fill-in."""
-    if any(map(config.has, head_keys.SLOT_KEYS)) or kind != "dspark":
-        return head_keys.read_slots(config, "fill-in")
+    # By the key, else by the export's number of drafted tokens; plain DFlash and DFlash2 are fill-in.
+    if any(map(config.has, keys.SLOT_KEYS)) or kind != "dspark":
+        return keys.read_slots(config, "fill-in")
     rows, counts = config.integer("block_size"), set(_speculative_tokens(config))
     if counts == {rows}:
         return "anchor-first"
@@ -114,7 +115,7 @@ def _slots(config: ConfigSection, kind: str) -> Slots:
 
 
 def _layer_ids(config: ConfigSection) -> tuple[int, ...]:
-    """0 would be the embedding's own output, which no DFlash drafter reads."""
+    # 0 would be the output of the embedding, which no DFlash drafter reads.
     shifted = config.integers("aux_hidden_state_layer_ids", minimum=1)
     if shifted is None and not config.has("aux_hidden_state_layer_ids"):
         config.note("no aux_hidden_state_layer_ids", "add the target layers it was trained with, each 0-based id + 1")
@@ -122,7 +123,7 @@ def _layer_ids(config: ConfigSection) -> tuple[int, ...]:
 
 
 def _draft_vocabulary(config: ConfigSection, vocab_size: int) -> int | None:
-    """None where all of the target's tokens can be drafted. The class default, 32000, is always written out."""
+    # None = all of the target's tokens. speculators always writes its default, 32000, into the file.
     draft = config.optional_integer("draft_vocab_size")
     if draft is not None and draft > vocab_size:
         config.note(f"draft_vocab_size {draft} is more than vocab_size {vocab_size}", "correct one of them")
@@ -130,7 +131,6 @@ def _draft_vocabulary(config: ConfigSection, vocab_size: int) -> int | None:
 
 
 def _speculative_tokens(config: ConfigSection) -> list[int]:
-    """What its proposal methods draft."""
     methods = config.section("speculators_config").raw.get("proposal_methods")
     counts = (
         [method.get("speculative_tokens") for method in methods or () if isinstance(method, dict)]
@@ -141,7 +141,7 @@ def _speculative_tokens(config: ConfigSection) -> list[int]:
 
 
 def _check_proposal(config: ConfigSection, block_size: int) -> None:
-    """speculative_tokens counts what follows the anchor, so B - 1 at most; more is another slot convention."""
+    # speculative_tokens does not count the anchor, so it is B - 1 at most; more means another slot convention.
     for count in _speculative_tokens(config):
         if count > block_size - 1:
             config.note(
@@ -163,8 +163,8 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "block_size": config.rows(),
-        **head_keys.slot_keys(config),
-        **(head_keys.markov_keys(config) if kind == "dspark" else head_keys.dflash2_keys(config)),
+        **keys.slot_keys(config),
+        **(keys.markov_keys(config) if kind == "dspark" else keys.dflash2_keys(config)),
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": [index + 1 for index in config.target_layer_ids],
         "draft_vocab_size": config.draft_vocabulary or config.vocab_size,
@@ -181,7 +181,6 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
 
 
 def _check_expressible(config: DrafterConfig) -> None:
-    """Says what this dialect has no key for."""
     inexpressibles = {
         "a mask embedding": config.has_mask_embedding,
         "an embedding scale": config.embedding_scale != 1.0,

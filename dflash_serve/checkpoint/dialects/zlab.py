@@ -1,60 +1,76 @@
-"""z-lab's own dialect: Hugging Face checkpoints `z-lab/*-DFlash` and `*-DFlash2`, SpecForge's plain ones, and what
-SGLang, TensorRT-LLM and vLLM read.
+"""z-lab's dialect, and three that are its keys in other places with a few more: DeepSpec, SpecForge and ModelOpt.
+
+z-lab's is the dialect of `z-lab/*-DFlash` and `*-DFlash2` and of SpecForge's plain drafters; SGLang, TensorRT-LLM and
+vLLM read it.
 
 April 2026: `block_size` at top level, `dflash_config` {mask_token_id, target_layer_ids}. August 2026 (dflash 0.1.0):
-everything is looked up in `dflash_config` first and at top level second, and `is_causal`, `input_embedding_scale`,
-`output_multiplier` and `final_logit_softcapping` appear. SpecForge gives no `target_layer_ids`, which means z-lab's
-uniform formula. DFlash2's sizes are written into `dflash_config`, where SGLang looks only. Slots are fill-in.
+every key is looked up in `dflash_config` first and at top level second, and `is_causal`, `input_embedding_scale`,
+`output_multiplier` and `final_logit_softcapping` appear. SpecForge writes no `target_layer_ids`, which means z-lab's
+uniform formula. DFlash2's sizes are written into `dflash_config`, the only place where SGLang reads them. Slots are
+fill-in.
 
 Windows follow August's rule: a `sliding_attention` layer is causal inside the block unless `is_causal` says otherwise.
 (April's SDPA path ignored windows altogether; the same weights then draft differently beyond the window.)
+
+DeepSpec (deepseek-ai/DeepSpec) writes DSpark's keys at top level, SpecForge (sgl-project) in `dflash_config`. With
+anchor-first slots `block_size` is the number of drafted tokens: our B - 1. DeepSpec's own code has no key for the slot
+convention and is anchor-first; SGLang 0.5.23 reads `sample_from_anchor` at top level only. DeepSpec's plain drafters
+(`dflash_qwen3_*_block7`) have the same architecture and `markov_rank: 0`.
+
+ModelOpt 0.47 (`DFlashExporter`) writes windows and causality into `dflash_config`. `causal` is always written and holds
+for every layer. `use_swa` + `swa_window_size` make every layer slide although `layer_types` stays at `full_attention`:
+a reader that does not know these keys silently ignores the window. They are resolved as in vLLM (`qwen3_dflash.py`,
+`_resolve_layer_attention`). A folder written here has z-lab's keys beside ModelOpt's, so that SGLang and TensorRT-LLM
+read the same drafter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
-from dflash_serve.checkpoint.dialects import head_keys
-from dflash_serve.checkpoint.dialects.dialect import (
+from dflash_serve.checkpoint.config import MASK_EMBEDDING, AttentionKind, DrafterConfig, Slots, uniform_target_layer_ids
+from dflash_serve.checkpoint.dialects import (
     ConfigSection,
     Dialect,
     inexpressible,
+    keys,
     one_value,
     refuse_other_attention,
 )
-from dflash_serve.checkpoint.dialects.transformer_keys import (
+from dflash_serve.checkpoint.dialects.keys import (
+    SLIDING,
+    UNKNOWN,
+    check_architecture,
     make_kinds,
+    read_block_size,
     read_transformer,
     read_windows,
     rope_theta_and_scaling,
     write_transformer,
 )
-from dflash_serve.checkpoint.heads import MASK_EMBEDDING, Slots
 
 NAME = "zlab"
 KEYS = {
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "is_causal"),
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
-    *head_keys.KEYS,
+    *keys.HEAD_KEYS,
 }
 REFUSABLE = {"projector_type", "attention_mode", "attention_sink_bias", "attention_value_scale"}
 HARMLESS = {"mask_token", "pure_draft_prefix_len", "dtype"}
-"""Read by nothing that drafts with DFlash; `mask_token` is the text of mask_token_id."""
-UNKNOWN = "it may change what the drafter computes; remove it if it does not"
+"""Keys without effect on drafting; `mask_token` is the text of mask_token_id."""
 PLAIN_ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel", "MuseGlimmerAssistantModel")
 DFLASH2_ARCHITECTURE = "DFlash2DraftModel"
 DFLASH2_ARCHITECTURES = (DFLASH2_ARCHITECTURE, "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
 
 
 def matches(config: ConfigSection) -> bool:
-    """Whether a config.json speaks this dialect."""
+    """config.json is in z-lab's dialect."""
     named = any("dflash" in name.lower() for name in config.strings("architectures") or ())
     return named or config.has("dflash_config") or config.has("target_layer_ids")
 
 
 def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
-    """DrafterConfig's fields of a z-lab config.json (dflash 0.1.0 `model.py`, SGLang 0.5.23 `dflash_utils.py`)."""
+    """Fields of a DrafterConfig from a z-lab config.json (dflash 0.1.0 `model.py`, SGLang 0.5.23 `dflash_utils.py`)."""
     dflash = config.section("dflash_config", falls_back=True)
     dflash.only(KEYS | REFUSABLE | HARMLESS, UNKNOWN)
     layers = make_kinds(read_windows(config), dflash.flag("is_causal"))
@@ -70,12 +86,12 @@ def read_fields(
     slots: Slots = "fill-in",
     architectures: Collection[str] = (*PLAIN_ARCHITECTURES, *DFLASH2_ARCHITECTURES),
 ) -> dict[str, object]:
-    """All but the windows, which ModelOpt writes elsewhere.
+    """Fields of a DrafterConfig, with windows from the caller: ModelOpt writes them elsewhere.
 
     Args:
         stored: names of the checkpoint's tensors.
-        slots: the convention where no key says it.
-        architectures: those that the dialect knows.
+        slots: the convention if no key gives it.
+        architectures: the ones of the dialect.
     """
     check_architecture(config, architectures)
     refuse_other_attention(dflash)
@@ -83,11 +99,11 @@ def read_fields(
     depth = dflash.optional_integer("num_target_layers")
     softcap = dflash.optional_number("final_logit_softcapping")
     has_mask_embedding = MASK_EMBEDDING in stored
-    told = head_keys.read_slots(dflash, slots)
+    told = keys.read_slots(dflash, slots)
     _check_dflash2(config, dflash)
     return {
         **read_transformer(config),
-        **head_keys.read_heads(dflash, stored),
+        **keys.read_heads(dflash, stored),
         "block_size": read_block_size(dflash, told),
         "slots": told,
         "target_layer_ids": _target_layer_ids(dflash, depth, len(layers)),
@@ -106,22 +122,8 @@ def _refuse_own_ends(config: ConfigSection) -> None:
     config.refuse("has_lm_head", (False,), "a drafter with a whole head of its own is not supported yet")
 
 
-def read_block_size(config: ConfigSection, slots: Slots) -> int:
-    """B from `block_size`, which counts a block's rows: B of fill-in slots, B - 1 of anchor-first ones."""
-    if slots == "fill-in":
-        return config.integer("block_size", minimum=2)
-    return config.integer("block_size") + 1
-
-
-def check_architecture(config: ConfigSection, architectures: Collection[str]) -> None:
-    """Notes an architecture that is none of these."""
-    for name in config.strings("architectures") or ():
-        if name not in architectures:
-            config.note(f"architecture {name!r} is not supported", f"supported are: {', '.join(architectures)}")
-
-
 def _check_dflash2(config: ConfigSection, dflash: ConfigSection) -> None:
-    """Architecture and sizes must say the same: engines choose their model by the one and build it by the other."""
+    # Engines choose their model by the architecture and build it by the sizes, so both must agree.
     named = any(name in DFLASH2_ARCHITECTURES for name in config.strings("architectures") or ())
     pairs = [("conv_group_size", "conv_kernel_size"), ("selector_rank", "selector_top_k")]
     missing = [key for pair in pairs if not any(map(dflash.has, pair)) for key in pair]
@@ -157,10 +159,10 @@ def _target_layer_ids(dflash: ConfigSection, depth: int | None, count: int) -> t
 
 def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
     """config.json as SGLang 0.5.23, TensorRT-LLM 1.3 (block_size at top level), vLLM and z-lab's code read it."""
-    head_keys.refuse_to_write(config, NAME, heads=("convolution", "selector"))
+    keys.refuse_to_write(config, NAME, heads=("convolution", "selector"))
     fields = write_fields(config, NAME)
-    fields["dflash_config"] = {**section_of(fields), **head_keys.dflash2_keys(config)}
-    fields |= head_keys.slot_keys(config)
+    fields["dflash_config"] = {**section_of(fields), **keys.dflash2_keys(config)}
+    fields |= keys.slot_keys(config)
     if config.selector is not None:
         fields["architectures"] = [DFLASH2_ARCHITECTURE]
     causal = common_causality(config, NAME)
@@ -168,14 +170,14 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
 
 
 def section_of(fields: dict[str, object]) -> dict[str, object]:
-    """The `dflash_config` of what `write_fields` made."""
+    """The `dflash_config` in the result of `write_fields`."""
     section = fields["dflash_config"]
     assert isinstance(section, dict)
     return section
 
 
 def write_fields(config: DrafterConfig, dialect: str) -> dict[str, object]:
-    """All but heads, slots and the block's causality."""
+    """Keys of a drafter without its heads, slot convention and causality."""
     one_value({kind.window for kind in config.layers} - {None}, "windows", dialect)
     dflash: dict[str, object] = {"target_layer_ids": list(config.target_layer_ids)}
     if config.mask_token_id is not None:
@@ -197,7 +199,7 @@ def write_fields(config: DrafterConfig, dialect: str) -> dict[str, object]:
 
 
 def common_causality(config: DrafterConfig, dialect: str) -> bool | None:
-    """What `is_causal` gives all layers; None where they differ, and the rule (sliding = causal) tells them apart."""
+    """The value of `is_causal` for all layers; None if they differ by the rule that sliding layers are causal."""
     causal = {kind.causal for kind in config.layers}
     if len(causal) == 1:
         return causal.pop()
@@ -207,3 +209,130 @@ def common_causality(config: DrafterConfig, dialect: str) -> bool | None:
 
 
 DIALECT = Dialect(NAME, matches, read, write)
+DEEPSPEC_ARCHITECTURE, SPECFORGE_ARCHITECTURE = "Qwen3DSparkModel", "DSparkDraftModel"
+DSPARK_ARCHITECTURES = (DEEPSPEC_ARCHITECTURE, "LingDSparkModel", SPECFORGE_ARCHITECTURE, "DFlashDraftModel")
+"""Architectures with Qwen3's layers. DeepSpec has others: `Lfm2DSparkDraftModel` rotates neighbours, not halves."""
+TRAINING_KEYS = {"num_anchors", "confidence_head_alpha", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"}
+"""Keys of the training, which serving does not need."""
+COPIES = frozenset({"embed_tokens.weight", "lm_head.weight"})
+DSPARK_HEADS = ("slots", "markov", "confidence")
+
+
+def matches_deepspec(config: ConfigSection) -> bool:
+    """config.json is in DeepSpec's dialect."""
+    names = config.strings("architectures") or ()
+    return any("DSpark" in name and name != SPECFORGE_ARCHITECTURE for name in names)
+
+
+def matches_specforge(config: ConfigSection) -> bool:
+    """config.json is in SpecForge's dialect of DSpark."""
+    inner = config.section("dflash_config", falls_back=True)
+    named = SPECFORGE_ARCHITECTURE in (config.strings("architectures") or ())
+    return named or inner.text("projector_type") == "dspark"
+
+
+def read_dspark(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
+    """Fields of a DrafterConfig from DeepSpec's or SpecForge's keys, in `dflash_config` or at top level."""
+    inner = config.section("dflash_config", falls_back=True)
+    inner.only(KEYS | REFUSABLE | HARMLESS | TRAINING_KEYS, UNKNOWN)
+    inner.refuse("attention_mode", ("gqa", "mha"), "only grouped-query attention is supported")
+    layers = make_kinds(read_windows(config), inner.flag("is_causal"))
+    return read_fields(config, inner, layers, stored, slots="anchor-first", architectures=DSPARK_ARCHITECTURES)
+
+
+def write_deepspec(config: DrafterConfig, target: str | None) -> dict[str, object]:
+    """config.json as DeepSpec saves it. SGLang and vLLM read it if the drafter has a Markov head."""
+    fields = _write_dspark(config, "deepspec")
+    inner = fields.pop("dflash_config")
+    assert isinstance(inner, dict)
+    return {**fields, **inner, **keys.markov_keys(config), "architectures": [DEEPSPEC_ARCHITECTURE]}
+
+
+def write_specforge(config: DrafterConfig, target: str | None) -> dict[str, object]:
+    """config.json as SpecForge saves it."""
+    if config.markov is None:
+        raise inexpressible("a drafter without a Markov head", "specforge")
+    fields = _write_dspark(config, "specforge")
+    inner = {**section_of(fields), "projector_type": "dspark", "attention_mode": "gqa", **keys.markov_keys(config)}
+    return {**fields, "dflash_config": inner, "architectures": [SPECFORGE_ARCHITECTURE]}
+
+
+def _write_dspark(config: DrafterConfig, dialect: str) -> dict[str, object]:
+    keys.refuse_to_write(config, dialect, heads=DSPARK_HEADS)
+    causal = common_causality(config, dialect)
+    return {
+        **write_fields(config, dialect),
+        **({} if causal is None else {"is_causal": causal}),
+        **keys.slot_keys(config),
+        "block_size": config.rows(),
+    }
+
+
+DEEPSPEC = Dialect("deepspec", matches_deepspec, read_dspark, write_deepspec, COPIES)
+SPECFORGE = Dialect("specforge", matches_specforge, read_dspark, write_specforge, COPIES)
+
+
+MODELOPT_NAME = "modelopt"
+MODELOPT_KEYS = {"causal", "use_swa", "swa_window_size"}
+MODELOPT_ARCHITECTURES = (
+    *PLAIN_ARCHITECTURES,
+    *DFLASH2_ARCHITECTURES,
+    "DSparkDraftModel",
+    "Qwen3DSparkModel",
+)
+
+
+def matches_modelopt(config: ConfigSection) -> bool:
+    """config.json is in ModelOpt's dialect."""
+    dflash = config.raw.get("dflash_config")
+    return isinstance(dflash, dict) and bool(dflash.keys() & MODELOPT_KEYS)
+
+
+def read_modelopt(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
+    """Fields of a DrafterConfig from ModelOpt's keys. Its DSpark heads have `shift_label` (TensorRT-LLM's tests)."""
+    dflash = config.section("dflash_config", falls_back=True)
+    dflash.only(MODELOPT_KEYS | KEYS | REFUSABLE | HARMLESS, UNKNOWN)
+    if dflash.text("projector_type") == "dspark" and not any(map(dflash.has, keys.SLOT_KEYS)):
+        dflash.note("a DSpark head without shift_label", "add what it was trained with: true = anchor-first slots")
+    causal, is_causal = dflash.flag("causal"), dflash.flag("is_causal")
+    if causal is not None and is_causal is not None and causal != is_causal:
+        dflash.note(f"{dflash.named('causal')} is {causal} but is_causal is {is_causal}", "keep the right one")
+    layers = make_kinds(_modelopt_windows(config, dflash), causal if is_causal is None else is_causal)
+    return read_fields(config, dflash, layers, stored, architectures=MODELOPT_ARCHITECTURES)
+
+
+def _modelopt_windows(config: ConfigSection, dflash: ConfigSection) -> tuple[int | None, ...]:
+    # With use_swa every layer slides, unless layer_types has sliding layers itself.
+    window, outer = dflash.optional_integer("swa_window_size"), config.optional_integer("sliding_window")
+    if window is not None and outer is not None and window != outer:
+        dflash.note(
+            f"{dflash.named('swa_window_size')} is {window} but sliding_window is {outer}", "keep the right one"
+        )
+    if not dflash.flag("use_swa") or SLIDING in (config.strings("layer_types") or ()):
+        return read_windows(config, window)
+    return (window or dflash.integer("sliding_window"),) * config.integer("num_hidden_layers")
+
+
+def write_modelopt(config: DrafterConfig, target: str | None) -> dict[str, object]:
+    """config.json as ModelOpt 0.47 exports it, with z-lab's keys beside ModelOpt's."""
+    keys.refuse_to_write(config, MODELOPT_NAME, heads=("slots", "markov", "confidence", "convolution", "selector"))
+    fields = write_fields(config, MODELOPT_NAME)
+    causal = one_value({kind.causal for kind in config.layers}, "causality", MODELOPT_NAME)
+    window = one_value({kind.window for kind in config.layers}, "windows", MODELOPT_NAME)
+    dflash = section_of(fields)
+    if config.has_mask_embedding:
+        raise inexpressible("a mask embedding", MODELOPT_NAME)
+    fields["is_causal"] = dflash["causal"] = causal
+    fields |= keys.slot_keys(config)
+    dflash |= {"shift_label": config.slots == "anchor-first", **keys.dflash2_keys(config)}
+    if config.selector is not None:
+        fields["architectures"] = [DFLASH2_ARCHITECTURE]
+    if config.markov is not None or config.confidence is not None:
+        dflash |= {"projector_type": "dspark", **keys.markov_keys(config)}
+        fields["architectures"] = ["DSparkDraftModel"]
+    if window is not None:
+        dflash.update(use_swa=True, swa_window_size=window)
+    return fields
+
+
+MODELOPT = Dialect(MODELOPT_NAME, matches_modelopt, read_modelopt, write_modelopt)

@@ -1,4 +1,4 @@
-"""Compiles our kernels for this machine, once: the library is kept in the cache, by all that goes into it."""
+"""Compiles our C++ kernels for this machine; the library is cached under a digest of sources, compiler and CPU."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ SOURCES = {
     "attention.cpp": ("-ffast-math",),
     "linear.cpp": ("-ffp-contract=fast",),
 }
-"""With flags of their own."""
+"""File -> its own compiler flags."""
 HEADERS = "numbers.h", "vectors.h"
 COMPILE = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-c")
-"""The library is linked without -fopenmp: it takes the OpenMP that PyTorch has loaded, and so its threads; a second
-one would have threads of its own. Nor with -ffast-math, which would change how the whole process rounds."""
+"""The library is linked without -fopenmp, so that it uses the OpenMP and the threads that PyTorch has loaded, and
+without -ffast-math, which would change the rounding of the whole process."""
 SECONDS = 120
-"""It takes five."""
+"""Timeout of one compiler run; compiling takes five seconds."""
 
 
 @cache
 def load_kernels() -> ctypes.CDLL | None:
-    """The compiled library; None where it cannot be had, with one line in the log that says why."""
+    """The compiled library; None, and one log line with the reason, if it cannot be compiled."""
     compiler = find_compiler()
     if compiler is None:
-        log.info("no C++ compiler: a step's operators are PyTorch's own, which take more time")
+        log.info("no C++ compiler: PyTorch's own operators are used, which are slower")
         return None
     try:
         path = cache_home() / "kernels" / f"{_key(compiler)}.so"
@@ -48,24 +48,24 @@ def load_kernels() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        log.warning("a step's operators are PyTorch's own: compiling ours failed (%s)", said.splitlines()[0])
+        log.warning("compiling our kernels failed: PyTorch's own operators are used (%s)", said.splitlines()[0])
         return None
 
 
 def kernels_id() -> str:
-    """Of the compiled library, "plain" where there is none: what was measured with one says nothing of another."""
+    """Identity of the compiled library, or "plain"; measured step times hold for one library only."""
     library = load_kernels()
     return "plain" if library is None else Path(library._name).stem
 
 
 class Kernel(Protocol):
-    """A function of the library. It returns nothing, and trusts every pointer and size."""
+    """A function of the library. It returns nothing, and does not check pointers and sizes."""
 
     def __call__(self, *arguments: float | None) -> None: ...
 
 
 def kernel(library: ctypes.CDLL, name: str, signature: str) -> Kernel:
-    """One by name: p = pointer, l = int64, f = float, i = int."""
+    """The kernel `name`; a letter for each argument: p = pointer, l = int64, f = float, i = int."""
     kinds: dict[str, Any] = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
     function = library[name]
     function.argtypes, function.restype = [kinds[kind] for kind in signature], None
@@ -73,7 +73,7 @@ def kernel(library: ctypes.CDLL, name: str, signature: str) -> Kernel:
 
 
 def find_compiler() -> str | None:
-    """$CXX, or the first of the usual ones; None = there is none."""
+    """Path of the C++ compiler: $CXX, or the first that is installed of the usual ones; None = none."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     return next((found for name in names if (found := shutil.which(name))), None)
 
@@ -92,7 +92,7 @@ def _key(compiler: str) -> str:
 
 
 def _build(compiler: str, path: Path) -> None:
-    """Under a scratch name, then renamed: processes that start together do not meet half a library."""
+    # Renamed when complete, so that a process that starts at the same time never loads an incomplete library.
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         compiled, library = [], Path(scratch) / "kernels.so"

@@ -1,4 +1,4 @@
-"""The compiled operators over tensors: what `layers.PlainOperators` does, in one pass over the rows each."""
+"""The compiled operators over tensors: those of `layers.PlainOperators`, each in one pass over the rows."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.models.attention import Attend
-from dflash_serve.models.attention.ragged import ragged_attention
+from dflash_serve.models.attention import Attend, ragged_attention
 from dflash_serve.models.compiled.build import Kernel, kernel, kernels_id, load_kernels
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import PlainOperators, RMSNorm
 
 DTYPES = (torch.float32, torch.bfloat16)
 WORTH_THREADS = 2**16
-"""Numbers read or written from which on waking another thread costs less than it saves."""
+"""Smallest number of values read or written for which a second thread saves time."""
 MOST_PAIRS = 2**20
-"""Rows times keys of a span; longer prefills are left to PyTorch. What threads find of 512 keys each, before it is put
-together, takes 32 MB then where a row has 4,096 numbers."""
+"""Largest rows x keys of a span; longer prefills use PyTorch. At this size the threads' partial results (512 keys each)
+take 32 MB for rows of 4,096 values."""
 MOST_DIM = 1024
-"""Of a head; the source's own limit."""
+"""Largest head dimension, a limit of the C++ source."""
 
 
 def compiled_operators(dtype: torch.dtype, device: torch.device) -> CompiledOperators | None:
-    """They serve float32 and bfloat16 on a CPU, where they can be compiled; None elsewhere."""
+    """Compiled operators of float32 or bfloat16 on a CPU; None elsewhere, or if they cannot be compiled."""
     if device.type != "cpu" or dtype not in DTYPES:
         return None
     library = load_kernels()
@@ -34,7 +33,7 @@ def compiled_operators(dtype: torch.dtype, device: torch.device) -> CompiledOper
 
 
 class CompiledOperators(PlainOperators):
-    """Of one dtype. Not differentiable; tensors must be contiguous, as linear layers give them."""
+    """Compiled operators of one dtype. Not differentiable; tensors must be contiguous, as linear layers return them."""
 
     name = "compiled"
 
@@ -47,11 +46,11 @@ class CompiledOperators(PlainOperators):
         )
 
     def __deepcopy__(self, memo: object) -> CompiledOperators:
-        """Itself: a copy of a model runs the same library."""
+        """The object itself: a copy of a model uses the same library."""
         return self
 
     def add_norm(self, h: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """As the plain one; `h` itself is changed."""
+        """(h + delta, its norm), all [rows, H]; `h` is changed in place."""
         rows, size = h.shape
         out = torch.empty_like(h)
         threads = _threads(rows * size)
@@ -68,7 +67,7 @@ class CompiledOperators(PlainOperators):
     def attention(
         self, cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind], heads: int, eps: float
     ) -> CompiledAttention | None:
-        """Attention of a step; None where its spans are long or its heads large, which are left to PyTorch."""
+        """Attention of one step; None for long spans or large heads, which use PyTorch."""
         pairs = max(span.length * (span.start + span.length) for span in spans)
         if pairs > MOST_PAIRS or cache.keys.shape[-1] > MOST_DIM:
             return None
@@ -83,7 +82,7 @@ def step_attention(
     heads: int,
     eps: float,
 ) -> Attend | CompiledAttention:
-    """Attention of a flat batch of spans over a cache, for one step: compiled where the operators are and it can be."""
+    """Attention of one step over a flat batch of spans: compiled if the operators are and spans are short."""
     if isinstance(operators, CompiledOperators):
         found = operators.attention(cache, spans, kinds, heads, eps)
         if found is not None:
@@ -92,7 +91,7 @@ def step_attention(
 
 
 class _Shape(ctypes.Structure):
-    """`Shape` of the source."""
+    # `Shape` in attention.cpp.
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "capacity", "window")),
@@ -102,7 +101,7 @@ class _Shape(ctypes.Structure):
 
 
 class CompiledAttention:
-    """One step's attention over a K/V cache, from the projected rows: norms, rotation and K/V writes too."""
+    """Attention of one step over a K/V cache, from projected rows: with norms, rotation and K/V writes."""
 
     def __init__(
         self,

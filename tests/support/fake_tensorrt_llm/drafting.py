@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.formats import FP8_MAX
-from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_tensorrt_llm.plugin.drafter import PlugInDrafter

@@ -1,4 +1,4 @@
-"""Every bad drafter is refused before launch, in one line that names what is wrong, where, and what to do."""
+"""Every bad drafter is refused before launch, in one line with the fault, its place and the remedy."""
 
 from __future__ import annotations
 
@@ -137,9 +137,7 @@ def test_an_id_that_cannot_be_fetched_gives_one_line(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     with pytest.raises(UserError) as caught:
         read_config("z-lab/nothing")
-    assert str(caught.value).startswith(
-        "z-lab/nothing: neither a folder nor to be fetched from the hub (no route to host)"
-    )
+    assert str(caught.value).startswith("z-lab/nothing: not a folder, and the hub does not give it (no route to host)")
     assert "\n" not in str(caught.value)
 
 
@@ -270,9 +268,9 @@ def test_windows_that_are_switched_off_and_used_are_a_contradiction(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("candidate_selector.successor_codebook", "DFlash2 head, of which config.json says nothing"),
+        ("candidate_selector.successor_codebook", "DFlash2 head, which config.json does not have"),
         ("layers.0.mlp_conv.base_kernel", "DFlash2 head"),
-        ("markov_w1.weight", "DSpark head, of which config.json says nothing"),
+        ("markov_w1.weight", "DSpark head, which config.json does not have"),
         ("prefix_gru.weight_ih_l0", "Domino head"),
         ("lilicorr.layers.0.weight", "LiLiCorr head"),
         ("d2t", "reduced draft vocabulary"),

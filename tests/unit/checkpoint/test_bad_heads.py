@@ -1,4 +1,4 @@
-"""Every bad drafter with heads is refused before launch, in one line that says what is wrong, where, and what to do."""
+"""Every bad drafter with heads is refused before launch, in one line with the fault, its place and the remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_serve.checkpoint.dialects import DIALECTS
+from dflash_serve.checkpoint.reader import DIALECTS
 from dflash_serve.checkpoint.writer import write_drafter
 from tests.support.heads import CONVOLUTION, GATED, HEADS, SELECTOR, SHIFTED, VANILLA
 from tests.support.tiny import edit_json, problems_of, random_tensors, spread_map, tiny_drafter_config
@@ -73,7 +73,7 @@ def test_a_config_that_cannot_be_honoured_is_refused(
 
 
 BAD_TENSORS: list[tuple[dict[str, object], Callable[[dict[str, Tensor]], dict[str, Tensor]], tuple[str, ...], str]] = [
-    (REDUCED, lambda t: {"d2t": t["d2t"] + IDS}, (), "d2t holds the target ids themselves"),
+    (REDUCED, lambda t: {"d2t": t["d2t"] + IDS}, (), "d2t holds target ids, not differences"),
     (REDUCED, lambda t: {"d2t": t["d2t"] + 90}, (), "draft ids outside the vocabulary of 96"),
     (REDUCED, lambda t: {"d2t": -IDS}, (), "d2t does not rise with the draft id"),
     (REDUCED, lambda t: {"d2t": t["d2t"].float()}, (), "tensor d2t is F32, not I64"),

@@ -1,4 +1,4 @@
-"""A checkpoint is written whole or not at all."""
+"""A checkpoint is written completely or not at all."""
 
 from __future__ import annotations
 

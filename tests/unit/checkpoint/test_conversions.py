@@ -16,8 +16,7 @@ from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.cli.main import app
 from dflash_serve.errors import UserError
-from dflash_serve.models.drafter import propose_greedily
-from dflash_serve.models.drafter_walks import propose_by_walk
+from dflash_serve.models.drafter import propose_by_walk, propose_greedily
 from dflash_serve.models.loader import head_weight, load_drafter
 from tests.support.heads import SELECTOR, SHIFTED, VANILLA
 from tests.support.tiny import random_tensors, tiny_drafter_config

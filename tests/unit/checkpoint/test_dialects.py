@@ -1,4 +1,4 @@
-"""What each dialect's keys mean."""
+"""The meaning of each dialect's keys."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
-from dflash_serve.checkpoint.dialects import DIALECTS
-from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.reader import DIALECTS, read_config
 from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, edit_json, tiny_drafter_config
 
 TWO = tiny_drafter_config()

@@ -1,4 +1,4 @@
-"""What we write is read as meant by every engine, by the engine's own rules; where it is not, somebody says so."""
+"""Engines read a written config.json as it was meant, by their own rules; exceptions are refused or warned about."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.checkpoint.dialects import DIALECTS
 from dflash_serve.checkpoint.formats import Format, QuantizedTensor
-from dflash_serve.checkpoint.matching import FUSED
-from dflash_serve.checkpoint.reader import assemble, load_weights
+from dflash_serve.checkpoint.reader import DIALECTS, assemble, load_weights
+from dflash_serve.checkpoint.tensors import FUSED
 from dflash_serve.errors import UserError
 from dflash_tensorrt_llm.launch_plan import beyond_built_in
 from dflash_tensorrt_llm.releases import Release

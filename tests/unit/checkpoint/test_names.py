@@ -1,4 +1,4 @@
-"""A model that was not found is told the one that was probably meant, and never a guess where the name may be right."""
+"""For a model that was not found, a similar name is suggested, unless the given name may be right."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from dflash_engines.recipe import load_recipe
 from dflash_serve.catalogue import catalogue
-from dflash_serve.checkpoint.names import probably_meant
-from dflash_serve.checkpoint.source import drafter_folder, target_folder
+from dflash_serve.checkpoint.source import drafter_folder, probably_meant, target_folder
 from dflash_serve.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[3] / "engines" / "recipes").glob("*.yaml"))
@@ -74,7 +73,7 @@ def test_what_the_hub_does_not_have_what_is_gated_and_what_cannot_be_asked_diffe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers(monkeypatch, http_error(RepositoryNotFoundError, 404))
-    with pytest.raises(UserError, match=r"Qwen/Qwen3-8: neither .* did you mean Qwen/Qwen3-8B\?"):
+    with pytest.raises(UserError, match=r"Qwen/Qwen3-8: not a folder, .* did you mean Qwen/Qwen3-8B\?"):
         target_folder("Qwen/Qwen3-8")
     answers(monkeypatch, http_error(GatedRepoError, 403))
     with pytest.raises(UserError, match="accept its terms on the hub, and set HF_TOKEN"):

@@ -1,4 +1,4 @@
-"""A drafter is held against its target before either is loaded."""
+"""A drafter is compared with its target before either is loaded."""
 
 from __future__ import annotations
 

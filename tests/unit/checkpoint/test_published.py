@@ -1,4 +1,4 @@
-"""Every published drafter is understood, or refused by name."""
+"""Every published z-lab drafter is understood."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A quantised drafter is read whole or refused by name."""
+"""A quantised drafter is read with all its scales, or refused with an error that names the format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_serve.checkpoint.formats import Format, dequantized, quantize
-from dflash_serve.checkpoint.quantization import Quantization, read_quantization
 from dflash_serve.checkpoint.reader import (
     load_weights,
     open_checkpoint,
@@ -20,6 +19,7 @@ from dflash_serve.checkpoint.reader import (
     read_drafter,
     weight_problems,
 )
+from dflash_serve.checkpoint.tensors import Quantization, read_quantization
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter
 from tests.support.built import seal
@@ -140,7 +140,7 @@ def test_packed_weights_that_no_file_explains_are_refused(tmp_path: Path) -> Non
     folder = write_quantized_drafter(tmp_path / "d", "nvfp4")
     (folder / "hf_quant_config.json").unlink()
     edit_json(folder / "config.json", {"quantization_config": None})
-    with pytest.raises(UserError, match=r"the weights are quantised .* but no file of it says how"):
+    with pytest.raises(UserError, match=r"the weights are quantised .* but no file names the format"):
         load_weights(folder)
 
 

@@ -10,8 +10,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from dflash_serve.checkpoint.dialects import DIALECTS
-from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.reader import DIALECTS, read_config
 from dflash_serve.cli.convert import To, convert
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from dflash_serve.cli.main import app
 from dflash_serve.cli.top import _curve
-from dflash_serve.client.live import LiveFigures
-from dflash_serve.client.metrics import ServerReading, read_server
+from dflash_serve.client.metrics import LiveFigures, ServerReading, read_server
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running

@@ -1,4 +1,4 @@
-"""The client meets servers that name tokens differently, refuse, lie or are not there."""
+"""The client of servers that name tokens differently, refuse requests, answer wrongly or do not answer."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_what_is_no_completion_is_one_clear_line(body: Any) -> None:
         Endpoint(url).complete("hello", GREEDY)
 
 
-def test_nobody_there_is_one_clear_line() -> None:
+def test_no_server_is_one_clear_line() -> None:
     with pytest.raises(UserError, match=r"no answer .*check the address"):
         Endpoint("http://127.0.0.1:9").complete("hello", GREEDY)
 
@@ -179,7 +179,7 @@ def test_the_key_is_sent_and_never_shown(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_connection_that_was_closed_while_idle_is_opened_again() -> None:
-    """Every connection is closed after its first answer, without a word."""
+    """Every connection is silently closed after its first answer."""
     with closing_server() as url:
         target = Endpoint(url, "m")
         assert [target.complete("hello", GREEDY).pieces for _ in range(3)] == [(7,)] * 3

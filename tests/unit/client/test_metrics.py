@@ -1,4 +1,4 @@
-"""Every engine's own words come out under one definition, and what is unknown stays None."""
+"""Every engine's metrics are read into one definition; unknown values stay None."""
 
 from __future__ import annotations
 

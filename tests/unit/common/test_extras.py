@@ -1,4 +1,4 @@
-"""What is not installed is named with the extra that brings it, before any work is done."""
+"""A package that is not installed is reported with its extra, before any work is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that we start comes up, says why where it does not, and leaves nothing behind."""
+"""A started server becomes ready, or an error says why not, and none of its processes remains."""
 
 from __future__ import annotations
 

@@ -11,9 +11,7 @@ import torch
 
 from dflash_serve import SamplingParams
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.models.attention.flashinfer import FlashInferAttention, windows_fit
-from dflash_serve.models.attention.padded import PaddedAttention
-from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.attention import FlashInferAttention, PaddedAttention, RaggedAttention, windows_fit
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.speculation.policy import FixedWidth, Step
 from dflash_torch.model_runner import LONGEST, Shape, StaticPass, padded_table, real_rows, shape_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dflash_engines.pipeline import Done, Measured, Source, Step, Work, run, verify_output
-from dflash_serve.checkpoint.manifest import read_manifest, verify
+from dflash_serve.checkpoint.files import read_manifest, verify
 from dflash_serve.errors import UserError
 
 

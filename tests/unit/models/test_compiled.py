@@ -1,4 +1,4 @@
-"""The compiled operators: PyTorch's numbers, a row's bits whatever stands beside it; PyTorch's where none compile."""
+"""Compiled operators: PyTorch's results, each row independent of its batch, and a fallback without a compiler."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
-from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.compiled.build import find_compiler, load_kernels
 from dflash_serve.models.compiled.operators import CompiledOperators, compiled_operators
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.layers import PlainOperators, RMSNorm, RotaryEmbedding, rotate
 
 HEADS, KV_HEADS = 6, 2
+DTYPES = (torch.float32, torch.bfloat16)
 SPANS = [Span(2, 40, 4), Span(0, 0, 3), Span(3, 251, 1), Span(1, 9, 32)]
 LONG_SPANS = [Span(2, 1100, 3), Span(0, 505, 16), Span(3, 511, 1), Span(1, 1020, 8)]
 """Several threads share these, 512 keys each."""
@@ -56,10 +57,12 @@ def plainly(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind,
     return attention(1, rotate(q, cos, sin), rotate(k, cos, sin), v).reshape(len(qkv), -1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dim", [8, 64, 128])
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "q and k normed"])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dim", "normed"),
+    [(kind, dim, index < 3) for index, (kind, dim) in enumerate(zip(KINDS, [8, 64, 128] * 2, strict=True))],
+    ids=str,
+)
 @torch.inference_mode()
 def test_attention_is_pytorchs_and_writes_the_same_keys_and_values(
     kind: AttentionKind, normed: bool, dim: int, dtype: torch.dtype
@@ -80,8 +83,9 @@ def test_attention_is_pytorchs_and_writes_the_same_keys_and_values(
     assert torch.equal(cache.values, expected_cache.values)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", [*KINDS, AttentionKind(causal=True, window=600)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), zip([*KINDS, AttentionKind(causal=True, window=600)], [*DTYPES * 3, torch.float32], strict=True)
+)
 @torch.inference_mode()
 def test_attention_to_a_long_context_is_pytorchs(kind: AttentionKind, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
@@ -100,9 +104,18 @@ def test_attention_to_a_long_context_is_pytorchs(kind: AttentionKind, dtype: tor
     torch.testing.assert_close(cache.keys, expected_cache.keys, equal_nan=True, **near)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("start", [90, 507, 1020])  # 512 keys and more are shared out
-@pytest.mark.parametrize("window", [None, 10, 600])
+@pytest.mark.parametrize(
+    ("start", "window", "dtype"),  # threads share 512 keys and more
+    [
+        (90, None, torch.float32),
+        (90, 10, torch.bfloat16),
+        (507, None, torch.bfloat16),
+        (507, 600, torch.float32),
+        (1020, None, torch.float32),
+        (1020, 10, torch.float32),
+        (1020, 600, torch.bfloat16),
+    ],
+)
 @torch.inference_mode()
 def test_a_row_of_a_block_comes_out_bit_for_bit_as_alone(start: int, window: int | None, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
@@ -115,7 +128,7 @@ def test_a_row_of_a_block_comes_out_bit_for_bit_as_alone(start: int, window: int
     assert torch.equal(alone.keys[:, 1], together.keys[:, 1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 200])  # one thread and several
 @torch.inference_mode()
 def test_norm_and_swiglu_are_pytorchs_and_a_rows_own(rows: int, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Our kernels for other processors than this one: in vectors that those have, and right where they run here."""
+"""Kernels compiled for other processors: they use their vector sizes, and are correct if they run here."""
 
 from __future__ import annotations
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.writer import write_drafter
-from dflash_serve.models.attention.ragged import RaggedAttention
-from dflash_serve.models.drafter import Drafter, propose_greedily
-from dflash_serve.models.drafter_walks import propose_by_walk
+from dflash_serve.models.attention import RaggedAttention
+from dflash_serve.models.drafter import Drafter, propose_by_walk, propose_greedily
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter

@@ -1,4 +1,4 @@
-"""The embedded engine reads a target's tensors all, and as they are, or refuses it in one line before it computes."""
+"""The embedded engine reads all tensors of a target, or refuses the target in one line before it computes."""
 
 from __future__ import annotations
 

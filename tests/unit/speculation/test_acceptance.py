@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dflash_serve.speculation.acceptance import Acceptance, accept_greedy, accept_matching, accept_sampled
+from dflash_serve.speculation.acceptance import Acceptance, accept_matching, accept_sampled
 from dflash_serve.speculation.noise import BlockNoise
 
 INF = float("inf")
@@ -18,7 +18,7 @@ def logits_for(tokens: list[list[int]], vocab_size: int = 8) -> torch.Tensor:
 def test_greedy_accepts_until_the_first_difference_and_adds_the_bonus_token() -> None:
     draft = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
     logits = logits_for([[1, 2, 3, 4], [1, 5, 3, 4], [7, 2, 3, 4]])
-    verdict = accept_greedy(draft, logits, torch.tensor([4, 4, 4]))
+    verdict = accept_matching(draft, logits.argmax(-1), torch.tensor([4, 4, 4]))
     assert verdict.accepted.tolist() == [3, 1, 0]
     assert verdict.bonus_token.tolist() == [4, 5, 7]
     assert verdict.acceptance_length.tolist() == [4, 2, 1]
@@ -29,7 +29,7 @@ def test_ragged_widths_ignore_what_lies_beyond_them() -> None:
     draft = torch.tensor([[1, 2, 3], [1, 2, -1], [1, -1, -1], [-1, -1, -1]])
     logits = logits_for([[1, 2, 3, 4]] * 4)
     logits[3, 1:] = float("nan")
-    verdict = accept_greedy(draft, logits, torch.tensor([4, 3, 2, 1]))
+    verdict = accept_matching(draft, logits.argmax(-1), torch.tensor([4, 3, 2, 1]))
     assert verdict.accepted.tolist() == [3, 2, 1, 0]
     assert verdict.bonus_token.tolist() == [4, 3, 2, 1]
 
@@ -42,7 +42,7 @@ def test_a_narrow_width_stops_acceptance_even_where_the_draft_is_right() -> None
 def test_minus_infinity_logits_are_fine() -> None:
     logits = torch.full((1, 2, 4), -INF)
     logits[0, 0, 2] = logits[0, 1, 3] = 0.0
-    verdict = accept_greedy(torch.tensor([[2]]), logits, torch.tensor([2]))
+    verdict = accept_matching(torch.tensor([[2]]), logits.argmax(-1), torch.tensor([2]))
     assert (verdict.accepted.item(), verdict.bonus_token.item()) == (1, 3)
 
 

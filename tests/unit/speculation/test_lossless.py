@@ -10,13 +10,12 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from dflash_serve.speculation import acceptance, penalties
+from dflash_serve.speculation import acceptance, sampling
 from dflash_serve.speculation.acceptance import accept_sampled
 from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.noise import BlockNoise, NoiseStream, block_positions, draw, uniforms
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.penalties import TokenCounts
-from dflash_serve.speculation.sampling import probabilities
+from dflash_serve.speculation.sampling import TokenCounts, probabilities
 
 V, BLOCK_SIZE, LENGTH, REQUESTS = 5, 4, 3, 10_000
 PROMPT = [0, 3]
@@ -144,7 +143,7 @@ def test_the_test_catches_a_rejected_token_drawn_afresh(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_test_catches_penalties_frozen_inside_a_block(monkeypatch: pytest.MonkeyPatch, sampled: bool) -> None:
     monkeypatch.setattr(
-        penalties, "_occurrences", lambda tokens, rows: tokens.new_zeros(len(tokens), rows, tokens.shape[1])
+        sampling, "_occurrences", lambda tokens, rows: tokens.new_zeros(len(tokens), rows, tokens.shape[1])
     )
     assert run(PARAMS["presence and frequency penalties"], sampled=sampled) < CAUGHT
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
-from dflash_serve.models.attention.ragged import RaggedAttention
+from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.training.blocks import BlockForward, FlexBlockAttention, context_rows, lay_out

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_serve.models.attention.ragged import RaggedAttention
-from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.drafter_walks import propose_by_walk
+from dflash_serve.models.attention import RaggedAttention
+from dflash_serve.models.drafter import Drafter, propose_by_walk
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.loader import load_target
 from dflash_serve.training.blocks import Blocks, Labels, SlotForward, Teacher, lay_out

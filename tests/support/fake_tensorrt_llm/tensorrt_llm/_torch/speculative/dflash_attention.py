@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dflash_serve.models.attention.ragged import attend, fold_mask
+from dflash_serve.models.attention import attend, fold_mask
 
 
 def get_dflash_flash_attention() -> Callable[..., Tensor]:

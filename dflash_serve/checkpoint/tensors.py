@@ -1,5 +1,10 @@
-"""Holds a checkpoint's tensors against what its config.json asks for: each one found once, in the shape and dtype of
-its storage format, with the scales that belong to it, and no others. Knows what published checkpoints call them.
+"""Tensors of a drafter's files, compared with those that its config.json asks for. No torch.
+
+Each expected tensor must be there once, in the shape and dtype of its storage format and with its scales; no other
+tensor may be there. Published checkpoints' own names are known (`ALIASES`, `FUSED`).
+
+ModelOpt 0.47 writes the algorithm of a quantised drafter into `hf_quant_config.json` and, in another shape, into
+config.json's `quantization_config`; `dflash-serve build` writes both.
 """
 
 from __future__ import annotations
@@ -8,17 +13,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
-from dflash_serve.checkpoint.dialects import SUPPORTED, head_of_tensor
-from dflash_serve.checkpoint.dialects.dialect import PLAIN_DRAFTER
-from dflash_serve.checkpoint.files import Header
-from dflash_serve.checkpoint.manifest import NAME
-from dflash_serve.errors import Problem
+from dflash_serve.checkpoint.config import BUILD, PLAIN_DRAFTER, DrafterConfig, expected_tensors
+from dflash_serve.checkpoint.files import IN_CONFIG, MANIFEST, QUANT_CONFIG, Header, read_object
+from dflash_serve.errors import Problem, raise_problems
 
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.formats import Format
+
 
 ALIASES = {
     "encoder.fc.weight": "fc.weight",
@@ -31,22 +34,22 @@ ALIASES = {
     "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
     "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
 }
-"""Names that SGLang's and vLLM's mappers know as well, ModelOpt's for DSpark, and what z-lab's own code saves."""
+"""Other names of our tensors: SGLang's and vLLM's mappers know some, ModelOpt and z-lab's own code write the others."""
 RECOMPUTED = "rotary_emb."
-"""Rotary buffers of old checkpoints."""
+"""Part of the names of rotary buffers in old checkpoints, which are computed instead."""
 D2T, T2D = "d2t", "t2d"
-"""Target id - draft id of each draft id, int64; and whether a target id can be drafted, bool."""
+"""Maps of a reduced draft vocabulary: int64 target id - draft id, and a bool mask of the draftable target ids."""
 FLOATS: Collection[str] = {"F64", "F32", "F16", "BF16"}
-"""safetensors' dtypes of plain weights."""
+"""safetensors dtypes of plain weights."""
 STORED_AS: Mapping[Format, str] = {"fp8": "F8_E4M3", "nvfp4": "U8"}
-"""safetensors' dtype of a quantised weight."""
+"""Format -> safetensors dtype of its weights."""
 SCALES = ("weight_scale", "weight_scale_2", "input_scale")
-"""What ModelOpt puts beside a quantised weight."""
+"""Tensors that ModelOpt stores beside a quantised weight."""
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Products that engines multiply as one, and that some checkpoints store as one; the parts in order of their rows."""
+"""Fused products of engines, which some checkpoints store fused too -> their parts in the order of rows."""
 BLOCK = 16
 """Values along the input that share an NVFP4 scale."""
 PACKED = (
@@ -55,11 +58,20 @@ PACKED = (
 )
 """Endings of the tensors that quantisers (compressed-tensors, ModelOpt, GPTQ, AWQ) put beside or instead of weights."""
 ONE_DRAFTER = "use weights and config.json of one drafter"
+HEADS_BY_TENSOR = {
+    "DFlash2": ("candidate_selector.", ".attention_conv.", ".mlp_conv."),
+    "DSpark": ("markov_head.", "confidence_head."),
+    "Domino": ("prefix_gru.", "embed_proj."),
+    "LiLiCorr": ("lilicorr.",),
+    "Laguna": ("aux_hidden_norms.", ".g_proj."),
+}
+"""Head -> parts of tensor names that only it has (exports of z-lab, ModelOpt and DeepSpec)."""
+SUPPORTED_HEADS = ("DFlash2", "DSpark")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One of our tensors: rows of a stored one, or all of it."""
+    """Place of one of our tensors: a stored tensor, or rows of it."""
 
     file: Path
     stored_name: str
@@ -75,15 +87,15 @@ def match_tensors(
     copies: Collection[str] = (),
     format: Format | None = None,
 ) -> dict[str, Piece]:
-    """Finds every expected tensor, scales included; adds what is missing, extra, misshapen or doubled to `problems`.
+    """Finds every expected tensor with its scales; missing, extra, misshapen and doubled ones become `problems`.
 
     Args:
-        headers: what the files hold.
-        config: what should be there.
+        headers: the tensors of the files.
+        config: the drafter that they should make.
         problems: added to.
-        where: the folder, for what is missing.
-        copies: names that repeat the target's own tensors in this dialect, and are skipped.
-        format: of the quantised weights; None = the checkpoint does not say that it has any.
+        where: the folder, for messages about missing tensors.
+        copies: names that repeat the target's own tensors in this dialect; they are skipped.
+        format: of the quantised weights; None = the checkpoint declares none.
     """
     shapes = expected_tensors(config)
     skipped = {name for name in headers if name.removeprefix("model.") in copies and proper_name(name) not in shapes}
@@ -91,8 +103,8 @@ def match_tensors(
     if T2D in skipped:
         problems.extend(_mask_problems(headers[T2D], config))
     packed = next((name for name, h in ours.items() if _is_packed(name, h.dtype)), None)
-    if format is None and packed is not None:  # every other complaint would be a consequence
-        what = f"the weights are quantised (tensor {packed} is {ours[packed].dtype}), but no file of it says how"
+    if format is None and packed is not None:  # every other problem would follow from this one
+        what = f"the weights are quantised (tensor {packed} is {ours[packed].dtype}), but no file names the format"
         problems.append(Problem(what, str(ours[packed].file), "use the bf16 drafter, or add its hf_quant_config.json"))
         return {}
     stored = [name for name, header in ours.items() if format is not None and header.dtype == STORED_AS[format]]
@@ -102,7 +114,7 @@ def match_tensors(
 
 
 class _Match:
-    """One matching: what is expected, and what was found of it."""
+    """Comparison of the expected tensors with the stored ones."""
 
     def __init__(
         self, config: DrafterConfig, problems: list[Problem], format: Format | None, quantised: Collection[str]
@@ -113,7 +125,6 @@ class _Match:
         self.unusable: set[str] = set()
 
     def run(self, headers: Mapping[str, Header], where: str) -> dict[str, Piece]:
-        """Matches every header, notes what is missing, and returns the tensors that can be used."""
         for name, header in headers.items():
             self._take(name, header)
         for name, shape in self.shapes.items():
@@ -145,7 +156,7 @@ class _Match:
         self.problems.append(Problem(what, str(header.file), do))
 
     def _fault(self, name: str, header: Header, wanted: tuple[int, ...], ours: str) -> tuple[str, str] | None:
-        """What is wrong with a tensor that belongs here, and what to do; a scale of one number may have any rank."""
+        # (what, do) for an expected tensor; a scale of one number may have any rank.
         found = () if not wanted and prod(header.shape) == 1 else header.shape
         if found != wanted:
             return _misshapen(name, header.shape, wanted, self.config)
@@ -162,12 +173,12 @@ class _Match:
 
     def _extra(self, name: str, header: Header) -> tuple[str, str]:
         head, shape = head_of_tensor(proper_name(name)), list(header.shape)
-        if head in SUPPORTED:
-            return f"tensor {name} {shape} belongs to a {head} head, of which config.json says nothing", ONE_DRAFTER
+        if head in SUPPORTED_HEADS:
+            return f"tensor {name} {shape} belongs to a {head} head, which config.json does not have", ONE_DRAFTER
         if head is not None:
             return f"tensor {name} {shape} belongs to a {head} head, which is not supported yet", PLAIN_DRAFTER
         if _is_map(name):
-            what = f"tensor {name} {shape} maps a reduced draft vocabulary, of which config.json says nothing"
+            what = f"tensor {name} {shape} maps a reduced draft vocabulary, which config.json does not have"
             return what, "add draft_vocab_size, or remove the tensor"
         weights = [part.rpartition(".")[0] + ".weight" for part in parts_of(name)]
         if name.endswith(SCALES) and all(weight in self.shapes for weight in weights):
@@ -176,7 +187,7 @@ class _Match:
 
 
 def _mask_problems(header: Header, config: DrafterConfig) -> list[Problem]:
-    """What is wrong with `t2d`, as far as its header tells; d2t says the same, so it is not loaded."""
+    # Only the header is checked: d2t holds the same map, so t2d is not loaded.
     if header.shape == (config.vocab_size,) and header.dtype == "BOOL":
         return []
     what = f"tensor {T2D} is {header.dtype} {list(header.shape)}, not BOOL [{config.vocab_size}]"
@@ -184,7 +195,6 @@ def _mask_problems(header: Header, config: DrafterConfig) -> list[Problem]:
 
 
 def _is_packed(name: str, dtype: str) -> bool:
-    """Whether a tensor belongs to a quantised checkpoint, by its name or by its safetensors dtype."""
     return (name.endswith(PACKED) or dtype not in FLOATS) and not _is_map(name)
 
 
@@ -201,13 +211,18 @@ def _misshapen(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], confi
 
 
 def proper_name(name: str) -> str:
-    """A checkpoint's tensor name without optional prefix and aliases."""
+    """Our name of a checkpoint's tensor: without the optional prefix, and with aliases resolved."""
     name = name.removeprefix("model.")
     return ALIASES.get(name, name)
 
 
+def head_of_tensor(name: str) -> str | None:
+    """The known head that a tensor belongs to, if any."""
+    return next((head for head, parts in HEADS_BY_TENSOR.items() if any(part in name for part in parts)), None)
+
+
 def parts_of(name: str) -> list[str]:
-    """What a checkpoint's tensor holds of ours, in order: itself, or the pieces of a fused one."""
+    """Our names of the tensors in a checkpoint's tensor, in order: one, or the parts of a fused product."""
     name = proper_name(name)
     for fused, pieces in FUSED.items():
         if f".{fused}." in name:
@@ -216,13 +231,13 @@ def parts_of(name: str) -> list[str]:
 
 
 def scale_problems(headers: Mapping[str, Header], format: Format, folder: Path) -> list[Problem]:
-    """The problem of products in `FUSED` groups that do not share their scales; reads those numbers from the files.
+    """The problem of products in `FUSED` groups with different scales; reads the scales from the files.
 
     An engine has one scale for a fused product. TensorRT-LLM asserts that the NVFP4 parts agree; SGLang and vLLM take
     the largest, which makes the other parts' weights too large. All three round FP8 parts again to the largest, which
-    costs some accuracy: ModelOpt's exporter relies on it, so that only what `dflash-serve build` wrote is refused.
+    costs some accuracy. ModelOpt's exporter relies on this, so FP8 is refused only in folders of `dflash-serve build`.
     """
-    if format == "fp8" and not (folder / NAME).is_file():
+    if format == "fp8" and not (folder / MANIFEST).is_file():
         return []
     shared = ("weight_scale_2" if format == "nvfp4" else "weight_scale", "input_scale")
     found: dict[tuple[str, str, str], set[bytes]] = {}
@@ -252,7 +267,7 @@ def _stored_bytes(header: Header) -> bytes:
 def stored_tensors(
     config: DrafterConfig, format: Format | None, quantised: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor as a checkpoint stores it: quantised modules with their scales.
+    """Name -> shape of every tensor as a checkpoint stores it, with the scales of quantised modules.
 
     FP8: weight [out, in], one scale. NVFP4: weight [out, in / 2], a scale for 16 values [out, in / 16], and one more.
     Both may have an input_scale, of the activations. (ModelOpt 0.47.)
@@ -268,3 +283,83 @@ def stored_tensors(
             scales |= {"weight_scale": (rows, columns[0] // BLOCK), "weight_scale_2": ()}
         shapes |= {f"{module}.{name}": shape for name, shape in scales.items()}
     return shapes
+
+
+ALGORITHMS: Mapping[object, Format] = {"FP8": "fp8", "NVFP4": "nvfp4"}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Quantisation that a checkpoint declares."""
+
+    format: Format
+    excluded: tuple[str, ...]
+    """Patterns of modules that stay in bf16."""
+    kv_cache: str | None = None
+    """Algorithm of the K/V cache; None = as the activations."""
+
+
+def read_quantization(folder: Path) -> Quantization | None:
+    """The quantisation in a drafter's config.json and hf_quant_config.json; None = not quantised.
+
+    Raises:
+        UserError: an algorithm that is not read, two files that disagree, or a file that is no JSON object.
+    """
+    problems: list[Problem] = []
+    raw = read_object(folder / "config.json", problems)
+    found = find_quantization(raw or {}, folder, problems)
+    raise_problems(problems)
+    return found
+
+
+def find_quantization(config: Mapping[str, object], folder: Path, problems: list[Problem]) -> Quantization | None:
+    """The quantisation in a parsed config.json and the hf_quant_config.json beside it; None = none, or a problem."""
+    inline, beside = config.get(IN_CONFIG), folder / QUANT_CONFIG
+    if inline is not None and not isinstance(inline, dict):
+        what = f"{IN_CONFIG} is {inline!r}, not an object"
+        problems.append(Problem(what, str(folder / "config.json"), "correct it"))
+        return None
+    given = {
+        f"config.json's {IN_CONFIG}": inline,
+        QUANT_CONFIG: read_object(beside, problems) if beside.is_file() else None,
+    }
+    entries = {name: entry for name, outer in given.items() if (entry := _entry(outer))}
+    read = {name: _quantization(entry, name, folder, problems) for name, entry in entries.items()}
+    formats = {found.format for found in read.values() if found is not None}
+    if len(formats) > 1:
+        said = ", ".join(f"{name} says {found.format}" for name, found in read.items() if found is not None)
+        problems.append(Problem(said, str(folder), "keep the right one"))
+    return next((found for found in read.values() if found is not None), None)
+
+
+def _entry(outer: Mapping[str, object] | None) -> Mapping[str, object] | None:
+    # ModelOpt's exporters write `quant_algo` at either of two depths.
+    inner = (outer or {}).get("quantization")
+    return cast("Mapping[str, object]", inner) if isinstance(inner, dict) and inner else outer or None
+
+
+def _quantization(entry: Mapping[str, object], name: str, folder: Path, problems: list[Problem]) -> Quantization | None:
+    algorithm = entry.get("quant_algo") or entry.get("quant_method")
+    format = ALGORITHMS.get(algorithm) if isinstance(algorithm, str) else None
+    if format is None:
+        what = f"the drafter is quantised with {algorithm!r} ({name}), which is not read"
+        problems.append(Problem(what, str(folder), BUILD))
+        return None
+    listed = entry.get("exclude_modules", entry.get("ignore"))
+    excluded = tuple(str(module) for module in listed) if isinstance(listed, list) else ()
+    kv_cache = entry.get("kv_cache_quant_algo")
+    return Quantization(format, excluded, str(kv_cache) if kv_cache else None)
+
+
+def plain_only(quantization: Quantization | None, reader: str, where: str) -> list[Problem]:
+    """The problem of a quantised drafter for a reader of plain weights; [] for a plain drafter.
+
+    Args:
+        quantization: of the drafter.
+        reader: name of the reader in the message, such as `the embedded backend`.
+        where: the field or folder that names the drafter.
+    """
+    if quantization is None:
+        return []
+    what = f"the drafter is quantised to {quantization.format.upper()}, {reader} reads bf16 drafters only"
+    return [Problem(what, where, "use the bf16 drafter it was made from, or a backend that reads quantised ones")]
