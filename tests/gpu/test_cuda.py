@@ -97,9 +97,7 @@ def test_the_driver_tells_what_torch_knows() -> None:
     assert gpus[0].memory == pytest.approx(properties.total_memory, rel=0.05)
 
 
-def test_a_text_is_laid_out_where_its_tokens_are() -> None:
-    """What the target says of it is read from disk and stays on the CPU."""
-    tokens, says = torch.arange(20), torch.arange(1, 20)
-    anchors = [torch.tensor([3, 5], device="cuda")]
-    found = lay_out([tokens.cuda()], anchors, 4, says=[says])
-    assert torch.equal(found.targets.cpu(), lay_out([tokens], [anchors[0].cpu()], 4, says=[says]).targets)
+def test_blocks_are_laid_out_where_their_tokens_are() -> None:
+    tokens, anchors = torch.arange(20), [torch.tensor([3, 5], device="cuda")]
+    found = lay_out([tokens.cuda()], anchors, 4)
+    assert torch.equal(found.targets.cpu(), lay_out([tokens], [anchors[0].cpu()], 4).targets)

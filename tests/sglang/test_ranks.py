@@ -23,7 +23,7 @@ def both_told(rank: int, folder: str, failing: str) -> None:
     from dflash_sglang.plugin.ranks import RankError, Ranks
 
     torch.set_num_threads(1)
-    store = distributed.FileStore(f"{folder}/store", 2)
+    store: Any = vars(distributed)["FileStore"](f"{folder}/store", 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     ranks = Ranks(SimpleNamespace(cpu_group=distributed.group.WORLD, world_size=2, rank_in_group=rank))
 
@@ -37,7 +37,7 @@ def both_told(rank: int, folder: str, failing: str) -> None:
         if failing == "table" or (rank == FAILING and failing == "step"):
             raise MemoryError("no memory for a step")
 
-    calibration.made_up_batch = made_up_batch
+    calibration.made_up_batch = made_up_batch  # type: ignore[assignment]
     config = SimpleNamespace(context_len=512)
     runner = SimpleNamespace(max_running_requests=2, model_config=config)
     worker: Any = SimpleNamespace(model_runner=runner, device=torch.device("cpu"))

@@ -137,7 +137,7 @@ def room_for_a_step(headroom: Callable[[], int]) -> int:
     """
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size, get_alloc_reserve_per_decode
 
-    return max(headroom(), get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
+    return max(headroom(), int(get_alloc_reserve_per_decode() + get_alloc_page_size()) - 1)
 
 
 def on_worker_built(build: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:

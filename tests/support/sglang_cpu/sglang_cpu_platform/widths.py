@@ -22,7 +22,7 @@ def install() -> None:
 def _with_it(create: Any, *args: Any) -> Any:
     from dflash_sglang.plugin.worker import WidthWorker
 
-    WidthWorker._policy = lambda own, cost, offered: ByNumber(offered)
+    setattr(WidthWorker, "_policy", lambda own, cost, offered: ByNumber(offered))  # noqa: B010
     return create(*args)
 
 
