@@ -20,7 +20,7 @@ INK, SOFT, GRID = "#1f2933", "#66727f", "#e4e7eb"
 KNOWN = {"off": "#7b8794", "auto": "#0b6bcb"}
 OTHERS = ("#d9730d", "#0f8a5f", "#9b3fb5", "#c0392b", "#8a6d00", "#00838f")
 WIDTH, HEIGHT, MARGIN, TICKS = 860, 520, 62, 5
-"""Of the picture, in pixels; intervals of each axis."""
+"""Size of the picture in pixels; intervals of each axis."""
 
 
 class Spot(NamedTuple):

@@ -61,7 +61,7 @@ class Point(Frozen):
 
     @property
     def spot(self) -> Spot | None:
-        """Where it lies in the plot; None where its interactivity is unknown."""
+        """Its point in the plot; None if its interactivity is unknown."""
         if self.interactivity is None:
             return None
         return Spot(self.interactivity, self.throughput_per_device, self.concurrency)

@@ -12,7 +12,7 @@ from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 
 ROUNDS = 3
-"""How often one prompt is answered with and without speculation, to compare."""
+"""Answers of each prompt with speculation and without, in a comparison."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TimedRun:
 
 @dataclass(frozen=True)
 class SpeedComparison:
-    """What speculation was worth: medians over interleaved rounds. A figure that is not known is None."""
+    """Speed with and without speculation: medians over interleaved rounds. An unknown figure is None."""
 
     tokens_per_second: float | None
     plain_tokens_per_second: float | None

@@ -193,7 +193,7 @@ def _config_rows(config: DrafterConfig) -> list[tuple[str, str]]:
 
 
 def _slots(config: DrafterConfig) -> str:
-    """What stands behind the anchor; an anchor-first checkpoint counts its rows, one fewer."""
+    """Drafted tokens of a block; an anchor-first checkpoint counts its rows, which is one fewer."""
     if config.slots == "fill-in":
         return "masked slots"
     return f"drafted slots; block_size {config.rows()} in config.json"

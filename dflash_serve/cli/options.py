@@ -59,7 +59,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result alone: no progress, no remarks.")]
 
 ENGINE_WORDS = "dflash_serve.engine_words"
-"""Where a command's context keeps what stood after `--`."""
+"""Key of a command's context for the words after `--`."""
 
 
 class TakesEngineArguments(TyperCommand):

@@ -145,7 +145,7 @@ def _bar(share: float | None) -> str:
 
 
 def _curve(values: deque[float | None]) -> str:
-    """As many characters as values, from 0 to the highest; a gap where one is not known."""
+    """One character for each value, from 0 to the highest; a gap for an unknown value."""
     most = max((value for value in values if value is not None), default=0) or 1
     heights = (None if value is None else round(value / most * (len(BARS) - 1)) for value in values)
     return "".join(" " if height is None else BARS[height] for height in heights)

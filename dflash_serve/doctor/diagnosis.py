@@ -54,7 +54,7 @@ class Hypothesis:
     """Subject of the fault; `HEALTHY` for none."""
     name: str
     says: str
-    """How an engine or a checkpoint gets this fault."""
+    """Causes of this fault in an engine or a checkpoint."""
     predicted: tuple[AcceptanceStatistics, ...]
     """Predicted counts, by prompt."""
     benign: bool = False

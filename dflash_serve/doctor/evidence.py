@@ -64,7 +64,7 @@ class Fault:
     name: str
     """Unique among the faults of a reference."""
     says: str
-    """How an engine or a checkpoint gets this fault."""
+    """Causes of this fault in an engine or a checkpoint."""
     setting: str | None = None
     """The line of the checkpoint's configuration that would have the same effect, if there is one."""
     benign: bool = False

@@ -64,7 +64,7 @@ class ExplanationRow(Frozen):
     cause: str
     name: str
     says: str
-    """How an engine or a checkpoint gets this fault."""
+    """Causes of this fault in an engine or a checkpoint."""
     predicted: AcceptanceFigures
     posterior: float
     p_value: float

@@ -13,8 +13,8 @@ from dflash_serve.speculation.params import SamplingParams
 class SamplingBatch:
     """Parameters of N requests. Build it with `of`, anew whenever the batch changes, not at every step.
 
-    The `*_requests` hold the indices of the requests that switched something on: what nobody wants costs nothing,
-    what one wants costs the others nothing, and no step waits for the device to learn which it is.
+    The `*_requests` hold the indices of the requests that use an option: an unused option costs nothing, an option of
+    one request costs the others nothing, and no step waits for the device to look them up.
 
     Shapes: temperature, top_p, top_k, min_p and the penalties [N]; bias_* [M], one entry per (request, token).
     """

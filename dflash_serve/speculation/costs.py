@@ -20,11 +20,11 @@ Measurements = Annotated[dict[PositiveInt, Seconds], Field(min_length=1)]
 NODES: Final = 17
 """Corrections are kept for 1, 2, 4, ... 65536 rows: more than any step verifies."""
 CONFIRMED: Final = 0.05
-"""How much longer than the least the second least of repeated measurements may be, as a share of it."""
+"""Largest relative gap between the two least of repeated measurements."""
 
 
 def is_confirmed(seconds: Sequence[float]) -> bool:
-    """Whether the least of repeated measurements was met twice; else all may have been taken beside other work."""
+    """True if the two least measurements agree; else other work may have disturbed all of them."""
     least, *more = sorted(seconds)
     return bool(more) and more[0] <= (1 + CONFIRMED) * least
 
@@ -95,7 +95,7 @@ class _Curve:
     """A monotone piecewise linear curve through measurements."""
 
     seconds: Floats
-    """Of every size from 0 to the largest measured: looked up in every step."""
+    """Seconds of every size from 0 to the largest measured; every step looks them up."""
 
     @classmethod
     def through(cls, measured: Mapping[int, float]) -> _Curve:
@@ -113,7 +113,7 @@ Corrections = Annotated[list[FiniteFloat], Field(min_length=2 * NODES, max_lengt
 
 
 class LearntCosts(BaseModel):
-    """What served steps taught of a `CostModel`, for the next server to begin with. To and from JSON.
+    """Corrections of a `CostModel` from served steps, for the next server to begin with. To and from JSON.
 
     mean: [2 * NODES], logarithms of ratios: steps without a draft, then with one, of 1, 2, 4, ... rows.
     covariance: [2 * NODES, 2 * NODES], how well that is known of each; None = the costs are a guess, and nothing is.

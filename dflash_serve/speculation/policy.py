@@ -1,4 +1,4 @@
-"""What an engine asks a width policy before each step, and tells it after; and the policy that never changes."""
+"""The interface between an engine and a width policy, and the policy of a fixed width."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dflash_serve.speculation.costs import Context
 
 @dataclass(frozen=True)
 class Step:
-    """What a decoding step came to, request by request."""
+    """The result of a decoding step, request by request."""
 
     request_ids: Sequence[Hashable]
     widths: Sequence[int]
@@ -19,7 +19,7 @@ class Step:
     accepted: Sequence[int]
     """Drafted tokens accepted, less than the width."""
     seconds: float | None = None
-    """How long the whole step took; None = unknown, or it did other work, too (a prompt)."""
+    """Time of the whole step; None: unknown, or the step did other work, too (a prompt)."""
     context_tokens: int = 0
     """K/V tokens of all requests together."""
 
@@ -29,7 +29,7 @@ class Step:
 
 
 class WidthPolicy(Protocol):
-    """What an engine asks before each decoding step, and tells after it.
+    """Chooses widths before each decoding step and learns from its result.
 
     With several ranks one of them asks and tells the others: what it answers depends on times that it measured.
     """
@@ -50,7 +50,7 @@ class WidthPolicy(Protocol):
         ...
 
     def observe(self, step: Step) -> None:
-        """What a step came to. Requests may have got less than was asked for them."""
+        """Takes a step's result. Requests may have got narrower blocks than `widths` chose."""
         ...
 
     def forget(self, request_id: Hashable) -> None:

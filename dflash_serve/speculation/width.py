@@ -125,12 +125,12 @@ class TimeEstimate:
 
     @property
     def learnt(self) -> LearntCosts:
-        """What is known now, for the next run."""
+        """The corrections now, for the next run."""
         mean, covariance = (self._mean[:-1] + self._mean[-1]).round(6), self._covariance[:-1, :-1].round(8)
         return LearntCosts(mean=mean.tolist(), covariance=covariance.tolist())
 
     def of_steps(self, rows: Integers, drafted: Integers, context: Context = NO_CONTEXT) -> Floats:
-        """As `CostModel.of_steps`, corrected."""
+        """Seconds of `CostModel.of_steps`, corrected."""
         doublings, nodes = np.log2(np.maximum(rows, 1)), np.arange(NODES)
         off, on = (np.interp(doublings, nodes, mean) for mean in (self._mean[:NODES], self._mean[NODES:-1]))
         correction = np.where(drafted > 0, on, off) + self._mean[-1]
@@ -163,7 +163,7 @@ class TimeEstimate:
 
 
 class Budget:
-    """What may be lost against no speculation (`balance`), and against the best choice as known (`trials`)."""
+    """Steps that may be lost against no speculation (`balance`) and against the best known choice (`trials`)."""
 
     def __init__(self) -> None:
         self.balance, self.trials, self.has_drafted = START, TRIALS, False

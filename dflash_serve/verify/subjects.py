@@ -49,7 +49,7 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class SubjectPair:
-    """The same engine with and without speculation. Either may be opened several times, one at a time."""
+    """One engine with and without speculation. Each may be opened several times, one at a time."""
 
     speculating: Callable[[], AbstractContextManager[Subject]]
     plain: Callable[[], AbstractContextManager[Subject]]

@@ -1,4 +1,4 @@
-"""What SGLang loads into its processes (entry point `sglang.srt.plugins`): hooks around its own algorithm DFLASH.
+"""The plug-in that SGLang loads into its processes (entry point `sglang.srt.plugins`): hooks around algorithm DFLASH.
 
 Nothing is changed until a server asks for DFLASH: then its draft is checked before anything is loaded, loaded strictly,
 and measured; and where a width is asked for (`DFLASH_SERVE_SPECULATION__WIDTH`), our worker runs in the place of
@@ -37,7 +37,7 @@ def install() -> None:
 
 
 def usable() -> bool:
-    """Whether this SGLang is the tested release; warns where it is not."""
+    """True if this SGLang is the tested release; else a warning is logged."""
     problem = next(RELEASES.problems(RELEASES.installed() or "unknown"), None)
     if problem is not None:
         logger.warning(ASIDE, problem)
@@ -68,7 +68,7 @@ def _asks_for_dflash(server_args: Any) -> bool:
 
 
 def width_problems(server_args: Any) -> list[Problem]:
-    """What is wrong with the width that the environment asks for, in these arguments."""
+    """Problems of the width that the environment asks for, with these arguments."""
     try:
         width = asked_width()
         if width == AUTO:

@@ -70,7 +70,7 @@ def worker_problems(worker: HostWorker) -> Iterator[Problem]:
 
 
 def draft_scope(worker: HostWorker) -> AbstractContextManager[Any]:
-    """Where the drafter runs: its own tensor-parallel layout."""
+    """The context in which the drafter runs: its own tensor-parallel layout."""
     from sglang.srt.speculative.spec_utils import draft_tp_context
 
     scope: AbstractContextManager[Any] = draft_tp_context(worker.draft_parallel_layout)

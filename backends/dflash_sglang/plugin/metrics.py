@@ -93,7 +93,7 @@ def unwatched(runner: Any) -> Iterator[None]:
 
 
 def timed(forward: Callable[..., Any], device: str, report: Callable[[float], None]) -> Callable[..., Any]:
-    """The same function, reporting the seconds of each call."""
+    """Wraps a function so that it reports the seconds of each call."""
     return _timed_on_gpu(forward, report) if device.startswith("cuda") else _timed_on_host(forward, report)
 
 

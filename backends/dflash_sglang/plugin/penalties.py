@@ -38,7 +38,7 @@ class Penalties:
         self._counted: dict[str, _Counted] = {}
 
     def concern(self, requests: Sequence[Any]) -> bool:
-        """Whether one of the requests is penalised."""
+        """True if one of the requests is penalised."""
         return bool(self._counted) and any(str(request.rid) in self._counted for request in requests)
 
     def at_prefill(self, batch: Any) -> None:
@@ -111,7 +111,7 @@ class Penalties:
 
 
 def _penalty(counts: torch.Tensor, knobs: torch.Tensor, stops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is added to the logits of the next token, and what they are then scaled by, [p, V] each."""
+    """Terms added to the logits of the next token, and factors applied after that, [p, V] each."""
     frequency, presence, repetition, least = knobs[:, :, None].unbind(1)
     seen = counts > 0
     early = counts.sum(1, keepdim=True) < least

@@ -15,7 +15,7 @@ from torch import distributed
 
 logger = logging.getLogger(__name__)
 PATIENCE = timedelta(minutes=5)
-"""How long the others are waited for at start-up; beyond, this rank raises, and SGLang ends the server."""
+"""Time limit for other ranks at start-up. After it this rank raises, and SGLang ends the server."""
 T = TypeVar("T")
 
 
@@ -37,7 +37,7 @@ class Ranks:
         return self._reduced(torch.tensor([value], dtype=torch.float64), distributed.ReduceOp.MIN)[0].item()
 
     def all_agree(self, ok: bool) -> bool:
-        """Whether every rank says yes.
+        """True if every rank says yes.
 
         Raises:
             RuntimeError: a rank did not come (it failed where the others still wait for it).

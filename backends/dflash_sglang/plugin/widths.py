@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 MOST_REQUESTS = 65536
 """Beyond so many the oldest requests are forgotten: SGLang does not tell of the end of aborted ones."""
 AUTO = 0
-"""What `asked_width` calls an automatic width."""
+"""Value of `asked_width` for an automatic width."""
 
 
 def asked_width(environment: Mapping[str, str] = os.environ) -> int | None:

@@ -28,7 +28,7 @@ INTERFACE = "tensorrt_llm._torch.speculative.interface"
 INPUTS = "tensorrt_llm.inputs.registry"
 ZOO = "tensorrt_llm._torch.models"
 REGISTERED = "_registered_architectures"
-"""Where `register_auto_model` notes on a class what it registered it for."""
+"""Attribute with which `register_auto_model` marks a registered class."""
 DRAFTER = "DFlashDraftModel"
 """The architecture in the config.json of every draft folder that we write."""
 BUILT = "dflash-serve: drafter built on rank"
@@ -36,7 +36,7 @@ BUILT = "dflash-serve: drafter built on rank"
 
 
 class Unwanted:
-    """What TensorRT-LLM's own drafter finds where it looks for layers of a drafter that is ours."""
+    """Takes the place of layers in which TensorRT-LLM's own drafter would look at our drafter."""
 
     def __init__(self, *_: object, **__: object) -> None:
         what = "TensorRT-LLM's own drafter was chosen on this rank; it would load this one wrongly and accept nothing"
@@ -89,7 +89,7 @@ def _hand_on(registry: Any, architecture: str, target: type, shadow: type) -> No
 
 
 def _builder(implementation: Implementation) -> Any:
-    """What TensorRT-LLM calls for SpeculativeDecodingMode.DFLASH (signature fixed by `get_draft_model`)."""
+    """Called by TensorRT-LLM for SpeculativeDecodingMode.DFLASH (signature fixed by `get_draft_model`)."""
 
     def build_drafter(model_config: Any, draft_config: Any, lm_head: Any, model: Any) -> Any:
         if implementation == "dequantised context":

@@ -136,7 +136,7 @@ def without_answer(rows: Tensor, request: Request) -> Tensor:
 
 
 def anchors_only(rows: Tensor, request: Request) -> Tensor:
-    """Of a verified block only the anchor's row arrives, not those of the accepted slots."""
+    """The drafter gets only the anchor's row of a verified block, not the rows of accepted slots."""
     positions = _positions(rows, request)
     return rows * ((positions < request.prompt_length) | (positions == request.injected))[:, None]
 
