@@ -33,8 +33,8 @@ from benchmarks.turns import ANSWERS, Turn, show, summary, write_report
 from dflash_serve.bench.settings import deployed_variants
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import ServerReading, read_server
-from dflash_serve.common.processes import running_server
 from dflash_serve.deployment import Deployment
+from dflash_serve.server_adapter import running_server
 from dflash_torch.backend import EmbeddedBackend
 from tests.support.prompts import Messages, human_eval
 

@@ -159,6 +159,15 @@ class DraftingBackend(Backend, Protocol):
 
 
 @runtime_checkable
+class LookingBackend(ServerBackend, Protocol):
+    """A backend whose servers measure the machine as they start; compared servers must use one measurement."""
+
+    def look(self) -> Mapping[str, str]:
+        """Environment with which servers need not measure again."""
+        ...
+
+
+@runtime_checkable
 class InProcessBackend(Backend, Protocol):
     """An engine that runs in this process."""
 

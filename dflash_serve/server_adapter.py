@@ -7,8 +7,10 @@ of everything that the three share; an engine's package has its arguments, its r
 from __future__ import annotations
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +26,7 @@ from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, tar
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.json_log import logging_config
+from dflash_serve.common.processes import PATIENCE_SECONDS, free_port, require_program, running
 from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu
 from dflash_serve.deployment_checks import changed_files, read_keys, uses_drafter
 from dflash_serve.engine_args import EngineArgs
@@ -425,3 +428,36 @@ class ServerAdapter(ABC, Generic[Plan]):
     def shared_environment(self, plan: Plan, folder: Path) -> dict[str, str]:
         """Variable of the log configuration, where there is one."""
         return {self.logging_variable: str(folder / LOGGING)} if plan.deployment.serving.log_format == "json" else {}
+
+
+@contextmanager
+def running_server(
+    backend: ServerBackend,
+    deployment: Deployment,
+    folder: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    patience: float = PATIENCE_SECONDS,
+) -> Iterator[str]:
+    """Starts a server without an API key and gives its URL when it is ready; ends it with the block, also on errors.
+
+    Args:
+        folder: for the files that the server reads, and its log, `server.log`.
+        env: added to the environments of this process and of the backend.
+        patience: seconds until the server must be ready.
+
+    Raises:
+        UserError: the server cannot be started, ends by itself, or is not ready in time.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # Only our own clients use the server, so it needs no key.
+    serving = deployment.serving.model_copy(update={"api_key_file": None})
+    launch = resolve(backend, deployment.model_copy(update={"serving": serving}))
+    launch.prepare(folder)
+    port = free_port()
+    command = launch.command(folder, port=port)
+    require_program(command.argv, backend.name)
+    url, environment = f"http://127.0.0.1:{port}", {**os.environ, **command.env, **(env or {})}
+    ready = url + backend.facts.probes.ready
+    with running(command.argv, folder / "server.log", env=environment, ready=ready, patience=patience):
+        yield url

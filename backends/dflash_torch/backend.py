@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_serve.backend import Command, Engine, Prompt
+from dflash_serve.backend import Command, Engine, LookingBackend, Prompt
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.checkpoint.reader import read_drafter
 from dflash_serve.checkpoint.source import drafter_folder, target_folder, target_source
 from dflash_serve.checkpoint.target import read_target_shape, target_configuration
 from dflash_serve.checkpoint.tensors import plain_only
 from dflash_serve.common.files import write_whole
-from dflash_serve.common.processes import LookingBackend
 from dflash_serve.deployment import Deployment, Model
 from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems
 from dflash_serve.doctor.evidence import DiagnosableBackend, Steps

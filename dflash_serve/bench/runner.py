@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from dflash_serve.backend import LookingBackend
 from dflash_serve.bench.aiperf import Aiperf, Job, RequestSettings, find_aiperf, load_dataset
 from dflash_serve.bench.report import ReportData, write_report
 from dflash_serve.bench.results import Run, Runs
@@ -15,10 +16,11 @@ from dflash_serve.checkpoint.source import target_source
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.common.http import read_api_key
-from dflash_serve.common.processes import LookingBackend, running_server, sigterm_interrupts
+from dflash_serve.common.processes import sigterm_interrupts
 from dflash_serve.common.provenance import commit, environment, now
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
+from dflash_serve.server_adapter import running_server
 
 WORK = "work"
 """Folder of the output for the files of aiperf and the servers; not needed later."""

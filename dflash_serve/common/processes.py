@@ -12,13 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
-from dflash_serve.backend import ServerBackend
 from dflash_serve.common.http import page_status
-from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.server_adapter import resolve
 
 PATIENCE_SECONDS = 3600.0
 """Time until a server must be ready; large models take long to load and compile."""
@@ -28,48 +24,22 @@ TAIL = 5
 """Lines of a failed server's log that are shown."""
 
 
-@runtime_checkable
-class LookingBackend(ServerBackend, Protocol):
-    """One whose servers look at the machine as they start: those that are compared must have seen the same."""
-
-    def look(self) -> Mapping[str, str]:
-        """Environment of servers that need not look any more."""
-        ...
-
-
 @contextmanager
-def running_server(
-    backend: ServerBackend,
-    deployment: Deployment,
-    folder: Path,
-    *,
-    env: Mapping[str, str] | None = None,
-    patience: float = PATIENCE_SECONDS,
-) -> Iterator[str]:
-    """Starts a server and gives its URL when it is ready; ends it and its children with the block, also on errors.
+def running(argv: Sequence[str], log: Path, *, env: Mapping[str, str], ready: str, patience: float) -> Iterator[None]:
+    """Runs a server from when its `ready` page answers 200; ends it and its children with the block, also on errors.
 
     Args:
-        folder: for the files that the server reads, and its log, `server.log`.
-        env: added to the environments of this process and of the backend.
-        patience: seconds until the server must be ready.
+        log: its output is appended there.
+        env: its whole environment.
+        patience: seconds until it must be ready.
 
     Raises:
         UserError: the server cannot be started, ends by itself, or is not ready in time.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    # Only our own clients use the server, so it needs no key.
-    serving = deployment.serving.model_copy(update={"api_key_file": None})
-    deployment = deployment.model_copy(update={"serving": serving})
-    launch = resolve(backend, deployment)
-    launch.prepare(folder)
-    port, log = free_port(), folder / "server.log"
-    command = launch.command(folder, port=port)
-    require_program(command.argv, backend.name)
-    process = _start(command.argv, log, {**os.environ, **command.env, **(env or {})})
+    process = _start(argv, log, env)
     try:
-        url = f"http://127.0.0.1:{port}"
-        _wait(process, url + backend.facts.probes.ready, log, patience)
-        yield url
+        _wait(process, ready, log, patience)
+        yield
     finally:
         _stop(process)
 
