@@ -5,21 +5,178 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_serve.backend import Command
 from dflash_serve.checkpoint.config import DrafterConfig, Heads
-from dflash_serve.errors import Problem
-from dflash_serve.server_adapter import Choice, DraftForm, PreparedFile, ServerAdapter
+from dflash_serve.deployment import Gpu
+from dflash_serve.errors import Problem, UserError
+from dflash_serve.server_adapter import DRAFT, SECRETS, Choice, DraftForm, PreparedFile, ServerAdapter
 
-from .arguments import arguments, kernels_of, node_arguments
 from .checks import problems
-from .engine_arguments import own_arguments
+from .engine_arguments import PARSERS, argument_table, own_arguments
 from .facts import FACTS, RELEASES
 from .heads import DSPARK, dialect_of, head_problems
 from .launch_plan import WIDTH_VARIABLE, SGLangPlan
 from .planner_table import FILE as PLANNER
 from .planner_table import planner_costs, planner_table
+
+KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
+QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4", "mxfp4": "mxfp4"}
+LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
+"""Variables by which Kubernetes' LeaderWorkerSet tells a process its place among several nodes."""
+DISTRIBUTED_PORT = 20000
+"""Port of the leader's torch.distributed."""
+
+Flag = tuple[str, ...]
+"""`--name` and its value, or `--name` alone."""
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """SGLang's names of the attention kernels that serve DFlash on a GPU."""
+
+    target: str
+    """For a target with plain heads (not DeepSeek's latent form)."""
+    drafter: str
+    """The drafter's block is not causal: trtllm_mha would be refused (`_resolve_dflash_draft_attention_backend`)."""
+
+
+def kernels_of(gpu: Gpu) -> AttentionKernels:
+    """The kernels of Blackwell (SGLang's sm100) or Hopper."""
+    return AttentionKernels("trtllm_mha", "fa4") if gpu.is_blackwell else AttentionKernels("fa3", "fa3")
+
+
+def arguments(plan: SGLangPlan, folder: Path) -> list[str]:
+    """The command line without host, port and `node_arguments`; the user's own arguments come last."""
+    parts = (
+        _models(plan),
+        _precision(plan),
+        _parallel(plan),
+        _limits(plan),
+        _serving(plan, folder),
+        _speculation(plan, folder),
+        _kernels(plan),
+    )
+    ours = [word for part in parts for flag in part for word in flag]
+    return [*ours, "--enable-metrics", *argument_table(plan.deployment).words(plan.engine_args)]
+
+
+def node_arguments(nodes: int, environment: Mapping[str, str]) -> list[str]:
+    """--nnodes, --node-rank and --dist-init-addr; nothing on a single node.
+
+    Raises:
+        UserError: the environment does not say which node this is, or tells of another number of nodes.
+    """
+    if nodes == 1:
+        return []
+    missing = [name for name in (LEADER, SIZE, INDEX) if name not in environment]
+    if missing:
+        what = f"{nodes} nodes, but {', '.join(missing)} is not set"
+        raise UserError(what, where="parallel.nodes", do="start it in a LeaderWorkerSet, or set the variables")
+    if environment[SIZE] != str(nodes):
+        what = f"{nodes} nodes, but {SIZE} is {environment[SIZE]}"
+        raise UserError(what, where="parallel.nodes", do="make the two agree")
+    address = f"{environment[LEADER]}:{DISTRIBUTED_PORT}"
+    return ["--nnodes", str(nodes), "--node-rank", environment[INDEX], "--dist-init-addr", address]
+
+
+def _models(plan: SGLangPlan) -> Iterator[Flag]:
+    target = plan.deployment.target
+    yield "--model-path", target.model
+    if target.revision is not None:
+        yield "--revision", target.revision
+    if plan.is_half:
+        yield "--disaggregation-mode", plan.deployment.role
+
+
+def _precision(plan: SGLangPlan) -> Iterator[Flag]:
+    yield "--dtype", "bfloat16"
+    asked = plan.deployment.target.quantization
+    if asked != "none" and plan.target.native_quantization is None:
+        yield "--quantization", QUANTIZATION[asked]  # a quantised checkpoint says so itself
+    kv_dtype = KV_DTYPES[plan.deployment.kv_cache.dtype]
+    if kv_dtype is not None:
+        yield "--kv-cache-dtype", kv_dtype
+
+
+def _parallel(plan: SGLangPlan) -> Iterator[Flag]:
+    parallel = plan.deployment.parallel
+    yield "--tp-size", str(parallel.tensor)
+    if parallel.data > 1:
+        yield "--dp-size", str(parallel.data)
+    if parallel.expert > 1:
+        yield "--ep-size", str(parallel.expert)
+    if parallel.pipeline > 1:
+        yield "--pp-size", str(parallel.pipeline)
+    if parallel.attention_data and parallel.tensor > 1:
+        yield "--attn-dp-size", str(parallel.tensor)
+        yield ("--enable-dp-lm-head",)  # DFlash under data-parallel attention asks for it
+
+
+def _limits(plan: SGLangPlan) -> Iterator[Flag]:
+    limits, cache = plan.deployment.limits, plan.deployment.kv_cache
+    if limits.max_batch_size is not None:
+        yield "--max-running-requests", str(limits.max_batch_size)
+    yield "--max-queued-requests", str(limits.max_queued_requests)
+    if limits.max_model_len is not None:
+        yield "--context-length", str(limits.max_model_len)
+    if limits.max_num_tokens is not None:
+        yield "--chunked-prefill-size", str(limits.max_num_tokens)
+    if cache.block_reuse is False:
+        yield ("--disable-radix-cache",)
+    if cache.memory_fraction is not None and plan.memory is not None:
+        yield "--mem-fraction-static", str(plan.memory.fraction(cache.memory_fraction))
+
+
+def _serving(plan: SGLangPlan, folder: Path) -> Iterator[Flag]:
+    # The key goes into a file: every user of the machine can read a command line.
+    serving = plan.deployment.serving
+    if serving.served_model_name is not None:
+        yield "--served-model-name", serving.served_model_name
+    for key, _, name in PARSERS.of(serving):
+        yield f"--{key.replace('_', '-')}", name
+    if serving.api_key_file is not None:
+        yield "--config", str(folder / SECRETS)
+    if serving.otlp_traces_endpoint is not None:
+        yield ("--enable-trace",)
+        yield "--otlp-traces-endpoint", serving.otlp_traces_endpoint
+    if serving.log_format == "json" and "log-level-http" not in plan.given:
+        yield "--log-level-http", "warning"  # uvicorn's own lines are text
+
+
+def _speculation(plan: SGLangPlan, folder: Path) -> Iterator[Flag]:
+    if plan.algorithm is None:
+        return
+    yield "--speculative-algorithm", plan.algorithm
+    yield "--speculative-draft-model-path", str(folder / DRAFT)
+    yield "--speculative-num-draft-tokens", str(plan.block_size)
+    if plan.algorithm == DSPARK and plan.block_size is not None:
+        yield "--speculative-dspark-block-size", str(plan.block_size - 1)
+        if plan.drafter is not None and planner_costs(plan.drafter) is not None:
+            yield "--speculative-dspark-sps-table-path", str(folder / PLANNER)
+    # Otherwise a draft inherits the target's quantisation and K/V format, and accepts next to nothing.
+    yield "--speculative-draft-model-quantization", "unquant"
+    if "speculative-draft-kv-cache-dtype" not in plan.given:
+        yield "--speculative-draft-kv-cache-dtype", "bfloat16"
+    if plan.target.penalises and plan.width is None:
+        # SGLang would penalise every request by the model's defaults, and wrongly so (`plugin.requests`).
+        yield "--sampling-defaults", "openai"
+    if plan.deployment.speculation.draft_window is not None:
+        yield "--speculative-draft-window-size", str(plan.deployment.speculation.draft_window)
+
+
+def _kernels(plan: SGLangPlan) -> Iterator[Flag]:
+    """SGLang's own choice where the GPU is not named, and for latent attention; the user's where one is given."""
+    if plan.gpu is None:
+        return
+    kernels, given = kernels_of(plan.gpu), plan.given
+    if not plan.target.latent and "attention-backend" not in given:
+        yield "--attention-backend", kernels.target
+    if plan.algorithm is not None and "speculative-draft-attention-backend" not in given:
+        yield "--speculative-draft-attention-backend", kernels.drafter
+
 
 SPECULATING_REQUESTS = 48
 """SGLang 0.5.23's --max-running-requests for speculation, where none is given (arg_groups/speculative_hook.py)."""

@@ -18,7 +18,7 @@ from dflash_serve.cli.main import app
 from dflash_serve.deployment import GPUS, Deployment
 from dflash_serve.engine_args import pinned_parser
 from dflash_sglang import SGLangBackend
-from dflash_sglang.arguments import kernels_of
+from dflash_sglang.backend import kernels_of
 from dflash_sglang.engine_arguments import PINNED, _parser
 from tests.support.golden_deployments import FOLDER as GOLDEN
 from tests.support.golden_deployments import NAMES, hub

@@ -12,7 +12,7 @@ from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.models.attention import FlashInferAttention, RaggedAttention
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.training.blocks import BlockForward, lay_out
-from dflash_torch.memory import local_gpus
+from dflash_torch.launch import local_gpus
 from tests.support.embedded import PROMPTS, answers, tiny_engine, with_passes
 from tests.support.tiny_target import write_tiny_pair
 from tests.unit.training.test_attention import ANCHORS, inputs, random_drafter

@@ -24,10 +24,9 @@ from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.store import Store
-from dflash_serve.doctor.corrections import Alternative, corrections
 from dflash_serve.doctor.diagnosis import Diagnosis, Hypothesis, Verdict, diagnose
 from dflash_serve.doctor.evidence import Observation, interview
-from dflash_serve.doctor.examination import Examination
+from dflash_serve.doctor.examination import Alternative, Examination, corrections
 from dflash_serve.models.attention import Attend
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter

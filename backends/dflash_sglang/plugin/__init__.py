@@ -17,10 +17,9 @@ from dflash_serve.errors import Problem, UserError, refuse
 from dflash_sglang.facts import RELEASES
 from dflash_sglang.launch_plan import NATIVE
 
-from .drafts import draft_problems
+from .drafts import StrictLoad, draft_problems
 from .host import CREATE_WORKER, LOAD_WEIGHTS, QUEUE, RESOLUTION, RESULT, ROW_HEADROOM, WORKER
 from .requests import guarded
-from .strict_load import StrictLoad
 from .widths import AUTO, asked_width
 
 logger = logging.getLogger(__name__)

@@ -1,10 +1,15 @@
-"""Finds drafts that SGLang would silently read wrongly, from their files, before anything is loaded."""
+"""Drafts that SGLang would silently read wrongly: found from their files before anything is loaded, then loaded
+strictly.
+
+SGLang's `load_weights` skips unknown names and does not look for missing ones. Such a server would start and accept
+nothing.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from dflash_serve.checkpoint.reader import Checkpoint, is_plain, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder
@@ -69,3 +74,100 @@ def _block_size(checkpoint: Checkpoint, server_args: Any) -> Iterator[Problem]:
         what = f"block size {asked} is larger than the draft's {checkpoint.config.block_size}"
         do = f"use {checkpoint.config.block_size} or less: it was not trained to fill more slots"
         yield Problem(what, "--speculative-num-draft-tokens", do)
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STACKED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Tensors of a checkpoint -> the parameter whose rows they become."""
+ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+"""Other names that SGLang knows for a tensor."""
+SPARE = ("rotary_emb.", "embed_tokens.", "lm_head.", ".k_scale", ".v_scale")
+"""Parts of the names of tensors that a draft may have and SGLang does not use; it takes the target's embedding and
+head.
+"""
+DERIVED = ("_scale", "_scale_inv", "_zero_point", "_scale_2", "k_scale", "v_scale")
+"""Endings of parameters that a quantisation method fills if the checkpoint does not."""
+
+
+class StrictLoad:
+    """Accounts for every tensor and parameter of a draft until its worker is built.
+
+    Later loads are updates of weights (`update_weights_from_disk`, ..._from_tensor). SGLang hands the target's tensors
+    to its draft, too, whose layers have the same names but for a prefix. Only tensors of the draft's own checkpoint are
+    taken.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self._own: frozenset[str] | None = None
+        """Names of the tensors of the draft's checkpoint; None: nothing was loaded yet."""
+
+    def __call__(self, load: Callable[..., Any], model: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        """Loads, then accounts for every tensor.
+
+        Raises:
+            ValueError: tensors are unknown or missing; the message names all of them.
+        """
+        if not self.active:
+            own = self._own
+            return load(model, (one for one in weights if own is None or one[0] in own))
+        names: list[str] = []
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                names.append(name)
+                yield name, tensor
+
+        result = load(model, noted())
+        unknown, missing = account(names, {name for name, _ in model.named_parameters()})
+        if unknown or missing:
+            parts = [f"unknown tensors: {', '.join(unknown)}"] if unknown else []
+            parts += [f"missing: {', '.join(missing)}"] if missing else []
+            do = "`dflash-serve inspect` on the draft's folder says more"
+            raise ValueError(f"dflash-serve: the draft does not fit its config.json: {'; '.join(parts)}; {do}")
+        self._own = frozenset(names)
+        return result
+
+
+def account(names: Iterable[str], parameters: Collection[str]) -> tuple[list[str], list[str]]:
+    """Unknown tensors and missing ones, both by the checkpoint's names."""
+    unknown, filled = [], set()
+    for name in names:
+        place = _place(name, parameters)
+        if place is not None:
+            filled.add(place)
+        elif not any(part in name for part in SPARE):
+            unknown.append(name)
+    wanted = [place for name in sorted(parameters) if not name.endswith(DERIVED) for place in _pieces(name)]
+    missing = [whole.replace(STACKED[part], part) if part else whole for whole, part in wanted
+               if (whole, part) not in filled and (whole, "") not in filled]  # fmt: skip
+    return sorted(unknown), missing
+
+
+def _place(name: str, parameters: Collection[str]) -> tuple[str, str] | None:
+    """The parameter of a tensor, and the part of it; "" is the whole."""
+    for part, whole in STACKED.items():
+        if f".{part}." in name:
+            found = _parameter(name.replace(part, whole), parameters)
+            if found is not None:
+                return found, part
+    found = _parameter(name, parameters)
+    return None if found is None else (found, "")
+
+
+def _parameter(name: str, parameters: Collection[str]) -> str | None:
+    candidates = (name, name.removeprefix("model."), f"model.{name}", ALIASES.get(name, name))
+    return next((candidate for candidate in candidates if candidate in parameters), None)
+
+
+def _pieces(name: str) -> Iterator[tuple[str, str]]:
+    parts = [part for part, whole in STACKED.items() if f".{whole}." in name]
+    yield from ((name, part) for part in parts or [""])

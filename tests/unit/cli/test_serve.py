@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from dflash_serve.cli.main import app
 from dflash_serve.errors import UserError
-from dflash_torch import memory
+from dflash_torch import launch
 from tests.support.tiny_target import write_tiny_pair
 
 
@@ -167,7 +167,7 @@ def test_the_embedded_engine_takes_as_many_requests_as_memory_holds(
     pair = ("--target", str(folders[0]), "--drafter", str(folders[1]))
     told = {}
     for free in (10**12, 2 * 10**6):
-        monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
+        monkeypatch.setattr(launch, "free_bytes", lambda free=free: free)
         report = json.loads(dry_run(*pair, "--json"))
         told[free] = next(one for one in report["chosen"] if one["key"] == "limits.max_batch_size")
     assert told[10**12]["value"] == "32"

@@ -13,8 +13,8 @@ from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout
 from dflash_serve.deployment import Model, load_deployment
 from dflash_serve.models.loader import load_target
-from dflash_torch import memory
-from dflash_torch.memory import LocalGpu, local_gpus, memory_problems, needed_bytes
+from dflash_torch import launch
+from dflash_torch.launch import LocalGpu, local_gpus, memory_problems, needed_bytes
 
 
 @pytest.fixture
@@ -36,14 +36,14 @@ def test_the_arithmetic_is_that_of_the_real_tensors(folders: tuple[Path, Path], 
 def test_what_does_not_fit_is_a_problem_where_that_is_known(
     layout: TargetLayout, monkeypatch: pytest.MonkeyPatch, free: int | None, problems: int
 ) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda: free)
+    monkeypatch.setattr(launch, "free_bytes", lambda: free)
     deployment = load_deployment(flags={"target": {"model": "t"}})
     assert len(memory_problems(deployment, layout, None)) == problems
 
 
 def test_a_gpus_own_memory_decides_where_it_is_known(layout: TargetLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = LocalGpu("NVIDIA H200", 90, memory=150 * 2**30, free=10**4, nvlinks=18)
-    monkeypatch.setattr(memory, "local_gpus", lambda: [gpu])
+    monkeypatch.setattr(launch, "local_gpus", lambda: [gpu])
     asked = {"target": {"model": "t"}}
     assert len(memory_problems(load_deployment(flags=asked), layout, None)) == 1
     assert memory_problems(load_deployment(flags={**asked, "hardware": {"gpu": "none"}}), layout, None) == []
@@ -102,7 +102,7 @@ def test_without_the_extra_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_every_name_is_one_of_the_real_bindings() -> None:
     real = pytest.importorskip("cuda.bindings.nvml", reason="the extra [cuda] is not installed")
-    tree = ast.parse(Path(memory.__file__).read_text())
+    tree = ast.parse(Path(launch.__file__).read_text())
     used = {
         node.attr
         for node in ast.walk(tree)
@@ -114,5 +114,5 @@ def test_every_name_is_one_of_the_real_bindings() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    source = Path(memory.__file__).read_text()
+    source = Path(launch.__file__).read_text()
     assert "import torch" not in source

@@ -9,7 +9,6 @@ from statistics import fmean
 import pytest
 from scipy import stats
 
-from dflash_serve.doctor.corrections import Alternative, corrections, fewest_prompts, gain_interval, gain_p_value
 from dflash_serve.doctor.diagnosis import HEALTHY, Hypothesis, Verdict, diagnose
 from dflash_serve.doctor.evidence import (
     Observation,
@@ -18,6 +17,7 @@ from dflash_serve.doctor.evidence import (
     log_likelihood,
     p_value,
 )
+from dflash_serve.doctor.examination import Alternative, corrections, fewest_prompts, gain_interval, gain_p_value
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 SOUND = (0.6, 0.5, 0.45, 0.4)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dflash_sglang.plugin.alarm import PERFECT, PROBE_EVERY, Alarm
+from dflash_sglang.plugin.widths import PERFECT, PROBE_EVERY, Alarm
 
 
 def serve(alarm: Alarm, survival: float, steps: int, width: int = 4) -> int:

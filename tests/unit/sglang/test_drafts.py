@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from dflash_serve.checkpoint.config import expected_tensors
-from dflash_sglang.plugin.drafts import draft_problems
+from dflash_sglang.plugin.drafts import StrictLoad, account, draft_problems
 from dflash_sglang.plugin.requests import NEUTRAL, guarded, refusal
-from dflash_sglang.plugin.strict_load import StrictLoad, account
 from tests.support.tiny import tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
 
 TENSORS = list(expected_tensors(tiny_drafter_config()))
