@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Protocol, runtime_checkable
 
-from scipy import special, stats
-
 from dflash_serve.backend import Engine, InProcessBackend, Prompt
 from dflash_serve.client.endpoint import Endpoint, Reply
 from dflash_serve.client.metrics import read_acceptance
@@ -308,6 +306,8 @@ def log_likelihood(observed: Observation, predicted: Sequence[AcceptanceStatisti
 
 def p_value(observed: Observation, predicted: Sequence[AcceptanceStatistics]) -> float:
     """Probability of a difference as large as this, in τ and (if known) in survival, if the prediction holds."""
+    from scipy import stats  # backends import this module for its protocols, without the extra [prove]
+
     whole = total(predicted)
     if whole.acceptance_length is None:
         return 0.0
@@ -372,6 +372,8 @@ def _trials(observed: AcceptanceStatistics, predicted: AcceptanceStatistics) -> 
 
 def _beta_binomial(trial: Trial) -> float:
     # log P(observed successes), without the binomial coefficient, which is the same for all predictions
+    from scipy import special
+
     tries, successes, guesses, guessed = trial
     a, b = guessed + 0.5, guesses - guessed + 0.5
     return float(special.betaln(successes + a, tries - successes + b) - special.betaln(a, b))
