@@ -155,10 +155,10 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
 
 
 def _target_problems(target: Model) -> list[Problem]:
-    """Problems of a target's files. Of a hub id only the configuration is read; its weights are fetched later."""
+    """Problems of a target's files. Without weights here only the configuration is read, as of a hub id."""
     folder, problems = target_configuration(target), list[Problem]()
     config = read_target_config(folder)
-    if not Path(target.model).is_dir():
+    if not any(Path(target.model).glob("*.safetensors*")):
         return quantisation_problems(folder, {})
     read_target_headers(folder, config, problems)
     return problems
