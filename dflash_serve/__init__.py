@@ -22,8 +22,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Chunk": "outputs",
     "Deployment": "deployment",
-    "Drafter": "drafter.model",
-    "DrafterConfig": "drafter.config",
+    "Drafter": "models.drafter",
+    "DrafterConfig": "checkpoint.config",
     "LLM": "llm",
     "RequestOutput": "outputs",
     "SamplingParams": "speculation.params",

@@ -24,8 +24,7 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 GROUP = "dflash_serve.backends"
-EMBEDDED = "torch"
-"""The backend that runs in this process."""
+EMBEDDED = "torch"  # The backend that runs in this process
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Plain text, token ids, or chat messages for the target's own template."""
@@ -50,8 +49,7 @@ class Stream(Protocol):
 class Engine(Protocol):
     """A running engine in this process. Any number of streams may be open side by side."""
 
-    tokenizer: Any
-    """The target's tokenizer (transformers)."""
+    tokenizer: Any  # The target's tokenizer (transformers)
 
     @property
     def dtype(self) -> str:
@@ -123,8 +121,7 @@ class Command:
     """A command line that `serve` replaces itself with."""
 
     argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Set on top of the environment."""
+    env: Mapping[str, str] = field(default_factory=dict)  # Set on top of the environment
 
 
 @runtime_checkable
@@ -148,8 +145,7 @@ class ServerBackend(Backend, Protocol):
 class DraftingBackend(Backend, Protocol):
     """A backend that says from a drafter's heads alone whether it serves it."""
 
-    releases: str
-    """Releases of its engine that were read and run."""
+    releases: str  # Releases of its engine that were read and run
     untried: Collection[str]
     """Families of drafters that were read in its engine's source and not run: `auto` takes others first."""
 
@@ -180,40 +176,30 @@ class InProcessBackend(Backend, Protocol):
         ...
 
 
-Line = tuple[str, str]
-"""A line of a graph: its name (Grafana's legend form), and its PromQL."""
+Line = tuple[str, str]  # A line of a graph: its name (Grafana's legend form), and its PromQL
 
 
 @dataclass(frozen=True)
 class Probes:
     """Paths that an engine's own server answers."""
 
-    started: str
-    """Says yes once all is loaded."""
-    live: str
-    """Shallow: says no only when a new process would help."""
-    ready: str
-    """Deep: new requests are taken and answered."""
+    started: str  # Says yes once all is loaded
+    live: str  # Shallow: says no only when a new process would help
+    ready: str  # Deep: new requests are taken and answered
 
 
 @dataclass(frozen=True)
 class MetricNames:
     """Names of an engine's Prometheus metrics; None = it does not report it."""
 
-    path: str
-    """Page of the engine's own server."""
-    queued: str
-    """Gauge: requests that wait."""
-    running: str | None
-    """Gauge: requests in the batch."""
-    kv_cache_usage: str | None
-    """Gauge from 0 to 1."""
+    path: str  # Page of the engine's own server
+    queued: str  # Gauge: requests that wait
+    running: str | None  # Gauge: requests in the batch
+    kv_cache_usage: str | None  # Gauge from 0 to 1
     acceptance_length: str | None
     """Gauge, the bonus token counted; what Dynamo's planner calls tokens per decode forward."""
-    generated: str
-    """Counter: tokens generated."""
-    time_to_first_token: str
-    """Histogram, without `_bucket`, like the next three: seconds."""
+    generated: str  # Counter: tokens generated
+    time_to_first_token: str  # Histogram, without `_bucket`, like the next three: seconds
     inter_token_latency: str
     queue_time: str
     request_latency: str
@@ -232,22 +218,18 @@ class SpeculationLines:
 class EngineFacts:
     """Paths, metric names and metric readers of an engine."""
 
-    title: str
-    """Name in messages and reports: `SGLang`."""
-    engine_type: str
-    """Value of the label `llm-d.ai/engine-type`, by which an endpoint picker finds the metric names."""
+    title: str  # Name in messages and reports: `SGLang`
+    engine_type: str  # Value of the label `llm-d.ai/engine-type`, by which an endpoint picker finds the metric names
     probes: Probes
     metrics: MetricNames
     speculation: SpeculationLines
     read_acceptance: Callable[[Scrape], AcceptanceStatistics | None]
     """Reads speculation from a server's metrics; None = they are not this engine's."""
-    errors: Line | None = None
-    """Requests that failed, a second, as a line of the dashboard."""
+    errors: Line | None = None  # Requests that failed, a second, as a line of the dashboard
     refused: Line | None = None
     """Requests that a full or unready server turned away (429, 503), a second; None = among the errors."""
     needs_gpu: bool = True
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that its container must have."""
+    environment: Mapping[str, str] = field(default_factory=dict)  # Variables that its container must have
     prefill_annotations: Mapping[str, str] = field(default_factory=dict)
     """Annotations of the pods of a prefill server (`role: prefill`), for routers."""
     server_flags: Sequence[str] = ()

@@ -18,12 +18,10 @@ from dflash_serve.common.settings import Frozen
 from dflash_serve.errors import UserError, did_you_mean
 
 DATA = Path(__file__).with_name("assets") / "drafters.json"
-AUTO = "auto"
-"""Name of a drafter that stands for the best published one for the target and the backend."""
+AUTO = "auto"  # Name of a drafter that stands for the best published one for the target and the backend
 RANKED: Sequence[Literal["DFlash2", "DSpark", "DFlash"]] = ("DFlash2", "DSpark", "DFlash")
 """Mean acceptance lengths of one publisher's drafters of one target, Qwen3.5-4B: 5.97, 5.49, 4.92 (z-lab, 2026)."""
-RESTRICTED = ("-NC", "-ND")
-"""Marks of licences that restrict who may serve."""
+RESTRICTED = ("-NC", "-ND")  # Marks of licences that restrict who may serve
 
 
 class PublishedAcceptance(Frozen):
@@ -38,21 +36,16 @@ class PublishedAcceptance(Frozen):
 class CataloguedDrafter(Frozen):
     """One published drafter."""
 
-    repository: str
-    """Hub id, or the bundled `smollm2`."""
-    target: str
-    """Hub id of the target it was trained for."""
-    block_size: Annotated[int, Field(ge=2)]
-    """B, the anchor counted."""
+    repository: str  # Hub id, or the bundled `smollm2`
+    target: str  # Hub id of the target it was trained for
+    block_size: Annotated[int, Field(ge=2)]  # B, the anchor counted
     heads: Heads
     revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None
     """A commit that was seen; checkpoints are replaced in place, so pin one where it is null."""
     licence: str | None
     acceptance_length: tuple[PublishedAcceptance, ...]
-    source: str
-    """Source of the row's other fields."""
-    unsupported: str | None = None
-    """Reason why no engine serves it, other than its heads."""
+    source: str  # Source of the row's other fields
+    unsupported: str | None = None  # Reason why no engine serves it, other than its heads
 
     @property
     def is_restricted(self) -> bool:
@@ -63,8 +56,7 @@ class CataloguedDrafter(Frozen):
 class Catalogue(Frozen):
     """The data file."""
 
-    gathered: str
-    """The day its rows were last looked at."""
+    gathered: str  # The day its rows were last looked at
     drafters: tuple[CataloguedDrafter, ...]
 
 

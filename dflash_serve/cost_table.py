@@ -15,8 +15,7 @@ from dflash_serve.errors import UserError
 if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel
 
-COST_TABLE = f"{ENV_PREFIX}COST_TABLE"
-"""Environment variable: a JSON file of measured step costs."""
+COST_TABLE = f"{ENV_PREFIX}COST_TABLE"  # Environment variable: a JSON file of measured step costs
 SURVIVAL = f"{ENV_PREFIX}SURVIVAL"
 """Environment variable: survival of slots 1, 2, ..., separated by commas (`doctor`, `verify` and `bench` measure it).
 With a cost table, it gives the widths before launch: a table by batch size."""

@@ -81,10 +81,8 @@ class ArgumentTable:
     """Arguments of an engine's own server, and the keys that stand for some of them."""
 
     backend: str
-    engine: str
-    """Whose flags they are: `SGLang 0.5.23`."""
-    parser: Callable[[], EngineParser]
-    """Made when it is needed: an installed engine takes seconds to import."""
+    engine: str  # Whose flags they are: `SGLang 0.5.23`
+    parser: Callable[[], EngineParser]  # Made when it is needed: an installed engine takes seconds to import
     keys: Mapping[str, str]
     """Flag, as argparse names it (`tp_size`) -> the key of the Deployment that stands for it, or who else sets it."""
 

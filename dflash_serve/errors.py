@@ -64,8 +64,7 @@ def raise_problems(problems: Sequence[Problem], *, hint: str = "") -> None:
     raise UserError(first.what, where=first.where, do="; ".join(part for part in (first.do, more) if part))
 
 
-IN_ONE_MESSAGE = 8
-"""Largest number of problems in the message of `refuse`."""
+IN_ONE_MESSAGE = 8  # Largest number of problems in the message of `refuse`
 
 
 def refuse(problems: Iterable[Problem]) -> None:

@@ -22,10 +22,8 @@ log = logging.getLogger(__name__)
 
 LEAST: Final = 256
 """Smallest number of drafted blocks that is recorded; with fewer, estimates are mostly the initial ones."""
-HEAD: Final = 1 << 20
-"""Bytes of each weight file that identify a drafter: names, shapes and the first weights."""
-EVERY: Final = 60.0
-"""Seconds between two records of a run; a server may be killed at any time."""
+HEAD: Final = 1 << 20  # Bytes of each weight file that identify a drafter: names, shapes and the first weights
+EVERY: Final = 60.0  # Seconds between two records of a run; a server may be killed at any time
 
 
 class LastRun:

@@ -123,7 +123,6 @@ def _limited(params: SamplingParams) -> SamplingParams:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts from one (text, a flat list of ids, or messages) or several."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, Mapping))):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

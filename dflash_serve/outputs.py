@@ -24,14 +24,11 @@ class TokenLogprob:
 class Chunk:
     """Text and tokens that one step brought one request."""
 
-    index: int
-    """Number of its prompt."""
+    index: int  # Number of its prompt
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    """None before the last chunk."""
-    logprobs: list[TokenLogprob] | None = None
-    """One for each of `token_ids`; None unless requested."""
+    finish_reason: FinishReason | None = None  # None before the last chunk
+    logprobs: list[TokenLogprob] | None = None  # One for each of `token_ids`; None unless requested
 
 
 @dataclass
@@ -42,7 +39,5 @@ class RequestOutput:
     token_ids: list[int]
     text: str
     finish_reason: FinishReason
-    statistics: AcceptanceStatistics = field(repr=False)
-    """Acceptance in its decoding steps."""
-    logprobs: list[TokenLogprob] | None = None
-    """One for each of `token_ids`; None unless requested."""
+    statistics: AcceptanceStatistics = field(repr=False)  # Acceptance in its decoding steps
+    logprobs: list[TokenLogprob] | None = None  # One for each of `token_ids`; None unless requested

@@ -43,11 +43,9 @@ HINT = "`dflash-serve serve --dry-run` shows all"
 class PreparedFile:
     """A file that `prepare` writes."""
 
-    name: str
-    """Below the folder."""
+    name: str  # Below the folder
     about: str
-    text: str | None = None
-    """None = weights, or a secret."""
+    text: str | None = None  # None = weights, or a secret
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,7 @@ class Preview:
 
     files: Sequence[PreparedFile] = ()
     choices: Sequence[Choice] = ()
-    notes: Sequence[str] = ()
-    """Limits of this backend that no key of the deployment mentions."""
+    notes: Sequence[str] = ()  # Limits of this backend that no key of the deployment mentions
 
 
 class Launch(Protocol):
@@ -150,13 +147,10 @@ class MemoryEstimate:
     """Bytes on one device, on the safe side; K/V of target and drafter both count for every token."""
 
     total: int
-    target: int
-    """Weights, as `drafter`."""
+    target: int  # Weights, as `drafter`
     drafter: int
-    token: int
-    """K/V of one token."""
-    running: int
-    """Neither weights nor K/V: CUDA context, workspaces, CUDA graphs, activations."""
+    token: int  # K/V of one token
+    running: int  # Neither weights nor K/V: CUDA context, workspaces, CUDA graphs, activations
 
     @property
     def pool(self) -> int:
@@ -283,12 +277,9 @@ class DraftForm:
     """The form in which an engine reads a drafter."""
 
     dialect: str
-    words: str
-    """`z-lab's dialect`, as it is called in a dry run."""
-    target: str | None = None
-    """Name of the target, where the engine reads it in the drafter's config.json."""
-    dtype: str | None = None
-    """Number format of the weights; None = as the checkpoint has them."""
+    words: str  # `z-lab's dialect`, as it is called in a dry run
+    target: str | None = None  # Name of the target, where the engine reads it in the drafter's config.json
+    dtype: str | None = None  # Number format of the weights; None = as the checkpoint has them
 
 
 class ServerAdapter(ABC, Generic[Plan]):
@@ -296,19 +287,14 @@ class ServerAdapter(ABC, Generic[Plan]):
 
     name: str
     facts: EngineFacts
-    releases: str
-    """Releases of the engine that were read and run."""
-    untried: Collection[str] = ()
-    """Families of drafters that were read and not run: `auto` takes others first."""
+    releases: str  # Releases of the engine that were read and run
+    untried: Collection[str] = ()  # Families of drafters that were read and not run: `auto` takes others first
     drafting_arguments: Collection[str] = ()
     """Arguments, with underscores, that make the engine draft without a drafter of ours."""
     plan: type[Plan]
-    one_key: bool = False
-    """The server takes one API key."""
-    loggers: Sequence[str] = ()
-    """Loggers of the engine that have handlers of their own."""
-    logging_variable: str = ""
-    """Environment variable that names the log configuration."""
+    one_key: bool = False  # The server takes one API key
+    loggers: Sequence[str] = ()  # Loggers of the engine that have handlers of their own
+    logging_variable: str = ""  # Environment variable that names the log configuration
 
     def resolve(self, deployment: Deployment) -> Plan:
         """The plan of a deployment; reads config.json files and safetensors headers, once.

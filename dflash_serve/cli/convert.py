@@ -86,11 +86,6 @@ def convert(
 def _with_full_vocabulary(
     config: DrafterConfig, tensors: dict[str, Tensor], target: str | None
 ) -> tuple[DrafterConfig, dict[str, Tensor]]:
-    """See `checkpoint.conversions`.
-
-    Raises:
-        UserError: no target is named to compare with, or the drafter's head is not its own.
-    """
     if target is None:
         do = "give --target: its head is compared row by row"
         raise UserError("the drafter's head must be the target's", where="--full-vocabulary", do=do)

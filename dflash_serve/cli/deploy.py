@@ -25,10 +25,8 @@ from dflash_serve.server_adapter import HINT, resolve
 
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")
 """Names that Kubernetes and Helm take; a Helm release has at most 53 characters."""
-ELSEWHERE = ("compose", "dynamo", "kserve")
-"""Systems that have an example file instead of a form."""
-IN_CONTAINER = ("/models/", "/build/")
-"""Folders that the chart mounts into every container."""
+ELSEWHERE = ("compose", "dynamo", "kserve")  # Systems that have an example file instead of a form
+IN_CONTAINER = ("/models/", "/build/")  # Folders that the chart mounts into every container
 RenderForm = Annotated[str | None, typer.Option("--render", help=f"Form to render: {', '.join(get_args(Form))}.")]
 Name = Annotated[str, typer.Option(help="Name of the release.")]
 IMAGE = "Container image, REPOSITORY@sha256:...; without it the values have none."

@@ -34,8 +34,7 @@ NumPrompts = Annotated[int, typer.Option(help=options.NUM_PROMPTS, min=2)]
 MaxTokens = Annotated[int, typer.Option(help=options.MAX_TOKENS, min=8)]
 Progress = Callable[[str, int], None]
 """Called with the name of what is about to run, and how many of its kind there are."""
-SHOWN = 8
-"""Explanations that are printed; the JSON has all."""
+SHOWN = 8  # Explanations that are printed; the JSON has all
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,6 @@ def doctor(
 
 
 def _examined_pair(path: Path | None, given: Mapping[str, Any], prompts: tuple[Prompt, ...]) -> ExaminedPair:
-    """The pair of the file or the flags; the bundled one if neither names a target."""
     from dflash_serve.checkpoint.source import drafter_folder
     from dflash_serve.deployment import load_deployment
 
@@ -125,7 +123,6 @@ def _examined_pair(path: Path | None, given: Mapping[str, Any], prompts: tuple[P
 def _examine(
     pair: ExaminedPair, told: Interview | None, observed: float | None, output: Path, resume: bool, advance: Progress
 ) -> SuspectReport | PairReport:
-    """Starts our own engine at the server's width, examines, and writes the report."""
     from dflash_serve.common.files import write_whole
     from dflash_serve.doctor.evidence import Observation
     from dflash_serve.doctor.examination import Examination
@@ -161,11 +158,6 @@ def _examine(
 
 
 def _diagnosable_backend() -> DiagnosableBackend:
-    """The embedded backend.
-
-    Raises:
-        UserError: it is not installed, or is one that cannot be given faults.
-    """
     from dflash_serve.doctor.evidence import DiagnosableBackend
 
     found = embedded_backend()
@@ -224,7 +216,6 @@ def _progress(*, quiet: bool) -> Iterator[Progress]:
 
 
 def _show(report: SuspectReport | PairReport, output: Path, *, as_json: bool) -> None:
-    """Prints the page for people, or the report's JSON."""
     if as_json:
         typer.echo(output.read_text(encoding="utf-8"), nl=False)
         return

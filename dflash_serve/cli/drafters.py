@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from dflash_serve.catalogue import CataloguedDrafter
     from dflash_serve.deployment import Deployment
 
-Verdicts = Mapping[str, str | None]
-"""By backend: why it does not serve a drafter; None = it does."""
+Verdicts = Mapping[str, str | None]  # By backend: why it does not serve a drafter; None = it does
 
 
 def drafters(
@@ -49,7 +48,6 @@ def drafters(
 
 
 def _backends() -> list[DraftingBackend]:
-    """The installed ones that can tell."""
     from dflash_serve.backend import DraftingBackend, backend, installed
 
     return [found for name in installed() if isinstance(found := backend(name), DraftingBackend)]
@@ -68,7 +66,6 @@ def _as_json(drafter: CataloguedDrafter, verdicts: Verdicts) -> dict[str, Any]:
 
 
 def _text(drafter: CataloguedDrafter, verdicts: Verdicts) -> str:
-    """A few lines for people."""
     heads = f" ({drafter.heads.words})" if drafter.heads.words else ""
     serving = [name for name, why in verdicts.items() if why is None]
     figures = [f"{one.value:g} {one.benchmark} ({one.setting}; {one.source})" for one in drafter.acceptance_length]

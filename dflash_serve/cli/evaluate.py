@@ -32,24 +32,19 @@ Controls = Annotated[bool | None, typer.Option(help=SPOILT)]
 TIMED = "How many prompts of a task to time alone, with and without speculation in turns."
 Speed = Annotated[int, typer.Option(help=TIMED, min=0)]
 
-AT_ONCE = 16
-"""Requests at once by default."""
-AS_IT_IS = "as it is"
-"""The drafter with its own features, in contrast to the controls."""
+AT_ONCE = 16  # Requests at once by default
+AS_IT_IS = "as it is"  # The drafter with its own features, in contrast to the controls
 
 
 class TaskFigures(Frozen):
     """One task under one control or none."""
 
     prompts: int
-    steps: float | None
-    """Steps without speculation included; τ and survival are over those that speculated."""
+    steps: float | None  # Steps without speculation included; τ and survival are over those that speculated
     tokens: float | None
     acceptance_length: float | None
-    survival: list[float | None]
-    """Survival of slots 1..B-1."""
-    speed_up: float | None = None
-    """Tokens/s by those without speculation, one prompt at a time; None = not timed."""
+    survival: list[float | None]  # Survival of slots 1..B-1
+    speed_up: float | None = None  # Tokens/s by those without speculation, one prompt at a time; None = not timed
 
 
 class EvaluationReport(Frozen):
@@ -57,14 +52,12 @@ class EvaluationReport(Frozen):
 
     target: str
     drafter: str
-    width: int | Literal["auto"]
-    """Slots verified in a step; auto = chosen by the engine in each step."""
+    width: int | Literal["auto"]  # Slots verified in a step; auto = chosen by the engine in each step
     max_tokens: int
     temperature: float
     dtype: str
     environment: Environment
-    tasks: dict[str, dict[str, TaskFigures]]
-    """Task -> `AS_IT_IS` or the control's name -> figures."""
+    tasks: dict[str, dict[str, TaskFigures]]  # Task -> `AS_IT_IS` or the control's name -> figures
 
 
 def evaluate(
@@ -153,8 +146,7 @@ class _Evaluation:
     engine: Engine
     width: int | Literal["auto"]
     params: SamplingParams
-    quiet: bool
-    """No progress is shown."""
+    quiet: bool  # No progress is shown
 
     def task(self, name: str, asked: list[Prompt], controls: bool, speed: int) -> dict[str, TaskFigures]:
         """Measures a task as it is and under the controls; the first `speed` prompts are timed, too.

@@ -11,8 +11,7 @@ from dflash_serve.backend import Engine, Prompt
 from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 
-ROUNDS = 3
-"""Answers of each prompt with speculation and without, in a comparison."""
+ROUNDS = 3  # Answers of each prompt with speculation and without, in a comparison
 
 
 @dataclass(frozen=True)
@@ -20,10 +19,8 @@ class TimedRun:
     """One answer and how fast it came."""
 
     output: RequestOutput
-    seconds: float
-    """Time from the first chunk to the last: decoding without the prompt."""
-    tokens: int
-    """Tokens that came in that time."""
+    seconds: float  # Time from the first chunk to the last: decoding without the prompt
+    tokens: int  # Tokens that came in that time
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -79,7 +79,6 @@ def _params(**given: Any) -> SamplingParams:
 
 
 def _load(console: Console, path: Path | None, given: Mapping[str, Any], *, quiet: bool) -> LLM:
-    """The pair of the file or the flags; the bundled target brings its drafter."""
     from dflash_serve.backend import embedded_backend
     from dflash_serve.deployment import load_deployment
     from dflash_serve.llm import LLM
@@ -93,7 +92,6 @@ def _load(console: Console, path: Path | None, given: Mapping[str, Any], *, quie
 
 
 def _answer(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console, *, show: bool) -> TimedRun:
-    """Runs the prompt, showing its text as it comes."""
     from dflash_serve.cli.figures import time_run
 
     def echo(text: str) -> None:
@@ -119,7 +117,6 @@ def _survival(run: TimedRun) -> list[float | None]:
 
 
 def _report(run: TimedRun, comparison: SpeedComparison | None) -> dict[str, Any]:
-    """For JSON."""
     output = run.output
     report = {
         "text": output.text,
@@ -135,7 +132,6 @@ def _report(run: TimedRun, comparison: SpeedComparison | None) -> dict[str, Any]
 
 
 def _summary(llm: LLM, run: TimedRun, comparison: SpeedComparison | None) -> Iterator[str]:
-    """Lines for people."""
     from dflash_serve.cli.figures import number, survival_text
 
     statistics = run.output.statistics

@@ -52,8 +52,7 @@ def _options(
     """One DFlash drafter, every engine: check it, prove it lossless, serve it."""
 
 
-ENGINE_VERBS = (serve, verify, bench, deploy)
-"""Those that start an engine's own server, or say how."""
+ENGINE_VERBS = (serve, verify, bench, deploy)  # Those that start an engine's own server, or say how
 for verb in (generate, serve, drafters, inspect, convert, train, evaluate, verify, doctor, top, bench, plan, deploy):
     app.command(cls=options.TakesEngineArguments if verb in ENGINE_VERBS else None)(verb)
 for point in entry_points(group="dflash_serve.verbs"):

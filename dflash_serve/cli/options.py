@@ -15,8 +15,7 @@ from typer.core import TyperCommand
 
 from dflash_serve.errors import UserError
 
-BUNDLED = "smollm2"
-"""The target and drafter that need no download."""
+BUNDLED = "smollm2"  # The target and drafter that need no download
 
 LIMITS = ("max_batch_size", "max_model_len", "max_queued_requests")
 
@@ -58,8 +57,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupte
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result alone: no progress, no remarks.")]
 
-ENGINE_WORDS = "dflash_serve.engine_words"
-"""Key of a command's context for the words after `--`."""
+ENGINE_WORDS = "dflash_serve.engine_words"  # Key of a command's context for the words after `--`
 
 
 class TakesEngineArguments(TyperCommand):

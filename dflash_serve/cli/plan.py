@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from dflash_serve.planning.prediction import Calibration, ExpectedAcceptance
     from dflash_serve.planning.question import PlanQuestion
 
-TOP = 12
-"""Lines of a front in the terminal, at most."""
+TOP = 12  # Lines of a front in the terminal, at most
 Gpu = Annotated[str | None, Option(help="Kind of GPU: h100, h200, b200, b300, gb200, gb300.")]
 Count = Annotated[int | None, Option(help="Number of GPUs. [default: hardware.count, or 1]", min=1)]
 Tensor = Annotated[int | None, Option(help="GPUs that share every layer. [default: the best]", min=1)]

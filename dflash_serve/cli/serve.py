@@ -27,8 +27,7 @@ Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
 MaxQueued = Annotated[int | None, typer.Option(help="Requests that may wait; others get a 429 (SGLang: 503).")]
-OWN = ("drain_seconds", "acceptance_metrics")
-"""Options of the embedded engine's server."""
+OWN = ("drain_seconds", "acceptance_metrics")  # Options of the embedded engine's server
 DrainSeconds = Annotated[float | None, typer.Option(help="How long requests may go on after SIGTERM, in seconds.")]
 LogFormat = Annotated[str | None, typer.Option(help="Log lines: text, or json, one object each. [default: text]")]
 AcceptanceMetrics = Annotated[str | None, typer.Option(help="Acceptance in responses: none, summary or detailed.")]
@@ -140,10 +139,8 @@ class Rehearsal:
     deployment: Deployment
     folder: Path
     problems: list[Problem]
-    command: Command | None
-    """None = a problem leaves no command."""
-    preview: Preview | None
-    """None = a problem leaves nothing to show."""
+    command: Command | None  # None = a problem leaves no command
+    preview: Preview | None  # None = a problem leaves nothing to show
 
     def show(self, *, as_json: bool, quiet: bool, show_files: bool) -> None:
         """Prints it: everything as text or JSON, or with `quiet` the command alone; problems then go to stderr.

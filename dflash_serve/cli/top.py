@@ -26,10 +26,8 @@ Url = Annotated[str, typer.Argument(help="Address of a running server, of any en
 Interval = Annotated[float, typer.Option(help="Seconds between two looks at its metrics.", min=0.1)]
 Once = Annotated[bool, typer.Option("--once", help="Look for one interval, print and stop.")]
 BARS = "▁▂▃▄▅▆▇█"
-REMEMBERED = 40
-"""Intervals of the small curves."""
-BAR = 24
-"""Characters of a full bar."""
+REMEMBERED = 40  # Intervals of the small curves
+BAR = 24  # Characters of a full bar
 
 
 @dataclass
@@ -97,7 +95,6 @@ def _looks(url: str, key: str | None, interval: float) -> Iterator[LiveFigures |
 
 
 def _print(url: str, looks: Iterator[LiveFigures | str], console: Console, once: bool) -> None:
-    """Interval after interval, one under the other: for files and pipes."""
     history = History()
     for now in looks:
         if not isinstance(now, str):
@@ -108,7 +105,6 @@ def _print(url: str, looks: Iterator[LiveFigures | str], console: Console, once:
 
 
 def _watch(url: str, looks: Iterator[LiveFigures | str], console: Console) -> None:
-    """One page that changes, on the terminal's other screen: what was there before comes back."""
     from rich.live import Live
 
     history, waiting = History(), f"{url}: the first figures come after one interval; Ctrl-C ends this"

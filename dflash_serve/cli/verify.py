@@ -92,11 +92,6 @@ def verify(
 
 
 def _check_samples(samples: int | None) -> None:
-    """Refuses too few samples before anything is asked.
-
-    Raises:
-        UserError: they could not show a deviation of any use.
-    """
     from dflash_serve.verify.questions import FEWEST
 
     if samples and samples < FEWEST:
@@ -107,7 +102,6 @@ def _check_samples(samples: int | None) -> None:
 def _servers(
     with_url: str | None, without_url: str | None, model: str | None, api_key_file: Path | None, concurrency: int
 ) -> SubjectPair:
-    """Two servers that run already."""
     from dflash_serve.client.endpoint import Endpoint
     from dflash_serve.common.http import read_api_key
     from dflash_serve.verify.subjects import two_servers
@@ -120,11 +114,6 @@ def _servers(
 
 
 def _refuse(given: Mapping[str, object]) -> None:
-    """Refuses options that running servers have set themselves.
-
-    Raises:
-        UserError: one of them is given.
-    """
     for name in ("deployment", "target", "drafter", "block_size", "width"):
         if given[name] is not None:
             where = "deployment.yaml" if name == "deployment" else f"--{name.replace('_', '-')}"
@@ -143,7 +132,6 @@ def _described(path: Path | None, flags: dict[str, Any], backend_name: str) -> D
 
 
 def _deployed(deployment: Deployment, backend_name: str, concurrency: int) -> SubjectPair:
-    """A deployment, in this process or as a server that is started twice."""
     from dflash_serve.verify.subjects import engine_in_process, server_started_twice
 
     if backend_name == EMBEDDED:
@@ -152,7 +140,6 @@ def _deployed(deployment: Deployment, backend_name: str, concurrency: int) -> Su
 
 
 def _plan(given: Mapping[str, Any], asked: Sequence[Prompt], pair: SubjectPair) -> VerifyPlan:
-    """The plan for the options that are given, with the defaults that depend on what answers."""
     from dflash_serve.prompts import prompts_digest
     from dflash_serve.verify.questions import VerifyPlan
 
@@ -183,7 +170,6 @@ class Told(NamedTuple):
 
 
 def _run(plan: VerifyPlan, prompts: Sequence[Prompt], pair: SubjectPair, output: Path, resume: bool, told: Told) -> int:
-    """Verifies, writes the report and shows it; the exit code."""
     from rich.console import Console
 
     from dflash_serve.verify.report import EXIT_CODES, report_of, show, write_report

@@ -17,21 +17,16 @@ from dflash_serve.doctor.evidence import Observation, log_likelihood, p_value
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 HEALTHY = "healthy"
-UNVERIFIED = "verification"
-"""The cause of an acceptance that is too high."""
-NAMED = 0.05
-"""Least posterior probability at which a cause is named."""
-IMPOSSIBLE = 1e-3
-"""p-value below which an explanation is excluded."""
+UNVERIFIED = "verification"  # The cause of an acceptance that is too high
+NAMED = 0.05  # Least posterior probability at which a cause is named
+IMPOSSIBLE = 1e-3  # p-value below which an explanation is excluded
 COSTLY, EXCLUDED = 0.1, 0.2
 """A fault is costly if it loses this share of the accepted tokens. The verdict `healthy` needs a probability of all
 costly faults together below the second number; without evidence it is their prior, one half."""
-SAME_ANSWER = 3.0
-"""Log-likelihood of an answer that equals the expected one; faults of the prompt change answers."""
+SAME_ANSWER = 3.0  # Log-likelihood of an answer that equals the expected one; faults of the prompt change answers
 
 
-PERFECT = 64
-"""Drafted tokens that, if all are accepted, show a fault; the reference must have rejected some."""
+PERFECT = 64  # Drafted tokens that, if all are accepted, show a fault; the reference must have rejected some
 
 
 class Verdict(StrEnum):
@@ -50,17 +45,12 @@ class Verdict(StrEnum):
 class Hypothesis:
     """One explanation with its predictions."""
 
-    cause: str
-    """Subject of the fault; `HEALTHY` for none."""
+    cause: str  # Subject of the fault; `HEALTHY` for none
     name: str
-    says: str
-    """Causes of this fault in an engine or a checkpoint."""
-    predicted: tuple[AcceptanceStatistics, ...]
-    """Predicted counts, by prompt."""
-    benign: bool = False
-    """A choice of precision rather than a mistake."""
-    answers: tuple[str, ...] | None = None
-    """The target's answers, by prompt."""
+    says: str  # Causes of this fault in an engine or a checkpoint
+    predicted: tuple[AcceptanceStatistics, ...]  # Predicted counts, by prompt
+    benign: bool = False  # A choice of precision rather than a mistake
+    answers: tuple[str, ...] | None = None  # The target's answers, by prompt
 
     @cached_property
     def acceptance_length(self) -> float | None:
@@ -78,10 +68,8 @@ class Explanation:
     """A hypothesis against the observation."""
 
     hypothesis: Hypothesis
-    posterior: float
-    """Probability of the hypothesis, given the observation."""
-    p_value: float
-    """Probability of an observation as far off as this one, given the hypothesis."""
+    posterior: float  # Probability of the hypothesis, given the observation
+    p_value: float  # Probability of an observation as far off as this one, given the hypothesis
 
     @property
     def is_healthy(self) -> bool:
@@ -97,12 +85,9 @@ class Diagnosis:
 
     verdict: Verdict
     sentence: str
-    explanations: tuple[Explanation, ...]
-    """Most probable first; one for each hypothesis."""
-    named: tuple[str, ...]
-    """Causes that are probable enough to be named."""
-    alike: tuple[str, ...]
-    """Faults that this evidence cannot tell from healthy."""
+    explanations: tuple[Explanation, ...]  # Most probable first; one for each hypothesis
+    named: tuple[str, ...]  # Causes that are probable enough to be named
+    alike: tuple[str, ...]  # Faults that this evidence cannot tell from healthy
 
 
 def diagnose(observed: Observation, hypotheses: Sequence[Hypothesis]) -> Diagnosis:

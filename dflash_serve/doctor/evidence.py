@@ -33,16 +33,13 @@ from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
-ROUNDING = 0.005 / math.sqrt(3)
-"""Standard error of a figure given with two decimals."""
-FEW = 5
-"""Trials below which a slot is not compared."""
+ROUNDING = 0.005 / math.sqrt(3)  # Standard error of a figure given with two decimals
+FEW = 5  # Trials below which a slot is not compared
 
 Trial = tuple[float, float, float, float]
 """Trials and successes of one slot if the slot before was accepted: as observed, then as predicted."""
 
-Steps = Mapping[int, float]
-"""A prompt's steps by width, the anchor counted; 1 = nothing was drafted."""
+Steps = Mapping[int, float]  # A prompt's steps by width, the anchor counted; 1 = nothing was drafted
 
 
 @dataclass(frozen=True)
@@ -57,16 +54,12 @@ class Prediction:
 class Fault:
     """One thing that can be wrong with how a drafter is served."""
 
-    cause: str
-    """Its subject; variants of one cause are one explanation."""
-    name: str
-    """Unique among the faults of a reference."""
-    says: str
-    """Causes of this fault in an engine or a checkpoint."""
+    cause: str  # Its subject; variants of one cause are one explanation
+    name: str  # Unique among the faults of a reference
+    says: str  # Causes of this fault in an engine or a checkpoint
     setting: str | None = None
     """The line of the checkpoint's configuration that would have the same effect, if there is one."""
-    benign: bool = False
-    """A choice of precision rather than a mistake."""
+    benign: bool = False  # A choice of precision rather than a mistake
 
 
 class Reference(Protocol):
@@ -138,12 +131,10 @@ class DiagnosableBackend(InProcessBackend, Protocol):
 class Observation:
     """Counts observed of a server; at least its acceptance length is known."""
 
-    whole: AcceptanceStatistics
-    """Counts of all prompts together."""
+    whole: AcceptanceStatistics  # Counts of all prompts together
     each: tuple[AcceptanceStatistics, ...] | None = None
     """Counts of each prompt, the same prompts as were predicted; verifications and accepted tokens are known."""
-    answers: tuple[str, ...] | None = None
-    """The answer to each prompt."""
+    answers: tuple[str, ...] | None = None  # The answer to each prompt
     errors: tuple[float, ...] | None = None
     """Uncertainty of the predictions by prompt, in steps, from the unknown order of widths; None = none."""
 
@@ -177,12 +168,10 @@ class Interview:
     """Answers and metrics of a server."""
 
     observation: Observation
-    width: int
-    """Slots verified a step, at most."""
+    width: int  # Slots verified a step, at most
     steps: tuple[Steps, ...] | None
     """By prompt, if the width changes from step to step (`width: auto`); None = it is constant."""
-    engine: str | None
-    """The engine that these metrics belong to; None = unknown."""
+    engine: str | None  # The engine that these metrics belong to; None = unknown
     notes: tuple[str, ...] = ()
 
 

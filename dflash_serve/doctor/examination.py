@@ -21,15 +21,11 @@ from dflash_serve.doctor.evidence import Fault, Observation, Prediction, Referen
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
-FALSE_ALARMS = 0.05
-"""Probability that a correction is proposed although none helps."""
-MATERIAL = 0.1
-"""Least relative gain of a correction in accepted drafted tokens per step."""
+FALSE_ALARMS = 0.05  # Probability that a correction is proposed although none helps
+MATERIAL = 0.1  # Least relative gain of a correction in accepted drafted tokens per step
 
-FLIPS = 4096
-"""Sign patterns of the sign-flip test: all of them up to 12 prompts; beyond, so many random ones."""
-RESAMPLES = 1000
-"""Bootstrap samples of the prompts for an interval."""
+FLIPS = 4096  # Sign patterns of the sign-flip test: all of them up to 12 prompts; beyond, so many random ones
+RESAMPLES = 1000  # Bootstrap samples of the prompts for an interval
 
 Counts = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -40,8 +36,7 @@ class Alternative:
 
     cause: str
     setting: str
-    predicted: tuple[AcceptanceStatistics, ...]
-    """Predicted counts, by prompt."""
+    predicted: tuple[AcceptanceStatistics, ...]  # Predicted counts, by prompt
 
 
 class Correction(Frozen):
@@ -49,14 +44,10 @@ class Correction(Frozen):
 
     cause: str
     setting: str
-    before: float
-    """τ as configured."""
-    after: float
-    """τ with this setting."""
-    gain_95: tuple[float, float]
-    """95 % interval of the gain in τ."""
-    p_value: float
-    """One-sided, before Bonferroni's correction."""
+    before: float  # τ as configured
+    after: float  # τ with this setting
+    gain_95: tuple[float, float]  # 95 % interval of the gain in τ
+    p_value: float  # One-sided, before Bonferroni's correction
 
     def __str__(self) -> str:
         low, high = self.gain_95
@@ -141,8 +132,7 @@ def _length(counts: AcceptanceStatistics) -> float:
     return 1 + accepted / verifications
 
 
-SOUND = "as it is"
-"""Name of the sound prediction in the store."""
+SOUND = "as it is"  # Name of the sound prediction in the store
 
 
 class AcceptanceFigures(Frozen):
@@ -150,12 +140,9 @@ class AcceptanceFigures(Frozen):
 
     prompts: int
     verifications: float | None
-    acceptance_length: float | None
-    """τ."""
-    error: float | None
-    """Standard error of τ over prompts."""
-    survival: list[float | None]
-    """Survival of slots 1..B-1."""
+    acceptance_length: float | None  # τ
+    error: float | None  # Standard error of τ over prompts
+    survival: list[float | None]  # Survival of slots 1..B-1
 
     @classmethod
     def of(cls, each: Sequence[AcceptanceStatistics]) -> AcceptanceFigures:
@@ -174,8 +161,7 @@ class ExaminationReport(Frozen):
     """The result of an examination."""
 
     verdict: Verdict
-    sentences: list[str]
-    """Why, the most important first."""
+    sentences: list[str]  # Why, the most important first
     notes: tuple[str, ...] = ()
 
 
@@ -191,8 +177,7 @@ class ExplanationRow(Frozen):
 
     cause: str
     name: str
-    says: str
-    """Causes of this fault in an engine or a checkpoint."""
+    says: str  # Causes of this fault in an engine or a checkpoint
     predicted: AcceptanceFigures
     posterior: float
     p_value: float
@@ -201,13 +186,10 @@ class ExplanationRow(Frozen):
 class SuspectReport(ExaminationReport):
     """The explanations of a server's acceptance."""
 
-    evidence: str
-    """`paired`, `slots` or `length`."""
+    evidence: str  # `paired`, `slots` or `length`
     observed: Observed
-    explanations: list[ExplanationRow]
-    """The most probable first."""
-    named: list[str]
-    """Causes that are probable enough to be named."""
+    explanations: list[ExplanationRow]  # The most probable first
+    named: list[str]  # Causes that are probable enough to be named
     cannot_be_told_from_healthy: list[str]
 
 
@@ -215,8 +197,7 @@ class PairReport(ExaminationReport):
     """Better settings of a pair's checkpoint, and errors of our own engine."""
 
     reference: AcceptanceFigures
-    corrections: list[Correction]
-    """Settings that would raise acceptance, the best first."""
+    corrections: list[Correction]  # Settings that would raise acceptance, the best first
     first_difference: str | None
 
 
@@ -290,11 +271,6 @@ class Examination:
         )
 
     def _predictions(self, faults: Sequence[Fault]) -> tuple[Prediction, list[tuple[Fault, Prediction]]]:
-        """The sound prediction, and one under each fault.
-
-        Raises:
-            UserError: not even the sound engine drafts anything.
-        """
         count = len(faults) + 1
         sound = self._kept(None, count)
         if not total(sound.counts).verifications:

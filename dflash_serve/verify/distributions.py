@@ -31,14 +31,10 @@ from scipy.stats import pearson3, skew
 from dflash_serve.common.settings import Frozen
 from dflash_serve.verify.tokens import Pieces
 
-SMALLEST = 8
-"""Answers that must share a feature for it to be counted by itself."""
-ENOUGH = 20
-"""Assignments with an S as large as the observed one after which drawing stops."""
-TRIALS = 200
-"""Simulated runs that estimate the power at one deviation."""
-HALVINGS = 9
-"""Bisections in the search for the smallest visible deviation."""
+SMALLEST = 8  # Answers that must share a feature for it to be counted by itself
+ENOUGH = 20  # Assignments with an S as large as the observed one after which drawing stops
+TRIALS = 200  # Simulated runs that estimate the power at one deviation
+HALVINGS = 9  # Bisections in the search for the smallest visible deviation
 NEW = "\0another token"
 Floats = NDArray[np.float32]
 
@@ -46,19 +42,16 @@ Floats = NDArray[np.float32]
 class Look(Frozen):
     """A permutation test over the samples so far."""
 
-    samples: int
-    """Samples on each side."""
+    samples: int  # Samples on each side
     p_value: float
-    false_alarm: float
-    """Share of the false-alarm rate of this look; at or below it the distributions differ."""
+    false_alarm: float  # Share of the false-alarm rate of this look; at or below it the distributions differ
 
 
 class DistributionComparison(Frozen):
     """Both sides' answers to one sampled case, compared as draws from a distribution."""
 
     case: str
-    prompt: int
-    """From 1 on, in the order of the prompt set."""
+    prompt: int  # From 1 on, in the order of the prompt set
     samples: int
     looks: tuple[Look, ...] = ()
     differs: bool = False
@@ -67,8 +60,7 @@ class DistributionComparison(Frozen):
     repeats_with: float | None = None
     """Probability that two answers which begin alike go on alike; 1 = as if greedy. See `repeats`."""
     repeats_without: float | None = None
-    refused: str | None = None
-    """The server's reason for giving no answers."""
+    refused: str | None = None  # The server's reason for giving no answers
 
 
 def begins_and_places(answer: Pieces) -> Iterator[tuple[tuple[str, int], Hashable]]:

@@ -11,19 +11,16 @@ from dflash_serve.common.settings import Frozen
 from dflash_serve.speculation.params import SamplingParams
 
 Precision = Literal["float32", "bfloat16"]
-WITH, WITHOUT = "with", "without"
-"""The two sides of a verification: with and without speculation."""
+WITH, WITHOUT = "with", "without"  # The two sides of a verification: with and without speculation
 LOOKS = (1 / 8, 1 / 4, 1 / 2, 1.0)
 """Shares of the sampled answers at which they are tested; each look has its share of the false-alarm rate."""
-FEWEST = 64
-"""Least samples on a side: fewer show only very large deviations."""
+FEWEST = 64  # Least samples on a side: fewer show only very large deviations
 NOISE: dict[Precision, float] = {"float32": 3e-4, "bfloat16": 0.75}
 """Largest gap of two log-probabilities whose order rounding may change, in nats; measured, see `tokens`."""
 FIRST_SEED = {WITHOUT: 0, WITH: 2**40}
 """The sides draw from different seeds: with equal ones an engine that keeps seeds would give equal answers."""
 SEEDS_A_CASE = 2**20
-SEEDED_TOKENS = 32
-"""Length of answers with the same seed on both sides."""
+SEEDED_TOKENS = 32  # Length of answers with the same seed on both sides
 
 
 @dataclass(frozen=True)
@@ -66,23 +63,15 @@ PENALISED = {case.name for case in (*GREEDY, *SAMPLED) if case.penalised}
 class VerifyPlan(Frozen):
     """The settings of a verification."""
 
-    prompts: int
-    """Prompts compared greedily."""
+    prompts: int  # Prompts compared greedily
     prompts_sha256: str
-    max_tokens: int
-    """Longest greedy answer, in tokens."""
-    samples: int
-    """Answers on each side for each sampled case; 0 = sampling is not verified."""
-    sample_tokens: int = 8
-    """Longest sampled answer, in tokens."""
-    false_alarm: float = 1e-3
-    """Probability that a correct engine is called faulty, over all cases and looks together."""
-    power: float = 0.9
-    """Probability with which the smallest visible deviation is seen."""
-    dtype: Precision = "bfloat16"
-    """The engine's precision, which sets the bound of a near-tie."""
-    penalties: bool = True
-    """True if cases with penalties are verified, too."""
+    max_tokens: int  # Longest greedy answer, in tokens
+    samples: int  # Answers on each side for each sampled case; 0 = sampling is not verified
+    sample_tokens: int = 8  # Longest sampled answer, in tokens
+    false_alarm: float = 1e-3  # Probability that a correct engine is called faulty, over all cases and looks together
+    power: float = 0.9  # Probability with which the smallest visible deviation is seen
+    dtype: Precision = "bfloat16"  # The engine's precision, which sets the bound of a near-tie
+    penalties: bool = True  # True if cases with penalties are verified, too
     same_seeds: bool = False
     """True if the engine promises the same sampled tokens for the same seed at any width; they are compared, too."""
 

@@ -43,10 +43,8 @@ Verdict = Literal["lossless", "not lossless", "could not tell"]
 EXIT_CODES: dict[Verdict, int] = {"lossless": 0, "not lossless": 1, "could not tell": 3}
 COLOURS = {"lossless": "green", "not lossless": "red", "could not tell": "yellow"}
 METRICS = "start it with its metrics (SGLang: --enable-metrics)"
-SHOWN = 10
-"""Differences of a case that are printed; the report has all."""
-SEED_SLIPS = 1
-"""Seeded answers that rounding may change: about one draw in 10^5 falls on the edge between two tokens."""
+SHOWN = 10  # Differences of a case that are printed; the report has all
+SEED_SLIPS = 1  # Seeded answers that rounding may change: about one draw in 10^5 falls on the edge between two tokens
 
 
 class FaultKind(StrEnum):
@@ -64,17 +62,13 @@ class Findings(Frozen):
 
     verdict: Verdict
     faults: tuple[FaultKind, ...]
-    reasons: tuple[str, ...]
-    """Reasons why the verdict is open, or what limits it."""
-    unit: str
-    """The unit of comparison: token ids, tokens, or characters."""
+    reasons: tuple[str, ...]  # Reasons why the verdict is open, or what limits it
+    unit: str  # The unit of comparison: token ids, tokens, or characters
     greedy: tuple[TokenComparison, ...]
     sampled: tuple[DistributionComparison, ...]
     seeded: TokenComparison | None
-    scope: tuple[str, ...] = ()
-    """Restrictions of the verdict: `greedy only`, `no penalties`."""
-    accepted: float | None
-    """Drafted tokens that were accepted meanwhile; None = unknown."""
+    scope: tuple[str, ...] = ()  # Restrictions of the verdict: `greedy only`, `no penalties`
+    accepted: float | None  # Drafted tokens that were accepted meanwhile; None = unknown
     acceptance_length: float | None
 
 
@@ -182,19 +176,14 @@ def unproven_sides(acceptance: AcceptanceStatistics, is_plain: bool) -> Iterator
 class VerifyReport(Frozen):
     """The signed report of a verification."""
 
-    date: str
-    """UTC, ISO 8601."""
-    versions: Mapping[str, str]
-    """Versions of the packages installed here; those of a server elsewhere are unknown."""
-    subjects: Mapping[str, Description]
-    """The compared systems, `with` and `without` speculation."""
+    date: str  # UTC, ISO 8601
+    versions: Mapping[str, str]  # Versions of the packages installed here; those of a server elsewhere are unknown
+    subjects: Mapping[str, Description]  # The compared systems, `with` and `without` speculation
     plan: VerifyPlan
-    noise: float
-    """Largest gap in nats that counts as a near-tie."""
+    noise: float  # Largest gap in nats that counts as a near-tie
     looks: tuple[float, ...] = LOOKS
     findings: Findings
-    sha256: str = ""
-    """SHA-256 of the report's canonical JSON (sorted keys, no spaces) without this field."""
+    sha256: str = ""  # SHA-256 of the report's canonical JSON (sorted keys, no spaces) without this field
 
     @property
     def digest(self) -> str:

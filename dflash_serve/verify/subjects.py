@@ -20,8 +20,7 @@ from dflash_serve.server_adapter import running_server
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.questions import WITH, WITHOUT, Precision, Question
 
-Description = Mapping[str, str | None]
-"""A report's description of a subject; it holds no secrets."""
+Description = Mapping[str, str | None]  # A report's description of a subject; it holds no secrets
 
 
 class Subject(Protocol):
@@ -56,10 +55,8 @@ class SubjectPair:
     plain: Callable[[], AbstractContextManager[Subject]]
     descriptions: Mapping[str, Description] = field(default_factory=dict)
     """Descriptions of the sides, `with` and `without`."""
-    dtype: Precision | None = None
-    """The precision; None = unknown."""
-    embedded: bool = False
-    """True if it runs in this process."""
+    dtype: Precision | None = None  # The precision; None = unknown
+    embedded: bool = False  # True if it runs in this process
     plain_is_ours: bool = True
     """True if we started the plain side without a drafter; otherwise its metrics must show that it has none."""
 

@@ -25,8 +25,7 @@ from dflash_serve.common.settings import Frozen
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.verify.questions import Case
 
-TOP = 5
-"""Tokens whose log-probabilities are asked for; a near-tie is between the best ones."""
+TOP = 5  # Tokens whose log-probabilities are asked for; a near-tie is between the best ones
 
 Piece = str | int
 Pieces = Sequence[Piece]
@@ -37,15 +36,11 @@ Kind = Literal["near-tie", "fault", "unstable", "unscored"]
 class Difference(Frozen):
     """The first difference of two answers."""
 
-    prompt: int
-    """From 1 on, in the order of the prompt set."""
-    position: int
-    """Index of the first differing token, from 0."""
-    with_speculation: str | None
-    """The token at that position; None = the answer had ended."""
+    prompt: int  # From 1 on, in the order of the prompt set
+    position: int  # Index of the first differing token, from 0
+    with_speculation: str | None  # The token at that position; None = the answer had ended
     without_speculation: str | None
-    gap: float | None
-    """log p(token without) - log p(token with), by the plain side, in nats; None = not reported."""
+    gap: float | None  # log p(token without) - log p(token with), by the plain side, in nats; None = not reported
     kind: Kind
 
 
@@ -55,13 +50,10 @@ class TokenComparison(Frozen):
     case: str
     prompts: int
     identical: int = 0
-    tokens: int = 0
-    """Tokens of all answers without speculation."""
-    compared: int = 0
-    """Number of these before the first difference of their answer; later ones are not compared."""
+    tokens: int = 0  # Tokens of all answers without speculation
+    compared: int = 0  # Number of these before the first difference of their answer; later ones are not compared
     differences: tuple[Difference, ...] = ()
-    refused: str | None = None
-    """The server's reason for giving no answers."""
+    refused: str | None = None  # The server's reason for giving no answers
 
     def of_kind(self, *kinds: Kind) -> int:
         return sum(difference.kind in kinds for difference in self.differences)
@@ -72,8 +64,7 @@ class ScoredAnswer:
     """An answer asked again with log-probabilities, at one position."""
 
     pieces: list[Piece]
-    token: str
-    """The text of the token at the position."""
+    token: str  # The text of the token at the position
     logprob: float
     top: dict[str, float]
 

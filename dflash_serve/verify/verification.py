@@ -23,10 +23,8 @@ from dflash_serve.verify.report import Findings, conclude
 from dflash_serve.verify.subjects import Subject, SubjectPair
 from dflash_serve.verify.tokens import TOP, AnswerPair, Piece, ScoredAnswer, TokenComparison, again, compare_tokens
 
-UNIT, ACCEPTANCE = "unit", "acceptance"
-"""Names in the store beside the answers."""
-PROBE = SamplingParams(temperature=0, max_tokens=32)
-"""An answer long enough for a speculating server to draft."""
+UNIT, ACCEPTANCE = "unit", "acceptance"  # Names in the store beside the answers
+PROBE = SamplingParams(temperature=0, max_tokens=32)  # An answer long enough for a speculating server to draft
 Progress = Callable[[str, int], None]
 """Called with the kind of question (`with speculation, greedy`) and the number of new answers."""
 
@@ -173,7 +171,6 @@ class Verification:
             self.record.refused[case.name] = f"{side} speculation, {error.what}"
 
     def _look(self, speculating: Subject, case: Case) -> DistributionComparison:
-        """Tests growing numbers of answers until they differ or all are there."""
         prompt, looks = prompt_index(case, len(self.prompts)) + 1, list[Look]()
         for samples, rate in self.plan.looks:
             self._ask(speculating, WITH, case, samples)
