@@ -44,8 +44,7 @@ class Detokenizer:
         self.stop, self.min_tokens = tuple(stop), min_tokens
         self.held = ""
         self.stopped = False
-        self.fed = 0
-        """Tokens taken in so far, without those behind a complete stop string."""
+        self.fed = 0  # tokens taken in so far, without those behind a complete stop string
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that is certain after these tokens; sets `stopped` once a stop string is complete."""
@@ -82,8 +81,7 @@ class Detokenizer:
         if found:
             self.held, self.stopped = self.held[: min(found)], True
 
-    def _could_be_stop(self) -> int:
-        """Length of the longest suffix of the held text that is a prefix of a stop string."""
+    def _could_be_stop(self) -> int:  # length of the longest suffix that is a prefix of a stop string
         longest = max((len(stop) for stop in self.stop), default=1) - 1
         for length in range(min(longest, len(self.held)), 0, -1):
             if any(stop.startswith(self.held[-length:]) for stop in self.stop):
@@ -134,13 +132,10 @@ class Answer:
     ) -> None:
         self.index, self.token_ids, self.params, self.deliver = index, token_ids, params, deliver
         self.grammar, self.salt, self.group = grammar, salt, group
-        self.cancelled = False
-        """Any thread may set it: the answer leaves before the next step."""
+        self.cancelled = False  # any thread may set it: the answer leaves before the next step
         self.arrived = monotonic()
-        self.joined: float | None = None
-        """Time at which it got a cache entry; None while it waits."""
-        self.request: Request | None = None
-        """Its request in the scheduler; None while it waits."""
+        self.joined: float | None = None  # time at which it got a cache entry; None while it waits
+        self.request: Request | None = None  # its request in the scheduler; None while it waits
         self.text = ""
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self._detokenizer: Detokenizer | None = None

@@ -27,9 +27,10 @@ from .facts import FACTS, SETTINGS_PREFIX
 from .launch import (
     DEPLOYMENT_FILE,
     argument_problems,
-    memory_of,
+    memory_problems,
     preview,
     server_environment,
+    sizes,
     with_batch_size,
 )
 from .waiting import choose_waiting, waiting_here
@@ -39,13 +40,13 @@ if TYPE_CHECKING:
     from .faults.replay import EmbeddedReference
     from .faults.tensors import Difference
 
+# Fields of a Deployment that this backend supports; the others must have their defaults.
 HONOURED = {
     *("target.model", "target.revision", "drafter.model", "drafter.revision"),
     *("speculation.block_size", "speculation.width", "hardware.gpu", "hardware.dtype"),
     *("limits.max_batch_size", "limits.max_model_len", "limits.max_queued_requests"),
     *("serving.served_model_name", "serving.api_key_file", "serving.log_format"),
 }
-"""Fields of a Deployment that this backend supports; the others must have their defaults."""
 
 
 class EmbeddedBackend(LookingBackend, DiagnosableBackend):
@@ -132,7 +133,8 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
             UserError: the first problem of `check`, or weights and K/V caches that do not fit into memory.
         """
         raise_problems(self.check(deployment))
-        raise_problems(memory_of(deployment))
+        # A server reserves its whole K/V cache; without the memory it would be killed under load.
+        raise_problems(memory_problems(deployment, *sizes(deployment)))
         write_whole(folder / DEPLOYMENT_FILE, with_batch_size(deployment).model_dump_json(indent=1))
 
     def preview(self, deployment: Deployment, folder: Path) -> Preview:
@@ -165,7 +167,6 @@ def _target_problems(target: Model) -> list[Problem]:
 
 
 def _unsupported(deployment: Deployment) -> list[Problem]:
-    """A problem for each given field that this backend does not support."""
     asked = _leaves(deployment.model_dump(exclude_defaults=True))
     do = "leave it out, or serve with --backend sglang or tensorrt-llm"
     instead = {"parallel.data": "set it to 1, and take replicas: `dflash-serve deploy`"}
@@ -176,8 +177,7 @@ def _unsupported(deployment: Deployment) -> list[Problem]:
     ]
 
 
-def _leaves(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
+def _leaves(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:  # {"a": {"b": 1}} -> {"a.b": 1}
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         flat |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

@@ -72,8 +72,7 @@ class Calibration(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cost: CostModel
-    spread: NonNegativeFloat
-    """Median over all figures of (median of its repetitions / least of them - 1)."""
+    spread: NonNegativeFloat  # median over all figures of (median of its repetitions / least of them - 1)
     measured: str
     machine: str
     versions: dict[str, str]
@@ -136,11 +135,7 @@ def tabulate(seconds: Mapping[tuple[str, int], float], entries: int, long: int) 
     }
     bare_draft = {count: max(LEAST * taken, taken - CONTEXT * of_draft * count) for count, taken in draft.items()}
     return CostModel(
-        target=bare_target,
-        draft=bare_draft,
-        target_context=of_token,
-        draft_context=of_draft,
-        target_attention=of_row,
+        target=bare_target, draft=bare_draft, target_context=of_token, draft_context=of_draft, target_attention=of_row
     )
 
 
@@ -159,14 +154,11 @@ def _slopes(short: Mapping[int, float], long: Mapping[int, float], length: int) 
     return more[one] - of_row, of_row
 
 
-def _contexts(rows: int, entries: int) -> int:
-    """Number of requests in a step of `rows` rows: one, as long as its block holds them."""
+def _contexts(rows: int, entries: int) -> int:  # requests in a step of `rows` rows
     return 1 if rows <= ONE_BLOCK else min(rows, entries)
 
 
-class _Bench:
-    """Target and drafter over scratch caches with made-up contexts."""
-
+class _Bench:  # target and drafter over scratch caches with made-up contexts
     def __init__(self, target: TargetModel, drafter: Drafter, block_size: int, entries: int, context: int) -> None:
         capacity = context + 2 * block_size
         self.speculator = _FreeDrafts(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
@@ -180,8 +172,8 @@ class _Bench:
         )
 
     def target_step(self, rows: int, entries: int, context: int) -> Callable[[], object]:
-        """A step of `rows` rows, spread evenly over entries as in a batch of blocks; its drafts cost nothing."""
         used = max(_contexts(rows, entries), ceil(rows / self.speculator.block_size))
+        # spread evenly, as in a batch of blocks
         drafts = [[1] * (rows // used + (entry < rows % used) - 1) for entry in range(used)]
 
         def run() -> object:
@@ -192,9 +184,8 @@ class _Bench:
         return run
 
     def draft_pass(self, requests: int, context: int) -> Callable[[], object]:
-        """A drafter pass for `requests` requests, after the injection of a typical number of context rows."""
         speculator, target = self.speculator, self.speculator.target
-        gained = speculator.block_size // 2
+        gained = speculator.block_size // 2  # a typical number of new context rows
         shape = gained, speculator.drafter.config.feature_size
 
         def run() -> object:
@@ -208,8 +199,6 @@ class _Bench:
 
 
 class _FreeDrafts(Speculator):
-    """Drafts that cost nothing."""
-
     ready: Sequence[list[int]] = ()
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
@@ -241,8 +230,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return perf_counter() - start
 
 
-def _machine(device: torch.device) -> str:
-    """The device, its threads, and the way in which they wait."""
+def _machine(device: torch.device) -> str:  # the device, its threads, and the way in which they wait
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     waiting = " ".join(os.environ[name] for name in CHOSEN_ALREADY if name in os.environ)
@@ -250,8 +238,7 @@ def _machine(device: torch.device) -> str:
 
 
 def _key(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> str:
-    """A digest of everything that changes the costs."""
-    parts = [
+    parts = [  # everything that changes the costs
         target.config.model_dump_json(),
         drafter.config.model_dump_json(),
         json.dumps(Calibration.model_json_schema()),
@@ -293,7 +280,7 @@ def choose_dtype(deployment: Deployment, device: str, *, compiled: bool) -> torc
 
 
 def _kept_dtype_speed(inputs: int, outputs: int, *, compiled: bool) -> float:
-    """The speed of bfloat16, measured once for each layer and machine: a restarted server keeps its dtype."""
+    # measured once for each layer and machine: a restarted server keeps its dtype
     machine = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     asked = {"layer": (inputs, outputs), "machine": machine, "operators": kernels_id() if compiled else "plain"}
     name = hashlib.sha256(repr(sorted(asked.items())).encode()).hexdigest()[:24]

@@ -25,7 +25,6 @@ from dflash_serve.errors import UserError
 from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
-from dflash_serve.models.target import TargetModel
 from dflash_serve.outputs import Chunk, RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
@@ -58,10 +57,8 @@ class EngineLoop:
     def __init__(self, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase) -> None:
         self.scheduler, self.tokenizer = scheduler, tokenizer
         self.waiting: deque[Answer] = deque()
-        self.running: dict[int, Answer] = {}
-        """Running answers by the id of their request."""
-        self.failed_steps = 0
-        """Steps that have failed since the last good one."""
+        self.running: dict[int, Answer] = {}  # running answers by the id of their request
+        self.failed_steps = 0  # steps that have failed since the last good one
         self.changed = threading.Condition()
         """Held while answers are added to or taken from `waiting`; notified by `submit` and `wake`."""
         self._in_step = False
@@ -142,8 +139,7 @@ class EngineLoop:
             self.running[request.id] = answer
             self.waiting.popleft()
 
-    def _soon_reusable(self, answer: Answer) -> bool:
-        """An answer of the same group still computes the same prompt, which can be copied once it is through."""
+    def _soon_reusable(self, answer: Answer) -> bool:  # a running answer of its group computes the same prompt
         if answer.group is None:
             return False
         siblings = [each.request for each in self.running.values() if each.group is answer.group and each.request]
@@ -151,7 +147,6 @@ class EngineLoop:
         return bool(same) and not any(each.is_decoding for each in same)
 
     def _deliver(self, result: StepResult) -> None:
-        """Delivers what a step brought one request: nothing while it is in its prompt."""
         request, answer = result.request, self.running[result.request.id]
         item: Item = None
         try:
@@ -252,8 +247,7 @@ class EngineThread(ABC):
         self.engine: EmbeddedEngine | None = None
         self.loop: EngineLoop | None = None
         self.state: State = "loading"
-        self.fatal: BaseException | None = None
-        """The exception that prevented the engine from loading."""
+        self.fatal: BaseException | None = None  # the exception that prevented the engine from loading
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -383,7 +377,12 @@ class EmbeddedEngine:
         if not 1 <= width <= speculator.block_size:
             raise UserError(f"width {width}: blocks have 1 to {speculator.block_size} slots", where="width")
         if fault is not None:
-            speculator = _faulty(speculator, fault)
+            from .faults.catalogue import catalogue
+
+            found = {each.name: each for each in catalogue(speculator)}
+            if fault not in found:
+                raise UserError(f"there is no {fault!r}", where="fault", do=f"known for this pair: {', '.join(found)}")
+            speculator = found[fault].change(speculator)
         return self._with(speculator, FixedWidth(width), reuse_prefixes=False)
 
     def _with(
@@ -402,15 +401,6 @@ class EmbeddedEngine:
         return EmbeddedEngine(scheduler, self.tokenizer)
 
 
-def _faulty(speculator: Speculator, name: str) -> Speculator:
-    from .faults.catalogue import catalogue
-
-    found = {fault.name: fault for fault in catalogue(speculator)}
-    if name not in found:
-        raise UserError(f"there is no {name!r}", where="fault", do=f"known for this pair: {', '.join(found)}")
-    return found[name].change(speculator)
-
-
 def start_engine(deployment: Deployment) -> EmbeddedEngine:
     """Loads and starts a deployment that `EmbeddedBackend.check` accepts and that has a `limits.max_batch_size`."""
     model, entries = deployment.target, deployment.limits.max_batch_size
@@ -424,7 +414,10 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
     speculator: Speculator | None = None
     policy: WidthPolicy = FixedWidth(1)
     if uses_drafter(deployment):
-        drafter = _drafter(deployment, target, compiled=compiled)
+        assert deployment.drafter is not None
+        name, revision = deployment.drafter.model, deployment.drafter.revision
+        loaded = load_drafter(name, revision=revision, dtype=target.embedding.dtype, device=target.device)
+        drafter = FusedDrafter(loaded, compiled=compiled)
         block_size = deployment.speculation.block_size or drafter.config.block_size
         speculator = Speculator(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
         policy = _policy(deployment, speculator, entries)
@@ -440,13 +433,6 @@ def _device(deployment: Deployment) -> str:
             f"{gpu} is asked for, but PyTorch sees no GPU", where="hardware.gpu", do="run it there, or none"
         )
     return "cpu" if gpu == "none" or not torch.cuda.is_available() else "cuda"
-
-
-def _drafter(deployment: Deployment, target: TargetModel, *, compiled: bool) -> FusedDrafter:
-    assert deployment.drafter is not None
-    model, revision = deployment.drafter.model, deployment.drafter.revision
-    drafter = load_drafter(model, revision=revision, dtype=target.embedding.dtype, device=target.device)
-    return FusedDrafter(drafter, compiled=compiled)
 
 
 def _policy(deployment: Deployment, speculator: Speculator, entries: int) -> WidthPolicy:

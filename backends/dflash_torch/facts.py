@@ -7,10 +7,10 @@ from dflash_serve.common.prometheus import Scrape, gauge, rate
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 PREFIX = "dflash:"
+# Counters, without `_total`, with vLLM's names.
 DRAFTS, DRAFTED, ACCEPTED = (
     f"{PREFIX}spec_decode_{name}" for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 )
-"""Counters, without `_total`, with vLLM's names."""
 ACCEPTED_BY_SLOT, WIDTHS = f"{PREFIX}spec_decode_num_accepted_tokens_per_pos", f"{PREFIX}spec_decode_width"
 SURVIVAL, ACCEPTANCE_LENGTH = f"{PREFIX}spec_decode_survival", f"{PREFIX}spec_decode_acceptance_length"
 QUEUED, RUNNING = f"{PREFIX}num_requests_waiting", f"{PREFIX}num_requests_running"
@@ -18,10 +18,8 @@ CACHE_USAGE = f"{PREFIX}kv_cache_usage_perc"
 PROMPT_TOKENS, CACHED_TOKENS = f"{PREFIX}prompt_tokens", f"{PREFIX}prompt_tokens_cached"
 REQUESTS_ENDED, REQUESTS_REFUSED = f"{PREFIX}request_success", f"{PREFIX}request_refused"
 
-SETTINGS_PREFIX = "DFLASH_SERVE_HTTP_"
-"""Prefix of the environment variables with the embedded server's settings (`server.settings`)."""
+SETTINGS_PREFIX = "DFLASH_SERVE_HTTP_"  # environment variables of `server.settings`
 SERVER_FLAGS = ("served-model-name", "api-key-file", "drain-seconds", "acceptance-metrics")
-"""Options of `serve` that the embedded server takes."""
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:

@@ -79,8 +79,7 @@ class Grammar:
         self._matcher.rollback(len(draft))
         return torch.stack(rows)
 
-    def _step(self, token: int) -> bool:
-        """Advances by a token of a draft, unless it ends the answer."""
+    def _step(self, token: int) -> bool:  # advances by a token of a draft, unless it ends the answer
         if self._matcher.validate_tokens([token]) != 1 or not self._matcher.consume_token(token):
             return False
         if self._matcher.stop_reason() == "EndOfSentence":
@@ -88,8 +87,7 @@ class Grammar:
             return False
         return True
 
-    def _allowed(self, device: torch.device) -> Tensor:
-        """Bool [V]; everything once the grammar has failed, so that no row is left without a token."""
+    def _allowed(self, device: torch.device) -> Tensor:  # bool [V]; all True once the grammar has failed
         if self.failure is None:
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool))
@@ -188,8 +186,7 @@ def _check_size(source: str, where: str) -> None:
         raise UserError(f"it has {len(source)} characters, at most {MAX_SOURCE} are taken", where=where)
 
 
-def _depth(value: object) -> int:
-    """Nesting of lists and objects, computed without recursion, since the input is not trusted."""
+def _depth(value: object) -> int:  # without recursion, since the input is not trusted
     deepest, stack = 0, [(value, 0)]
     while stack:
         inner, depth = stack.pop()

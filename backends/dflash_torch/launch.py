@@ -57,8 +57,7 @@ def fitting_batch(deployment: Deployment, target: TargetLayout, drafter: Drafter
     return 1
 
 
-def _free(deployment: Deployment) -> tuple[int | None, bool]:
-    """Free bytes (None = not known); True = on a GPU."""
+def _free(deployment: Deployment) -> tuple[int | None, bool]:  # free bytes (None = not known); True = on a GPU
     gpus = [] if deployment.hardware.gpu == "none" else local_gpus()
     free = gpus[0].free if gpus else None if gpus is None and NVIDIA_DRIVER.exists() else free_bytes()
     return free, bool(gpus)
@@ -96,12 +95,10 @@ class LocalGpu:
     """An NVIDIA GPU of this machine; memory in bytes."""
 
     name: str
-    compute: int
-    """90 = SM90."""
+    compute: int  # 90 = SM90
     memory: int
     free: int
-    nvlinks: int
-    """Active NVLinks."""
+    nvlinks: int  # active NVLinks
 
 
 def local_gpus() -> list[LocalGpu] | None:
@@ -128,8 +125,7 @@ def _read(nvml: Any, handle: int) -> LocalGpu:
     return LocalGpu(nvml.device_get_name(handle), 10 * major + minor, memory.total, memory.free, links)
 
 
-def _active(nvml: Any, handle: int, link: int) -> bool:
-    """False also for a link that the device does not have."""
+def _active(nvml: Any, handle: int, link: int) -> bool:  # False also for a link that the device does not have
     try:
         return bool(nvml.device_get_nvlink_state(handle, link) == nvml.EnableState.FEATURE_ENABLED)
     except (nvml.InvalidArgumentError, nvml.NotSupportedError):
@@ -204,11 +200,6 @@ def sizes(deployment: Deployment) -> tuple[TargetLayout, DrafterConfig | None]:
     if uses_drafter(deployment) and deployment.drafter is not None:
         drafter, _ = read_config(deployment.drafter.model, deployment.drafter.revision)
     return target, drafter
-
-
-def memory_of(deployment: Deployment) -> list[Problem]:
-    """Problems of memory. A server reserves its whole K/V cache; without the memory it would be killed under load."""
-    return memory_problems(deployment, *sizes(deployment))
 
 
 def with_batch_size(deployment: Deployment) -> Deployment:

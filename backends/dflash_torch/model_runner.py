@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.errors import first_line
 from dflash_serve.models.attention import PaddedAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.target import TargetModel, TargetOutput
+from dflash_serve.models.target_config import TargetConfig
 
 log = logging.getLogger(__name__)
 Work = Callable[..., tuple[Tensor, ...]]
@@ -102,7 +104,6 @@ def sizes(first: int, last: int) -> tuple[int, ...]:
 
 
 def _at_least(number: int, first: int, last: int) -> int:
-    """The first of `sizes` that is not below `number`."""
     return next(size for size in sizes(first, last) if size >= number)
 
 
@@ -160,14 +161,12 @@ class StaticPass:
 
 
 @cache
-def _pool() -> Any:
-    """Memory that all graphs share, for no two of them run at once; what they return lies apart."""
+def _pool() -> Any:  # shared: no two graphs run at once, and their outputs lie apart
     return torch.cuda.graph_pool_handle()
 
 
 @contextmanager
-def _no_garbage_collected() -> Iterator[None]:
-    """A graph that is destroyed while another is captured spoils it."""
+def _no_garbage_collected() -> Iterator[None]:  # a graph that is destroyed while another is captured spoils it
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -214,7 +213,6 @@ class TargetRunner:
     def _in_two(
         self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...], fits: Sequence[bool]
     ) -> TargetOutput:
-        """Runs requests that fit a shape with its graph, and the others in one ragged pass; rows keep their order."""
         hidden: dict[int, Tensor] = {}
         features: dict[int, Tensor] = {}
         for kind in (True, False):
@@ -233,11 +231,7 @@ class TargetRunner:
         return output
 
     def _work(self, table: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> tuple[Tensor, ...]:
-        config = self.target.config
-        positions = _positions(table, shape)
-        attend = PaddedAttention(
-            self.cache, table[:, 0], positions, shape.length, config.layers, config.num_attention_heads
-        )
+        positions, attend = _padded(self.cache, table, shape, self.target.config)
         output = self.target(table[:, 2:].reshape(-1), positions.reshape(-1), attend, layer_ids)
         return (output.hidden,) if output.features is None else (output.hidden, output.features)
 
@@ -283,11 +277,8 @@ class DrafterRunner:
         return hidden
 
     def _work(self, drafter: Drafter, table: Tensor, shape: Shape) -> tuple[Tensor, ...]:
-        config, positions = drafter.config, _positions(table, shape)
+        positions, attend = _padded(self.cache, table, shape, drafter.config)
         noise = drafter.noise(table[:, 2], self.embedding, self.block_size)
-        attend = PaddedAttention(
-            self.cache, table[:, 0], positions, shape.length, config.layers, config.num_attention_heads
-        )
         return (drafter(noise, positions.reshape(-1), attend, block_size=self.block_size),)
 
 
@@ -304,16 +295,17 @@ def _shape(cache: KVCache, spans: Sequence[Span], widest: int) -> Shape | None:
     return shape_of(spans, max_batch_size=cache.entries, widest=widest, capacity=cache.capacity)
 
 
-def _shapes(cache: KVCache, widest: int) -> list[Shape]:
-    """All shapes, the largest first: the smaller ones reuse its memory."""
+def _shapes(cache: KVCache, widest: int) -> list[Shape]:  # the largest first: the smaller ones reuse its memory
     return shapes(max_batch_size=cache.entries, widest=widest, capacity=cache.capacity)[::-1]
 
 
 def _in_order(rows: dict[int, Tensor]) -> Tensor:
-    """The rows of all requests in order of their number."""
     return torch.cat([rows[n] for n in sorted(rows)])
 
 
-def _positions(table: Tensor, shape: Shape) -> Tensor:
-    """[N, W] from the table's starts."""
-    return table[:, 1:2] + torch.arange(shape.width, device=table.device)
+def _padded(
+    cache: KVCache, table: Tensor, shape: Shape, config: TargetConfig | DrafterConfig
+) -> tuple[Tensor, PaddedAttention]:  # positions [N, W] from the table's starts, and the attention over them
+    positions = table[:, 1:2] + torch.arange(shape.width, device=table.device)
+    heads = config.num_attention_heads
+    return positions, PaddedAttention(cache, table[:, 0], positions, shape.length, config.layers, heads)

@@ -29,36 +29,24 @@ class Request:
     """Prompt and answer so far. Between steps the last token is the anchor: sampled, and not yet seen by the target."""
 
     id: int
-    entry: int
-    """Its entry of the K/V caches."""
+    entry: int  # in the K/V caches
     token_ids: list[int]
     prompt_length: int
-    limit: int
-    """Length of prompt and answer together at which it ends."""
+    limit: int  # length of prompt and answer together at which it ends
     params: SamplingParams
     seed: int
     statistics: AcceptanceStatistics
-    grammar: Grammar | None = None
-    """The grammar that the answer must match; None = any answer."""
-    salt: str = ""
-    """Only requests of the same salt share prefixes."""
-    reused: int = 0
-    """Prompt tokens whose K/V was copied instead of computed."""
-    verified: int = 0
-    """Tokens that the target has seen; their K/V is in its cache."""
-    injected: int = 0
-    """Leading tokens whose features are in the drafter's context."""
-    features: list[Tensor] = field(default_factory=list)
-    """Features [rows, F*H] of tokens injected..verified, waiting for the next draft."""
-    draftable: bool = True
-    """False = some tokens were verified without stored features, so that the drafter's context has a gap."""
-    steps: list[tuple[int, int]] = field(default_factory=list)
-    """(width, accepted) of each decoding step, in order."""
+    grammar: Grammar | None = None  # the grammar that the answer must match; None = any answer
+    salt: str = ""  # only requests of the same salt share prefixes
+    reused: int = 0  # prompt tokens whose K/V was copied instead of computed
+    verified: int = 0  # tokens that the target has seen; their K/V is in its cache
+    injected: int = 0  # leading tokens whose features are in the drafter's context
+    features: list[Tensor] = field(default_factory=list)  # [rows, F*H] of tokens injected..verified, for the next draft
+    draftable: bool = True  # False = the drafter's context has a gap: tokens verified without stored features
+    steps: list[tuple[int, int]] = field(default_factory=list)  # (width, accepted) of each decoding step, in order
     finish_reason: FinishReason | None = None
-    stop_token: int | None = None
-    """The token that ended the answer; its text is not part of the answer."""
-    failure: str | None = None
-    """The reason why it could not go on; it has left then. None = it is sound."""
+    stop_token: int | None = None  # the token that ended the answer; its text is not part of the answer
+    failure: str | None = None  # the reason why it could not go on, and left
 
     @classmethod
     def allocated(
@@ -144,8 +132,7 @@ class KVCacheManager:
     """Free entries, and the request whose K/V each entry holds."""
 
     def __init__(self, count: int, *, reuse: bool = True) -> None:
-        self.free = list(range(count))
-        """Free entries, the longest unused first."""
+        self.free = list(range(count))  # free entries, the longest unused first
         self.reuse = reuse
         self.holds: dict[int, Request] = {}
 
@@ -198,8 +185,7 @@ class KVCacheManager:
         return best, longest
 
 
-def _held(request: Request) -> int:
-    """Leading tokens of a request whose K/V is cached; a stop may have cut its tokens behind verified ones."""
+def _held(request: Request) -> int:  # tokens whose K/V is cached; a stop may have cut tokens behind them
     return min(request.verified, len(request.token_ids))
 
 

@@ -77,13 +77,15 @@ def _sample(
     logits: Tensor,
     eos_token_ids: Sequence[int],
 ) -> list[StepResult]:
-    """Sampling where a token of the batch is drawn, penalised or forbidden."""
     device = logits.device
     widths = [1 + len(draft) for draft in drafts]
     padded_draft = _pad([torch.tensor(draft, dtype=torch.int64) for draft in drafts], value=-1).to(device)
     raw = logits[None] if len(widths) == 1 else _pad(list(logits.split(widths)))
     padded = _allowed(requests, drafts, raw, eos_token_ids)
-    counts = _counts(requests, batch, logits.shape[-1], device)
+    counts: TokenCounts | None = None
+    if batch.penalised:
+        prompts = [request.token_ids[: request.prompt_length] for request in requests]
+        counts = TokenCounts.of(prompts, [request.output_ids for request in requests], logits.shape[-1], device)
     width_tensor = torch.tensor(widths, device=device)
     acceptance: Acceptance
     if batch.all_greedy:
@@ -108,8 +110,7 @@ def _result(request: Request, tokens: list[int], rows: Tensor) -> StepResult:
     return StepResult(request, tokens, _logprobs(rows, tokens, request.params.logprobs))
 
 
-def _takes_the_likeliest(request: Request) -> bool:
-    """The next tokens depend on the target's logits alone."""
+def _takes_the_likeliest(request: Request) -> bool:  # the next tokens depend on the target's logits alone
     params = request.params
     if request.grammar is not None or params.penalised or params.logit_bias:
         return False
@@ -117,7 +118,6 @@ def _takes_the_likeliest(request: Request) -> bool:
 
 
 def _take_the_likeliest(requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor) -> list[StepResult]:
-    """Sampling of a batch that is all greedy: one maximum, without tensors for unused parameters."""
     values, likeliest = logits.max(-1)  # argmax takes 4 times as long in bfloat16 on a CPU
     best, first, results = torch.where(values.isfinite(), likeliest, BROKEN).tolist(), 0, list[StepResult]()
     for request, draft in zip(requests, drafts, strict=True):
@@ -130,9 +130,9 @@ def _take_the_likeliest(requests: Sequence[Request], drafts: Sequence[list[int]]
 
 
 def _logprobs(rows: Tensor, tokens: list[int], top: int | None) -> list[TokenLogprob] | None:
-    """Log probabilities of the target, exact under speculation: row j decided token j. rows [W, V]."""
     if top is None:
         return None
+    # rows [W, V]; exact under speculation, since row j decided token j
     logprobs = rows[: len(tokens)].float().log_softmax(-1)
     chosen = logprobs.gather(-1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0].tolist()
     best = logprobs.topk(top, dim=-1)
@@ -142,8 +142,7 @@ def _logprobs(rows: Tensor, tokens: list[int], top: int | None) -> list[TokenLog
 
 def _allowed(
     requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor, eos_token_ids: Sequence[int]
-) -> Tensor:
-    """Logits [N, W, V] with -inf where a grammar or `min_tokens` forbids a token."""
+) -> Tensor:  # logits [N, W, V] with -inf where a grammar or `min_tokens` forbids a token
     early = [max(0, request.params.min_tokens - len(request.output_ids)) for request in requests]
     if not any(early) and all(request.grammar is None for request in requests):
         return logits
@@ -160,13 +159,6 @@ def _allowed(
 
 def _pad(rows: list[Tensor], value: float = 0.0) -> Tensor:
     return pad_sequence(rows, batch_first=True, padding_value=value)
-
-
-def _counts(requests: Sequence[Request], batch: SamplingBatch, vocab: int, device: torch.device) -> TokenCounts | None:
-    if not batch.penalised:
-        return None
-    prompts = [request.token_ids[: request.prompt_length] for request in requests]
-    return TokenCounts.of(prompts, [request.output_ids for request in requests], vocab, device)
 
 
 def last_rows(pending: list[list[int]], drafts: list[list[int]], heads: list[int]) -> list[int] | None:

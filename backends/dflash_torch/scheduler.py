@@ -70,8 +70,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.sample = Sampler()
         self.joined = 0
-        self.statistics = AcceptanceStatistics()
-        """Acceptance of all requests since the start."""
+        self.statistics = AcceptanceStatistics()  # acceptance of all requests since the start
 
     @property
     def free_entries(self) -> list[int]:
@@ -91,7 +90,6 @@ class Scheduler:
 
     @property
     def _prepared(self) -> int:
-        """Number of captured passes."""
         runners = self.target_runner, self.speculator and self.speculator.drafter_runner
         return sum(len(runner.captured) for runner in runners if runner)
 
@@ -165,17 +163,18 @@ class Scheduler:
         # Every token is on the host by now. Steps with a prefill or a capture are not timed.
         is_usual = len(decoding) == len(requests) and self._prepared == prepared
         seconds = perf_counter() - start if is_usual else None
-        self._observe(decoding, seconds, context_tokens)
+        if decoding:
+            ids, last = [request.id for request in decoding], [request.steps[-1] for request in decoding]
+            widths, counts = [width for width, _ in last], [count for _, count in last]
+            self.policy.observe(Step(ids, widths, counts, seconds, context_tokens))
         return [self._finish(result) for result in results]
 
     def _draftable_worth(self) -> int:
-        """Tokens of a prompt that may be computed again so that the request can be drafted for."""
         if self.speculator is None or self.policy.resting:
             return 0
         return WORTH_IN_LARGE_BATCH if len(self.running) >= LARGE_BATCH else WORTH
 
-    def _copy_prefix(self, allocation: Allocation) -> None:
-        """Copies a prefix in both caches. Features of the donor that are not injected yet are injected first."""
+    def _copy_prefix(self, allocation: Allocation) -> None:  # in both caches
         donor, reused = allocation.donor, allocation.reused
         if donor is None:
             return
@@ -186,7 +185,6 @@ class Scheduler:
             self.speculator.cache.copy(donor.entry, allocation.entry, min(reused, donor.injected))
 
     def _draft(self, requests: Sequence[Request], context_tokens: int) -> list[list[int]]:
-        """Drafted tokens of each request; [] during its prefill and at width 1."""
         drafts: list[list[int]] = [[] for _ in requests]
         decoding = [i for i, request in enumerate(requests) if request.is_decoding]
         if self.speculator is None or not decoding:
@@ -220,11 +218,7 @@ class Scheduler:
         return ()
 
     def _verify(
-        self,
-        requests: Sequence[Request],
-        pending: list[list[int]],
-        drafts: list[list[int]],
-        layer_ids: tuple[int, ...],
+        self, requests: Sequence[Request], pending: list[list[int]], drafts: list[list[int]], layer_ids: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor | None]]:
         """One target pass over all rows -> hidden [rows, H] and each request's features [its rows, F*H].
 
@@ -245,7 +239,6 @@ class Scheduler:
     def _accept(
         self, requests: Sequence[Request], pending: list[list[int]], drafts: list[list[int]], hidden: Tensor
     ) -> dict[int, StepResult]:
-        """Results by index of the requests whose prompt is through; the rows of the others need no logits."""
         heads = [i for i, request in enumerate(requests) if len(pending[i]) == len(request.pending)]
         if not heads:
             return {}
@@ -257,10 +250,11 @@ class Scheduler:
         return dict(zip(heads, results, strict=True))
 
     def _commit(self, result: StepResult, pending: int, draft: list[int], features: Tensor | None) -> None:
-        """Keeps the K/V and features of the pending tokens and of the accepted drafted tokens."""
         request, accepted = result.request, max(0, len(result.token_ids) - 1)
         if request.is_decoding:
-            self._record(request, 1 + len(draft), accepted)
+            for statistics in (request.statistics, self.statistics):
+                statistics.record(1 + len(draft), accepted)
+            request.steps.append((1 + len(draft), accepted))
         request.verified += pending + accepted
         request.token_ids += result.token_ids
         if features is not None and self.speculator is not None and request.draftable and request.failure is None:
@@ -268,34 +262,17 @@ class Scheduler:
             if request.verified - request.injected >= BACKLOG:
                 self.speculator.inject([request])
 
-    def _record(self, request: Request, width: int, accepted: int) -> None:
-        request.statistics.record(width, accepted)
-        self.statistics.record(width, accepted)
-        request.steps.append((width, accepted))
-
-    def _observe(self, decoded: Sequence[Request], seconds: float | None, context_tokens: int) -> None:
-        """Reports the step to the policy."""
-        if decoded:
-            last = [request.steps[-1] for request in decoded]
-            ids, widths = [request.id for request in decoded], [width for width, _ in last]
-            self.policy.observe(Step(ids, widths, [accepted for _, accepted in last], seconds, context_tokens))
-
-    def _finish(self, result: StepResult) -> StepResult:
-        """The result up to the end of the answer; sets the finish_reason, and a finished request leaves."""
+    def _finish(self, result: StepResult) -> StepResult:  # cut at the end of the answer
         request = result.request
         count = request.find_end(result.token_ids, self.target.config.eos_token_ids)
         request.cut(len(result.token_ids) - count)
         if request.finish_reason is None and request.failure is None and request.remaining <= 0:
             request.finish_reason = "length"
         if request.failure is not None:
-            self._discard(request)
+            self.leave(request, sound=False)
+            self.cache.clear(request.entry)  # it may hold NaN
+            if self.speculator is not None:
+                self.speculator.cache.clear(request.entry)
         elif request.finish_reason is not None:
             self.leave(request)
         return result.first(count)
-
-    def _discard(self, request: Request) -> None:
-        """Removes a request that failed, and clears its cache entry, which may hold NaN."""
-        self.leave(request, sound=False)
-        self.cache.clear(request.entry)
-        if self.speculator is not None:
-            self.speculator.cache.clear(request.entry)

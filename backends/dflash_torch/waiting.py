@@ -36,8 +36,7 @@ def waiting_here(environment: Mapping[str, str] = os.environ, stat: Path = Path(
     return {"GOMP_SPINCOUNT": SPINS} if idle >= IDLE else {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def _idle(stat: Path) -> float | None:
-    """Idle share of all cores in the next tenth of a second; None = not known."""
+def _idle(stat: Path) -> float | None:  # idle share of all cores in the next tenth of a second; None = not known
     before = _times(stat)
     sleep(LOOK_SECONDS)
     after = _times(stat)
@@ -46,8 +45,7 @@ def _idle(stat: Path) -> float | None:
     return (after[3] + after[4] - before[3] - before[4]) / (sum(after) - sum(before))
 
 
-def _times(stat: Path) -> list[int] | None:
-    """Times of all cores together: user, nice, system, idle, waiting for input, ...; proc(5)."""
+def _times(stat: Path) -> list[int] | None:  # user, nice, system, idle, waiting for input, ...; proc(5)
     try:
         return [int(part) for part in stat.read_text().splitlines()[0].split()[1:9]]
     except (OSError, ValueError, IndexError):

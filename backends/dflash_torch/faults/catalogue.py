@@ -30,8 +30,7 @@ from .changes import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-THETAS = (1e4, 1e5, 1e6)
-"""transformers' default and what published targets use."""
+THETAS = (1e4, 1e5, 1e6)  # transformers' default and what published targets use
 
 
 def catalogue(speculator: Speculator) -> list[DrafterFault]:

@@ -42,8 +42,7 @@ class DrafterFault(Fault):
 class PromptFault(Fault):
     """A fault of the target's prompts: its answers differ, so it needs a run of its own."""
 
-    prompts: tuple[tuple[int, ...], ...] = ()
-    """Token ids of each prompt under the fault."""
+    prompts: tuple[tuple[int, ...], ...] = ()  # token ids of each prompt under the fault
 
 
 class DisturbedSpeculator(Speculator):

@@ -36,10 +36,8 @@ from ..speculator import Speculator
 from .catalogue import catalogue, mask_tokens, prompt_faults, settings
 from .changes import DrafterFault, PromptFault
 
-MOST_MASK_TOKENS = 32
-"""Special tokens that are tried as the mask token of a checkpoint."""
-PREFILL_ROWS = 1024
-"""Rows of one target pass over a finished text."""
+MOST_MASK_TOKENS = 32  # special tokens that are tried as the mask token of a checkpoint
+PREFILL_ROWS = 1024  # rows of one target pass over a finished text
 
 
 class EmbeddedReference:
@@ -154,13 +152,10 @@ def _prediction(outputs: Sequence[RequestOutput]) -> Prediction:
 class Recording:
     """One prompt and its greedy answer, as the target saw them."""
 
-    token_ids: tuple[int, ...]
-    """Prompt and answer, and as much behind the end as a block could verify."""
+    token_ids: tuple[int, ...]  # prompt and answer, and as much behind the end as a block could verify
     prompt_length: int
-    limit: int
-    """Length at which the loop ends at the latest."""
-    features: dict[int, Tensor]
-    """Outputs [tokens, H] by target layer."""
+    limit: int  # length at which the loop ends at the latest
+    features: dict[int, Tensor]  # outputs [tokens, H] by target layer
 
 
 @torch.inference_mode()
@@ -200,11 +195,7 @@ class Replay:
     """
 
     def __init__(
-        self,
-        speculator: Speculator,
-        recordings: Sequence[Recording],
-        width: int,
-        steps: Sequence[Steps] | None = None,
+        self, speculator: Speculator, recordings: Sequence[Recording], width: int, steps: Sequence[Steps] | None = None
     ) -> None:
         capacity = max(len(recording.token_ids) for recording in recordings)
         self.speculator = Speculator(

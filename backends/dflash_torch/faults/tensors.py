@@ -27,13 +27,11 @@ from ..engine import EmbeddedEngine
 from ..request import Request
 from ..speculator import proposal_of
 
-STEPS = 8
-"""Decoding steps before the comparison: accepted tokens must have reached the context by then."""
+STEPS = 8  # decoding steps before the comparison: accepted tokens must have reached the context by then
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 6e-2}
 """Relative to a row's norm: above the difference of two orders of summation, below that of faults."""
 
-Flow = dict[str, Tensor]
-"""Tensors under their names, in the order of the computation; the first dimension is a position or slot."""
+Flow = dict[str, Tensor]  # in the order of the computation; the first dimension is a position or slot
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,7 @@ class Difference:
 
     tensor: str
     row: int
-    error: float
-    """Relative error of that row."""
+    error: float  # relative error of that row
 
     def __str__(self) -> str:
         return f"{self.tensor} differs first, in row {self.row} (relative error {self.error:.2g})"
@@ -80,7 +77,6 @@ def first_difference(engine: EmbeddedEngine, target: Path, drafter: Path, prompt
 
 @torch.inference_mode()
 def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Prompt) -> tuple[Flow, Request]:
-    """Tensors of the engine's drafter when it drafts after a few steps, and the request."""
     assert engine.block_size is not None
     width, flow = engine.block_size, Flow()
     scheduler = engine.fixed(width).scheduler
@@ -105,7 +101,8 @@ def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow
     """The tensors by transformers and the core. Drafts are compared by their logits, because of near-ties."""
     config, verified = drafter.config, request.verified
     model = _transformers(target)
-    states = _hidden_states(model, request.token_ids[:verified])
+    seen = torch.tensor([request.token_ids[:verified]])
+    states = [state[0] for state in model(seen, output_hidden_states=True, use_cache=False).hidden_states]
     chosen = [states[layer + 1] for layer in config.target_layer_ids]
     rows = 1 + request.steps[-1][1]  # those that the last step verified: the anchor and what was accepted
     flow = _features(config.target_layer_ids, [state[verified - rows :] for state in chosen])
@@ -142,12 +139,6 @@ def _transformers(target: Path) -> Any:
 
     logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-
-
-def _hidden_states(model: Any, token_ids: list[int]) -> tuple[Tensor, ...]:
-    """transformers' hidden states, each [tokens, H]; 0 is the embedding."""
-    output = model(torch.tensor([token_ids]), output_hidden_states=True, use_cache=False)
-    return tuple(state[0] for state in output.hidden_states)
 
 
 def _features(layer_ids: tuple[int, ...], rows: Any) -> Flow:

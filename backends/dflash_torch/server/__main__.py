@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -89,7 +89,10 @@ def serve(deployment: Deployment, settings: ServerSettings, keys: Sequence[str],
     from .routes import RequestHandler
     from .worker import EngineWorker, ServerMetrics
 
-    _log(settings.log_format)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if settings.log_format == "json" else text)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     model = settings.served_model_name or deployment.target.model
     metrics = ServerMetrics(model)
     deployment = with_operators(deployment, settings.operators)
@@ -99,14 +102,6 @@ def serve(deployment: Deployment, settings: ServerSettings, keys: Sequence[str],
     log.info("loading %s; requests are answered with 503 until a line says that it is ready", model)
     server.run(sockets=[listener])
     return _exit_code(server, worker)
-
-
-def _log(form: Literal["text", "json"]) -> None:
-    """To stderr, from now on."""
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if form == "json" else text)
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def _settings() -> ServerSettings:
@@ -123,8 +118,7 @@ def _start(deployment: Deployment) -> EmbeddedEngine:
     return backend.engine(deployment)
 
 
-def _exit_code(server: DrainingServer, worker: EngineWorker) -> int:
-    """Ends the process even where a step still runs."""
+def _exit_code(server: DrainingServer, worker: EngineWorker) -> int:  # ends the process even where a step still runs
     fatal = worker.fatal
     if isinstance(fatal, UserError):
         raise fatal
@@ -138,8 +132,7 @@ def _exit_code(server: DrainingServer, worker: EngineWorker) -> int:
     return server.exit_code
 
 
-def _readable(error: BaseException) -> BaseException:
-    """A lack of memory as a UserError; other errors as they are, with their traceback."""
+def _readable(error: BaseException) -> BaseException:  # a lack of memory becomes a UserError
     text = str(error)
     if isinstance(error, MemoryError) or "allocate" in text or "out of memory" in text:
         do = "lower limits.max_batch_size or limits.max_model_len, or use a smaller model"

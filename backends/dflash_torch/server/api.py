@@ -77,10 +77,8 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     """Options of a stream."""
 
-    include_usage: bool = False
-    """The last chunk has the usage and no choices."""
-    include_obfuscation: bool = False
-    """Accepted and ignored: padding against traffic analysis."""
+    include_usage: bool = False  # the last chunk has the usage and no choices
+    include_obfuscation: bool = False  # accepted and ignored: padding against traffic analysis
 
 
 class AnyText(Strict):
@@ -101,8 +99,7 @@ class NamedSchema(Strict):
     name: str
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
     description: str = ""
-    strict: bool = False
-    """Accepted and ignored: the schema is always enforced."""
+    strict: bool = False  # accepted and ignored: the schema is always enforced
 
 
 class JsonSchema(Strict):
@@ -221,9 +218,7 @@ class Function(Strict):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """JSON schema of its arguments; without one it takes any object."""
-    strict: bool = False
-    """Accepted and ignored: the schema is always enforced."""
+    strict: bool = False  # accepted and ignored: the schema is always enforced
 
 
 class Tool(Strict):
@@ -250,8 +245,7 @@ class CalledFunction(Strict):
     """A call of an earlier turn."""
 
     name: str
-    arguments: str = "{}"
-    """A JSON object, as text."""
+    arguments: str = "{}"  # a JSON object, as text
 
 
 class EarlierCall(Strict):

@@ -35,10 +35,10 @@ TICK_SECONDS = 0.05
 RETRY_SECONDS = {429: "1", 503: "5"}
 # Probes and Prometheus have no key, as with vLLM and SGLang.
 OPEN_PATHS = frozenset({"/health", "/ready", "/live", "/metrics"})
+# Error responses of every route in the OpenAPI document; 4XX keeps FastAPI from adding its own 422.
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 415, 429, 431, "4XX", 500, 503)
 }
-"""Error responses of every route in the OpenAPI document; 4XX keeps FastAPI from adding its own 422."""
 
 
 class ApiKeys:
@@ -244,8 +244,7 @@ def server_of(handler: RequestHandler, keys: Sequence[str]) -> DrainingServer:
     return DrainingServer(config, handler)
 
 
-async def _error_response(_: Request, error: Exception) -> Response:
-    """Every error in OpenAI's shape."""
+async def _error_response(_: Request, error: Exception) -> Response:  # in OpenAI's shape
     if isinstance(error, ApiError):
         return _response(error)
     if isinstance(error, UserError):
@@ -265,7 +264,6 @@ def _response(error: ApiError) -> Response:
 
 
 def _invalid_body(first: Mapping[str, Any]) -> ApiError:
-    """The first mistake that pydantic found in a body."""
     if first["type"] == "json_invalid":  # its location is a character, not a field
         why = first.get("ctx", {}).get("error", "cut short")
         return ApiError(400, f"the body is no JSON: {why} (character {first['loc'][-1]})", code="invalid_json")
@@ -277,8 +275,7 @@ def _invalid_body(first: Mapping[str, Any]) -> ApiError:
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code="invalid_value")
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Gives the body once, then the later messages of the client."""
+def _replay(body: bytes, receive: Receive) -> Receive:  # gives the body once, then the later messages of the client
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:

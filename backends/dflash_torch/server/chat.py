@@ -16,7 +16,7 @@ import inspect
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,18 +51,9 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, body: ChatRequest) -> list[i
     for tool in tools or ():
         tool["function"].pop("strict")
     messages = [message.plain() for message in body.messages]
-    return _encode(tokenizer, messages, tools, variables)
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    variables: Mapping[str, Any],
-) -> list[int]:
     try:
         encoded = tokenizer.apply_chat_template(
-            list(messages), tools=tools, add_generation_prompt=True, return_dict=True, **variables
+            messages, tools=tools, add_generation_prompt=True, return_dict=True, **variables
         )
     except Exception as error:  # templates raise exceptions of any class
         raise UserError(f"the target's chat template refuses them ({error})", where="messages") from None
@@ -131,21 +122,17 @@ def call_grammar(functions: Sequence[Function], *, forced: bool, parallel: bool)
 
 
 ChatFinishReason = FinishReason | Literal["tool_calls"]
-CallDelta = dict[str, Any]
-"""A piece of a call in OpenAI's shape: index, id, type, function. Only the first piece has an id, a type and a name."""
+CallDelta = dict[str, Any]  # OpenAI's index, id, type, function; only a call's first piece has id, type and name
 
 
 @dataclass
 class CallReader:
     """Reads text and calls out of one answer as its text arrives. Text that may be the start of markup is held back."""
 
-    calls: int = 0
-    """Number of calls that have begun."""
+    calls: int = 0  # number of calls that have begun
     _held: str = ""
-    _inside: bool = False
-    """The text so far ends in a call's arguments."""
-    _after_call: bool = False
-    """Only white space has come since the last call; it is no text."""
+    _inside: bool = False  # the text so far ends in a call's arguments
+    _after_call: bool = False  # only white space has come since the last call; it is no text
     _news: dict[int, CallDelta] = field(default_factory=dict)
     _text: str = ""
 
@@ -208,6 +195,5 @@ def finish_of(reason: FinishReason | None, calls: int) -> ChatFinishReason | Non
 
 
 def _could_begin(marker: str, text: str) -> int:
-    """Length of the longest suffix of the text that is a prefix of the marker."""
     longest = min(len(marker) - 1, len(text))
     return next((length for length in range(longest, 0, -1) if marker.startswith(text[-length:])), 0)

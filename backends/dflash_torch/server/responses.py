@@ -45,16 +45,13 @@ class Usage(BaseModel):
 class SpeculativeDecoding(BaseModel):
     """Acceptance of one answer, in vLLM's shape. Steps that verified no drafted token are not counted."""
 
-    num_spec_tokens: int
-    """B - 1, the most drafted tokens of a step."""
+    num_spec_tokens: int  # B - 1, the most drafted tokens of a step
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
-    mean_acceptance_length: float | None
-    """Tokens gained per step, the bonus token counted; null where no step drafted."""
+    mean_acceptance_length: float | None  # tokens gained per step, the bonus token counted; null where no step drafted
     draft_acceptance_rate: float | None
-    acceptance_histogram: list[int]
-    """Steps by drafted tokens accepted, 0 to num_spec_tokens."""
+    acceptance_histogram: list[int]  # steps by drafted tokens accepted, 0 to num_spec_tokens
     per_step_accepted: list[int] | None = None
     per_step_drafted: list[int] | None = None
 
@@ -124,8 +121,7 @@ class Call(BaseModel):
     """Name and arguments of a function that the client is asked to call."""
 
     name: str
-    arguments: str
-    """A JSON object of the tool's schema, as text."""
+    arguments: str  # a JSON object of the tool's schema, as text
 
 
 class ToolCall(BaseModel):
@@ -140,8 +136,7 @@ class AssistantMessage(BaseModel):
     """The message of a whole chat answer."""
 
     role: Literal["assistant"] = "assistant"
-    content: str | None
-    """None where the answer has calls and no text."""
+    content: str | None  # None where the answer has calls and no text
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
 
@@ -153,8 +148,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
-    token_ids: list[int] | None = None
-    """None without `return_token_ids`."""
+    token_ids: list[int] | None = None  # None without `return_token_ids`
 
 
 class CompletionChoice(BaseModel):
@@ -252,8 +246,7 @@ class TokenNames:
             text_offset=offsets,
         )
 
-    def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """The most probable tokens, and the generated one where it is not among them."""
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:  # the generated token is always among them
         named = [self._named(*pair) for pair in (*entry.top, (entry.token_id, entry.logprob))]
         return {own.token: own.logprob for own in reversed(named)}
 
@@ -280,8 +273,7 @@ class Formatter(ABC):
     ) -> None:
         self.body, self.names, self.acceptance, self.block_size = body, names, acceptance, block_size
         self.id, self.created = f"{self.id_prefix}-{secrets.token_hex(12)}", int(time())
-        self._sent: dict[int, int] = {}
-        """Characters of each answer's tokens that events have shown; an answer that has not begun is missing."""
+        self._sent: dict[int, int] = {}  # characters of each begun answer's tokens that events have shown
 
     @abstractmethod
     def event(self, chunk: Chunk) -> dict[str, Any] | None:
@@ -302,8 +294,7 @@ class Formatter(ABC):
 
     def _envelope(
         self, choices: list[dict[str, Any]], usage: object | None = None, metrics: object | None = None
-    ) -> dict[str, Any]:
-        """An event with the fields of `Envelope`."""
+    ) -> dict[str, Any]:  # the fields of `Envelope`
         return {
             "id": self.id,
             "created": self.created,
@@ -332,8 +323,7 @@ class Formatter(ABC):
             prompt_tokens_details=CachedTokens(cached_tokens=sum(request.reused for request in of_prompts)),
         )
 
-    def _metrics(self, requests: Sequence[Request]) -> ResponseMetrics | None:
-        """Null for several answers, as in vLLM: figures of acceptance belong to one answer."""
+    def _metrics(self, requests: Sequence[Request]) -> ResponseMetrics | None:  # null for several answers, as in vLLM
         if self.acceptance == "none":
             return None
         if len(requests) != 1 or self.block_size is None:
@@ -354,8 +344,7 @@ class ChatFormatter(Formatter):
     ) -> None:
         super().__init__(body, names, acceptance=acceptance, block_size=block_size)
         self._calling = bool(body.offered)
-        self._readers = defaultdict[int, CallReader](CallReader)
-        """By answer, where answers may call tools."""
+        self._readers = defaultdict[int, CallReader](CallReader)  # by answer, where answers may call tools
 
     def event(self, chunk: Chunk) -> dict[str, Any] | None:
         text, calls, begun, index = chunk.text, list[CallDelta](), 0, chunk.index

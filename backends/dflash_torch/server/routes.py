@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -69,7 +69,9 @@ class EventStream(EventSourceResponse):
     """
 
     def __init__(self, events: AsyncIterator[str], stream: ResponseStream, *, ping_seconds: float) -> None:
-        super().__init__(events, sep="\n", ping=ping_seconds, ping_message_factory=_ping)
+        # Proxies close a connection without traffic.
+        comment = partial(ServerSentEvent, comment="ping", sep="\n")
+        super().__init__(events, sep="\n", ping=ping_seconds, ping_message_factory=comment)
         self.stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,8 +86,7 @@ class RequestHandler:
 
     def __init__(self, settings: ServerSettings, worker: EngineWorker, metrics: ServerMetrics, model: str) -> None:
         self.settings, self.worker, self.metrics, self.model = settings, worker, metrics, model
-        self.draining = False
-        """New requests are refused; running ones go on."""
+        self.draining = False  # new requests are refused; running ones go on
         self._tokenizing = asyncio.Lock()
         self._grammars: Grammars | None = None
 
@@ -128,12 +129,12 @@ class RequestHandler:
         params = body.sampling_params()
         names = await self._token_names(engine, params)
         stream = await self._queue(engine, body, params, body.prompts, owner)
-        echoes = [_text(engine, prompt) for prompt in body.prompts] if body.echo else []
+        texts = (each if isinstance(each, str) else str(engine.tokenizer.decode(each)) for each in body.prompts)
+        echoes = [*texts] if body.echo else []
         acceptance, block_size = self._acceptance(body), engine.block_size
         return stream, CompletionFormatter(body, names, echoes, acceptance=acceptance, block_size=block_size)
 
     def _ready_engine(self, body: Generation) -> EmbeddedEngine:
-        """The engine, after the checks that take no work."""
         if self.status != "ready" or self.worker.engine is None:
             raise self._not_ready()
         if body.model != self.model:
@@ -179,7 +180,6 @@ class RequestHandler:
         return stream
 
     async def _token_names(self, engine: EmbeddedEngine, params: SamplingParams) -> TokenNames | None:
-        """Texts of tokens for log probabilities; None where the request wants none."""
         if params.logprobs is None:
             return None
         return TokenNames(engine.tokenizer, await self._load_grammars(engine))
@@ -190,8 +190,7 @@ class RequestHandler:
             return None
         return await run_in_threadpool(_compiled, await self._load_grammars(engine), body)
 
-    async def _load_grammars(self, engine: EmbeddedEngine) -> Grammars:
-        """Compiles the tokenizer for grammars, for the first request that needs it."""
+    async def _load_grammars(self, engine: EmbeddedEngine) -> Grammars:  # once, for the first request that needs them
         async with self._tokenizing:
             if self._grammars is None:
                 config = engine.scheduler.target.config
@@ -214,7 +213,6 @@ class RequestHandler:
 
 
 def _compiled(grammars: Grammars, body: Generation) -> Grammar:
-    """The grammar that a request asks for."""
     if isinstance(body, ChatRequest) and body.offered:
         forced = body.tool_choice != "auto"
         text = call_grammar(body.offered, forced=forced, parallel=body.parallel_tool_calls)
@@ -255,25 +253,18 @@ def _tokenize(engine: EmbeddedEngine, prompt: str | list[int] | ChatRequest, par
     return tokens
 
 
-def _characters(prompt: str | list[int] | ChatRequest) -> int:
-    """Length of the text; 0 for token ids."""
+def _characters(prompt: str | list[int] | ChatRequest) -> int:  # length of the text; 0 for token ids
     if isinstance(prompt, ChatRequest):
         return sum(len(message.text) for message in prompt.messages)
     return len(prompt) if isinstance(prompt, str) else 0
 
 
-def _text(engine: EmbeddedEngine, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else str(engine.tokenizer.decode(prompt))
-
-
 @cache
-def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Characters of the longest token; texts that no allowed number of tokens can hold are not tokenized."""
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:  # in characters
     return max(map(len, tokenizer.get_vocab()))
 
 
-def _params_of_answer(params: SamplingParams, index: int) -> SamplingParams:
-    """Each of n answers has another seed; the first has the requested one."""
+def _params_of_answer(params: SamplingParams, index: int) -> SamplingParams:  # each of n answers has its own seed
     if params.seed is None or index == 0:
         return params
     return params.model_copy(update={"seed": (params.seed + index + 2**63) % 2**64 - 2**63})
@@ -343,8 +334,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _whole(chunks: AsyncIterator[Chunk]) -> list[Chunk]:
-    """Each answer's chunks joined into one, in the order of the answers."""
+async def _whole(chunks: AsyncIterator[Chunk]) -> list[Chunk]:  # each answer's chunks joined into one
     whole: dict[int, Chunk] = {}
     async for chunk in chunks:
         before = whole.get(chunk.index)
@@ -365,8 +355,3 @@ async def _joined(first: Chunk, rest: AsyncIterator[Chunk]) -> AsyncIterator[Chu
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _ping() -> ServerSentEvent:
-    """A comment, which clients skip: proxies close a connection without traffic."""
-    return ServerSentEvent(comment="ping", sep="\n")

@@ -37,15 +37,10 @@ class EngineSnapshot:
     """Figures of the engine at one moment."""
 
     waiting: int = 0
-    """Requests in the queue."""
     running: int = 0
-    """Requests in the batch."""
-    cache_usage: float | None = None
-    """Share of the K/V cache's rows in use, 0 to 1; None while the engine loads, and so the next two."""
-    statistics: AcceptanceStatistics | None = field(default=None, repr=False)
-    """Acceptance of all requests since the start."""
-    block_size: int | None = None
-    """B, the anchor counted; None without a drafter."""
+    cache_usage: float | None = None  # share of the K/V cache's rows; None while the engine loads
+    statistics: AcceptanceStatistics | None = field(default=None, repr=False)  # of all requests since the start
+    block_size: int | None = None  # B, the anchor counted; None without a drafter
 
 
 class ServerMetrics:
@@ -113,9 +108,7 @@ class ServerMetrics:
         return Counter(name, text, LABELS, registry=self.registry).labels(self.model_name)
 
 
-class _SnapshotCollector(Collector):
-    """Queue, cache and acceptance as the metrics of one scrape."""
-
+class _SnapshotCollector(Collector):  # queue, cache and acceptance as the metrics of one scrape
     def __init__(self, snapshot: Callable[[], EngineSnapshot], model_name: str) -> None:
         self.snapshot, self.model_name = snapshot, model_name
 
@@ -142,7 +135,6 @@ class _SnapshotCollector(Collector):
         yield widths
 
     def _slots(self, counts: AcceptanceStatistics, block_size: int) -> Iterable[Metric]:
-        """Counters of all slots from the start, and the survival of each slot that was verified."""
         accepted = self._counters(facts.ACCEPTED_BY_SLOT, "By slot, from 0 on.", "position")
         labels = [*LABELS, "slot"]
         survival = GaugeMetricFamily(facts.SURVIVAL, "P(slot is accepted), where the width covered it.", labels=labels)
@@ -176,8 +168,7 @@ class ResponseStream:
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
         self._on_cancel = on_cancel
-        self.answers: list[Answer] = []
-        """All answers of the HTTP request; the stream ends with the last of them."""
+        self.answers: list[Answer] = []  # all answers of the HTTP request; the stream ends with the last of them
         self.items: asyncio.Queue[Chunk | ApiError] = asyncio.Queue()
         self.cancelled = False
 
@@ -219,12 +210,10 @@ class EngineWorker(EngineThread):
     def __init__(self, start: Callable[[], EmbeddedEngine], metrics: ServerMetrics, *, max_queued: int) -> None:
         super().__init__(start)
         self.metrics, self.max_queued = metrics, max_queued
-        self.admitted = 0
-        """Answers that were submitted and have not ended. Only the event loop changes it."""
+        self.admitted = 0  # submitted and not ended; only the event loop changes it
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._news: list[tuple[ResponseStream, Chunk | ApiError | None]] = []
-        self._last_chunk: dict[Answer, float] = {}
-        """Time of the last chunk of each running answer that has one."""
+        self._last_chunk: dict[Answer, float] = {}  # time of the last chunk of each running answer that has one
         self._snapshot = EngineSnapshot()
 
     # --- called in the event loop
