@@ -15,8 +15,7 @@ from .releases import DFLASH, DRAFT_LEN_SCHEDULE, DRAFTER_FROM_OUTSIDE, NEWEST, 
 from .upstream import why_no_drafter
 
 Check = Callable[[TensorRTLLMPlan], Iterator[Problem]]
-LEAST_POOL = 0.15
-"""Share of the memory after the weights that must stay for the target's K/V, or batches would not fit."""
+LEAST_POOL = 0.15  # share of the memory after the weights that must stay for the target's K/V, or batches would not fit
 
 
 def problems(plan: TensorRTLLMPlan) -> list[Problem]:

@@ -31,10 +31,8 @@ CAPTURING = (
     *("sarvam", "step1"),
 )
 """Families (model_type's beginning) whose vLLM model hands out hidden states (`SupportsEagle3`)."""
-PLUG_IN = "dflash_serve"
-"""Our entry point in vLLM's groups of plug-ins."""
-PLUG_INS_VARIABLE = "VLLM_PLUGINS"
-"""vLLM's own: the plug-ins that are loaded; absent = all."""
+PLUG_IN = "dflash_serve"  # our entry point in vLLM's groups of plug-ins
+PLUG_INS_VARIABLE = "VLLM_PLUGINS"  # vLLM's own: the plug-ins that are loaded; absent = all
 PARSER_PLUGINS = {"reasoning-parser-plugin", "tool-parser-plugin"}
 """Arguments that bring parsers of answers which vLLM does not know before it starts."""
 

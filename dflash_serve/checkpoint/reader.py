@@ -61,11 +61,9 @@ class Checkpoint:
     problems: list[Problem] = field(default_factory=list)
     config: DrafterConfig | None = None
     dialect: Dialect | None = None
-    quantization: Quantization | None = None
-    """None = not quantised."""
+    quantization: Quantization | None = None  # None = not quantised
     headers: dict[str, Header] = field(default_factory=dict)
-    pieces: dict[str, Piece] = field(default_factory=dict)
-    """Our tensor names, with scales -> their place in the files."""
+    pieces: dict[str, Piece] = field(default_factory=dict)  # our tensor names, with scales -> their place in the files
 
 
 def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Checkpoint:

@@ -123,10 +123,8 @@ class Drafter(nn.Module):
     """
 
     mask_embedding: Tensor | None
-    lm_head: nn.Module | None
-    """The drafter's own head [Vd, H], with a reduced draft vocabulary."""
-    d2t: Tensor | None
-    """Target id - draft id, int64 [Vd]."""
+    lm_head: nn.Module | None  # the drafter's own head [Vd, H], with a reduced draft vocabulary
+    d2t: Tensor | None  # target id - draft id, int64 [Vd]
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
     candidate_selector: CandidateSelector | None

@@ -14,10 +14,8 @@ from dflash_serve.models.compiled.build import kernel, load_kernels
 
 ROWS_HINT = 8
 """Row count for which oneDNN chooses a layout: a block. The layout is also good for 1 row and for a prefill."""
-BLOCK = 16
-"""Outputs that `compiled/linear.cpp` stores side by side."""
-PER_WORD = {torch.float32: 1, torch.bfloat16: 2}
-"""dtype -> inputs that `compiled/linear.cpp` reads at once."""
+BLOCK = 16  # outputs that `compiled/linear.cpp` stores side by side
+PER_WORD = {torch.float32: 1, torch.bfloat16: 2}  # dtype -> inputs that `compiled/linear.cpp` reads at once
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -86,8 +84,7 @@ class PlainOperators:
     """Operators between a layer's matrix products, by PyTorch."""
 
     name = "plain"
-    kernels = "plain"
-    """Identity of the kernels: `kernels_id` of a compiled library, or "plain"."""
+    kernels = "plain"  # identity of the kernels: `kernels_id` of a compiled library, or "plain"
 
     def add_norm(self, h: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """(h + delta, its norm), all [rows, H]; None adds nothing."""

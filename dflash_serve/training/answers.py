@@ -48,13 +48,10 @@ if TYPE_CHECKING:
 
 SHORTEST_ANSWER = 4
 SENTINEL = "@@USER@@"
-ATTEMPTS = 4
-"""Sampled turns per kept one before a source ends with fewer than it was to give."""
-LONGEST_PERIOD, REPEATS, SHORTEST_TAIL = 24, 4, 24
-"""Limits of a loop: see `repeated_tail`."""
+ATTEMPTS = 4  # sampled turns per kept one before a source ends with fewer than it was to give
+LONGEST_PERIOD, REPEATS, SHORTEST_TAIL = 24, 4, 24  # limits of a loop: see `repeated_tail`
 LOOP_CHECK_EVERY = 16
-Report = Callable[[str, int], None]
-"""Called with the kind of data being made and how much of it there is."""
+Report = Callable[[str, int], None]  # called with the kind of data being made and how much of it there is
 
 
 @dataclass(frozen=True)

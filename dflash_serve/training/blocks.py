@@ -24,8 +24,7 @@ from dflash_serve.models.target import TargetModel
 if TYPE_CHECKING:
     from dflash_serve.models.drafter_heads import MarkovHead
 
-CONTEXT_STEP = 32
-"""Context rows come in multiples of it, so that shapes recur."""
+CONTEXT_STEP = 32  # context rows come in multiples of it, so that shapes recur
 ContextKV = tuple[Tensor, Tensor]
 """Keys and values of the flat context rows, each [rows, layers, kv_heads, head_dim] (`Drafter.context_kv`)."""
 

@@ -20,10 +20,8 @@ HEAD_NORM = 1.5
 """First value of the q/k norms: unit rows would leave the scores of a target without such norms too flat."""
 NOISE = 0.002
 RANDOM = 0.02
-FRESH = ("target", "random")
-"""First weights that do not come from another drafter."""
-ADDED = ("convolution", "markov", "confidence")
-"""Parts that a given drafter without them gets, idle at first."""
+FRESH = ("target", "random")  # first weights that do not come from another drafter
+ADDED = ("convolution", "markov", "confidence")  # parts that a given drafter without them gets, idle at first
 
 
 def drafter_config(section: DrafterSection, target: TargetConfig) -> DrafterConfig:

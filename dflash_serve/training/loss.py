@@ -47,8 +47,7 @@ class SlotScores(NamedTuple):
     cross_entropy: Tensor
     weights: Tensor
     hit: Tensor
-    distance: Tensor | None = None
-    """The soft loss, sum of |q - p| over the vocabulary, 0..2; None without soft labels."""
+    distance: Tensor | None = None  # the soft loss, sum of |q - p| over the vocabulary, 0..2; None without soft labels
 
     @property
     def acceptance(self) -> Tensor:
@@ -106,8 +105,7 @@ class SlotLoss:
         self.weighting, self.soft = weighting, soft
         self.kept, self.blocks_at_once = kept, blocks_at_once
         self.head = head if kept is None else head[kept].contiguous()
-        self.places: Tensor | None = None
-        """Each token's row of the head, where some are left out; -1 = this one."""
+        self.places: Tensor | None = None  # each token's row of the head, where some are left out; -1 = this one
         if kept is not None:
             self.places = torch.full((len(head),), -1, dtype=torch.int64, device=head.device)
             self.places[kept] = torch.arange(len(kept), device=head.device)

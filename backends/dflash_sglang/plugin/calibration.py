@@ -31,17 +31,12 @@ from .ranks import Ranks
 
 CONTEXT, LONG_CONTEXT = 128, 2048
 """Tokens of context of each request; the difference gives the cost of a token of context."""
-REPETITIONS, MOST_REPETITIONS = 3, 9
-"""Repetitions of every step, and of steps whose least time was measured once only."""
-MOST_SPREAD = 0.2
-"""Median over least time, less 1, from which costs are not kept: other work disturbed the measurement."""
-LEAST = 1e-6
-"""Least cost of a draft, in seconds."""
+REPETITIONS, MOST_REPETITIONS = 3, 9  # repetitions of every step, and of steps whose least time was measured once only
+MOST_SPREAD = 0.2  # median over least time, less 1, from which costs are not kept: other work disturbed the measurement
+LEAST = 1e-6  # least cost of a draft, in seconds
 
-RunStep = Callable[[Any, int], object]
-"""Runs a step of a batch at a width."""
-Job = tuple[int, int, int]
-"""Requests, width, context of each request."""
+RunStep = Callable[[Any, int], object]  # runs a step of a batch at a width
+Job = tuple[int, int, int]  # requests, width, context of each request
 
 
 def costs_of(worker: HostWorker, widths: list[int], run: RunStep, ranks: Ranks) -> CostModel:

@@ -18,8 +18,7 @@ from dflash_serve.errors import Problem, UserError
 from dflash_sglang.heads import DFLASH, DSPARK, algorithm_of, head_problems
 
 logger = logging.getLogger(__name__)
-READ_BY_SGLANG = "mask_embedding.pt"
-"""A pickle that we refuse to read, but SGLang reads safely (weights_only)."""
+READ_BY_SGLANG = "mask_embedding.pt"  # a pickle that we refuse to read, but SGLang reads safely (weights_only)
 
 
 def draft_problems(server_args: Any) -> list[Problem]:

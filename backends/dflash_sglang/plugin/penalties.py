@@ -22,12 +22,9 @@ from .requests import penalties_of
 class _Counted:
     """One request's output so far, up to and without its anchor."""
 
-    counts: torch.Tensor
-    """[V]: how often each token was put out."""
-    knobs: torch.Tensor
-    """[4]: frequency_penalty, presence_penalty, repetition_penalty, min_new_tokens."""
-    stops: torch.Tensor
-    """[V], 0 or -inf: what may not come before min_new_tokens."""
+    counts: torch.Tensor  # [V]: how often each token was put out
+    knobs: torch.Tensor  # [4]: frequency_penalty, presence_penalty, repetition_penalty, min_new_tokens
+    stops: torch.Tensor  # [V], 0 or -inf: what may not come before min_new_tokens
 
 
 class Penalties:

@@ -41,12 +41,9 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.counts_penalties = False
-        """True if penalised requests are answered; read by `requests.guarded`."""
-        self.widths: BatchWidths | None = None
-        """None: only whole blocks are verified."""
-        self.states: dict[int, WidthState] = {}
-        """Attention and graphs by width, for widths below B."""
+        self.counts_penalties = False  # True if penalised requests are answered; read by `requests.guarded`
+        self.widths: BatchWidths | None = None  # None: only whole blocks are verified
+        self.states: dict[int, WidthState] = {}  # attention and graphs by width, for widths below B
 
     def init_cuda_graphs(self) -> None:
         """The last step of start-up: everything is allocated, and costs can be measured."""

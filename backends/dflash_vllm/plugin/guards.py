@@ -14,8 +14,7 @@ from dflash_serve.errors import Problem, UserError
 from dflash_vllm.drafter_rules import drafter_problems
 
 logger = logging.getLogger(__name__)
-EXACT = ("standard", "block")
-"""Acceptance tests that change no distribution; `synthetic` and `fly` do."""
+EXACT = ("standard", "block")  # acceptance tests that change no distribution; `synthetic` and `fly` do
 STACKED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -28,8 +27,7 @@ ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "mi
 """Other names that vLLM knows for a tensor (`DFlashQwen3Model.hf_to_vllm_mapper`)."""
 OF_THE_TARGET = ("embed_tokens", "lm_head", "mask_embedding", "draft_id_to_target_id")
 """Parts of the names of parameters that a checkpoint need not fill."""
-SKIPPED = ("t2d", "d2t", "rotary_emb.")
-"""Parts of the names of tensors that no parameter of the drafter takes."""
+SKIPPED = ("t2d", "d2t", "rotary_emb.")  # parts of the names of tensors that no parameter of the drafter takes
 
 
 def draft_problems(vllm_config: Any) -> list[Problem]:

@@ -62,8 +62,7 @@ class _FollowsLoad:
         wide = sorted({drafted + 1 for drafted in host.dynamic_sd_lookup[1:] if drafted})
         run = _last_run(host.vllm_config)
         policy = partial(KeptWidth, block_size=host.num_spec_tokens + 1, run=run, allowed_widths=wide)
-        self.widths: LiveWidths | None = make_widths(policy, run.costs())
-        """None = the policy has failed."""
+        self.widths: LiveWidths | None = make_widths(policy, run.costs())  # None = the policy has failed
         self._whole_block = max(wide, default=1)
         self._clock = StepClock()
         self._accepted: dict[str, int] = {}

@@ -31,8 +31,7 @@ MARKOV_KEYS = {
 DFLASH2_KEYS = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 SLOT_KEYS = {"sample_from_anchor", "shift_label"}
 HEAD_KEYS = MARKOV_KEYS | DFLASH2_KEYS | SLOT_KEYS
-CONFIDENCE = "confidence_head."
-"""Prefix of the confidence head's tensor names."""
+CONFIDENCE = "confidence_head."  # prefix of the confidence head's tensor names
 
 
 def read_heads(config: ConfigSection, stored: Collection[str], *, markov_kind: str | None = None) -> dict[str, object]:

@@ -209,8 +209,7 @@ class PaddedAttention:
         return out.reshape(count * width, heads, head_dim)
 
 
-WORKSPACE = 128 * 2**20
-"""Bytes of workspace that FlashInfer's planner needs."""
+WORKSPACE = 128 * 2**20  # bytes of workspace that FlashInfer's planner needs
 
 
 def flashinfer_usable(cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind]) -> bool:
