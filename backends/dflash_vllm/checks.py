@@ -60,7 +60,6 @@ def problems(plan: VLLMPlan) -> list[Problem]:
 
 
 def _schedule_problems(plan: VLLMPlan) -> list[Problem]:
-    """A cost table or a survival that is none."""
     try:
         plan.schedule()
     except UserError as error:
@@ -154,7 +153,6 @@ def _heads(plan: VLLMPlan) -> Iterator[Problem]:
 
 
 def _precision(plan: VLLMPlan) -> Iterator[Problem]:
-    """Number formats: what a device has not, and what is not covered."""
     asked, native = plan.deployment.target.quantization, plan.target.native_quantization
     where, drafter = "target.quantization", plan.deployment.drafter
     if asked != "none" and native is not None and native != asked:

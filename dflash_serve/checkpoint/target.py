@@ -142,13 +142,14 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         UserError: no config.json, or one without a language model's sizes.
     """
     raw = load_object(folder / "config.json", kind="target")
+    named = raw.get("architectures")
     shape, inner = _shape(raw, folder, model.model), language_model(raw)
     recipe = read_recipe(raw, folder)
     heads = _size(inner, "num_attention_heads", 1)
     native = native_format(recipe)
     return TargetLayout(
         shape=shape,
-        architecture=_architecture(raw),
+        architecture=str(named[0]) if isinstance(named, list) and named else "unknown",
         attention_heads=heads,
         kv_heads=_size(inner, "num_key_value_heads", heads),
         head_dim=_head_dim(inner),
@@ -163,11 +164,6 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         penalises=_penalises(folder),
         quantized_kv=bool(recipe.get("kv_cache_quant_algo") or recipe.get("kv_cache_scheme")),
     )
-
-
-def _architecture(raw: Mapping[str, object]) -> str:
-    named = raw.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else "unknown"
 
 
 def read_recipe(raw: Mapping[str, object], folder: Path) -> Mapping[str, object]:
@@ -233,7 +229,6 @@ def _expert_bytes(inner: Mapping[str, object], asked: Quantization, native: str 
 
 
 def _weight_bytes(inner: Mapping[str, object], asked: Quantization, native: str | None) -> int:
-    """Attention, MLPs or experts, and both ends of the vocabulary, which stay in 16 bits."""
     inside = _inner_bits(asked, native)
     # FP8 and NVFP4 checkpoints quantise attention too; MXFP4 and INT4 ones keep it in bf16.
     outside = inside if "fp8" in (asked, native) or "nvfp4" in (asked, native) else 16.0

@@ -122,8 +122,7 @@ class CompiledLinear(nn.Module):
         pack(weight.data_ptr(), self.packed.data_ptr(), self.inputs, self.outputs)
         self._run = kernel(library, f"linear_{_name(self.dtype)}_by_{_name(weight.dtype)}", "ppppllli")
 
-    def __deepcopy__(self, memo: object) -> CompiledLinear:
-        """The layer itself: its weights are never written."""
+    def __deepcopy__(self, memo: object) -> CompiledLinear:  # its weights are never written
         return self
 
     @property
@@ -231,9 +230,8 @@ def pack_linears(module: nn.Module, *, compiled: bool = True) -> None:
 
 def stack_linears(linears: list[nn.Linear]) -> nn.Linear:
     """Joins linear layers of one input into one layer with their outputs side by side."""
-    joined = nn.Linear(
-        linears[0].in_features, sum(linear.out_features for linear in linears), bias=False, device="meta"
-    )
+    outputs = sum(linear.out_features for linear in linears)
+    joined = nn.Linear(linears[0].in_features, outputs, bias=False, device="meta")
     joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
     if linears[0].bias is not None:
         joined.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)

@@ -165,9 +165,8 @@ class SlotLoss:
         for size in sizes:
             own, first = slice(first, first + size), first + size
             at = labels.valid[own].flatten().nonzero()[:, 0]
-            latents, teachers = (
-                each if each is None else each[own].flatten(0, 1)[at] for each in (latent, labels.teacher)
-            )
+            both = (latent, labels.teacher)
+            latents, teachers = (each if each is None else each[own].flatten(0, 1)[at] for each in both)
             rows = hidden[own].flatten(0, 1)[at]
             chunks.append(_Parts(rows, latents, teachers, targets[own].flatten()[at], at, labels.valid[own]))
         return chunks
@@ -216,7 +215,6 @@ class SlotLoss:
 
 
 def _put(whole: Tensor | None, blocks: slice, at: Tensor, rows: Tensor) -> None:
-    """Writes rows of the slots `at` of these blocks into [all blocks, B-1, columns]."""
     if whole is not None:
         whole[blocks].flatten(0, 1).index_copy_(0, at, rows.to(whole.dtype))
 

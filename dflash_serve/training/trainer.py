@@ -259,8 +259,7 @@ class Trainer:
         losses = float(loss.detach()), None if of_confidence is None else float(of_confidence.detach())
         return self._tick(blocks, scores, lr, losses, float(norm))
 
-    def _blocks(self, step: int) -> tuple[Blocks, list[Tensor]]:
-        """The blocks and features of a step: a function of seed, step and budget alone."""
+    def _blocks(self, step: int) -> tuple[Blocks, list[Tensor]]:  # a function of seed, step and budget alone
         seed, answers = self.recipe.seed, self.features.answers
         indexes, anchors = [], []
         for epoch, index in step_sequences(seed, step, len(answers), self.settings.sequences):

@@ -57,8 +57,7 @@ def _dialect(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem(what, str(checkpoint.folder), "use a draft that masks with a token")
 
 
-def _heads(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Slots and heads that DFLASH would misread or leave out."""
+def _heads(checkpoint: Checkpoint) -> Iterator[Problem]:  # what DFLASH would misread or leave out
     if checkpoint.config is None:
         return
     yield from head_problems(checkpoint.config)

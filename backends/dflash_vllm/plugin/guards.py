@@ -33,7 +33,10 @@ SKIPPED = ("t2d", "d2t", "rotary_emb.")  # parts of the names of tensors that no
 def draft_problems(vllm_config: Any) -> list[Problem]:
     """Problems of the drafter that vLLM was given, and of its settings."""
     asked = vllm_config.speculative_config
-    found = list(_acceptance_problems(asked))
+    found: list[Problem] = []
+    if asked.rejection_sample_method not in EXACT:
+        what = f"rejection_sample_method {asked.rejection_sample_method} changes what the target would have said"
+        found.append(Problem(what, "--speculative-config", "use standard"))
     checkpoint = draft_checkpoint(vllm_config)
     if checkpoint is None:
         return found
@@ -48,12 +51,6 @@ def draft_problems(vllm_config: Any) -> list[Problem]:
         )
         found += _block_problems(checkpoint, asked.num_speculative_tokens)
     return found
-
-
-def _acceptance_problems(asked: Any) -> Iterator[Problem]:
-    if asked.rejection_sample_method not in EXACT:
-        what = f"rejection_sample_method {asked.rejection_sample_method} changes what the target would have said"
-        yield Problem(what, "--speculative-config", "use standard")
 
 
 def draft_checkpoint(vllm_config: Any) -> Checkpoint | None:
@@ -133,6 +130,5 @@ def _plain(name: str) -> str:
 
 
 def _pieces(parameter: str) -> Iterator[str]:
-    """The checkpoint's names of a parameter's parts."""
     parts = [parameter.replace(whole, part) for part, whole in STACKED.items() if f".{whole}." in parameter]
     yield from parts or [parameter]

@@ -126,7 +126,6 @@ class AsyncWidthScheduler(_FollowsLoad, AsyncScheduler):  # type: ignore[misc]
 
 
 def _last_run(config: Any) -> LastRun:
-    """The record of the last run of such a server."""
     model, parallel = config.model_config, config.parallel_config
     conditions = [vllm.__version__, current_platform.get_device_name(), str(model.dtype), model.quantization]
     conditions += [parallel.world_size, os.environ.get(GUESSED_COSTS)]

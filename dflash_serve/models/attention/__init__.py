@@ -51,7 +51,6 @@ class RaggedAttention:
         self.views = {kind: [self._view(span, kind) for span in spans] for kind in set(kinds)}
 
     def _view(self, span: Span, kind: AttentionKind) -> tuple[int, Tensor | None]:
-        """The first key position that the span sees, and the mask from there on."""
         first = 0 if kind.window is None else max(0, span.start - kind.window + 1)
         if span.length == 1:  # everything up to the row itself
             return first, None

@@ -43,8 +43,7 @@ class CompiledOperators(PlainOperators):
             for name, signature in (("add_norm", "ppppllfi"), ("silu_product", "pplli"), ("attend", "pppppppplppi"))
         )
 
-    def __deepcopy__(self, memo: object) -> CompiledOperators:
-        """The object itself: a copy of a model uses the same library."""
+    def __deepcopy__(self, memo: object) -> CompiledOperators:  # a copy of a model uses the same library
         return self
 
     def add_norm(self, h: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
