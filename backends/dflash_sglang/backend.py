@@ -26,19 +26,16 @@ KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "nvfp4": "
 QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4", "mxfp4": "mxfp4"}
 LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
 """Variables by which Kubernetes' LeaderWorkerSet tells a process its place among several nodes."""
-DISTRIBUTED_PORT = 20000
-"""Port of the leader's torch.distributed."""
+DISTRIBUTED_PORT = 20000  # port of the leader's torch.distributed
 
-Flag = tuple[str, ...]
-"""`--name` and its value, or `--name` alone."""
+Flag = tuple[str, ...]  # `--name` and its value, or `--name` alone
 
 
 @dataclass(frozen=True)
 class AttentionKernels:
     """SGLang's names of the attention kernels that serve DFlash on a GPU."""
 
-    target: str
-    """For a target with plain heads (not DeepSeek's latent form)."""
+    target: str  # for a target with plain heads (not DeepSeek's latent form)
     drafter: str
     """The drafter's block is not causal: trtllm_mha would be refused (`_resolve_dflash_draft_attention_backend`)."""
 

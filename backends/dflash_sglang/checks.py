@@ -63,8 +63,7 @@ def _drafter_problems(plan: SGLangPlan, drafter: DrafterConfig) -> Iterator[Prob
     yield from _attention(plan, drafter)
 
 
-def _widths(plan: SGLangPlan) -> Iterator[Problem]:
-    """Problems of a width that cannot be served; `auto` verifies whole blocks then, and a note says so."""
+def _widths(plan: SGLangPlan) -> Iterator[Problem]:  # for `auto`, whole blocks are verified, and a note says so
     width = plan.deployment.speculation.width
     if plan.whole_blocks_with is not None and isinstance(width, int) and width not in (1, plan.block_size):
         what = f"SGLang verifies whole blocks of {plan.block_size} slots with {plan.whole_blocks_with}, not {width}"
@@ -74,7 +73,6 @@ def _widths(plan: SGLangPlan) -> Iterator[Problem]:
 
 
 def _attention(plan: SGLangPlan, drafter: DrafterConfig) -> Iterator[Problem]:
-    """Windows and positions: SGLang knows one window for all layers, told by layer_types and is_causal."""
     windows = {kind.window for kind in drafter.layers} - {None}
     if len(windows) > 1:
         what = f"its layers have different windows ({', '.join(map(str, sorted(filter(None, windows))))})"
@@ -132,7 +130,6 @@ def _heads(plan: SGLangPlan) -> Iterator[Problem]:
 
 
 def _precision(plan: SGLangPlan) -> Iterator[Problem]:
-    """Number formats: what a GPU has not, and the traps between a quantised target and its drafter."""
     yield from _target_precision(plan)
     drafter = plan.deployment.drafter
     if drafter is not None and plan.checkpoint is not None and drafter.quantization != "none":

@@ -88,8 +88,7 @@ def argument_table(deployment: Deployment) -> ArgumentTable:
 
 
 @cache
-def _parser() -> EngineParser:
-    """The installed SGLang's own, else the pinned one."""
+def _parser() -> EngineParser:  # the installed SGLang's own, else the pinned one
     if RELEASES.installed() is None:
         return pinned_parser(PINNED)
     parser = EngineParser()

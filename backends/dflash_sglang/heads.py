@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.errors import Problem
 
-DFLASH, DSPARK = "DFLASH", "DSPARK"
-"""SGLang's names of its algorithms."""
+DFLASH, DSPARK = "DFLASH", "DSPARK"  # SGLang's names of its algorithms
 WHERE = "drafter.model"
 OTHER = "use --backend torch"
 

@@ -9,16 +9,12 @@ from dflash_serve.server_adapter import LaunchPlan
 
 from .heads import DFLASH, algorithm_of, verifies_whole_blocks
 
-NATIVE = DFLASH
-"""SGLang's own algorithm; where a width is asked for, our plug-in gives it another worker."""
+NATIVE = DFLASH  # SGLang's own algorithm; where a width is asked for, our plug-in gives it another worker
 WIDTH_VARIABLE = f"{ENV_PREFIX}SPECULATION__WIDTH"
 """The Deployment's own variable, by which the plug-in is told the width: `auto`, or a number."""
-RUNTIME_BYTES = 3 * GIB
-"""CUDA context, NCCL, workspaces."""
-GRAPH_BYTES = 3 * GIB
-"""CUDA graphs of target and drafter, and activations of a prefill."""
-WIDTH_BYTES = GIB
-"""Attention workspace and CUDA graphs of another width than B."""
+RUNTIME_BYTES = 3 * GIB  # CUDA context, NCCL, workspaces
+GRAPH_BYTES = 3 * GIB  # CUDA graphs of target and drafter, and activations of a prefill
+WIDTH_BYTES = GIB  # attention workspace and CUDA graphs of another width than B
 
 
 def narrow_widths(block_size: int) -> list[int]:

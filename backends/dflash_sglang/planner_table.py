@@ -18,10 +18,8 @@ from dflash_serve.cost_table import given_cost
 if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel
 
-FILE = "planner.json"
-"""Name of the file that `prepare` writes."""
-MODE, STATIC = "SGLANG_RAGGED_VERIFY_MODE", "static"
-"""SGLang's environment variable, and its default: whole blocks."""
+FILE = "planner.json"  # name of the file that `prepare` writes
+MODE, STATIC = "SGLANG_RAGGED_VERIFY_MODE", "static"  # SGLang's environment variable, and its default: whole blocks
 
 
 def planner_costs(heads: Heads, environment: Mapping[str, str] = os.environ) -> CostModel | None:

@@ -64,9 +64,8 @@ def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
         **({} if plan.drafter is None else {"speculative_config": _speculative(plan, drafter)}),
     }
     fields = merged(fields, config_fields(plan.engine_args))
-    mirrored = LlmArgs.model_fields.keys() - (
-        {"speculative_config"} if plan.drafts_itself else set()
-    )  # DFlash alone is
+    # Of all methods of speculation, DFlash alone is mirrored.
+    mirrored = LlmArgs.model_fields.keys() - ({"speculative_config"} if plan.drafts_itself else set())
     ours = {name: value for name, value in fields.items() if name in mirrored}
     try:
         known = llm_args(ours, plan.release).yaml_fields()
@@ -76,7 +75,6 @@ def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
 
 
 def _parallel(plan: TensorRTLLMPlan) -> dict[str, object]:
-    """Ways of spreading the target over devices, beyond tensor parallelism."""
     parallel, fields = plan.deployment.parallel, dict[str, object]()
     if parallel.pipeline > 1 or parallel.context > 1:
         fields |= {"pipeline_parallel_size": parallel.pipeline, "context_parallel_size": parallel.context}
@@ -93,9 +91,8 @@ def _kv_cache(plan: TensorRTLLMPlan) -> dict[str, object]:
     """The target's K/V pool; blocks are reused only where no drafter needs the features of every prompt token."""
     kv_cache = plan.deployment.kv_cache
     speculates = plan.drafter is not None or plan.drafts_itself
-    fields: dict[str, object] = {
-        "enable_block_reuse": not speculates if kv_cache.block_reuse is None else kv_cache.block_reuse
-    }
+    reuses = not speculates if kv_cache.block_reuse is None else kv_cache.block_reuse
+    fields: dict[str, object] = {"enable_block_reuse": reuses}
     if kv_cache.dtype in ("fp8", "nvfp4"):  # any other is the target's own type, `auto` to upstream
         fields["dtype"] = kv_cache.dtype
     fraction = kv_cache.memory_fraction
@@ -227,9 +224,8 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         if limits.max_batch_size is None:
             yield _max_batch_size(plan)
         if limits.max_model_len is None:
-            source = (
-                "the target's positions" if plan.target.shape.max_position_embeddings else "no config.json says more"
-            )
+            known = plan.target.shape.max_position_embeddings
+            source = "the target's positions" if known else "no config.json says more"
             yield Choice("limits.max_model_len", f"{plan.max_model_len}", source)
         if limits.max_num_tokens is None:
             why = "upstream's default" if plan.max_num_tokens == ROWS else "a full batch of blocks"
@@ -243,14 +239,12 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
             yield _implementation(plan)
             yield Choice("attention of the drafter", plan.attention_backend, "what runs it on this GPU and release")
             if deployment.kv_cache.memory_fraction is None and plan.gpu is not None:
-                why = "what weights and activations leave" + (
-                    "" if plan.context_in_pool else ", and the drafter's context"
-                )
+                beside = "" if plan.context_in_pool else ", and the drafter's context"
+                why = f"what weights and activations leave{beside}"
                 yield Choice("kv_cache.memory_fraction", f"{plan.pool_fraction(plan.gpu)}", why)
             if deployment.kv_cache.block_reuse is None:
-                yield Choice(
-                    "kv_cache.block_reuse", "false", "a reused prompt would leave the drafter without its features"
-                )
+                why = "a reused prompt would leave the drafter without its features"
+                yield Choice("kv_cache.block_reuse", "false", why)
         if plan.gpu is None:
             yield Choice("hardware.gpu", "not named", "memory is not checked")
         yield Choice("release", f"{plan.release}", "the installed one, or the newest whose sources were read")
@@ -263,10 +257,8 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         if plan.drafter is None:
             return
         yield from _width_notes(plan)
-        if (
-            plan.deployment.limits.max_queued_requests
-            and "max_queued_requests" not in plan.deployment.limits.model_fields_set
-        ):
+        limits = plan.deployment.limits
+        if limits.max_queued_requests and "max_queued_requests" not in limits.model_fields_set:
             yield "TensorRT-LLM queues without bound: bound the queue at your gateway"
         if plan.needs_plug_in:
             yield f"every rank's log must say {BUILT!r}: one that does not has not loaded this drafter"
@@ -274,7 +266,6 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
 
 
 def _implementation(plan: TensorRTLLMPlan) -> Choice:
-    """Whose drafter runs, and why not the other."""
     chosen = {
         "upstream": ("TensorRT-LLM's own", "this one needs nothing else"),
         "dequantised context": (
@@ -289,9 +280,8 @@ def _implementation(plan: TensorRTLLMPlan) -> Choice:
 def _max_batch_size(plan: TensorRTLLMPlan) -> Choice:
     batch = plan.max_batch_size
     if batch is None:
-        return Choice(
-            "limits.max_batch_size", "TensorRT-LLM's default, 2048", "its memory decides how many run at once"
-        )
+        why = "its memory decides how many run at once"
+        return Choice("limits.max_batch_size", "TensorRT-LLM's default, 2048", why)
     if plan.context_in_pool:
         return Choice("limits.max_batch_size", f"{batch}", "the drafter's context lies in the K/V pool with all else")
     arena = plan.arena_bytes(batch, plan.max_model_len) / GIB

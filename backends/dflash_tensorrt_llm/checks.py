@@ -15,8 +15,7 @@ from .releases import DFLASH, DRAFT_LEN_SCHEDULE, DRAFTER_FROM_OUTSIDE, NEWEST, 
 from .upstream import why_no_drafter
 
 Check = Callable[[TensorRTLLMPlan], Iterator[Problem]]
-LEAST_POOL = 0.15
-"""Share of the memory after the weights that must stay for the target's K/V, or batches would not fit."""
+LEAST_POOL = 0.15  # share of the memory after the weights that must stay for the target's K/V, or batches would not fit
 
 
 def problems(plan: TensorRTLLMPlan) -> list[Problem]:
@@ -37,9 +36,8 @@ def _release(plan: TensorRTLLMPlan) -> Iterator[Problem]:
 def _devices(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     parallel, hardware = plan.deployment.parallel, plan.deployment.hardware
     if hardware.gpu == "none":
-        yield Problem(
-            "TensorRT-LLM runs on NVIDIA GPUs only", "hardware.gpu", "name the GPU, or serve with --backend torch"
-        )
+        do = "name the GPU, or serve with --backend torch"
+        yield Problem("TensorRT-LLM runs on NVIDIA GPUs only", "hardware.gpu", do)
     if parallel.pipeline > 1 and plan.drafter is not None:
         yield Problem("DFlash does not run with pipeline parallelism", "parallel.pipeline", "set it to 1")
     if parallel.context > 1 and plan.drafter is not None:
@@ -52,9 +50,8 @@ def _devices(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     else:
         yield from device_problems(plan.deployment, world, plan.target.weight_bytes)
     if world % parallel.nodes:
-        yield Problem(
-            f"{world} devices do not spread evenly over {parallel.nodes} nodes", "parallel.nodes", "change one"
-        )
+        what = f"{world} devices do not spread evenly over {parallel.nodes} nodes"
+        yield Problem(what, "parallel.nodes", "change one")
     elif world // parallel.nodes > PER_NODE:
         what = f"{world // parallel.nodes} devices on a node; there are at most {PER_NODE}"
         yield Problem(what, "parallel.nodes", f"set it to {-(-world // PER_NODE)} or more")
@@ -93,9 +90,8 @@ def _target_layout(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     parallel, target = plan.deployment.parallel, plan.target
     if parallel.tensor % parallel.expert:
         what = f"expert {parallel.expert} does not divide tensor {parallel.tensor}"
-        yield Problem(
-            what, "parallel.expert", "experts are shared out among the tensor-parallel devices: use a divisor"
-        )
+        do = "experts are shared out among the tensor-parallel devices: use a divisor"
+        yield Problem(what, "parallel.expert", do)
     if parallel.expert > 1 and not target.experts:
         yield Problem(f"{target.shape.name} has no experts", "parallel.expert", "set it to 1")
     elif parallel.expert > 1 and target.experts % parallel.expert:
@@ -159,9 +155,8 @@ def _drafter_fits(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         yield Problem(why_none, "target.model", "serve without a drafter, or use another backend")
     yield from check_pairing(plan.drafter, plan.target.shape)
     if len(set(plan.drafter.target_layer_ids)) < len(plan.drafter.target_layer_ids):
-        what = (
-            f"target_layer_ids {list(plan.drafter.target_layer_ids)} name a layer twice; TensorRT-LLM captures it once"
-        )
+        ids = list(plan.drafter.target_layer_ids)
+        what = f"target_layer_ids {ids} name a layer twice; TensorRT-LLM captures it once"
         yield Problem(what, "drafter", "serve it with --backend torch")
     wanted = plan.deployment.drafter.quantization if plan.deployment.drafter else "none"
     have = plan.quantization.format if plan.quantization else "none"
@@ -254,8 +249,7 @@ def _rows(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         yield Problem(what, "limits.max_num_tokens", do)
 
 
-def _memory(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    """Weights, or a context arena, that a device cannot hold; nothing where no GPU is named."""
+def _memory(plan: TensorRTLLMPlan) -> Iterator[Problem]:  # nothing where no GPU is named
     gpu = plan.gpu
     if gpu is None:
         return
@@ -269,7 +263,6 @@ def _memory(plan: TensorRTLLMPlan) -> Iterator[Problem]:
 
 
 def _arena(plan: TensorRTLLMPlan, drafter: DrafterConfig, budget: int) -> Iterator[Problem]:
-    """An arena beyond `budget` bytes, and the limits that it would keep to."""
     batch, length = plan.max_batch_size or 1, plan.max_model_len
     needed = plan.arena_bytes(batch, length)
     if needed <= budget:

@@ -66,21 +66,18 @@ def _two_sided(config: DrafterConfig) -> dict[str, object]:
     return {"use_sliding_window": False, "dflash_config": {**dflash, **swa}}
 
 
-def _has_plain_names(checkpoint: Checkpoint) -> bool:
-    """True where every tensor has z-lab's name: TensorRT-LLM's loader silently drops unknown names."""
+def _has_plain_names(checkpoint: Checkpoint) -> bool:  # TensorRT-LLM silently drops unknown names
     pieces = checkpoint.pieces
     return all(name in pieces and pieces[name].stored_name == name for name in checkpoint.headers)
 
 
 def _link(folder: Path, paths: Iterable[Path]) -> None:
-    """Links those of the files that are there into the folder."""
     for path in paths:
         if path.is_file():
             (folder / path.name).symlink_to(path.resolve())
 
 
-def _write_weights(checkpoint: Checkpoint, path: Path) -> None:
-    """Every tensor as stored, scales included, under z-lab's names."""
+def _write_weights(checkpoint: Checkpoint, path: Path) -> None:  # as stored, with scales
     from safetensors.torch import save_file
 
     problems: list[Problem] = []

@@ -90,8 +90,7 @@ PARSERS = ParserNames(
                "glm45": "glm4", "minimax-m2": "minimax_m2"},
 )  # fmt: skip
 """Families that TensorRT-LLM calls otherwise."""
-HARMONY = "gpt-oss"
-"""Its answers are parsed by trtllm-serve itself, whatever parser is named."""
+HARMONY = "gpt-oss"  # its answers are parsed by trtllm-serve itself, whatever parser is named
 
 
 def own_arguments(*, drafter: bool) -> dict[str, str]:
@@ -109,8 +108,7 @@ def _parser() -> EngineParser:
     return pinned_parser(PINNED)
 
 
-PARSER_FLAGS = {"reasoning_parser": "reasoning_parser", "tool_call_parser": "tool_parser"}
-"""Key of `serving` -> option."""
+PARSER_FLAGS = {"reasoning_parser": "reasoning_parser", "tool_call_parser": "tool_parser"}  # key of `serving` -> option
 
 
 def named_parsers(plan: TensorRTLLMPlan) -> Serving:

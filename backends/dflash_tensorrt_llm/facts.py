@@ -26,8 +26,7 @@ def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
     return _of_iterations(iterations) or by_slot or AcceptanceStatistics.unknown(FACTS.title)
 
 
-def _iterations(text: str) -> list[Any] | None:
-    """TensorRT-LLM's list of iterations; None where the text is something else."""
+def _iterations(text: str) -> list[Any] | None:  # None where the text is something else
     if not text.lstrip().startswith("["):
         return None
     try:

@@ -37,18 +37,14 @@ from .releases import (
 if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel
 
-ROWS = 8192
-"""TensorRT-LLM's default of max_num_tokens."""
-OVERHEAD = 4 * GIB
-"""CUDA context, NCCL, workspaces; upstream's own estimate (test_dflash_config_budget.py @414ba69)."""
-ACTIVATIONS = 4 * GIB
-"""Left for activations and CUDA graphs."""
+ROWS = 8192  # TensorRT-LLM's default of max_num_tokens
+OVERHEAD = 4 * GIB  # CUDA context, NCCL, workspaces; upstream's own estimate (test_dflash_config_budget.py @414ba69)
+ACTIVATIONS = 4 * GIB  # left for activations and CUDA graphs
 MOST_REQUESTS, UNKNOWN_GPU_REQUESTS = 256, 32
 """Requests at once where the deployment does not say how many; the second where it does not name its GPU either."""
 ARENA_SHARE = 0.4
 """Share of the memory after the weights for the drafter's context of so many requests; K/V gets the remainder."""
-PAGE = 32
-"""Tokens a page of the paged arena (attention_backend TRTLLM or FA4)."""
+PAGE = 32  # tokens a page of the paged arena (attention_backend TRTLLM or FA4)
 
 
 Implementation = Literal["upstream", "dequantised context", "ours"]
@@ -61,8 +57,7 @@ class TensorRTLLMPlan(LaunchPlan):
     """A launch of TensorRT-LLM; weights are opened by `prepare`, which links them."""
 
     release: Release
-    quantization: Quantization | None
-    """The drafter's."""
+    quantization: Quantization | None  # the drafter's
     beyond_upstream: tuple[str, ...]
     """Properties of this drafter that TensorRT-LLM's own drafter would silently ignore, quantisation aside."""
     recorded_survival: tuple[float, ...] | None = None

@@ -13,8 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from dflash_serve.errors import UserError
 
-FINAL = 10_000
-"""Comes after all candidates."""
+FINAL = 10_000  # comes after all candidates
 
 
 @dataclass(frozen=True, order=True)
@@ -56,10 +55,8 @@ class Release:
 class Feature:
     """Something that TensorRT-LLM has from a release on."""
 
-    since: Release | None
-    """None = in no release that was read."""
-    source: str
-    """Pull requests, and pages that show it."""
+    since: Release | None  # None = in no release that was read
+    source: str  # pull requests, and pages that show it
 
 
 DFLASH = Feature(Release(1, 3, 14), "#12794, between rc13 and rc14")
@@ -81,8 +78,7 @@ RECOMPUTE_TAIL = Feature(Release(1, 4, 0), "reference page of 1.4.0rc1 (context_
 TWO_SIDED_WINDOWS = Feature(Release(1, 4, 0), "`use_swa`, modeling_dflash.py @7c7504c; not with TRTLLM attention")
 OWN_MASK_ROW = Feature(None, "`mask_token_embedding`, on main's worker of Kimi-K3 only")
 QUANTISED_CONTEXT = Feature(None, "no pull request found; vLLM's counterpart is vllm #53122")
-NEWEST = Release(1, 4)
-"""The newest whose sources were read."""
+NEWEST = Release(1, 4)  # the newest whose sources were read
 
 
 def installed_release() -> Release:

@@ -93,8 +93,7 @@ class KvCacheConfig(Frozen):
 
     enable_block_reuse: bool = True
     free_gpu_memory_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
-    dtype: Literal["auto", "fp8", "nvfp4"] = "auto"
-    """Any other dies as the model is loaded."""
+    dtype: Literal["auto", "fp8", "nvfp4"] = "auto"  # any other dies as the model is loaded
     tokens_per_block: PositiveInt = 32
     max_tokens: PositiveInt | None = None
 

@@ -20,10 +20,8 @@ from .launch_plan import ROWS, VLLMPlan
 from .schedule import GUESSED_COSTS, every_width
 
 SCHEDULER = "--scheduler-cls"
-SCHEDULERS = "dflash_vllm.plugin.scheduler"
-"""The module of our schedulers, whose widths follow the load."""
-Flag = tuple[str, ...]
-"""`--name` and its value, or `--name` alone."""
+SCHEDULERS = "dflash_vllm.plugin.scheduler"  # the module of our schedulers, whose widths follow the load
+Flag = tuple[str, ...]  # `--name` and its value, or `--name` alone
 
 
 def arguments(plan: VLLMPlan, folder: Path) -> list[str]:

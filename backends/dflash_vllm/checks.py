@@ -31,10 +31,8 @@ CAPTURING = (
     *("sarvam", "step1"),
 )
 """Families (model_type's beginning) whose vLLM model hands out hidden states (`SupportsEagle3`)."""
-PLUG_IN = "dflash_serve"
-"""Our entry point in vLLM's groups of plug-ins."""
-PLUG_INS_VARIABLE = "VLLM_PLUGINS"
-"""vLLM's own: the plug-ins that are loaded; absent = all."""
+PLUG_IN = "dflash_serve"  # our entry point in vLLM's groups of plug-ins
+PLUG_INS_VARIABLE = "VLLM_PLUGINS"  # vLLM's own: the plug-ins that are loaded; absent = all
 PARSER_PLUGINS = {"reasoning-parser-plugin", "tool-parser-plugin"}
 """Arguments that bring parsers of answers which vLLM does not know before it starts."""
 
@@ -62,7 +60,6 @@ def problems(plan: VLLMPlan) -> list[Problem]:
 
 
 def _schedule_problems(plan: VLLMPlan) -> list[Problem]:
-    """A cost table or a survival that is none."""
     try:
         plan.schedule()
     except UserError as error:
@@ -156,7 +153,6 @@ def _heads(plan: VLLMPlan) -> Iterator[Problem]:
 
 
 def _precision(plan: VLLMPlan) -> Iterator[Problem]:
-    """Number formats: what a device has not, and what is not covered."""
     asked, native = plan.deployment.target.quantization, plan.target.native_quantization
     where, drafter = "target.quantization", plan.deployment.drafter
     if asked != "none" and native is not None and native != asked:

@@ -14,8 +14,7 @@ from dflash_serve.deployment_checks import check_pairing
 from dflash_serve.errors import Problem, UserError
 from dflash_vllm.heads import dialect_of, head_problems
 
-V1_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-"""vLLM's own: 0 brings back the model runner that CPUs have."""
+V1_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's own: 0 brings back the model runner that CPUs have
 
 
 def drafter_problems(

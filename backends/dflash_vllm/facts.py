@@ -7,22 +7,18 @@ from dflash_serve.common.prometheus import Samples, Scrape, rate
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 RELEASES = Releases("vllm", "vLLM", (0, 32), (0, 33))
-REAL_OFF = (0, 33)
-"""The first release whose drafter (V2 model runner) does not run where the width is 1."""
+REAL_OFF = (0, 33)  # the first release whose drafter (V2 model runner) does not run where the width is 1
 
 DRAFTS, DRAFTED, ACCEPTED = (
     f"vllm:spec_decode_{name}_total" for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 )
 ACCEPTED_BY_SLOT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
-PREFIX = "dflash_vllm:"
-"""Prefix of our plug-in's metrics, which stand on the same page as vLLM's."""
+PREFIX = "dflash_vllm:"  # prefix of our plug-in's metrics, which stand on the same page as vLLM's
 SLOTS_OFFERED, SLOTS_ACCEPTED = f"{PREFIX}slots_offered", f"{PREFIX}slots_accepted"
 """Counters by slot of the block; like STEPS without the `_total` that they are exported with."""
-STEPS = f"{PREFIX}steps"
-"""Counter of requests' decoding steps by width; width 1 = without a draft."""
-SPECULATING = ', width!="1"'
-"""Selects the steps that verified at least one drafted token."""
+STEPS = f"{PREFIX}steps"  # counter of requests' decoding steps by width; width 1 = without a draft
+SPECULATING = ', width!="1"'  # selects the steps that verified at least one drafted token
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:

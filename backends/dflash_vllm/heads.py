@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.errors import Problem
 
-UNTRIED = ("DFlash2", "DSpark")
-"""Families that were read and not run: they want a GPU."""
+UNTRIED = ("DFlash2", "DSpark")  # families that were read and not run: they want a GPU
 WHERE = "drafter.model"
 OTHER = "use --backend torch or sglang"
 

@@ -15,12 +15,9 @@ from .drafter_rules import V1_VARIABLE
 from .heads import verifies_whole_blocks
 from .schedule import Row, static_schedule
 
-ROWS = 8192
-"""vLLM's default of max_num_batched_tokens on an H100."""
-DEFAULT_REQUESTS = 256
-"""vLLM's default of max_num_seqs but on the largest GPUs; tables of widths need a number."""
-OVERHEAD = 6 * GIB
-"""CUDA context, NCCL, workspaces, CUDA graphs, activations of a prefill."""
+ROWS = 8192  # vLLM's default of max_num_batched_tokens on an H100
+DEFAULT_REQUESTS = 256  # vLLM's default of max_num_seqs but on the largest GPUs; tables of widths need a number
+OVERHEAD = 6 * GIB  # CUDA context, NCCL, workspaces, CUDA graphs, activations of a prefill
 KNEE, KNEE_OF_A_CPU = 256, 8
 """Rows from which on arithmetic takes longer than reading the weights in bf16: 990 TFLOP/s / 3.35 TB/s = 296 on an
 H100, 2250 / 8 = 281 on a B200; a CPU's is guessed. Served steps correct what follows from it."""

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 GUESSED_COSTS = f"{ENV_PREFIX}GUESSED_COSTS"
 """Environment variable: costs as JSON, in steps of one request, by the models' sizes. Served steps correct them."""
-Row = list[int]
-"""vLLM's: first batch size, last one, drafted tokens (slots without the anchor)."""
+Row = list[int]  # vLLM's: first batch size, last one, drafted tokens (slots without the anchor)
 
 
 def static_schedule(

@@ -16,8 +16,7 @@ from pydantic import Field, model_validator
 
 from dflash_serve.common.settings import Frozen, PositiveInt
 
-MASK_EMBEDDING = "mask_embedding"
-"""Tensor whose values fill masked slots; without it, a token of the target does."""
+MASK_EMBEDDING = "mask_embedding"  # tensor whose values fill masked slots; without it, a token of the target does
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 Slots = Literal["fill-in", "anchor-first"]
 """Assignment of a block's rows to slots.
@@ -54,8 +53,7 @@ class MarkovConfig(Frozen):
 class ConfidenceConfig(Frozen):
     """Estimates the probability that a slot is accepted if all slots before it are."""
 
-    with_markov: bool
-    """The head also reads the Markov embedding of the token before."""
+    with_markov: bool  # the head also reads the Markov embedding of the token before
 
     def tensors(self, hidden_size: int, markov_rank: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of one linear layer."""
@@ -66,10 +64,8 @@ class ConfidenceConfig(Frozen):
 class ConvolutionConfig(Frozen):
     """Causal convolutions over the rows of a block, before and after attention and MLP of every layer."""
 
-    taps: PositiveInt
-    """Rows that an output reads: its own and the ones before it."""
-    group_size: PositiveInt
-    """Channels that share their coefficients; divides the hidden size."""
+    taps: PositiveInt  # rows that an output reads: its own and the ones before it
+    group_size: PositiveInt  # channels that share their coefficients; divides the hidden size
 
     def tensors(self, hidden_size: int, num_layers: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape. The first index of `base_kernel` is 0 before the sublayer and 1 after it."""
@@ -86,8 +82,7 @@ class SelectorConfig(Frozen):
     """Chooses each slot's token among its likeliest candidates by the token before it."""
 
     rank: PositiveInt
-    top_k: PositiveInt
-    """Candidates of a slot."""
+    top_k: PositiveInt  # candidates of a slot
 
     def tensors(self, hidden_size: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape. The codebooks have no `.weight` in z-lab's files."""
@@ -132,8 +127,7 @@ class Heads(Frozen):
 
 PLAIN_DRAFTER = "use a plain DFlash drafter of the same target"
 BUILD = "build it with `dflash-serve build`, which writes FP8 and NVFP4"
-BF16 = 2
-"""Bytes of a number in bfloat16."""
+BF16 = 2  # bytes of a number in bfloat16
 
 
 class AttentionKind(Frozen):
@@ -190,12 +184,9 @@ class DrafterConfig(Heads):
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     attention_bias: bool = False
-    embedding_scale: float = 1.0
-    """Factor on the embedding row of every slot (Gemma); z-lab's `input_embedding_scale`."""
-    output_multiplier: float = 1.0
-    """Factor on the drafter's logits, before the soft-cap."""
-    final_logit_softcap: Annotated[float, Field(gt=0)] | None = None
-    """c in `logits = c * tanh(logits / c)`."""
+    embedding_scale: float = 1.0  # factor on the embedding row of every slot (Gemma); z-lab's `input_embedding_scale`
+    output_multiplier: float = 1.0  # factor on the drafter's logits, before the soft-cap
+    final_logit_softcap: Annotated[float, Field(gt=0)] | None = None  # c in `logits = c * tanh(logits / c)`
 
     @model_validator(mode="after")
     def _is_possible(self) -> DrafterConfig:

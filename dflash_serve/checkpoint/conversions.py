@@ -19,8 +19,7 @@ from dflash_serve.checkpoint.config import DrafterConfig, MarkovConfig
 from dflash_serve.errors import Problem, UserError
 
 Converted = tuple[DrafterConfig, dict[str, Tensor]]
-BF16_STEP = 2.0**-7
-"""Relative rounding step of bfloat16: a larger difference between two numbers is not rounding."""
+BF16_STEP = 2.0**-7  # relative rounding step of bfloat16: a larger difference between two numbers is not rounding
 FRESH_STD = 0.02
 ROWS_AT_ONCE = 8192
 

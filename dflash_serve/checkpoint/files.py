@@ -24,8 +24,7 @@ AGAIN = "download it again"
 QUANT_CONFIG = "hf_quant_config.json"
 IN_CONFIG = "quantization_config"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
-LARGEST_HEADER = 100_000_000
-"""Bytes: the limit of the safetensors library."""
+LARGEST_HEADER = 100_000_000  # bytes: the limit of the safetensors library
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,10 @@ class Header:
     """One tensor of one file."""
 
     file: Path
-    dtype: str
-    """safetensors' name: BF16, F32, F8_E4M3, I8, ..."""
+    dtype: str  # safetensors' name: BF16, F32, F8_E4M3, I8, ...
     shape: tuple[int, ...]
     bytes: int
-    start: int = 0
-    """Offset of its data in the file."""
+    start: int = 0  # offset of its data in the file
 
 
 def read_object(path: Path, problems: list[Problem], *, kind: str = "drafter") -> Mapping[str, object] | None:
@@ -159,20 +156,14 @@ class FileEntry(Frozen):
 class Manifest(Frozen):
     """Contents and origin of a built folder."""
 
-    step: str
-    """The build step that wrote it."""
-    key: str
-    """Digest of all inputs, parameters and tool versions."""
-    inputs: Mapping[str, str]
-    """Name of each input -> its digest."""
+    step: str  # the build step that wrote it
+    key: str  # digest of all inputs, parameters and tool versions
+    inputs: Mapping[str, str]  # name of each input -> its digest
     parameters: Mapping[str, object]
-    tools: Mapping[str, str]
-    """Package -> version."""
+    tools: Mapping[str, str]  # package -> version
     seconds: float
-    measured: Mapping[str, object]
-    """Errors, sizes and acceptance, as measured."""
-    files: Mapping[str, FileEntry]
-    """Path below the folder -> digest and size; without the manifest itself."""
+    measured: Mapping[str, object]  # errors, sizes and acceptance, as measured
+    files: Mapping[str, FileEntry]  # path below the folder -> digest and size; without the manifest itself
 
     @property
     def digest(self) -> str:

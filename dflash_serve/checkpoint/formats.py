@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 FP8_MAX, FP4_MAX = 448.0, 6.0
-GROUP = 16
-"""Values that share an NVFP4 block scale."""
+GROUP = 16  # values that share an NVFP4 block scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of FP4 codes by their lower three bits; the fourth bit is the sign."""
 
@@ -29,14 +28,10 @@ class QuantizedTensor:
     """A weight [out, in] as stored, with its scales."""
 
     format: Format
-    values: Tensor
-    """FP8: float8_e4m3fn [out, in]. NVFP4: uint8 [out, in / 2]."""
-    scale: Tensor
-    """FP8: fp32, of the tensor. NVFP4: float8_e4m3fn [out, in / 16]."""
-    scale_2: Tensor | None = None
-    """NVFP4: fp32, of the tensor."""
-    input_scale: Tensor | None = None
-    """fp32, of the activations; None = only the weights are quantised."""
+    values: Tensor  # FP8: float8_e4m3fn [out, in]. NVFP4: uint8 [out, in / 2]
+    scale: Tensor  # FP8: fp32, of the tensor. NVFP4: float8_e4m3fn [out, in / 16]
+    scale_2: Tensor | None = None  # NVFP4: fp32, of the tensor
+    input_scale: Tensor | None = None  # fp32, of the activations; None = only the weights are quantised
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -78,8 +73,7 @@ class QuantizedTensor:
         return {f"{name}.{key}": tensor for key, tensor in found.items() if tensor is not None}
 
 
-Weight = Tensor | QuantizedTensor
-"""A stored weight of a checkpoint, plain or quantised."""
+Weight = Tensor | QuantizedTensor  # a stored weight of a checkpoint, plain or quantised
 
 
 def dequantized(weights: Mapping[str, Weight], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -61,11 +61,9 @@ class Checkpoint:
     problems: list[Problem] = field(default_factory=list)
     config: DrafterConfig | None = None
     dialect: Dialect | None = None
-    quantization: Quantization | None = None
-    """None = not quantised."""
+    quantization: Quantization | None = None  # None = not quantised
     headers: dict[str, Header] = field(default_factory=dict)
-    pieces: dict[str, Piece] = field(default_factory=dict)
-    """Our tensor names, with scales -> their place in the files."""
+    pieces: dict[str, Piece] = field(default_factory=dict)  # our tensor names, with scales -> their place in the files
 
 
 def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Checkpoint:
@@ -160,9 +158,8 @@ def _describe(folder: Path, weight_problems: list[Problem]) -> Checkpoint:
         return checkpoint
     pickled = folder / f"{MASK_EMBEDDING}.pt"
     if pickled.exists():
-        checkpoint.problems.append(
-            Problem("a pickled mask embedding is never loaded", str(pickled), "store it as tensor mask_embedding")
-        )
+        what, do = "a pickled mask embedding is never loaded", "store it as tensor mask_embedding"
+        checkpoint.problems.append(Problem(what, str(pickled), do))
     before = len(checkpoint.problems)
     checkpoint.quantization = find_quantization(raw, folder, checkpoint.problems)
     understood = len(checkpoint.problems) == before
@@ -312,8 +309,7 @@ def assemble(stored: Mapping[str, Tensor], config: DrafterConfig, format: Format
     return _with_scales({name: _cut(stored[piece.stored_name], piece) for name, piece in pieces.items()}, format)
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    """The safetensors name of a tensor's dtype."""
+def _dtype_name(tensor: Tensor) -> str:  # of safetensors
     import torch
 
     names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -322,7 +318,6 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _with_scales(tensors: Mapping[str, Tensor], format: Format | None) -> dict[str, Weight]:
-    """Matched weights and scales of a checkpoint -> one `Weight` each."""
     from dflash_serve.checkpoint.formats import QuantizedTensor
 
     weights: dict[str, Weight] = {}

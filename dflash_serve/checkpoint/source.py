@@ -13,12 +13,10 @@ from pathlib import Path
 from dflash_serve.common.files import cache_home, sha256, whole_folder, write_whole
 from dflash_serve.errors import UserError, did_you_mean, first_line
 
-ALIAS = "smollm2"
-"""The bundled target, and its drafter."""
+ALIAS = "smollm2"  # the bundled target, and its drafter
 CATALOGUE = Path(__file__).parents[1] / "assets" / "drafters.json"
 CHECKSUM_FILE = "model.safetensors.sha256"
-PROVENANCE = "provenance.json"
-"""File beside a drafter's weights: its training data and its acceptance."""
+PROVENANCE = "provenance.json"  # file beside a drafter's weights: its training data and its acceptance
 DRAFTER_FILES = ["*.json", "*.safetensors"]
 TARGET_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """Patterns of files that are fetched from the hub: never code, never pickle."""

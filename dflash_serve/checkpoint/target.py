@@ -18,8 +18,7 @@ TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """Keys under which multimodal models have the sizes of their language model."""
 BITS: Mapping[str, float] = {"none": 16, "fp8": 8, "nvfp4": 4.5, "mxfp4": 4.25}
 """Bits per weight with its scales: NVFP4 has 8 bits for 16 values, MXFP4 8 for 32."""
-OTHER_BITS = 4.5
-"""Bits per weight of any other method: INT4 with scales (compressed-tensors, AWQ, GPTQ)."""
+OTHER_BITS = 4.5  # bits per weight of any other method: INT4 with scales (compressed-tensors, AWQ, GPTQ)
 FORMATS = {"nvfp4": ("nvfp4", "fp4_pack"), "mxfp4": ("mxfp4",), "fp8": ("fp8", "float-quantized")}
 """Format -> words in a checkpoint's quantisation recipe that identify it."""
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
@@ -28,8 +27,7 @@ RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "recurrent")
 """Prefixes of names in `layer_types` for layers without keys and values."""
 RECURRENT_KEYS = ("hybrid_override_pattern", "linear_attn_config", "linear_num_value_heads", "mamba_d_state", "ssm_cfg")
 """Keys of config.json that only models with recurrent layers have."""
-LATENT_WIDTH = 576
-"""Values of a token's latent vector in a layer: DeepSeek's kv_lora_rank 512 and a rotary part of 64."""
+LATENT_WIDTH = 576  # values of a token's latent vector in a layer: DeepSeek's kv_lora_rank 512 and a rotary part of 64
 GENERATION_CONFIG = "generation_config.json"
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Penalties of generation_config.json -> their neutral values."""
@@ -39,15 +37,13 @@ PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_pena
 class TargetShape:
     """Sizes of a target that its drafter depends on."""
 
-    name: str
-    """Name of the target as the user gave it, for messages."""
+    name: str  # name of the target as the user gave it, for messages
     model_type: str
     vocab_size: int
     hidden_size: int
     num_layers: int
     max_position_embeddings: int | None
-    rope_theta: float | None = None
-    """RoPE base; None = not in config.json."""
+    rope_theta: float | None = None  # RoPE base; None = not in config.json
 
 
 def read_target_shape(folder_or_id: str | Path, revision: str | None = None) -> TargetShape:
@@ -108,31 +104,21 @@ class TargetLayout:
     """Layout of a target on an engine's devices."""
 
     shape: TargetShape
-    architecture: str
-    """The first of config.json's `architectures`."""
+    architecture: str  # the first of config.json's `architectures`
     attention_heads: int
     kv_heads: int
     head_dim: int
-    latent: bool
-    """DeepSeek's attention: one latent vector per token instead of keys and values per head."""
-    experts: int
-    """0 = dense."""
-    experts_per_token: int
-    """Experts that process one token."""
-    expert_bytes: int
-    """Bytes of the experts among `weight_bytes`."""
+    latent: bool  # DeepSeek's attention: one latent vector per token instead of keys and values per head
+    experts: int  # 0 = dense
+    experts_per_token: int  # experts that process one token
+    expert_bytes: int  # bytes of the experts among `weight_bytes`
     native_quantization: str | None
     """Format of the checkpoint's weights: fp8, nvfp4, mxfp4, or the name of another method; None = unquantised."""
-    head_is_quantized: bool
-    """lm_head is NVFP4 too."""
-    weight_bytes: int
-    """Bytes on all devices together, estimated from the sizes; accurate to a few per cent."""
-    recurrent: bool
-    """Some layers keep a state instead of keys and values (GDN, Mamba, short convolutions)."""
-    penalises: bool
-    """generation_config.json penalises repetitions by default in every request (Qwen3-Coder)."""
-    quantized_kv: bool = False
-    """The checkpoint requests quantised keys and values."""
+    head_is_quantized: bool  # lm_head is NVFP4 too
+    weight_bytes: int  # bytes on all devices together, estimated from the sizes; accurate to a few per cent
+    recurrent: bool  # some layers keep a state instead of keys and values (GDN, Mamba, short convolutions)
+    penalises: bool  # generation_config.json penalises repetitions by default in every request (Qwen3-Coder)
+    quantized_kv: bool = False  # the checkpoint requests quantised keys and values
 
     def kv_bytes(self, bytes_each: float) -> int:
         """Bytes of one token's keys and values in all layers and heads."""
@@ -156,13 +142,14 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         UserError: no config.json, or one without a language model's sizes.
     """
     raw = load_object(folder / "config.json", kind="target")
+    named = raw.get("architectures")
     shape, inner = _shape(raw, folder, model.model), language_model(raw)
     recipe = read_recipe(raw, folder)
     heads = _size(inner, "num_attention_heads", 1)
     native = native_format(recipe)
     return TargetLayout(
         shape=shape,
-        architecture=_architecture(raw),
+        architecture=str(named[0]) if isinstance(named, list) and named else "unknown",
         attention_heads=heads,
         kv_heads=_size(inner, "num_key_value_heads", heads),
         head_dim=_head_dim(inner),
@@ -177,11 +164,6 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         penalises=_penalises(folder),
         quantized_kv=bool(recipe.get("kv_cache_quant_algo") or recipe.get("kv_cache_scheme")),
     )
-
-
-def _architecture(raw: Mapping[str, object]) -> str:
-    named = raw.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else "unknown"
 
 
 def read_recipe(raw: Mapping[str, object], folder: Path) -> Mapping[str, object]:
@@ -247,7 +229,6 @@ def _expert_bytes(inner: Mapping[str, object], asked: Quantization, native: str 
 
 
 def _weight_bytes(inner: Mapping[str, object], asked: Quantization, native: str | None) -> int:
-    """Attention, MLPs or experts, and both ends of the vocabulary, which stay in 16 bits."""
     inside = _inner_bits(asked, native)
     # FP8 and NVFP4 checkpoints quantise attention too; MXFP4 and INT4 ones keep it in bf16.
     outside = inside if "fp8" in (asked, native) or "nvfp4" in (asked, native) else 16.0

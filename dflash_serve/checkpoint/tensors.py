@@ -35,23 +35,18 @@ ALIASES = {
     "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
 }
 """Other names of our tensors: SGLang's and vLLM's mappers know some, ModelOpt and z-lab's own code write the others."""
-RECOMPUTED = "rotary_emb."
-"""Part of the names of rotary buffers in old checkpoints, which are computed instead."""
+RECOMPUTED = "rotary_emb."  # part of the names of rotary buffers in old checkpoints, which are computed instead
 D2T, T2D = "d2t", "t2d"
 """Maps of a reduced draft vocabulary: int64 target id - draft id, and a bool mask of the draftable target ids."""
-FLOATS: Collection[str] = {"F64", "F32", "F16", "BF16"}
-"""safetensors dtypes of plain weights."""
-STORED_AS: Mapping[Format, str] = {"fp8": "F8_E4M3", "nvfp4": "U8"}
-"""Format -> safetensors dtype of its weights."""
-SCALES = ("weight_scale", "weight_scale_2", "input_scale")
-"""Tensors that ModelOpt stores beside a quantised weight."""
+FLOATS: Collection[str] = {"F64", "F32", "F16", "BF16"}  # safetensors dtypes of plain weights
+STORED_AS: Mapping[Format, str] = {"fp8": "F8_E4M3", "nvfp4": "U8"}  # format -> safetensors dtype of its weights
+SCALES = ("weight_scale", "weight_scale_2", "input_scale")  # tensors that ModelOpt stores beside a quantised weight
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """Fused products of engines, which some checkpoints store fused too -> their parts in the order of rows."""
-BLOCK = 16
-"""Values along the input that share an NVFP4 scale."""
+BLOCK = 16  # values along the input that share an NVFP4 scale
 PACKED = (
     *("_packed", "_scale", "_scale_2", "_scale_inv", "_zero_point"),
     *("weight_shape", "qweight", "qzeros", "scales", "g_idx"),
@@ -293,10 +288,8 @@ class Quantization:
     """Quantisation that a checkpoint declares."""
 
     format: Format
-    excluded: tuple[str, ...]
-    """Patterns of modules that stay in bf16."""
-    kv_cache: str | None = None
-    """Algorithm of the K/V cache; None = as the activations."""
+    excluded: tuple[str, ...]  # patterns of modules that stay in bf16
+    kv_cache: str | None = None  # algorithm of the K/V cache; None = as the activations
 
 
 def read_quantization(folder: Path) -> Quantization | None:

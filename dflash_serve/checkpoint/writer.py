@@ -89,6 +89,5 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     # Cloned: rows of one fused or memory-mapped storage cannot be saved as they are.
-    save_file(
-        {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"}
-    )
+    own = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    save_file(own, path, metadata={"format": "pt"})

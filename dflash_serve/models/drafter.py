@@ -123,10 +123,8 @@ class Drafter(nn.Module):
     """
 
     mask_embedding: Tensor | None
-    lm_head: nn.Module | None
-    """The drafter's own head [Vd, H], with a reduced draft vocabulary."""
-    d2t: Tensor | None
-    """Target id - draft id, int64 [Vd]."""
+    lm_head: nn.Module | None  # the drafter's own head [Vd, H], with a reduced draft vocabulary
+    d2t: Tensor | None  # target id - draft id, int64 [Vd]
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
     candidate_selector: CandidateSelector | None
@@ -338,12 +336,9 @@ class MarkovWalk(Walk):
             bias, self.state = head(previous, self.hidden[:, slot], self.state)
             scores = scores + bias
         if allowed is not None:
-            scores = scores.masked_fill(~self._draftable(allowed), FORBIDDEN)
+            draftable = allowed if self.drafter.token_ids is None else allowed[self.drafter.token_ids]  # bool [Vd]
+            scores = scores.masked_fill(~draftable, FORBIDDEN)
         return self.drafter.target_ids(scores.argmax(dim=-1))
-
-    def _draftable(self, allowed: Tensor) -> Tensor:
-        """Bool [Vd] from bool [V]."""
-        return allowed if self.drafter.token_ids is None else allowed[self.drafter.token_ids]
 
 
 class SelectorWalk(Walk):

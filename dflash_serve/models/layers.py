@@ -14,10 +14,8 @@ from dflash_serve.models.compiled.build import kernel, load_kernels
 
 ROWS_HINT = 8
 """Row count for which oneDNN chooses a layout: a block. The layout is also good for 1 row and for a prefill."""
-BLOCK = 16
-"""Outputs that `compiled/linear.cpp` stores side by side."""
-PER_WORD = {torch.float32: 1, torch.bfloat16: 2}
-"""dtype -> inputs that `compiled/linear.cpp` reads at once."""
+BLOCK = 16  # outputs that `compiled/linear.cpp` stores side by side
+PER_WORD = {torch.float32: 1, torch.bfloat16: 2}  # dtype -> inputs that `compiled/linear.cpp` reads at once
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -86,8 +84,7 @@ class PlainOperators:
     """Operators between a layer's matrix products, by PyTorch."""
 
     name = "plain"
-    kernels = "plain"
-    """Identity of the kernels: `kernels_id` of a compiled library, or "plain"."""
+    kernels = "plain"  # identity of the kernels: `kernels_id` of a compiled library, or "plain"
 
     def add_norm(self, h: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """(h + delta, its norm), all [rows, H]; None adds nothing."""
@@ -125,8 +122,7 @@ class CompiledLinear(nn.Module):
         pack(weight.data_ptr(), self.packed.data_ptr(), self.inputs, self.outputs)
         self._run = kernel(library, f"linear_{_name(self.dtype)}_by_{_name(weight.dtype)}", "ppppllli")
 
-    def __deepcopy__(self, memo: object) -> CompiledLinear:
-        """The layer itself: its weights are never written."""
+    def __deepcopy__(self, memo: object) -> CompiledLinear:  # its weights are never written
         return self
 
     @property
@@ -234,9 +230,8 @@ def pack_linears(module: nn.Module, *, compiled: bool = True) -> None:
 
 def stack_linears(linears: list[nn.Linear]) -> nn.Linear:
     """Joins linear layers of one input into one layer with their outputs side by side."""
-    joined = nn.Linear(
-        linears[0].in_features, sum(linear.out_features for linear in linears), bias=False, device="meta"
-    )
+    outputs = sum(linear.out_features for linear in linears)
+    joined = nn.Linear(linears[0].in_features, outputs, bias=False, device="meta")
     joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
     if linears[0].bias is not None:
         joined.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)

@@ -59,18 +59,13 @@ def load_drafter(
     assert checkpoint.config is not None
     with torch.device("meta"):
         drafter = Drafter(checkpoint.config)
-    state = {name: _in_dtype(tensor.to(device), dtype) for name, tensor in tensors.items()}
+    state = {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items()}
     drafter.load_state_dict(state, assign=True)
     drafter.map_tokens()
     if takes_hot_tokens(checkpoint.config):
         drafter.hot_tokens = read_hot_tokens(checkpoint.folder, checkpoint.config.vocab_size)
     drafter.rotary.to(device)
     return drafter.eval().requires_grad_(False)
-
-
-def _in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    # Token ids stay integers.
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def load_target(
@@ -80,10 +75,29 @@ def load_target(
     device: torch.device | str = "cpu",
     revision: str | None = None,
 ) -> TargetModel:
-    """Loads a target in `dtype`; None = fp32 on a CPU, bf16 elsewhere."""
+    """Loads a target in `dtype`; None = fp32 on a CPU, bf16 elsewhere.
+
+    Raises:
+        UserError: the target is quantised; a tensor is missing, left over, misshapen or has a NaN or infinite value; a
+            file is truncated, or there are no safetensors.
+    """
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    return _load_weights(target_folder(name, revision), dtype=dtype, device=device)
+    folder = target_folder(name, revision)
+    config, problems = read_target_config(folder), list[Problem]()
+    weights = _Weights(read_target_headers(folder, config, problems))
+    raise_problems(problems)
+    with torch.device("meta"):
+        model = TargetModel(config)
+    state = {}
+    for parameter, _ in model.named_parameters():
+        parts = (weights.finite(source, device).to(dtype) for source in sources(parameter, config))
+        state[parameter] = torch.cat(list(parts))
+    model.load_state_dict(state, assign=True, strict=False)
+    if config.tie_word_embeddings:
+        model.head.weight = model.embedding
+    model.rotary.to(device)
+    return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -95,29 +109,6 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"no usable tokenizer ({str(error).splitlines()[0]})", where=str(folder)) from None
-
-
-def _load_weights(folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> TargetModel:
-    """Builds the model of `folder` and fills every parameter.
-
-    Raises:
-        UserError: the target is quantised; a tensor is missing, left over, misshapen or has a NaN or infinite value; a
-            file is truncated, or there are no safetensors.
-    """
-    config, problems = read_target_config(folder), list[Problem]()
-    weights = _Weights(read_target_headers(folder, config, problems))
-    raise_problems(problems)
-    with torch.device("meta"):
-        model = TargetModel(config)
-    state = {}
-    for name, _ in model.named_parameters():
-        parts = (weights.finite(source, device).to(dtype) for source in sources(name, config))
-        state[name] = torch.cat(list(parts))
-    model.load_state_dict(state, assign=True, strict=False)
-    if config.tie_word_embeddings:
-        model.head.weight = model.embedding
-    model.rotary.to(device)
-    return model.eval().requires_grad_(False)
 
 
 def head_weight(name: str, revision: str | None = None) -> Tensor:

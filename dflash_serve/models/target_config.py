@@ -138,8 +138,7 @@ SCHEMES: tuple[tuple[str, frozenset[str]], ...] = (
     ("INT4", frozenset({"weight_packed I32"})),
 )
 """Quantisation schemes and their tensors (last part of the name, dtype); the first scheme that fits is reported."""
-KV_SCALES = ("k_scale", "v_scale")
-"""Endings of scales of a quantised K/V cache, which belong to no weight."""
+KV_SCALES = ("k_scale", "v_scale")  # endings of scales of a quantised K/V cache, which belong to no weight
 PLAIN_TARGET = "use its unquantised checkpoint, or an engine that reads it (SGLang, vLLM, TensorRT-LLM)"
 ONE_TARGET = "use weights and config.json of one model"
 

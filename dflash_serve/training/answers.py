@@ -48,13 +48,10 @@ if TYPE_CHECKING:
 
 SHORTEST_ANSWER = 4
 SENTINEL = "@@USER@@"
-ATTEMPTS = 4
-"""Sampled turns per kept one before a source ends with fewer than it was to give."""
-LONGEST_PERIOD, REPEATS, SHORTEST_TAIL = 24, 4, 24
-"""Limits of a loop: see `repeated_tail`."""
+ATTEMPTS = 4  # sampled turns per kept one before a source ends with fewer than it was to give
+LONGEST_PERIOD, REPEATS, SHORTEST_TAIL = 24, 4, 24  # limits of a loop: see `repeated_tail`
 LOOP_CHECK_EVERY = 16
-Report = Callable[[str, int], None]
-"""Called with the kind of data being made and how much of it there is."""
+Report = Callable[[str, int], None]  # called with the kind of data being made and how much of it there is
 
 
 @dataclass(frozen=True)
@@ -209,8 +206,7 @@ def repeated_tail(tokens: Sequence[int]) -> int:
     return 0
 
 
-def _goes_on(stream: Stream, completion: Completion) -> bool:
-    """Takes the next chunk of an answer; False when it is complete."""
+def _goes_on(stream: Stream, completion: Completion) -> bool:  # False when the answer is complete
     chunk, tokens = next(stream), completion.tokens
     before = len(tokens)
     tokens += chunk.token_ids
@@ -256,7 +252,6 @@ def _synthesised(
 def _user_turns(
     tokenizer: PreTrainedTokenizerBase, openers: Sequence[str]
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-    """Token ids of the chat template's beginning of a user turn with each opener, and the token that ends the turn."""
     turns = [{"role": "user", "content": SENTINEL}]
     before, after = str(tokenizer.apply_chat_template(turns, tokenize=False)).split(SENTINEL)
     starts = [tuple(tokenizer.encode(before + opener, add_special_tokens=False)) for opener in openers]

@@ -24,8 +24,7 @@ from dflash_serve.models.target import TargetModel
 if TYPE_CHECKING:
     from dflash_serve.models.drafter_heads import MarkovHead
 
-CONTEXT_STEP = 32
-"""Context rows come in multiples of it, so that shapes recur."""
+CONTEXT_STEP = 32  # context rows come in multiples of it, so that shapes recur
 ContextKV = tuple[Tensor, Tensor]
 """Keys and values of the flat context rows, each [rows, layers, kv_heads, head_dim] (`Drafter.context_kv`)."""
 
@@ -186,9 +185,8 @@ def _attend(
     queries = q.view(blocks, size, kv_heads, groups, dim).permute(2, 0, 3, 1, 4).reshape(kv_heads, blocks, -1, dim)
     queries = queries * dim**-0.5
     keys, values = (x.view(blocks, size, kv_heads, dim).permute(2, 0, 1, 3) for x in (k, v))
-    to_context = (queries.reshape(kv_heads, -1, dim) @ context_k.permute(1, 2, 0)).view(
-        kv_heads, blocks, groups, -1, rows
-    )
+    to_context = queries.reshape(kv_heads, -1, dim) @ context_k.permute(1, 2, 0)
+    to_context = to_context.view(kv_heads, blocks, groups, -1, rows)
     to_block = (queries @ keys.transpose(-1, -2)).view(kv_heads, blocks, groups, size, size)
     scores = torch.cat([to_context + context_mask[:, None], to_block + block_mask], dim=-1)
     weights = scores.softmax(-1).to(values.dtype).view(kv_heads, blocks, -1, rows + size)
@@ -273,8 +271,6 @@ class BlockForward:
 
 
 class _Pass(nn.Module):
-    """Everything from features to hidden states, as one module whose weights can be replaced."""
-
     def __init__(self, drafter: Drafter, embedding: Tensor, flex: Callable[..., Any] | None) -> None:
         super().__init__()
         self.drafter, self.flex = drafter, flex

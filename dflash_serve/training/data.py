@@ -24,11 +24,9 @@ from dflash_serve.models.attention import PackedCausalAttention
 from dflash_serve.models.target import TargetModel
 from dflash_serve.prompts import HUMAN_EVAL, human_eval_prompts, jsonl_prompts
 
-SHORTEST = 2
-"""Least tokens of an answer: the anchor and one to predict."""
+SHORTEST = 2  # least tokens of an answer: the anchor and one to predict
 MANIFEST = "manifest.json"
-WINDOW = 13
-"""Words in a row that two texts hardly ever share by chance (GPT-3, arXiv 2005.14165, appendix C)."""
+WINDOW = 13  # words in a row that two texts hardly ever share by chance (GPT-3, arXiv 2005.14165, appendix C)
 WORD = re.compile(r"\w+")
 
 
@@ -57,17 +55,13 @@ class DataManifest(Frozen):
     recipe_sha256: str
     target: str
     prompts: int
-    excluded: int = 0
-    """Prompts left out because they share words with an evaluation's."""
+    excluded: int = 0  # prompts left out because they share words with an evaluation's
     shards: tuple[ShardEntry, ...] = ()
-    ended: int = 0
-    """Answers that ended by themselves; the others were cut at the limit or in a loop."""
+    ended: int = 0  # answers that ended by themselves; the others were cut at the limit or in a loop
     looped: int = 0
-    dropped: int = 0
-    """Answers that were too short or a repetition."""
+    dropped: int = 0  # answers that were too short or a repetition
     seconds: float = 0.0
-    finished: bool = False
-    """All prompts are answered; False after `max_minutes` ran out."""
+    finished: bool = False  # all prompts are answered; False after `max_minutes` ran out
 
 
 def write_shard(folder: Path, number: int, answers: Sequence[Example]) -> ShardEntry:

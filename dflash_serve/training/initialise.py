@@ -20,10 +20,8 @@ HEAD_NORM = 1.5
 """First value of the q/k norms: unit rows would leave the scores of a target without such norms too flat."""
 NOISE = 0.002
 RANDOM = 0.02
-FRESH = ("target", "random")
-"""First weights that do not come from another drafter."""
-ADDED = ("convolution", "markov", "confidence")
-"""Parts that a given drafter without them gets, idle at first."""
+FRESH = ("target", "random")  # first weights that do not come from another drafter
+ADDED = ("convolution", "markov", "confidence")  # parts that a given drafter without them gets, idle at first
 
 
 def drafter_config(section: DrafterSection, target: TargetConfig) -> DrafterConfig:
@@ -89,7 +87,9 @@ def new_drafter(config: DrafterConfig, target: TargetModel, *, init: str, seed: 
     if init == "target":
         _from_target(drafter, target, generator)
     elif init not in FRESH:
-        _from_drafter(drafter, init)
+        given = load_drafter(init, dtype=torch.float32)
+        _refuse_other(config, given.config, init)
+        drafter.load_state_dict({**drafter.state_dict(), **given.state_dict()})  # parts it does not have stay idle
     return drafter.float().to(target.embedding.device)
 
 
@@ -120,13 +120,6 @@ def _from_target(drafter: Drafter, target: TargetModel, generator: torch.Generat
     size = config.hidden_size
     drafter.fc.weight.normal_(0.0, NOISE, generator=generator)
     drafter.fc.weight[:, -size:] += torch.eye(size)
-
-
-def _from_drafter(drafter: Drafter, name: str) -> None:
-    # parts that the given drafter does not have stay idle
-    given = load_drafter(name, dtype=torch.float32)
-    _refuse_other(drafter.config, given.config, name)
-    drafter.load_state_dict({**drafter.state_dict(), **given.state_dict()})
 
 
 def _refuse_other(config: DrafterConfig, given: DrafterConfig, name: str) -> None:

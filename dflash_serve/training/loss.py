@@ -47,8 +47,7 @@ class SlotScores(NamedTuple):
     cross_entropy: Tensor
     weights: Tensor
     hit: Tensor
-    distance: Tensor | None = None
-    """The soft loss, sum of |q - p| over the vocabulary, 0..2; None without soft labels."""
+    distance: Tensor | None = None  # the soft loss, sum of |q - p| over the vocabulary, 0..2; None without soft labels
 
     @property
     def acceptance(self) -> Tensor:
@@ -106,8 +105,7 @@ class SlotLoss:
         self.weighting, self.soft = weighting, soft
         self.kept, self.blocks_at_once = kept, blocks_at_once
         self.head = head if kept is None else head[kept].contiguous()
-        self.places: Tensor | None = None
-        """Each token's row of the head, where some are left out; -1 = this one."""
+        self.places: Tensor | None = None  # each token's row of the head, where some are left out; -1 = this one
         if kept is not None:
             self.places = torch.full((len(head),), -1, dtype=torch.int64, device=head.device)
             self.places[kept] = torch.arange(len(kept), device=head.device)
@@ -167,9 +165,8 @@ class SlotLoss:
         for size in sizes:
             own, first = slice(first, first + size), first + size
             at = labels.valid[own].flatten().nonzero()[:, 0]
-            latents, teachers = (
-                each if each is None else each[own].flatten(0, 1)[at] for each in (latent, labels.teacher)
-            )
+            both = (latent, labels.teacher)
+            latents, teachers = (each if each is None else each[own].flatten(0, 1)[at] for each in both)
             rows = hidden[own].flatten(0, 1)[at]
             chunks.append(_Parts(rows, latents, teachers, targets[own].flatten()[at], at, labels.valid[own]))
         return chunks
@@ -218,7 +215,6 @@ class SlotLoss:
 
 
 def _put(whole: Tensor | None, blocks: slice, at: Tensor, rows: Tensor) -> None:
-    """Writes rows of the slots `at` of these blocks into [all blocks, B-1, columns]."""
     if whole is not None:
         whole[blocks].flatten(0, 1).index_copy_(0, at, rows.to(whole.dtype))
 

@@ -135,9 +135,8 @@ def refuse_another_run(output: Path, *, resume: bool) -> None:
 
 def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, output: Path) -> Trainer:
     """The trainer of a recipe on finished data, at step 0."""
-    training, validation = load_answers(
-        output / "data", manifest, validation_share=recipe.data.validation_share, seed=recipe.seed
-    )
+    share = recipe.data.validation_share
+    training, validation = load_answers(output / "data", manifest, validation_share=share, seed=recipe.seed)
     config = drafter_config(recipe.drafter, target.config)
     drafter = new_drafter(config, target, init=recipe.drafter.init, seed=recipe.seed)
     return Trainer(recipe, target, drafter, training, validation, output)

@@ -40,8 +40,7 @@ CHECKPOINT, PROGRESS = "checkpoint", "progress.json"
 HEADS = ("markov_head.", "confidence_head.")
 """Name prefixes of tables and single rows, to which Muon's equal steps in all directions do not fit."""
 ANSWERS_AT_ONCE = 4
-PAUSE = 30.0
-"""Seconds: more than this between two steps is a process that was stopped, and is not counted."""
+PAUSE = 30.0  # seconds: more than this between two steps is a process that was stopped, and is not counted
 
 
 class Best(Frozen):
@@ -55,13 +54,10 @@ class Best(Frozen):
 class Progress(Frozen):
     """State of a run beside its tensors."""
 
-    made_by: dict[str, Any]
-    """The settings that a resumed run must share: the recipe without its budget."""
+    made_by: dict[str, Any]  # the settings that a resumed run must share: the recipe without its budget
     step: int = 0
-    seconds: float = 0.0
-    """Time spent training; pauses are not counted."""
-    best: Best | None = None
-    """None = nothing was validated yet."""
+    seconds: float = 0.0  # time spent training; pauses are not counted
+    best: Best | None = None  # none = nothing was validated yet
 
 
 @dataclass
@@ -70,20 +66,16 @@ class Tick:
 
     step: int
     lr: float
-    loss: float
-    """Loss of the slots."""
-    confidence_loss: float | None
-    """None without a confidence head."""
+    loss: float  # loss of the slots
+    confidence_loss: float | None  # None without a confidence head
     gradient_norm: float
     slot_hits: Tensor
     slots: Tensor
     simulated_tau: float
     context_tokens: int
     anchors: int
-    progress: float = 0.0
-    """Share of the budget that is spent after the step."""
-    seconds: float = 0.0
-    """Seconds of training so far."""
+    progress: float = 0.0  # share of the budget that is spent after the step
+    seconds: float = 0.0  # seconds of training so far
     scores: Scores | None = None
 
 
@@ -113,8 +105,7 @@ class Tally:
     def __init__(self, block_size: int) -> None:
         self.hits = torch.zeros(block_size - 1)
         self.slots = torch.zeros(block_size - 1)
-        self.loss = torch.zeros(3)
-        """Sums of the slots' loss, of the confidence loss, and of the weights."""
+        self.loss = torch.zeros(3)  # sums of the slots' loss, of the confidence loss, and of the weights
         self.confident = False
         self.lengths: list[Tensor] = []
         self.walked: list[int] = []
@@ -217,8 +208,7 @@ class Trainer:
         self.loss = self.whole_loss if kept is None else SlotLoss(self.head, weighting, soft=soft, kept=kept)
         self.optimizer = Optimizer(drafter, self.settings)
         self.average = Average(drafter, self.settings.ema)
-        self.best: dict[str, Tensor] = {}
-        """Weights of the best step; empty = nothing was validated yet."""
+        self.best: dict[str, Tensor] = {}  # weights of the best step; empty = nothing was validated yet
         made_by = recipe.model_dump(mode="json")
         made_by["training"] = {k: v for k, v in made_by["training"].items() if k not in ("steps", "minutes")}
         self.progress, self.checkpoints = Progress(made_by=made_by), ResultFolders(output)
@@ -269,8 +259,7 @@ class Trainer:
         losses = float(loss.detach()), None if of_confidence is None else float(of_confidence.detach())
         return self._tick(blocks, scores, lr, losses, float(norm))
 
-    def _blocks(self, step: int) -> tuple[Blocks, list[Tensor]]:
-        """The blocks and features of a step: a function of seed, step and budget alone."""
+    def _blocks(self, step: int) -> tuple[Blocks, list[Tensor]]:  # a function of seed, step and budget alone
         seed, answers = self.recipe.seed, self.features.answers
         indexes, anchors = [], []
         for epoch, index in step_sequences(seed, step, len(answers), self.settings.sequences):

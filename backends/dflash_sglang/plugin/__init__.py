@@ -61,8 +61,7 @@ def before_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
     resolve(server_args)
 
 
-def _asks_for_dflash(server_args: Any) -> bool:
-    """Asked of every SGLang that we are installed beside, whatever its release."""
+def _asks_for_dflash(server_args: Any) -> bool:  # called under every SGLang release
     return str(getattr(server_args, "speculative_algorithm", None)).upper() == NATIVE
 
 

@@ -31,17 +31,12 @@ from .ranks import Ranks
 
 CONTEXT, LONG_CONTEXT = 128, 2048
 """Tokens of context of each request; the difference gives the cost of a token of context."""
-REPETITIONS, MOST_REPETITIONS = 3, 9
-"""Repetitions of every step, and of steps whose least time was measured once only."""
-MOST_SPREAD = 0.2
-"""Median over least time, less 1, from which costs are not kept: other work disturbed the measurement."""
-LEAST = 1e-6
-"""Least cost of a draft, in seconds."""
+REPETITIONS, MOST_REPETITIONS = 3, 9  # repetitions of every step, and of steps whose least time was measured once only
+MOST_SPREAD = 0.2  # median over least time, less 1, from which costs are not kept: other work disturbed the measurement
+LEAST = 1e-6  # least cost of a draft, in seconds
 
-RunStep = Callable[[Any, int], object]
-"""Runs a step of a batch at a width."""
-Job = tuple[int, int, int]
-"""Requests, width, context of each request."""
+RunStep = Callable[[Any, int], object]  # runs a step of a batch at a width
+Job = tuple[int, int, int]  # requests, width, context of each request
 
 
 def costs_of(worker: HostWorker, widths: list[int], run: RunStep, ranks: Ranks) -> CostModel:
@@ -60,8 +55,7 @@ def costs_of(worker: HostWorker, widths: list[int], run: RunStep, ranks: Ranks) 
     return cost
 
 
-def _key(worker: HostWorker, widths: list[int], ranks: Ranks) -> str:
-    """Digest of everything that changes the costs: device, models, dtypes, ranks, attention, releases."""
+def _key(worker: HostWorker, widths: list[int], ranks: Ranks) -> str:  # everything that changes the costs
     runner, draft = worker.model_runner, worker.draft_model_runner
     cuda = str(worker.device).startswith("cuda")
     facts = {
@@ -142,16 +136,14 @@ def tabulate(seconds: Mapping[Job, float]) -> CostModel:
     return CostModel(target=target, draft=draft, target_context=alone, draft_context=beside - alone)
 
 
-def _per_token(seconds: Mapping[Job, float], width: int, short: int) -> float:
-    """Seconds for one more token of context, of one request."""
+def _per_token(seconds: Mapping[Job, float], width: int, short: int) -> float:  # of context, of one request
     long = max(context for *_, context in seconds)
     if long == short:
         return 0.0
     return max(0.0, seconds[1, width, long] - seconds[1, width, short]) / (long - short)
 
 
-def _doubling(limit: int) -> list[int]:
-    """1, 2, 4, ... and the limit itself."""
+def _doubling(limit: int) -> list[int]:  # 1, 2, 4, ... and the limit itself
     return sorted({limit, *(2**i for i in range(limit.bit_length()) if 2**i <= limit)})
 
 
@@ -186,8 +178,7 @@ def made_up_batch(worker: HostWorker, requests: int, context: int) -> Iterator[A
         table[:requests, :extent] = saved
 
 
-def _timed(run: Callable[[], object], device: Any) -> float:
-    """Seconds of one call, the device's work included."""
+def _timed(run: Callable[[], object], device: Any) -> float:  # the device's work included
     module = torch.get_device_module(device)
     module.synchronize()
     start = perf_counter()

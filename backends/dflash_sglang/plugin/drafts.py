@@ -18,8 +18,7 @@ from dflash_serve.errors import Problem, UserError
 from dflash_sglang.heads import DFLASH, DSPARK, algorithm_of, head_problems
 
 logger = logging.getLogger(__name__)
-READ_BY_SGLANG = "mask_embedding.pt"
-"""A pickle that we refuse to read, but SGLang reads safely (weights_only)."""
+READ_BY_SGLANG = "mask_embedding.pt"  # a pickle that we refuse to read, but SGLang reads safely (weights_only)
 
 
 def draft_problems(server_args: Any) -> list[Problem]:
@@ -58,8 +57,7 @@ def _dialect(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem(what, str(checkpoint.folder), "use a draft that masks with a token")
 
 
-def _heads(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Slots and heads that DFLASH would misread or leave out."""
+def _heads(checkpoint: Checkpoint) -> Iterator[Problem]:  # what DFLASH would misread or leave out
     if checkpoint.config is None:
         return
     yield from head_problems(checkpoint.config)

@@ -36,8 +36,7 @@ class HostWorker(Protocol):
     draft_model: Any
     draft_model_runner: Any
     draft_parallel_layout: Any
-    use_compact_draft_cache: bool
-    """The drafter reads a short window of its context, by a table of its own."""
+    use_compact_draft_cache: bool  # the drafter reads a short window of its context, by a table of its own
     selector: Any
     lilicorr: Any
     _is_domino: bool

@@ -19,8 +19,7 @@ from . import results
 
 SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0)
 """Upper bounds of the histogram's buckets."""
-PENDING = 64
-"""Maximum number of unread pairs of GPU events; older ones are dropped."""
+PENDING = 64  # maximum number of unread pairs of GPU events; older ones are dropped
 
 
 class SpeculationMetrics:

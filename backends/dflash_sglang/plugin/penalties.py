@@ -22,12 +22,9 @@ from .requests import penalties_of
 class _Counted:
     """One request's output so far, up to and without its anchor."""
 
-    counts: torch.Tensor
-    """[V]: how often each token was put out."""
-    knobs: torch.Tensor
-    """[4]: frequency_penalty, presence_penalty, repetition_penalty, min_new_tokens."""
-    stops: torch.Tensor
-    """[V], 0 or -inf: what may not come before min_new_tokens."""
+    counts: torch.Tensor  # [V]: how often each token was put out
+    knobs: torch.Tensor  # [4]: frequency_penalty, presence_penalty, repetition_penalty, min_new_tokens
+    stops: torch.Tensor  # [V], 0 or -inf: what may not come before min_new_tokens
 
 
 class Penalties:
@@ -84,7 +81,6 @@ class Penalties:
             one.counts = one.counts.index_add(0, tokens[i], taken.to(one.counts.dtype))
 
     def _of(self, requests: Sequence[Any]) -> tuple[list[int], list[_Counted]]:
-        """Which of the batch's requests are penalised, and their counts."""
         rows = [i for i, request in enumerate(requests) if str(request.rid) in self._counted]
         return rows, [self._counted[str(requests[i].rid)] for i in rows]
 
@@ -119,8 +115,7 @@ def _penalty(counts: torch.Tensor, knobs: torch.Tensor, stops: torch.Tensor) -> 
     return additive, torch.where(seen, repetition, 1.0)
 
 
-def _stop_ids(request: Any, params: Any) -> set[int]:
-    """Tokens that end the answer, as SGLang's own `BatchedMinNewTokensPenalizer` collects them."""
+def _stop_ids(request: Any, params: Any) -> set[int]:  # as in `BatchedMinNewTokensPenalizer`
     tokenizer = request.tokenizer
     ids = {*(params.stop_token_ids or ()), *(request.eos_token_ids or ())}
     ids |= {*(tokenizer.additional_stop_token_ids or ()), tokenizer.eos_token_id}

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
-_MARK = "_dflash_serve_launch"
-"""Attribute of SGLang's results that has their `Launch`."""
+_MARK = "_dflash_serve_launch"  # attribute of SGLang's results that has their `Launch`
 
 
 @dataclass(frozen=True)
@@ -17,14 +16,10 @@ class StepResult:
     """A verified step."""
 
     width: int
-    requests: int
-    """Requests in the batch, those included that have ended meanwhile."""
-    accepted: Sequence[tuple[str, int]]
-    """Request ids and their accepted drafted tokens."""
-    seconds: float | None
-    """Time from the last result to this one; None if something else ran in between."""
-    context_tokens: int = 0
-    """K/V tokens of all requests together, before the step."""
+    requests: int  # requests in the batch, those included that have ended meanwhile
+    accepted: Sequence[tuple[str, int]]  # request ids and their accepted drafted tokens
+    seconds: float | None  # time from the last result to this one; None if something else ran in between
+    context_tokens: int = 0  # K/V tokens of all requests together, before the step
 
 
 class StepListener(Protocol):
@@ -94,5 +89,4 @@ class Steps:
         return now - then if number is not None and last == number - 1 else None
 
 
-STEPS = Steps()
-"""The steps of this process: a scheduler has one worker."""
+STEPS = Steps()  # the steps of this process: a scheduler has one worker

@@ -28,8 +28,7 @@ PREFILL_MB = 0.5
 """Memory left free for each token of the largest prefill (`--chunked-prefill-size`): activations, features, logits."""
 REHEARSED = 6
 """Logits, scaled logits, probabilities, renormalised ones and their sort, drafts' (`dflash_utils`, read in 0.5.23)."""
-LEAST_FREE_GB = 1.0
-"""Least memory that is left free."""
+LEAST_FREE_GB = 1.0  # least memory that is left free
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class WidthState:
 
     width: int
     attention: Any
-    graphs: Any
-    """None: no graphs, kernels are launched one by one."""
+    graphs: Any  # None: no graphs, kernels are launched one by one
 
 
 def build_states(worker: HostWorker, widths: Iterable[int], ranks: Ranks) -> dict[int, WidthState]:

@@ -95,15 +95,13 @@ def draft_block(worker: HostWorker, batch: Any) -> Any:
     return _tokens(worker, output, len(prefix), block)
 
 
-def _embeds(worker: HostWorker, ids: Any) -> Any:
-    """The target's embedding of the blocks, [n * B, H]."""
+def _embeds(worker: HostWorker, ids: Any) -> Any:  # [n * B, H], by the target
     target = worker.target_worker.model_runner.model
     embeds = unwrap_lora_layer(_resolve_dflash_embedding_module(worker.draft_model, target))(ids)
     return (embeds * worker._noise_embed_scale).view(-1, embeds.shape[-1])
 
 
-def _row_count(ids: Any) -> Any:
-    """The number of rows as a tensor, where SGLang's kernels want it."""
+def _row_count(ids: Any) -> Any:  # SGLang's kernels want a tensor
     if not enable_num_token_non_padded():
         return None
     return torch.full((), ids.numel(), dtype=torch.int32, device=ids.device)
@@ -132,7 +130,6 @@ def _lengths(worker: HostWorker, batch: Any, entries: Any) -> tuple[Any, Any]:
 
 
 def _bind(worker: HostWorker, kv_plan: Any, forward_batch: Any, lengths: Any, lengths_cpu: Any) -> None:
-    """Sets the K/V entries of the pass; a windowed drafter reads a table of its own."""
     reader = worker.draft_model_runner.kv_index_translator
     if worker.use_compact_draft_cache:
         block = int(worker.block_size)
@@ -203,8 +200,7 @@ class WidthStep:
             indexer_topk_output=output.indexer_topk_output,
         )
 
-    def _block(self, batch: Any) -> Any:
-        """Anchors and drafts [n, w]; a step of width 1 does not draft."""
+    def _block(self, batch: Any) -> Any:  # anchors and drafts; width 1 does not draft
         anchors = batch.spec_info.bonus_tokens.view(-1, 1)
         if self.width == 1:
             return anchors

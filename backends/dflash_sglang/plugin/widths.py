@@ -14,18 +14,12 @@ from dflash_sglang.launch_plan import WIDTH_VARIABLE
 from .results import STEPS, StepResult
 
 logger = logging.getLogger(__name__)
-RECENT, PAST = 256, 8192
-"""Memory of the two averages, in tests of slot 1 (one for each request and step)."""
-COLLAPSED = 0.2
-"""Recent over past survival of slot 1 below which drafting stops."""
-RECOVERED = 0.5
-"""A probe's survival over past survival from which drafting starts again."""
-LEAST_PAST = 0.05
-"""Past survival below which there is no alarm: such a drafter was never good."""
-PROBE_EVERY, PROBE_TESTS = 512, 64
-"""Steps without drafts between probes, and tests of slot 1 in a probe."""
-PERFECT = 4096
-"""Drafted tokens, all of them accepted, at which an error is logged."""
+RECENT, PAST = 256, 8192  # memory of the two averages, in tests of slot 1 (one for each request and step)
+COLLAPSED = 0.2  # recent over past survival of slot 1 below which drafting stops
+RECOVERED = 0.5  # a probe's survival over past survival from which drafting starts again
+LEAST_PAST = 0.05  # past survival below which there is no alarm: such a drafter was never good
+PROBE_EVERY, PROBE_TESTS = 512, 64  # steps without drafts between probes, and tests of slot 1 in a probe
+PERFECT = 4096  # drafted tokens, all of them accepted, at which an error is logged
 
 
 class Alarm:
@@ -38,10 +32,8 @@ class Alarm:
     """
 
     def __init__(self) -> None:
-        self.raised = False
-        """True while only probes are drafted."""
-        self.too_good = False
-        """True while every drafted token has been accepted."""
+        self.raised = False  # True while only probes are drafted
+        self.too_good = False  # True while every drafted token has been accepted
         self._recent = self._past = 0.0
         self._tests = 0
         self._waited = 0
@@ -100,8 +92,7 @@ class Alarm:
 logger = logging.getLogger(__name__)
 MOST_REQUESTS = 65536
 """Beyond so many the oldest requests are forgotten: SGLang does not tell of the end of aborted ones."""
-AUTO = 0
-"""Value of `asked_width` for an automatic width."""
+AUTO = 0  # value of `asked_width` for an automatic width
 
 
 def asked_width(environment: Mapping[str, str] = os.environ) -> int | None:
@@ -127,8 +118,7 @@ class BatchWidths:
     def __init__(self, policy: WidthPolicy, offered: Collection[int], alarm: Alarm | None = None) -> None:
         self.policy, self.offered = policy, sorted(offered)
         self.alarm = alarm or Alarm()
-        self._running: dict[str, None] = {}
-        """Requests that have not ended, oldest first."""
+        self._running: dict[str, None] = {}  # requests that have not ended, oldest first
 
     def choose(self, request_ids: Sequence[str], context_tokens: int = 0) -> int:
         """The width of the coming step: the smallest offered one that is enough for every request.

@@ -41,12 +41,9 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.counts_penalties = False
-        """True if penalised requests are answered; read by `requests.guarded`."""
-        self.widths: BatchWidths | None = None
-        """None: only whole blocks are verified."""
-        self.states: dict[int, WidthState] = {}
-        """Attention and graphs by width, for widths below B."""
+        self.counts_penalties = False  # True if penalised requests are answered; read by `requests.guarded`
+        self.widths: BatchWidths | None = None  # None: only whole blocks are verified
+        self.states: dict[int, WidthState] = {}  # attention and graphs by width, for widths below B
 
     def init_cuda_graphs(self) -> None:
         """The last step of start-up: everything is allocated, and costs can be measured."""
@@ -61,8 +58,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
             self.states, self.widths = {}, None
             logger.warning(WHOLE, reason)
 
-    def _start(self) -> str | None:
-        """Makes attention and graphs of the widths, and the policy; returns the reason if it cannot."""
+    def _start(self) -> str | None:  # returns the reason if it cannot
         fixed = asked_width() or None
         if fixed is not None and fixed >= self.block_size:
             return None if fixed == self.block_size else f"width {fixed} is beyond the block of {self.block_size} slots"
@@ -82,15 +78,13 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         return None
 
     def _policy(self, cost: CostModel | None, offered: list[int]) -> WidthPolicy:
-        """The policy of the fixed width that was asked for, or of `auto` with these costs."""
         if cost is None:
             return FixedWidth(offered[0])
         args = self.server_args
         run = LastRun(Path(args.speculative_draft_model_path), args.model_path)
         return KeptWidth(cost, self.block_size, run, offered)
 
-    def _costs(self) -> CostModel:
-        """The cost table that the first rank was given, else costs that all ranks measure together."""
+    def _costs(self) -> CostModel:  # the first rank's table, else measured together
         cost = self.ranks.from_first("the cost table", given_cost)
         if cost is None:
             with unwatched(self.draft_model_runner):
@@ -138,8 +132,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         if self.widths is not None:
             self.widths.finished(rid)
 
-    def _decided(self, batch: Any, context: int) -> int:
-        """The width of the coming step: the first rank's choice."""
+    def _decided(self, batch: Any, context: int) -> int:  # by the first rank
         if self.widths is not None and self.model_runner.decode_cuda_graph_runner is not self._whole_graphs:
             self.states, self.widths = {}, None
             logger.warning(

@@ -27,12 +27,9 @@ REGISTRY = "tensorrt_llm._torch.models.modeling_utils"
 INTERFACE = "tensorrt_llm._torch.speculative.interface"
 INPUTS = "tensorrt_llm.inputs.registry"
 ZOO = "tensorrt_llm._torch.models"
-REGISTERED = "_registered_architectures"
-"""Attribute with which `register_auto_model` marks a registered class."""
-DRAFTER = "DFlashDraftModel"
-"""The architecture in the config.json of every draft folder that we write."""
-BUILT = "dflash-serve: drafter built on rank"
-"""Begins the line that every rank logs."""
+REGISTERED = "_registered_architectures"  # attribute with which `register_auto_model` marks a registered class
+DRAFTER = "DFlashDraftModel"  # the architecture in the config.json of every draft folder that we write
+BUILT = "dflash-serve: drafter built on rank"  # begins the line that every rank logs
 
 
 class Unwanted:

@@ -50,8 +50,7 @@ class DequantisedContext:
         self._fused_kv_weight = None
         super().load_weights(weights, weight_mapper=weight_mapper, **kwargs)  # type: ignore[misc]
 
-    def _build_fused_kv_buffers(self) -> None:
-        """Upstream's buffers, with our rows in the place of its raw ones."""
+    def _build_fused_kv_buffers(self) -> None:  # upstream's, with our rows in place of its raw ones
         if self._fused_kv_weight is None:
             super()._build_fused_kv_buffers()  # type: ignore[misc]
             self._fused_kv_weight = self.context_rows

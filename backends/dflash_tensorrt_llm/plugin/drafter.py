@@ -55,16 +55,12 @@ class ArenaAttention:
     The arena's `keys` and `values` are [entries, layers, capacity, kv_heads, head_dim].
     """
 
-    attention: Callable[..., Tensor]
-    """`flash_attn_with_kvcache`."""
-    kinds: tuple[AttentionKind, ...]
-    """Attention of each layer."""
+    attention: Callable[..., Tensor]  # `flash_attn_with_kvcache`
+    kinds: tuple[AttentionKind, ...]  # attention of each layer
     keys: Tensor
     values: Tensor
-    lengths: Tensor
-    """Context tokens of each request: int32 [requests]."""
-    entries: Tensor
-    """Each request's entry of the arena: int32 [requests]."""
+    lengths: Tensor  # context tokens of each request: int32 [requests]
+    entries: Tensor  # each request's entry of the arena: int32 [requests]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         causal, window = mask_arguments(self.kinds[layer])

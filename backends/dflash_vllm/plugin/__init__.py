@@ -15,8 +15,7 @@ from dflash_vllm.facts import RELEASES
 logger = logging.getLogger(__name__)
 STRICT = {"DFlashDraftModel": "StrictDFlash", "DFlash2DraftModel": "StrictDFlash2"}
 """Architectures of drafters -> our classes."""
-METHODS = ("dflash", "dspark")
-"""vLLM's methods for drafters that we know."""
+METHODS = ("dflash", "dspark")  # vLLM's methods for drafters that we know
 
 
 def register() -> None:

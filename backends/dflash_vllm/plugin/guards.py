@@ -14,8 +14,7 @@ from dflash_serve.errors import Problem, UserError
 from dflash_vllm.drafter_rules import drafter_problems
 
 logger = logging.getLogger(__name__)
-EXACT = ("standard", "block")
-"""Acceptance tests that change no distribution; `synthetic` and `fly` do."""
+EXACT = ("standard", "block")  # acceptance tests that change no distribution; `synthetic` and `fly` do
 STACKED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -28,14 +27,16 @@ ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "mi
 """Other names that vLLM knows for a tensor (`DFlashQwen3Model.hf_to_vllm_mapper`)."""
 OF_THE_TARGET = ("embed_tokens", "lm_head", "mask_embedding", "draft_id_to_target_id")
 """Parts of the names of parameters that a checkpoint need not fill."""
-SKIPPED = ("t2d", "d2t", "rotary_emb.")
-"""Parts of the names of tensors that no parameter of the drafter takes."""
+SKIPPED = ("t2d", "d2t", "rotary_emb.")  # parts of the names of tensors that no parameter of the drafter takes
 
 
 def draft_problems(vllm_config: Any) -> list[Problem]:
     """Problems of the drafter that vLLM was given, and of its settings."""
     asked = vllm_config.speculative_config
-    found = list(_acceptance_problems(asked))
+    found: list[Problem] = []
+    if asked.rejection_sample_method not in EXACT:
+        what = f"rejection_sample_method {asked.rejection_sample_method} changes what the target would have said"
+        found.append(Problem(what, "--speculative-config", "use standard"))
     checkpoint = draft_checkpoint(vllm_config)
     if checkpoint is None:
         return found
@@ -50,12 +51,6 @@ def draft_problems(vllm_config: Any) -> list[Problem]:
         )
         found += _block_problems(checkpoint, asked.num_speculative_tokens)
     return found
-
-
-def _acceptance_problems(asked: Any) -> Iterator[Problem]:
-    if asked.rejection_sample_method not in EXACT:
-        what = f"rejection_sample_method {asked.rejection_sample_method} changes what the target would have said"
-        yield Problem(what, "--speculative-config", "use standard")
 
 
 def draft_checkpoint(vllm_config: Any) -> Checkpoint | None:
@@ -135,6 +130,5 @@ def _plain(name: str) -> str:
 
 
 def _pieces(parameter: str) -> Iterator[str]:
-    """The checkpoint's names of a parameter's parts."""
     parts = [parameter.replace(whole, part) for part, whole in STACKED.items() if f".{whole}." in parameter]
     yield from parts or [parameter]

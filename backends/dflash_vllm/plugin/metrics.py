@@ -78,8 +78,7 @@ HELP: Mapping[str, str] = {
 
 
 @cache
-def _counter(name: str, label: str) -> Any:
-    """One for all engines of this process."""
+def _counter(name: str, label: str) -> Any:  # one for all engines of this process
     from prometheus_client import Counter
 
     return Counter(name, HELP[name], ["model_name", "engine", label])

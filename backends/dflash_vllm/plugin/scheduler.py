@@ -62,8 +62,7 @@ class _FollowsLoad:
         wide = sorted({drafted + 1 for drafted in host.dynamic_sd_lookup[1:] if drafted})
         run = _last_run(host.vllm_config)
         policy = partial(KeptWidth, block_size=host.num_spec_tokens + 1, run=run, allowed_widths=wide)
-        self.widths: LiveWidths | None = make_widths(policy, run.costs())
-        """None = the policy has failed."""
+        self.widths: LiveWidths | None = make_widths(policy, run.costs())  # None = the policy has failed
         self._whole_block = max(wide, default=1)
         self._clock = StepClock()
         self._accepted: dict[str, int] = {}
@@ -127,7 +126,6 @@ class AsyncWidthScheduler(_FollowsLoad, AsyncScheduler):  # type: ignore[misc]
 
 
 def _last_run(config: Any) -> LastRun:
-    """The record of the last run of such a server."""
     model, parallel = config.model_config, config.parallel_config
     conditions = [vllm.__version__, current_platform.get_device_name(), str(model.dtype), model.quantization]
     conditions += [parallel.world_size, os.environ.get(GUESSED_COSTS)]

@@ -84,8 +84,7 @@ class _Unscaled:
     def __init__(self, guess: CostModel, make_policy: MakePolicy) -> None:
         self.guess, self.make_policy = guess, make_policy
         self.policy: WidthPolicy = FixedWidth(1)
-        self._ratios: list[float] | None = []
-        """Measured over guessed seconds of each clean step; None: handed over."""
+        self._ratios: list[float] | None = []  # measured over guessed seconds of each clean step; None: handed over
         self._steps = 0
 
     @property

@@ -159,8 +159,7 @@ class Dialect:
     """(config.json, names of the stored tensors) -> fields of a DrafterConfig; faults become problems."""
     write: Callable[[DrafterConfig, str | None], dict[str, object]]
     """(drafter, the target's name if known) -> config.json; UserError if the dialect cannot describe the drafter."""
-    copies_of_target: frozenset[str] = frozenset()
-    """Names of tensors that repeat the target's and are skipped."""
+    copies_of_target: frozenset[str] = frozenset()  # names of tensors that repeat the target's and are skipped
 
 
 def one_value(values: Set[object], what: str, dialect: str) -> object:

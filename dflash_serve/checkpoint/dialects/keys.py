@@ -31,8 +31,7 @@ MARKOV_KEYS = {
 DFLASH2_KEYS = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 SLOT_KEYS = {"sample_from_anchor", "shift_label"}
 HEAD_KEYS = MARKOV_KEYS | DFLASH2_KEYS | SLOT_KEYS
-CONFIDENCE = "confidence_head."
-"""Prefix of the confidence head's tensor names."""
+CONFIDENCE = "confidence_head."  # prefix of the confidence head's tensor names
 
 
 def read_heads(config: ConfigSection, stored: Collection[str], *, markov_kind: str | None = None) -> dict[str, object]:
@@ -284,9 +283,8 @@ def _read_rope(config: ConfigSection) -> RopeConfig:
     # A missing theta is a problem: engines' defaults differ by a factor of 100.
     new, old = config.section("rope_parameters"), config.section("rope_scaling")
     if new.raw and old.raw and _rope_kind(new) != _rope_kind(old):
-        config.note(
-            f"{new.path} says {_rope_kind(new)!r} but {old.path} says {_rope_kind(old)!r}", "keep the right one"
-        )
+        what = f"{new.path} says {_rope_kind(new)!r} but {old.path} says {_rope_kind(old)!r}"
+        config.note(what, "keep the right one")
     section = config.section("rope_parameters" if new.raw else "rope_scaling", falls_back=True)
     section.refuse("partial_rotary_factor", (1,), "partial rotary embedding is not supported")
     theta = section.optional_number("rope_theta")

@@ -146,9 +146,8 @@ def _target_layer_ids(dflash: ConfigSection, depth: int | None, count: int) -> t
     if given is not None or dflash.has("target_layer_ids"):
         return given or (0,)
     if depth is None:
-        dflash.note(
-            "neither target_layer_ids nor num_target_layers is given", "add the target layers it was trained with"
-        )
+        what = "neither target_layer_ids nor num_target_layers is given"
+        dflash.note(what, "add the target layers it was trained with")
         return (0,)
     try:
         return uniform_target_layer_ids(depth, count)
@@ -305,9 +304,8 @@ def _modelopt_windows(config: ConfigSection, dflash: ConfigSection) -> tuple[int
     # With use_swa every layer slides, unless layer_types has sliding layers itself.
     window, outer = dflash.optional_integer("swa_window_size"), config.optional_integer("sliding_window")
     if window is not None and outer is not None and window != outer:
-        dflash.note(
-            f"{dflash.named('swa_window_size')} is {window} but sliding_window is {outer}", "keep the right one"
-        )
+        what = f"{dflash.named('swa_window_size')} is {window} but sliding_window is {outer}"
+        dflash.note(what, "keep the right one")
     if not dflash.flag("use_swa") or SLIDING in (config.strings("layer_types") or ()):
         return read_windows(config, window)
     return (window or dflash.integer("sliding_window"),) * config.integer("num_hidden_layers")

@@ -51,7 +51,6 @@ class RaggedAttention:
         self.views = {kind: [self._view(span, kind) for span in spans] for kind in set(kinds)}
 
     def _view(self, span: Span, kind: AttentionKind) -> tuple[int, Tensor | None]:
-        """The first key position that the span sees, and the mask from there on."""
         first = 0 if kind.window is None else max(0, span.start - kind.window + 1)
         if span.length == 1:  # everything up to the row itself
             return first, None
@@ -209,8 +208,7 @@ class PaddedAttention:
         return out.reshape(count * width, heads, head_dim)
 
 
-WORKSPACE = 128 * 2**20
-"""Bytes of workspace that FlashInfer's planner needs."""
+WORKSPACE = 128 * 2**20  # bytes of workspace that FlashInfer's planner needs
 
 
 def flashinfer_usable(cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind]) -> bool:

@@ -30,8 +30,7 @@ HEADERS = "numbers.h", "vectors.h"
 COMPILE = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-c")
 """The library is linked without -fopenmp, so that it uses the OpenMP and the threads that PyTorch has loaded, and
 without -ffast-math, which would change the rounding of the whole process."""
-SECONDS = 120
-"""Timeout of one compiler run; compiling takes five seconds."""
+SECONDS = 120  # timeout of one compiler run; compiling takes five seconds
 
 
 @cache

@@ -15,13 +15,11 @@ from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import PlainOperators, RMSNorm
 
 DTYPES = (torch.float32, torch.bfloat16)
-WORTH_THREADS = 2**16
-"""Smallest number of values read or written for which a second thread saves time."""
+WORTH_THREADS = 2**16  # smallest number of values read or written for which a second thread saves time
 MOST_PAIRS = 2**20
 """Largest rows x keys of a span; longer prefills use PyTorch. At this size the threads' partial results (512 keys each)
 take 32 MB for rows of 4,096 values."""
-MOST_DIM = 1024
-"""Largest head dimension, a limit of the C++ source."""
+MOST_DIM = 1024  # largest head dimension, a limit of the C++ source
 
 
 def compiled_operators(dtype: torch.dtype, device: torch.device) -> CompiledOperators | None:
@@ -45,8 +43,7 @@ class CompiledOperators(PlainOperators):
             for name, signature in (("add_norm", "ppppllfi"), ("silu_product", "pplli"), ("attend", "pppppppplppi"))
         )
 
-    def __deepcopy__(self, memo: object) -> CompiledOperators:
-        """The object itself: a copy of a model uses the same library."""
+    def __deepcopy__(self, memo: object) -> CompiledOperators:  # a copy of a model uses the same library
         return self
 
     def add_norm(self, h: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
