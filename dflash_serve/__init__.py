@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dflash_serve.outputs import Chunk, RequestOutput
     from dflash_serve.speculation.params import SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Chunk": "outputs",

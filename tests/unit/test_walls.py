@@ -93,6 +93,12 @@ def test_importing_costs_no_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_every_public_name_can_be_imported() -> None:
+    import dflash_serve
+
+    assert [name for name in dflash_serve.__all__ if getattr(dflash_serve, name).__name__ != name] == []
+
+
 def test_nothing_unpickles_or_trusts_remote_code() -> None:
     forbidden = ("pickle", "dill")
     found = [f"{m.name} imports {name}" for m in HOUSE.modules.values() for name in m.imports if top(name) in forbidden]
