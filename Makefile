@@ -21,11 +21,13 @@ demo: .venv/demo
 	$(BIN)/dflash-serve generate --compare --max-tokens 160 \
 	  "Lena reads 15 pages before school and 25 pages after dinner every day. Her book has 320 pages. How many days does she need to finish it?"
 
-# The environments are made side by side. The unit tests have both cores; each of the other suites mostly waits for servers.
+# The environments are made side by side. The suites follow one another, but for two that need little memory: SGLang's and
+# vLLM's servers take more than 10 GB each.
 test:
 	$(MAKE) --jobs=4 environments
 	$(MAKE) lint types unit
-	$(MAKE) --jobs=2 --output-sync=target test-sglang test-vllm test-deploy test-clients
+	$(MAKE) --jobs=2 --output-sync=target test-deploy test-clients
+	$(MAKE) test-sglang test-vllm
 
 .PHONY: environments
 environments: .venv/deploy .venv-deploy/ready .venv-sglang/ready .venv-vllm/ready .venv-clients/ready
