@@ -177,7 +177,7 @@ def verification(servers: Mapping[str, Berth], name: str, plan: VerifyPlan) -> t
 
 
 def test_greedy_and_sampled_decoding_is_lossless_with_penalties_too(servers: Mapping[str, Berth]) -> None:
-    found = verification(servers, "narrow", PLAN.model_copy(update={"samples": FEWEST}))[1]
+    found = verification(servers, "narrow", PLAN.model_copy(update={"samples": FEWEST, "sample_tokens": 4}))[1]
     assert (found.verdict, found.faults, found.unit) == ("lossless", (), "tokens")
     assert [case.identical for case in found.greedy] == [VERIFIED, VERIFIED]
 
