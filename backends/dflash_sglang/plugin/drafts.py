@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_serve.checkpoint.reader import Checkpoint, is_plain, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder
-from dflash_serve.checkpoint.tensors import plain_only
+from dflash_serve.checkpoint.tensors import FUSED, plain_only
 from dflash_serve.errors import Problem, UserError
 from dflash_sglang.heads import DFLASH, DSPARK, algorithm_of, head_problems
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 READ_BY_SGLANG = "mask_embedding.pt"  # a pickle that we refuse to read, but SGLang reads safely (weights_only)
@@ -74,16 +77,7 @@ def _block_size(checkpoint: Checkpoint, server_args: Any) -> Iterator[Problem]:
         yield Problem(what, "--speculative-num-draft-tokens", do)
 
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-STACKED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
+STACKED = {part: whole for whole, parts in FUSED.items() for part in parts}
 """Tensors of a checkpoint -> the parameter whose rows they become."""
 ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 """Other names that SGLang knows for a tensor."""

@@ -9,19 +9,13 @@ from typing import Any
 from dflash_serve.checkpoint.reader import Checkpoint, is_plain, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder
 from dflash_serve.checkpoint.target import TargetShape
-from dflash_serve.checkpoint.tensors import plain_only
+from dflash_serve.checkpoint.tensors import FUSED, plain_only
 from dflash_serve.errors import Problem, UserError
 from dflash_vllm.drafter_rules import drafter_problems
 
 logger = logging.getLogger(__name__)
 EXACT = ("standard", "block")  # acceptance tests that change no distribution; `synthetic` and `fly` do
-STACKED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
+STACKED = {part: whole for whole, parts in FUSED.items() for part in parts}
 """Tensors of a checkpoint -> the parameter whose rows they become."""
 ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "midlayer.": "layers.0."}
 """Other names that vLLM knows for a tensor (`DFlashQwen3Model.hf_to_vllm_mapper`)."""
