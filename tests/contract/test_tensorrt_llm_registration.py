@@ -15,7 +15,7 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.formats import Format
 from dflash_tensorrt_llm import TensorRTLLMBackend
 from dflash_tensorrt_llm.plugin import BUILT
-from dflash_tensorrt_llm.releases import Release
+from dflash_tensorrt_llm.upstream import Release
 from tests.support.fake_tensorrt_llm import FOLDER
 from tests.support.tiny import tiny_drafter_config, write_quantized_drafter
 from tests.unit.tensorrt_llm.conftest import tiny_deployment
@@ -80,8 +80,8 @@ def prepare(folder: Path, config: DrafterConfig, format: Format | None = None) -
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Path:
-    """A drafter that upstream would get wrong: its features are out of order."""
-    return prepare(tmp_path, tiny_drafter_config(target_layer_ids=(5, 1, 3)))
+    """A drafter that upstream would get wrong: its embeddings are scaled."""
+    return prepare(tmp_path, tiny_drafter_config(embedding_scale=2.0))
 
 
 BASE = os.pathsep.join(map(str, (ROOT, ROOT / "backends", FOLDER)))

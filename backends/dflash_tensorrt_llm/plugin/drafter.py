@@ -1,14 +1,22 @@
-"""The module TensorRT-LLM's DFlash worker drives: our core drafter behind the worker's duck-typed contract.
+"""Our two drafters in TensorRT-LLM, behind the duck-typed contract of its DFlash worker.
 
-Contract: `tensorrt_llm/_torch/speculative/dflash.py` @00679c6 (`DFlashWorker`) and, for loading,
-`_torch/models/modeling_dflash.py` @009d8fa (`DFlashForCausalLM`), whose attribute names are these. With any other
-attention backend than VANILLA the worker hands over pages instead of the dense arena, and leaves it to the draft model
-to bring a kernel that reads them: ours has flash-attn's only.
+`PlugInDrafter` is the core's drafter. Contract: `tensorrt_llm/_torch/speculative/dflash.py` @00679c6 (`DFlashWorker`)
+and, for loading, `_torch/models/modeling_dflash.py` @009d8fa (`DFlashForCausalLM`), whose attribute names are these.
+With any other attention backend than VANILLA the worker hands over pages instead of the dense arena, and leaves it to
+the draft model to bring a kernel that reads them: ours has flash-attn's only.
+
+`DequantisedContext` is upstream's own drafter with quantised weights, in which one product is ours. Upstream fuses the
+K/V rows of all layers' `qkv_proj.weight` as they are stored, scales ignored (`_build_fused_kv_buffers`,
+modeling_dflash.py @7c7504c). Here that product gets the same rows dequantised, from the checkpoint itself: upstream's
+own are rescaled (FP8) or rearranged (NVFP4) by then. Everything else, its quantised Linear, fused norms and RoPE, pages
+and attention kernels, runs as for a bf16 drafter. The rows cost 2 * layers * K/V rows * H bf16 values: 84 MB of a
+drafter for Qwen3-8B on one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -26,8 +34,8 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.layers import rotate
 
-from ..draft_folder import NEUTRAL
-from .weights import Layout, Product, Reduce, load
+from ..upstream import NEUTRAL
+from .weights import Layout, Product, Reduce, context_names, load, rank_weights
 
 
 class AdjustedLogits(nn.Module):
@@ -84,8 +92,8 @@ class PlugInDrafter(nn.Module):
     """A drafter for `SpeculativeDecodingMode.DFLASH`.
 
     Args:
-        config: what it is.
-        format: of its quantised weights, None = plain.
+        config: its description.
+        format: of its quantised weights, which are decoded once; None = plain.
         layout: this rank's part.
         reduce: adds the ranks' partial results; None = one rank.
         attention: `flash_attn_with_kvcache`.
@@ -229,6 +237,65 @@ def build(model_config: Any, draft_config: Any) -> PlugInDrafter:
     )
     plug_in.model_config = draft_config  # weight mappers look for it
     return plug_in
+
+
+class DequantisedContext:
+    """Mixed into upstream's `DFlashForCausalLM`, whose names these are."""
+
+    _fused_kv_weight: Tensor | None
+    drafter_config: DrafterConfig
+    quantization: Quantization | None
+    layout: Layout
+    context_dtype: torch.dtype
+    context_rows: Tensor | None = None
+
+    def load_weights(self, weights: Mapping[str, Tensor], weight_mapper: Any = None, **kwargs: Any) -> None:
+        """Keeps the K/V rows of this rank, dequantised, and hands all on; loading again makes the product again.
+
+        Raises:
+            UserError: tensors that do not fit.
+        """
+        config, stored = self.drafter_config, dict(weights.items())
+        whole = assemble(stored, config, self.quantization.format if self.quantization else None)
+        rows = rank_weights(whole, context_names(config), config, self.layout, self.context_dtype)
+        self.context_rows = torch.cat(list(rows.values())).to("cuda" if torch.cuda.is_available() else "cpu")
+        self._fused_kv_weight = None
+        super().load_weights(weights, weight_mapper=weight_mapper, **kwargs)  # type: ignore[misc]
+
+    def _build_fused_kv_buffers(self) -> None:  # upstream's, with our rows in place of its raw ones
+        if self._fused_kv_weight is None:
+            super()._build_fused_kv_buffers()  # type: ignore[misc]
+            self._fused_kv_weight = self.context_rows
+
+
+def build_dequantised(model_config: Any, draft_config: Any) -> Any:
+    """This rank's drafter of upstream's with a context K/V of ours, from TensorRT-LLM's configs of target and draft.
+
+    Raises:
+        UserError: a drafter that cannot be read, or that does not split over the devices.
+    """
+    base = import_module("tensorrt_llm._torch.models.modeling_dflash").DFlashForCausalLM
+    speculative = model_config.spec_config
+    config, quantization = read_draft_folder(speculative.speculative_model)
+    layout = layout_of(model_config.mapping)
+    layout.check(config)
+    made: type = type("DequantisedDFlash", (DequantisedContext, base), {"__module__": __name__})
+    with _by_model_type(draft_config.pretrained_config):
+        drafter = made(draft_config, dflash_attention_backend=speculative.attention_backend)
+    drafter.drafter_config, drafter.quantization, drafter.layout = config, quantization, layout
+    drafter.context_dtype = dtype_of(draft_config.pretrained_config)
+    return drafter
+
+
+@contextmanager
+def _by_model_type(pretrained: Any) -> Iterator[None]:
+    """Names the architecture that upstream falls back to; under its own name it would find `Unwanted`."""
+    original = pretrained.architectures
+    pretrained.architectures = ["".join(word.capitalize() for word in pretrained.model_type.split("_")) + "ForCausalLM"]
+    try:
+        yield
+    finally:
+        pretrained.architectures = original
 
 
 def read_draft_folder(folder: str | Path) -> tuple[DrafterConfig, Quantization | None]:

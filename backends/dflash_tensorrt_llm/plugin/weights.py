@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.formats import FP8_MAX, QuantizedTensor, Weight, dequantized
+from dflash_serve.checkpoint.formats import QuantizedTensor, Weight, dequantized
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 
 Reduce = Callable[[Tensor], Tensor]
 PROJECTIONS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
-COLUMN_PARALLEL = ("gate_proj", "up_proj")
+COLUMN_PARALLEL = ("q_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
 
 
@@ -28,7 +28,7 @@ class Layout:
     size: int = 1
 
     def check(self, config: DrafterConfig) -> None:
-        """Refuses what cannot be split.
+        """Refuses a drafter that cannot be split.
 
         Raises:
             UserError: heads or MLP columns do not split, or K/V heads neither split nor repeat.
@@ -51,93 +51,51 @@ class Layout:
         if module in ("k_proj", "v_proj"):
             # With more ranks than heads, neighbours hold the same head: rank r has head r * heads // size.
             first = self.rank * config.num_key_value_heads // self.size * config.head_dim
-            return _rows(weight, first, first + self.kv_heads(config) * config.head_dim)
-        if module == "q_proj" or module in COLUMN_PARALLEL:
-            return _rows(weight, *self._part(weight.shape[0]))
+            return _rows(weight, first, self.kv_heads(config) * config.head_dim)
+        if module in COLUMN_PARALLEL:
+            step = weight.shape[0] // self.size
+            return _rows(weight, self.rank * step, step)
         if module in ROW_PARALLEL and name.endswith(".weight"):
-            return _columns(weight, *self._part(weight.shape[1]))
+            step = weight.shape[1] // self.size
+            start, stop = self.rank * step, (self.rank + 1) * step
+            return weight.columns(start, stop) if isinstance(weight, QuantizedTensor) else weight[:, start:stop]
         return weight  # norms, fc, and o_proj's bias, which is added once, after the sum
 
-    def _part(self, length: int) -> tuple[int, int]:
-        step = length // self.size
-        return self.rank * step, (self.rank + 1) * step
 
-
-def _rows(weight: Weight, start: int, stop: int) -> Weight:
+def _rows(weight: Weight, start: int, count: int) -> Weight:
+    stop = start + count
     return weight.rows(start, stop) if isinstance(weight, QuantizedTensor) else weight[start:stop]
 
 
-def _columns(weight: Weight, start: int, stop: int) -> Weight:
-    return weight.columns(start, stop) if isinstance(weight, QuantizedTensor) else weight[:, start:stop]
-
-
-def in_captured_order(fc: Tensor, config: DrafterConfig) -> Tensor:
-    """fc.weight [H, F*H] for features in ascending layer order, which is how TensorRT-LLM captures them (dflash.py)."""
-    order = sorted(range(len(config.target_layer_ids)), key=lambda index: config.target_layer_ids[index])
-    parts = fc.chunk(len(order), dim=1)
-    return torch.cat([parts[index] for index in order], dim=1)
-
-
 class Product(nn.Module):
-    """x @ weights^T for weights stacked along their rows.
-
-    FP8 weights with an input scale are multiplied as FP8, and each stacked part's own scale is applied to its columns
-    of the result: that is what upstream's fused K/V product leaves out. NVFP4, and FP8 without an input scale, are
-    decoded once and multiplied in `dtype`.
-
-    Args:
-        weights: parts [out, in], all of one kind.
-        bias: of all parts together.
-        dtype: of activations and results.
-    """
+    """x @ weight^T. Over a share of the input, `reduce` adds the ranks' results; the bias is added once, after it."""
 
     weight: Tensor
     bias: Tensor | None
-    scales: Tensor | None
-    input_scale: Tensor | None
 
-    def __init__(self, weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, reduce: Reduce | None = None) -> None:
         super().__init__()
-        fp8 = [w for w in weights if isinstance(w, QuantizedTensor) and w.format == "fp8" and w.input_scale is not None]
-        scales = input_scale = None
-        if fp8 and len(fp8) == len(weights):
-            stacked = torch.cat([w.values for w in fp8])
-            scales = torch.cat([w.scale.float().reshape(1).expand(len(w.values)) for w in fp8])
-            inputs = [w.input_scale.float().reshape(()) for w in fp8 if w.input_scale is not None]
-            input_scale = torch.stack(inputs).max()
-        else:
-            plain = [w.dequantize(dtype) if isinstance(w, QuantizedTensor) else w.to(dtype) for w in weights]
-            stacked = plain[0] if len(plain) == 1 else torch.cat(plain)
-        self.register_buffer("weight", stacked.contiguous())
-        self.register_buffer("scales", scales)
-        self.register_buffer("input_scale", input_scale)
-        self.register_buffer("bias", None if bias is None else bias.to(dtype))
-        self.dtype = dtype
+        self.register_buffer("weight", weight.contiguous())
+        self.register_buffer("bias", bias)
+        self.reduce = reduce
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.scales is None or self.input_scale is None:
+        if self.reduce is None:
             return F.linear(x, self.weight, self.bias)
-        rounded = (x.float() / self.input_scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-        one = torch.ones_like(self.input_scale)
-        y = torch._scaled_mm(rounded, self.weight.t(), scale_a=self.input_scale, scale_b=one, out_dtype=torch.float32)
-        y = (y * self.scales).to(self.dtype)
+        y = self.reduce(F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
 
-class RowParallel(nn.Module):
-    """A product over this rank's share of the input; the ranks' results are added, and the bias once."""
+def rank_weights(
+    whole: Mapping[str, Weight], names: Iterable[str], config: DrafterConfig, layout: Layout, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """This rank's parts of tensors, by our names, quantised ones decoded."""
+    return dequantized({name: layout.shard(name, whole[name], config) for name in names}, dtype)
 
-    bias: Tensor | None
 
-    def __init__(self, product: Product, reduce: Reduce) -> None:
-        super().__init__()
-        self.product, self.reduce = product, reduce
-        self.register_buffer("bias", product.bias)
-        product.bias = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.reduce(self.product(x))
-        return y if self.bias is None else y + self.bias
+def context_names(config: DrafterConfig, leaf: str = "weight") -> list[str]:
+    """Names of the K and V weights of all layers, in the order of their rows in the one product for the context."""
+    return [f"layers.{i}.self_attn.{name}.{leaf}" for i in range(config.num_layers) for name in ("k_proj", "v_proj")]
 
 
 def load(
@@ -148,7 +106,7 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Drafter, Product]:
-    """This rank's drafter, cut, moved and assembled, and what makes its context K/V.
+    """This rank's drafter, cut, decoded, moved and assembled, and the product that makes its context K/V.
 
     Args:
         whole: every tensor by our name.
@@ -158,39 +116,19 @@ def load(
     Returns:
         The drafter, and the product [N, H] -> K and V of all layers [N, layers * 2 * kv_heads * head_dim].
     """
-    mine = {name: _to(layout.shard(name, weight, config), device) for name, weight in whole.items()}
+    decoded = rank_weights(whole, whole, config, layout, dtype)
+    mine = {name: tensor.to(device) for name, tensor in decoded.items()}
     with torch.device("meta"):
         drafter = Drafter(config)
     for index, layer in enumerate(drafter.layers):
         for parent, names in PROJECTIONS.items():
             for name in names:
-                product = _product([f"layers.{index}.{parent}.{name}"], mine, dtype)
-                parallel = RowParallel(product, reduce) if reduce and name in ROW_PARALLEL else product
-                setattr(getattr(layer, parent), name, parallel)
-    left = {name: mine[name] for name, _ in drafter.named_parameters()}  # norms, fc, mask embedding
-    state = dequantized(left, dtype)
-    state["fc.weight"] = in_captured_order(state["fc.weight"], config)
-    drafter.load_state_dict(state, assign=True, strict=False)
+                path = f"layers.{index}.{parent}.{name}"
+                summed = reduce if name in ROW_PARALLEL else None
+                product = Product(mine[f"{path}.weight"], mine.get(f"{path}.bias"), summed)
+                setattr(getattr(layer, parent), name, product)
+    drafter.load_state_dict({name: mine[name] for name, _ in drafter.named_parameters()}, assign=True, strict=False)
     drafter.rotary.to(device)
-    parts = [f"layers.{i}.self_attn.{name}" for i in range(config.num_layers) for name in ("k_proj", "v_proj")]
-    return drafter.eval().requires_grad_(False), _product(parts, mine, dtype)
-
-
-def context_weight(whole: Mapping[str, Weight], config: DrafterConfig, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """This rank's K and V rows of all layers, dequantised: [layers * 2 * kv_heads * head_dim, H]."""
-    names = [f"layers.{i}.self_attn.{name}.weight" for i in range(config.num_layers) for name in ("k_proj", "v_proj")]
-    mine = {name: layout.shard(name, whole[name], config) for name in names}
-    return torch.cat(list(dequantized(mine, dtype).values()))
-
-
-def _product(names: list[str], mine: Mapping[str, Weight], dtype: torch.dtype) -> Product:
-    biases = dequantized({name: mine[f"{name}.bias"] for name in names if f"{name}.bias" in mine}, dtype)
-    bias = torch.cat(list(biases.values())) if biases else None
-    return Product([mine[f"{name}.weight"] for name in names], bias, dtype)
-
-
-def _to(weight: Weight, device: torch.device) -> Weight:
-    if not isinstance(weight, QuantizedTensor):
-        return weight.to(device)
-    moved = [None if t is None else t.to(device) for t in (weight.scale_2, weight.input_scale)]
-    return QuantizedTensor(weight.format, weight.values.to(device), weight.scale.to(device), *moved)
+    biases = [mine[name] for name in context_names(config, "bias") if name in mine]
+    rows = torch.cat([mine[name] for name in context_names(config)])
+    return drafter.eval().requires_grad_(False), Product(rows, torch.cat(biases) if biases else None)

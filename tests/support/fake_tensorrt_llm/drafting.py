@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.formats import FP8_MAX
 from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
@@ -83,9 +82,9 @@ def captured(rows: Tensor, config: DrafterConfig) -> Tensor:
 
 
 @torch.inference_mode()
-def by_worker(drafter: Any, batch: int, dtype: torch.dtype) -> Tensor:
-    """Prompts, then two steps; the second step's logits."""
-    config = drafter.config
+def by_worker(drafter: Any, batch: int, dtype: torch.dtype, original: DrafterConfig | None = None) -> Tensor:
+    """Prompts, then two steps; the second step's logits. `original` has the order of the layers in training."""
+    config = original or drafter.config
     worker = Worker(drafter, max_batch=batch, max_seq_len=64, max_draft_len=config.block_size - 1)
     entries = list(reversed(range(batch)))
     for index, entry in enumerate(entries):
@@ -146,14 +145,9 @@ def by_core(
     batch: int,
     dtype: torch.dtype,
     target: FakeTarget,
-    input_scale: float | None = None,
 ) -> Tensor:
-    """The same with the core drafter; with an input scale, products see activations as FP8."""
+    """The same drafts by the core's drafter."""
     drafter = Drafter(config)
-    if input_scale is not None:
-        for name, module in drafter.named_modules():
-            if name.endswith("_proj"):
-                module.register_forward_pre_hook(lambda _, given: (as_fp8(given[0], input_scale),))
     # Not `drafter.to(dtype)`: rotary frequencies stay in fp32.
     drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
     worker = CoreWorker(drafter, batch, dtype)
@@ -168,7 +162,3 @@ def by_core(
         bonus = torch.arange(batch) + 20 + step
         hidden = worker.draft(ACCEPTED, rows, bonus, target.model.embed_tokens.weight)
     return drafter.adjust_logits(target.lm_head(hidden[:, 1:]))
-
-
-def as_fp8(x: Tensor, scale: float) -> Tensor:
-    return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale

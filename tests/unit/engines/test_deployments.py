@@ -13,7 +13,7 @@ from dflash_engines.steps import write_deployments
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.deployment import load_deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.releases import Release
+from dflash_tensorrt_llm.upstream import Release
 from tests.support.tiny import write_quantized_drafter
 
 
