@@ -26,6 +26,7 @@ from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.models.target import TargetModel
 from dflash_serve.outputs import RequestOutput
+from dflash_serve.prompts import jsonl_prompts
 from dflash_serve.speculation.params import SamplingParams
 
 from .pipeline import Measured, Work
@@ -46,27 +47,10 @@ BLOCKS = 4
 """Blocks taken from each answer."""
 
 
-def read_prompts(path: Path, count: int, skip: int = 0) -> list[str]:
-    """`count` prompts of a JSONL file, after the first `skip`.
-
-    Raises:
-        UserError: a line is not {"prompt": "..."}.
-    """
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            prompts.append(str(json.loads(line)["prompt"]))
-        except (ValueError, KeyError, TypeError):
-            raise UserError('not {"prompt": ...}', where=f"{path}:{number}", do="correct the line") from None
-        if len(prompts) == skip + count:
-            break
-    return prompts[skip:]
-
-
 def answer(work: Work, deployment: Deployment, wanted: Prompts) -> Measured:
     """Step `answers`: prompts with the target's greedy answers, as token ids."""
     given = work.inputs.get("calibration prompts")
-    prompts = read_prompts(given, wanted.count) if given else list(OPENERS[: wanted.count])
+    prompts = (jsonl_prompts(given) if given else list(OPENERS))[: wanted.count]
     outputs = greedy_answers(embedded_engine(deployment, work.inputs["target"]), prompts, wanted.max_tokens)
     lines = [json.dumps({"prompt": output.prompt_token_ids, "answer": output.token_ids}) for output in outputs]
     (work.folder / ANSWERS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

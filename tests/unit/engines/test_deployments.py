@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_engines.cli import write_deployments
 from dflash_engines.pipeline import Source
 from dflash_engines.recipe import Recipe
-from dflash_engines.steps import write_deployments
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.deployment import load_deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
