@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dflash_serve.backend import Engine, embedded_backend
@@ -42,9 +42,9 @@ OPENERS = (
     "What is the difference between a list and a tuple in Python?",
     "Give me a recipe for a simple vegetable soup.",
 )
-ANSWERS, AMAX = "answers.jsonl", "amax.safetensors"
-BLOCKS = 4
-"""Blocks taken from each answer."""
+ANSWERS = "answers.jsonl"
+AMAX = "amax.safetensors"  # module name -> its largest absolute input
+BLOCKS = 4  # taken from each answer
 
 
 def answer(work: Work, deployment: Deployment, wanted: Prompts) -> Measured:
@@ -140,8 +140,3 @@ def _features(target: TargetModel, ids: Tensor, target_layer_ids: Sequence[int])
     features: Tensor | None = target(ids, span_positions(spans), attend, target_layer_ids).features
     assert features is not None
     return features
-
-
-def read_ranges(folder: Path) -> Mapping[str, Tensor]:
-    """Module name -> its largest absolute input, as the step `drafter-ranges` wrote it."""
-    return load_file(folder / AMAX)

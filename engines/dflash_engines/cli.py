@@ -149,8 +149,13 @@ def find_sources(recipe: Recipe) -> dict[str, Source]:
             refuse(import_extra("engines", "transformers").AutoConfig.from_pretrained(folder))
         sources["target"] = _model(target, folder)
     for name, given in ((CALIBRATION, recipe.build.calibration), (ACCEPTANCE, recipe.build.acceptance)):
-        if given is not None and given.prompts is not None:
-            sources[name] = _prompts(given.prompts)
+        if given is None or given.prompts is None:
+            continue
+        if not given.prompts.is_file():
+            do = "correct the recipe, or unset its variable"
+            raise UserError("no such file of prompts", where=str(given.prompts), do=do)
+        digest = sha256(given.prompts)
+        sources[name] = Source(given.prompts, digest, {"file": given.prompts.name, "sha256": digest})
     return sources
 
 
@@ -163,13 +168,6 @@ def _model(model: Model, folder: Path) -> Source:
         "files": {name: entry.model_dump() for name, entry in files.items()},
     }
     return Source(folder, hashlib.sha256(text.encode()).hexdigest(), description)
-
-
-def _prompts(path: Path) -> Source:
-    if not path.is_file():
-        raise UserError("no such file of prompts", where=str(path), do="correct the recipe, or unset its variable")
-    digest = sha256(path)
-    return Source(path, digest, {"file": path.name, "sha256": digest})
 
 
 def make_steps(recipe: Recipe) -> list[Step]:
@@ -242,8 +240,8 @@ def _drafters(recipe: Recipe) -> Iterator[Step]:
 
             return quantize_drafter(work, format)
 
-        needs = ("drafter", "drafter-ranges")
-        yield Step(f"drafter-{format}", drafter, needs, {"format": format}, MODELOPT, 3, "in ModelOpt's layout")
+        made_of = ("drafter", "drafter-ranges")
+        yield Step(f"drafter-{format}", drafter, made_of, {"format": format}, MODELOPT, 3, "in ModelOpt's layout")
     if build.acceptance and build.acceptance.prompts:
         wanted = build.acceptance
 
