@@ -15,7 +15,7 @@ drafter for Qwen3-8B on one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,30 +23,102 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
-from dflash_serve.checkpoint.formats import Format
+from dflash_serve.checkpoint.formats import Format, QuantizedTensor, Weight, dequantized
 from dflash_serve.checkpoint.reader import assemble, read_drafter
 from dflash_serve.checkpoint.tensors import Quantization, read_quantization
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.layers import rotate
 
 from ..upstream import NEUTRAL
-from .weights import Layout, Product, Reduce, context_names, load, rank_weights
+
+Reduce = Callable[[Tensor], Tensor]
+KEYS_AND_VALUES = ("k_proj", "v_proj")
+COLUMN_PARALLEL, ROW_PARALLEL = ("q_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 
 
-class AdjustedLogits(nn.Module):
-    """The target's logits processor, followed by the drafter's own multiplier and soft-cap."""
+@dataclass(frozen=True)
+class Layout:
+    """Rank `rank` of `size`; size 1 = the whole drafter."""
 
-    def __init__(self, inner: Callable[..., Tensor], adjust: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.adjust = inner, adjust
+    rank: int = 0
+    size: int = 1
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.adjust(self.inner(*args, **kwargs))
+    def check(self, config: DrafterConfig) -> None:
+        """Refuses a drafter that cannot be split.
+
+        Raises:
+            UserError: heads or MLP columns do not split, or K/V heads neither split nor repeat.
+        """
+        heads, kv = config.num_attention_heads, config.num_key_value_heads
+        splits = heads % self.size == 0 and config.intermediate_size % self.size == 0
+        if not splits or (kv % self.size and self.size % kv):
+            what = f"{heads} heads, {kv} K/V heads and {config.intermediate_size} MLP columns over {self.size} devices"
+            raise UserError(what, where="drafter", do="use fewer devices, or attention data parallelism")
+
+    def kv_heads(self, config: DrafterConfig) -> int:
+        """K/V heads of this rank: its share, or one that it shares with its neighbours."""
+        return max(1, config.num_key_value_heads // self.size)
+
+    def shard(self, name: str, weight: Weight, config: DrafterConfig) -> Weight:
+        """This rank's part of a weight or bias; the ranks' results of `ROW_PARALLEL` products are added."""
+        *_, module, leaf = ["", *name.split(".")]
+        if module in KEYS_AND_VALUES:
+            # With more ranks than heads, neighbours hold the same head: rank r has head r * heads // size.
+            first = self.rank * config.num_key_value_heads // self.size * config.head_dim
+            return _rows(weight, first, self.kv_heads(config) * config.head_dim)
+        if module in COLUMN_PARALLEL:
+            step = weight.shape[0] // self.size
+            return _rows(weight, self.rank * step, step)
+        if module in ROW_PARALLEL and leaf == "weight":
+            step = weight.shape[1] // self.size
+            start, stop = self.rank * step, (self.rank + 1) * step
+            return weight.columns(start, stop) if isinstance(weight, QuantizedTensor) else weight[:, start:stop]
+        if module in ROW_PARALLEL and isinstance(weight, Tensor) and self.rank > 0:
+            return torch.zeros_like(weight)  # the sum has the bias of rank 0
+        return weight  # norms and fc
+
+
+def _rows(weight: Weight, start: int, count: int) -> Weight:
+    stop = start + count
+    return weight.rows(start, stop) if isinstance(weight, QuantizedTensor) else weight[start:stop]
+
+
+def rank_weights(
+    whole: Mapping[str, Weight], names: Iterable[str], config: DrafterConfig, layout: Layout, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """This rank's parts of tensors, by our names, quantised ones decoded."""
+    return dequantized({name: layout.shard(name, whole[name], config) for name in names}, dtype)
+
+
+def load(
+    whole: Mapping[str, Weight],
+    config: DrafterConfig,
+    layout: Layout,
+    reduce: Reduce | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Drafter:
+    """The core's drafter with this rank's part of every product.
+
+    Args:
+        whole: every tensor by our name.
+        reduce: adds the ranks' partial results; None = one rank.
+    """
+    with torch.device("meta"):
+        drafter = Drafter(config)
+    for name, tensor in rank_weights(whole, whole, config, layout, dtype).items():
+        module, _, leaf = name.rpartition(".")
+        part = nn.Parameter(tensor.contiguous().to(device), requires_grad=False)
+        setattr(drafter.get_submodule(module), leaf, part)
+    drafter.rotary.to(device)
+    if reduce is not None:
+        for layer in drafter.layers:
+            for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                product.register_forward_hook(lambda _, given, partial: reduce(partial))
+    return drafter.eval()
 
 
 def mask_arguments(kind: AttentionKind) -> tuple[bool, tuple[int, int]]:
@@ -127,13 +199,13 @@ class PlugInDrafter(nn.Module):
         self.lm_head: Any = None
         self.logits_processor: Any = None
         self.drafter: Drafter | None = None
-        self._context: Product | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        config = self.__dict__.get("config")
-        if name == "logits_processor" and value is not None and _adjusts(config):
-            value = AdjustedLogits(value, lambda logits: self._loaded().adjust_logits(logits))
-        super().__setattr__(name, value)
+        if name == "logits_processor" and value is not None:
+            # The target's own, followed by the drafter's multiplier and soft-cap.
+            super().__setattr__(name, lambda *args, **kwargs: self._loaded().adjust_logits(value(*args, **kwargs)))
+        else:
+            super().__setattr__(name, value)
 
     def load_weights(self, weights: Mapping[str, Tensor], weight_mapper: Any = None, **kwargs: Any) -> None:
         """Takes this rank's part of every tensor; none may be missing, extra or misshapen.
@@ -142,8 +214,7 @@ class PlugInDrafter(nn.Module):
             UserError: all that does not fit.
         """
         whole = assemble(dict(weights.items()), self.config, self.format)
-        drafter, self._context = load(whole, self.config, self.layout, self.reduce, self.dtype, self.device)
-        self._k_norms = torch.stack([layer.self_attn.k_norm.weight for layer in drafter.layers])[:, None]
+        drafter = load(whole, self.config, self.layout, self.reduce, self.dtype, self.device)
         self.drafter, self.fc, self.hidden_norm = drafter, drafter.fc, drafter.hidden_norm
 
     def load_weights_from_target_model(self, target_model: Any) -> None:
@@ -157,7 +228,7 @@ class PlugInDrafter(nn.Module):
         return self.drafter
 
     def _build_fused_kv_buffers(self) -> None:
-        """Publishes the sizes of the arena, as the worker expects after this call; the product was made on load."""
+        """Publishes the sizes of the arena, as the worker expects after this call."""
         self._loaded()
         self._num_attn_layers = self.config.num_layers
         self._num_heads = self.config.num_attention_heads // self.layout.size
@@ -175,15 +246,8 @@ class PlugInDrafter(nn.Module):
         return self._loaded().project_context(hidden_states.to(self.dtype))
 
     def precompute_context_kv(self, projected_hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Context rows [N, H] -> rotated keys and values [N, layers, kv_heads, head_dim], by one product."""
-        assert self._context is not None
-        config, rows = self.config, len(projected_hidden)
-        shape = (rows, config.num_layers, 2, self.layout.kv_heads(config), config.head_dim)
-        k, v = self._context(projected_hidden.to(self.dtype)).view(shape).unbind(dim=2)
-        # In fp32 with one rounding at the end, as F.rms_norm does it with a weight; each layer has its own.
-        k = (F.rms_norm(k.float(), (config.head_dim,), eps=config.rms_norm_eps) * self._k_norms.float()).to(self.dtype)
-        cos, sin = self._loaded().rotary(positions.reshape(-1))
-        return rotate(k, cos[:, None], sin[:, None]), v.contiguous()
+        """Context rows [N, H] -> rotated keys and values [N, layers, kv_heads, head_dim]."""
+        return self._loaded().context_kv(projected_hidden.to(self.dtype), positions.reshape(-1))
 
     def dflash_forward(
         self,
@@ -206,10 +270,6 @@ class PlugInDrafter(nn.Module):
         rows = noise.reshape(-1, noise.shape[-1]) * self.config.embedding_scale
         out: Tensor = drafter(rows, query_positions.reshape(-1), attend)
         return out
-
-
-def _adjusts(config: DrafterConfig | None) -> bool:
-    return config is not None and (config.output_multiplier != 1.0 or config.final_logit_softcap is not None)
 
 
 def build(model_config: Any, draft_config: Any) -> PlugInDrafter:
@@ -257,7 +317,8 @@ class DequantisedContext:
         """
         config, stored = self.drafter_config, dict(weights.items())
         whole = assemble(stored, config, self.quantization.format if self.quantization else None)
-        rows = rank_weights(whole, context_names(config), config, self.layout, self.context_dtype)
+        products = (f"layers.{i}.self_attn.{name}.weight" for i in range(config.num_layers) for name in KEYS_AND_VALUES)
+        rows = rank_weights(whole, products, config, self.layout, self.context_dtype)
         self.context_rows = torch.cat(list(rows.values())).to("cuda" if torch.cuda.is_available() else "cpu")
         self._fused_kv_weight = None
         super().load_weights(weights, weight_mapper=weight_mapper, **kwargs)  # type: ignore[misc]
