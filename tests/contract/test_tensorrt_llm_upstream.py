@@ -74,21 +74,6 @@ def _called(node: ast.Call) -> str:
     return node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
 
 
-SAMPLE = """
-class Worker(Base):
-    def forward(self, draft_model):
-        draft_model._runtime_position_ceiling = 1
-        if hasattr(draft_model, "fc") and getattr(self.draft_model, "_kv_factor", 2):
-            return self.draft_model.dflash_forward(noise_embedding=1, ctx_rows_start=2)
-        return draft_model.model.embed_tokens
-"""
-
-
-def test_the_contract_sees_getattr_keywords_and_attributes_of_self() -> None:
-    assert asked_of(SAMPLE) == {"fc", "_kv_factor", "dflash_forward", "model"}
-    assert keywords_of(SAMPLE, "dflash_forward") == {"noise_embedding", "ctx_rows_start"}
-
-
 def test_our_own_stand_in_asks_for_nothing_beyond_the_contract() -> None:
     source = inspect.getsource(Worker).replace("self.model", "draft_model")
     assert asked_of(source) <= ASKED_OF_A_DRAFT_MODEL | OPTIONAL

@@ -201,11 +201,11 @@ class PlugInDrafter(nn.Module):
         self.drafter: Drafter | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "logits_processor" and value is not None:
-            # The target's own, followed by the drafter's multiplier and soft-cap.
-            super().__setattr__(name, lambda *args, **kwargs: self._loaded().adjust_logits(value(*args, **kwargs)))
-        else:
-            super().__setattr__(name, value)
+        super().__setattr__(name, self._adjusted(value) if name == "logits_processor" and value is not None else value)
+
+    def _adjusted(self, processor: Callable[..., Tensor]) -> Any:
+        # The target's logits processor, followed by the drafter's multiplier and soft-cap.
+        return lambda *args, **kwargs: self._loaded().adjust_logits(processor(*args, **kwargs))
 
     def load_weights(self, weights: Mapping[str, Tensor], weight_mapper: Any = None, **kwargs: Any) -> None:
         """Takes this rank's part of every tensor; none may be missing, extra or misshapen.
