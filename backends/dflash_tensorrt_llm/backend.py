@@ -312,30 +312,30 @@ def _implementation(plan: TensorRTLLMPlan) -> Choice:
 
 
 def _max_batch_size(plan: TensorRTLLMPlan) -> Choice:
-    batch = plan.max_batch_size
-    if batch is None:
+    value = "TensorRT-LLM's default, 2048" if plan.max_batch_size is None else f"{plan.max_batch_size}"
+    if plan.drafter is None:
         why = "its memory decides how many run at once"
-        return Choice("limits.max_batch_size", "TensorRT-LLM's default, 2048", why)
-    if plan.context_in_pool:
-        return Choice("limits.max_batch_size", f"{batch}", "the drafter's context lies in the K/V pool with all else")
-    arena = plan.arena_bytes(batch, plan.max_model_len) / GIB
-    why = f"the drafter's context of so many takes {arena:.1f} GiB a device, beside the K/V pool"
-    return Choice("limits.max_batch_size", f"{batch}", why)
+    elif plan.context_in_pool:
+        why = "the drafter's context lies in the K/V pool with all else"
+    else:
+        arena = plan.arena_bytes(plan.max_batch_size or 1, plan.max_model_len) / GIB
+        why = f"the drafter's context of so many takes {arena:.1f} GiB a device, beside the K/V pool"
+    return Choice("limits.max_batch_size", value, why)
 
 
 def _width_notes(plan: TensorRTLLMPlan) -> Iterator[str]:
-    if plan.draft_lengths():
+    if plan.users_schedule:
+        starving = starving_from(plan.users_schedule, plan.max_batch_size or 1)
+        if starving is not None:
+            yield (
+                f"from {starving} requests on nothing is drafted, and the drafter misses the features of tokens that "
+                "are decoded then: it accepts little until those requests end (TensorRT-LLM #16888)"
+            )
+    elif plan.draft_lengths():
         yield (
             "the width follows how many requests run, and nothing else; it never falls below 2 slots, because a step "
             "without a draft would leave the drafter without its features (TensorRT-LLM #16888)"
         )
-    elif plan.users_schedule:
-        starving = starving_from(plan.users_schedule, plan.max_batch_size or 1)
-        if starving is not None:
-            yield (
-                f"from {starving} requests on nothing is drafted, and the drafter misses the features of what is "
-                "decoded then: it accepts little until those requests end (TensorRT-LLM #16888)"
-            )
     elif plan.deployment.speculation.width == "auto":
         yield (
             f"TensorRT-LLM verifies all {plan.block_size} slots in every step, whatever that costs: at high load it "

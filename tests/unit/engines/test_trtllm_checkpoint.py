@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from dflash_engines.cli import find_sources
+from dflash_engines.recipe import Recipe
 from dflash_engines.trtllm_checkpoint import build_command, rank_config, reassemble, refuse
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
@@ -161,6 +163,10 @@ def test_rope_in_the_form_of_transformers_4_is_the_same() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else value.model_type,
 )
-def test_what_would_not_build_or_answer_garbage_is_refused_by_name(config: Any, said: str) -> None:
+def test_a_target_whose_engine_would_not_build_or_answer_garbage_is_refused_before_any_step(
+    config: Any, said: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    fields = {"deployment": {"target": {"model": str(tmp_path)}, "drafter": {"model": "smollm2"}}}
     with pytest.raises(UserError, match=said):
-        refuse(config)
+        find_sources(Recipe.model_validate({**fields, "build": {"checkpoints": {}}}))

@@ -123,3 +123,14 @@ def test_where_no_number_is_given_the_drafters_context_decides() -> None:
     assert "GiB" in chosen["limits.max_batch_size"].why
     off = Deployment.model_validate({**fields, "speculation": {"width": "off"}})
     assert "max_batch_size" not in configuration(off), "without a drafter, upstream's own"
+
+
+@pytest.mark.parametrize("gpu", ["h200", "b200"])
+def test_another_method_of_speculation_is_shown_without_a_drafters_context(gpu: str, deployment: Deployment) -> None:
+    """On a GPU on which a drafter's context would have an arena, and on one on which it would not."""
+    fields = deployment.model_dump(exclude_unset=True, exclude={"drafter"})
+    mtp = {"tensorrt-llm": {"speculative_config": {"decoding_type": "MTP", "max_draft_len": 1}}}
+    alone = Deployment.model_validate({**fields, "hardware": {"gpu": gpu}, "engine_args": mtp})
+    chosen = {choice.key: choice for choice in backend().preview(alone, PREPARED).choices}
+    assert chosen["limits.max_batch_size"].value == "256"
+    assert "drafter" not in chosen["limits.max_batch_size"].why
