@@ -15,8 +15,7 @@ drafter for Qwen3-8B on one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -173,6 +172,8 @@ class PlugInDrafter(nn.Module):
         device: where it runs.
     """
 
+    drafter: Drafter  # from `load_weights` on
+
     def __init__(
         self,
         config: DrafterConfig,
@@ -198,14 +199,13 @@ class PlugInDrafter(nn.Module):
         self.draft_model_full.model = self.model = nn.Module()
         self.lm_head: Any = None
         self.logits_processor: Any = None
-        self.drafter: Drafter | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, self._adjusted(value) if name == "logits_processor" and value is not None else value)
 
     def _adjusted(self, processor: Callable[..., Tensor]) -> Any:
         # The target's logits processor, followed by the drafter's multiplier and soft-cap.
-        return lambda *args, **kwargs: self._loaded().adjust_logits(processor(*args, **kwargs))
+        return lambda *args, **kwargs: self.drafter.adjust_logits(processor(*args, **kwargs))
 
     def load_weights(self, weights: Mapping[str, Tensor], weight_mapper: Any = None, **kwargs: Any) -> None:
         """Takes this rank's part of every tensor; none may be missing, extra or misshapen.
@@ -222,14 +222,8 @@ class PlugInDrafter(nn.Module):
         self.draft_model_full.model.embed_tokens = target_model.model.embed_tokens
         self.draft_model_full.lm_head = self.lm_head = target_model.lm_head
 
-    def _loaded(self) -> Drafter:
-        if self.drafter is None:
-            raise RuntimeError("load_weights comes first")
-        return self.drafter
-
     def _build_fused_kv_buffers(self) -> None:
         """Publishes the sizes of the arena, as the worker expects after this call."""
-        self._loaded()
         self._num_attn_layers = self.config.num_layers
         self._num_heads = self.config.num_attention_heads // self.layout.size
         self._num_kv_heads = self.layout.kv_heads(self.config)
@@ -243,11 +237,11 @@ class PlugInDrafter(nn.Module):
 
     def project_target_hidden(self, hidden_states: Tensor) -> Tensor:
         """Captured features [N, F*H], layers ascending -> [N, H]."""
-        return self._loaded().project_context(hidden_states.to(self.dtype))
+        return self.drafter.project_context(hidden_states.to(self.dtype))
 
     def precompute_context_kv(self, projected_hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Context rows [N, H] -> rotated keys and values [N, layers, kv_heads, head_dim]."""
-        return self._loaded().context_kv(projected_hidden.to(self.dtype), positions.reshape(-1))
+        return self.drafter.context_kv(projected_hidden.to(self.dtype), positions.reshape(-1))
 
     def dflash_forward(
         self,
@@ -261,7 +255,7 @@ class PlugInDrafter(nn.Module):
         ctx_page_table: Tensor | None = None,
     ) -> Tensor:
         """Blocks [requests, B, H] -> hidden states of their slots [requests * B, H]; see `Drafter.forward`."""
-        drafter = self._loaded()
+        drafter = self.drafter
         noise = noise_embedding.to(self.dtype)
         if drafter.mask_embedding is not None:
             noise = torch.cat([noise[:, :1], drafter.mask_embedding.to(noise).expand_as(noise[:, 1:])], dim=1)
@@ -341,22 +335,17 @@ def build_dequantised(model_config: Any, draft_config: Any) -> Any:
     layout = layout_of(model_config.mapping)
     layout.check(config)
     made: type = type("DequantisedDFlash", (DequantisedContext, base), {"__module__": __name__})
-    with _by_model_type(draft_config.pretrained_config):
-        drafter = made(draft_config, dflash_attention_backend=speculative.attention_backend)
-    drafter.drafter_config, drafter.quantization, drafter.layout = config, quantization, layout
-    drafter.context_dtype = dtype_of(draft_config.pretrained_config)
-    return drafter
-
-
-@contextmanager
-def _by_model_type(pretrained: Any) -> Iterator[None]:
-    """Names the architecture that upstream falls back to; under its own name it would find `Unwanted`."""
+    pretrained = draft_config.pretrained_config
     original = pretrained.architectures
+    # The architecture that upstream falls back to; under its own name it would find `Unwanted`.
     pretrained.architectures = ["".join(word.capitalize() for word in pretrained.model_type.split("_")) + "ForCausalLM"]
     try:
-        yield
+        drafter = made(draft_config, dflash_attention_backend=speculative.attention_backend)
     finally:
         pretrained.architectures = original
+    drafter.drafter_config, drafter.quantization, drafter.layout = config, quantization, layout
+    drafter.context_dtype = dtype_of(pretrained)
+    return drafter
 
 
 def read_draft_folder(folder: str | Path) -> tuple[DrafterConfig, Quantization | None]:
