@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -12,40 +13,40 @@ from pydantic import ValidationError
 
 from dflash_serve.backend import Command
 from dflash_serve.checkpoint.config import DrafterConfig, Heads
-from dflash_serve.checkpoint.reader import DIALECTS
+from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, SINGLE
+from dflash_serve.checkpoint.reader import DIALECTS, HINT, Checkpoint, read_tensors
+from dflash_serve.common.files import whole_folder
 from dflash_serve.common.settings import describe
 from dflash_serve.cost_table import COST_TABLE
 from dflash_serve.deployment import GIB, Deployment
-from dflash_serve.errors import Problem, UserError
+from dflash_serve.errors import Problem, UserError, raise_problems
 from dflash_serve.server_adapter import DRAFT, Choice, DraftForm, PreparedFile, ServerAdapter
 
-from .checks import head_problems, problems
-from .draft_folder import write_draft_folder
+from .checks import problems, unserved_heads
 from .engine_arguments import HARMONY, config_fields, merged, named_parsers, own_arguments, serving_options
 from .facts import FACTS
-from .launch_plan import ROWS, TensorRTLLMPlan, read_plan, starving_from
+from .launch_plan import ROWS, TensorRTLLMPlan, has_two_sided_windows, starving_from
 from .plugin import BUILT
-from .releases import DFLASH, NEWEST, TRTLLM_ATTENTION, Release, installed_release
-from .upstream import LlmArgs, llm_args
+from .upstream import NEUTRAL, NEWEST, OLDEST, TRTLLM_ATTENTION, LlmArgs, Release, installed_release
 
+CONFIG, PLUG_IN = "config.yaml", "dflash_serve_drafter"
+"""Names of the configuration and of the package that registers our drafter, below the prepared folder."""
+REGISTERING = '''"""Written by `dflash-serve`: registers its drafter with TensorRT-LLM wherever this is imported."""
 
-def launcher(plan: TensorRTLLMPlan) -> list[str]:
-    """Words that start one process a device on several nodes (Slurm with PMIx, upstream's deployment guides)."""
-    nodes, count = plan.deployment.parallel.nodes, plan.deployment.hardware.count
-    if nodes == 1:
-        return []
-    tasks = [f"--nodes={nodes}", f"--ntasks={count}", f"--ntasks-per-node={count // nodes}"]
-    return ["srun", "--mpi=pmix", *tasks, "trtllm-llmapi-launch"]
+from dflash_tensorrt_llm.plugin import register
+
+TargetModel = register({architecture!r}, __name__, {implementation!r})
+'''
 
 
 def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
-    """The configuration, as far as it differs from upstream's defaults, with the user's own keys.
+    """config.yaml, as far as it differs from upstream's defaults, with the user's own keys.
 
     Args:
         drafter: the folder that it loads.
 
     Raises:
-        UserError: the release would refuse it.
+        UserError: TensorRT-LLM would refuse it.
     """
     batch, target = plan.max_batch_size, plan.deployment.target
     limit = {} if batch is None else {"max_batch_size": batch}
@@ -68,7 +69,7 @@ def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
     mirrored = LlmArgs.model_fields.keys() - ({"speculative_config"} if plan.drafts_itself else set())
     ours = {name: value for name, value in fields.items() if name in mirrored}
     try:
-        known = llm_args(ours, plan.release).yaml_fields()
+        known = LlmArgs.model_validate(ours).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise UserError(describe(error), where=f"configuration for TensorRT-LLM {plan.release}") from None
     return {**known, **{name: value for name, value in fields.items() if name not in known}}
@@ -91,13 +92,12 @@ def _kv_cache(plan: TensorRTLLMPlan) -> dict[str, object]:
     """The target's K/V pool; blocks are reused only where no drafter needs the features of every prompt token."""
     kv_cache = plan.deployment.kv_cache
     speculates = plan.drafter is not None or plan.drafts_itself
-    reuses = not speculates if kv_cache.block_reuse is None else kv_cache.block_reuse
-    fields: dict[str, object] = {"enable_block_reuse": reuses}
+    fields: dict[str, object] = {
+        "enable_block_reuse": not speculates if kv_cache.block_reuse is None else kv_cache.block_reuse
+    }
     if kv_cache.dtype in ("fp8", "nvfp4"):  # any other is the target's own type, `auto` to upstream
         fields["dtype"] = kv_cache.dtype
-    fraction = kv_cache.memory_fraction
-    if fraction is None and plan.drafter is not None and plan.gpu is not None:
-        fraction = plan.pool_fraction(plan.gpu)
+    fraction = plan.pool_fraction if kv_cache.memory_fraction is None else kv_cache.memory_fraction
     return fields if fraction is None else {**fields, "free_gpu_memory_fraction": fraction}
 
 
@@ -114,19 +114,29 @@ def _speculative(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
         **({} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}),
         "target_layer_ids": list(config.target_layer_ids),
         # Older releases do not know the key, and have what is its default since.
-        **({"attention_backend": plan.attention_backend} if plan.release.has(TRTLLM_ATTENTION) else {}),
+        **({"attention_backend": plan.attention_backend} if plan.release >= TRTLLM_ATTENTION else {}),
         **({"context_recompute_tail": plan.recompute_tail} if plan.deployment.kv_cache.block_reuse else {}),
     }
 
 
-CONFIG, PLUG_IN = "config.yaml", "dflash_serve_drafter"
-"""Names of the configuration and of the package that registers our drafter, below the prepared folder."""
-REGISTERING = '''"""Written by `dflash-serve`: registers its drafter with TensorRT-LLM wherever this is imported."""
-
-from dflash_tensorrt_llm.plugin import register
-
-TargetModel = register({architecture!r}, __name__, {implementation!r})
-'''
+def draft_config(plan: TensorRTLLMPlan, checkpoint: Checkpoint) -> dict[str, object]:
+    """The draft folder's config.json: z-lab's dialect, with windows and quantisation in TensorRT-LLM's own words."""
+    config = plan.drafter
+    assert config is not None
+    if plan.beyond_upstream:  # our drafter reads `NEUTRAL`, for z-lab's dialect cannot mix windows of both kinds
+        layers = tuple(kind.model_copy(update={"causal": kind.window is not None}) for kind in config.layers)
+        config = config.model_copy(update={"layers": layers})
+    fields = DIALECTS["zlab"].write(config, None)
+    if has_two_sided_windows(config):  # 1.4 calls them `use_swa`, and wants no `sliding_window`
+        dflash, windows = fields["dflash_config"], [kind.window for kind in config.layers if kind.window is not None]
+        assert isinstance(dflash, dict)
+        fields["dflash_config"] = {**dflash, "use_swa": True, "swa_window_size": windows[0]}
+        fields["use_sliding_window"] = False
+    if checkpoint.quantization is not None:
+        original = json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8"))
+        fields |= {IN_CONFIG: original[IN_CONFIG]} if IN_CONFIG in original else {}
+    dtype = "float32" if {header.dtype for header in checkpoint.headers.values()} == {"F32"} else "bfloat16"
+    return {**fields, "dtype": dtype, "torch_dtype": dtype}
 
 
 class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
@@ -138,89 +148,113 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
 
     name = "tensorrt-llm"
     facts = FACTS
-    releases = f"{DFLASH.since} to {NEWEST}"
+    releases = f"{OLDEST} to {NEWEST}"
     drafting_arguments = ("speculative_config",)
     plan = TensorRTLLMPlan
 
     def __init__(self, release: Release | None = None) -> None:
         self._release = release
 
-    @property
-    def release(self) -> Release:
-        """The release it writes for."""
-        return self._release or installed_release()
-
     def head_problems(self, heads: Heads) -> list[Problem]:
         """Reasons why the engine does not serve such a drafter."""
-        return list(head_problems(heads))
+        return list(unserved_heads(heads))
 
     def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
         """Arguments that keys of the deployment stand for, with those keys."""
         return own_arguments(drafter=drafter)
 
     def resolve(self, deployment: Deployment) -> TensorRTLLMPlan:
-        """The plan of a deployment, from config.json files alone."""
-        return read_plan(self, deployment, self.release)
+        """The plan of a deployment; the drafter's feature layers ascend, which is how TensorRT-LLM captures them.
+
+        Raises:
+            UserError: the target or drafter cannot be found or read at all.
+        """
+        plan = replace(super().resolve(deployment), release=self._release or installed_release())
+        if plan.drafter is None:
+            return plan
+        ascending = {"target_layer_ids": tuple(sorted(plan.drafter.target_layer_ids))}
+        return replace(plan, drafter=plan.drafter.model_copy(update=ascending))
 
     def problems(self, plan: TensorRTLLMPlan) -> list[Problem]:
         """Problems of a plan, in the order in which a user would fix them."""
         return problems(plan)
 
     def draft_form(self, drafter: DrafterConfig, target: str) -> DraftForm:
-        """z-lab's dialect; the weights are linked."""
+        """z-lab's dialect."""
         return DraftForm("zlab", "z-lab's dialect")
 
     def own_files(self, plan: TensorRTLLMPlan, folder: Path) -> Iterator[PreparedFile]:
         """config.yaml and, where the built-in drafter would not do, the package that registers ours.
 
         Raises:
-            UserError: the release would refuse config.yaml.
+            UserError: TensorRT-LLM would refuse config.yaml.
         """
-        yield PreparedFile(CONFIG, "what `trtllm-serve --config` reads", self.yaml(plan, folder))
+        text = yaml.safe_dump(configuration(plan, folder / DRAFT), sort_keys=False)
+        yield PreparedFile(CONFIG, "what `trtllm-serve --config` reads", text)
         if plan.needs_plug_in:
-            architecture, implementation = plan.target.architecture, plan.implementation
-            text = REGISTERING.format(architecture=architecture, implementation=implementation)
+            text = REGISTERING.format(architecture=plan.target.architecture, implementation=plan.implementation)
             yield PreparedFile(f"{PLUG_IN}/__init__.py", "registers our drafter with TensorRT-LLM", text)
 
     def draft_files(self, plan: TensorRTLLMPlan) -> Iterator[PreparedFile]:
-        """Files of the drafter, as a dry run shows them."""
-        if plan.drafter is None or any(head_problems(plan.drafter)):
+        """Files of the drafter."""
+        checkpoint = plan.checkpoint
+        if plan.drafter is None or checkpoint is None or any(unserved_heads(plan.drafter)):
             return
-        text = json.dumps(DIALECTS["zlab"].write(plan.drafter, None), indent=2, sort_keys=True) + "\n"
+        text = json.dumps(draft_config(plan, checkpoint), indent=2, sort_keys=True) + "\n"
         yield PreparedFile(f"{DRAFT}/config.json", "the drafter's description in z-lab's dialect", text)
-        ours = plan.drafter.model_dump_json(indent=2)
-        yield PreparedFile(f"{DRAFT}/dflash_serve.json", "the same for our plug-in", ours)
-        told = "the drafter's weights, linked, or renamed to z-lab's names"
-        yield PreparedFile(f"{DRAFT}/model.safetensors", told)
+        text = plan.drafter.model_dump_json(indent=2) + "\n"
+        yield PreparedFile(f"{DRAFT}/{NEUTRAL}", "the same for our plug-in", text)
+        if (checkpoint.folder / QUANT_CONFIG).is_file():
+            text = (checkpoint.folder / QUANT_CONFIG).read_text(encoding="utf-8")
+            yield PreparedFile(f"{DRAFT}/{QUANT_CONFIG}", "its quantisation", text)
+        yield PreparedFile(f"{DRAFT}/{SINGLE}", f"the drafter's {len(checkpoint.headers)} tensors")
 
     def write_draft(self, plan: TensorRTLLMPlan, folder: Path) -> None:
-        """Writes the drafter, whole or not at all."""
-        assert plan.deployment.drafter is not None
-        assert plan.drafter is not None
-        write_draft_folder(plan.deployment.drafter, plan.drafter, folder, of_upstream=not plan.beyond_upstream)
-
-    def launch(self, plan: TensorRTLLMPlan, folder: Path, host: str, port: int) -> Command:
-        """`trtllm-serve` on one node; under `srun` and `trtllm-llmapi-launch`, one task a device, on several."""
-        serve = ["trtllm-serve", plan.deployment.target.model, "--host", host, "--port", str(port)]
-        serve += ["--config", str(folder / CONFIG), *serving_options(plan)]
-        env = {}
-        if plan.needs_plug_in:
-            serve += ["--custom_module_dirs", str(folder / PLUG_IN)]
-            # The option imports it in this process; the workers import it by name and need to find it.
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-        return Command((*launcher(plan), *serve), env)
-
-    def yaml(self, plan: TensorRTLLMPlan, folder: Path) -> str:
-        """The text of config.yaml.
+        """Writes the drafter as it is stored, whole or not at all; the columns of `fc` follow the order of its layers.
 
         Raises:
-            UserError: the release would refuse it.
+            UserError: a tensor is not finite, or the folder is not ours to replace.
         """
-        return yaml.safe_dump(configuration(plan, folder / DRAFT), sort_keys=False)
+        from safetensors.torch import save_file
+        from torch import cat
+
+        checkpoint, found = plan.checkpoint, list[Problem]()
+        assert checkpoint is not None
+        assert checkpoint.config is not None
+        if folder.exists() and not (folder / NEUTRAL).is_file():
+            raise UserError("is there already, and not written by us", where=str(folder), do="give another folder")
+        ids = checkpoint.config.target_layer_ids
+        order = sorted(range(len(ids)), key=lambda place: ids[place])
+        tensors = {name: tensor.clone() for name, tensor in read_tensors(checkpoint, found)}
+        raise_problems(found, hint=HINT)
+        for name in ("fc.weight", "fc.weight_scale"):
+            if name in tensors and tensors[name].dim() == 2:
+                parts = tensors[name].chunk(len(order), dim=1)
+                tensors[name] = cat([parts[place] for place in order], dim=1)
+        with whole_folder(folder) as scratch:
+            for file in self.draft_files(plan):
+                if file.text is not None:
+                    (scratch / Path(file.name).name).write_text(file.text, encoding="utf-8")
+            save_file(tensors, scratch / SINGLE, metadata={"format": "pt"})
+
+    def launch(self, plan: TensorRTLLMPlan, folder: Path, host: str, port: int) -> Command:
+        """`trtllm-serve` on one node; on several, one task a device (Slurm with PMIx, upstream's deployment guides)."""
+        words, nodes, count = list[str](), plan.deployment.parallel.nodes, plan.deployment.hardware.count
+        if nodes > 1:
+            words += ["srun", "--mpi=pmix", f"--nodes={nodes}", f"--ntasks={count}"]
+            words += [f"--ntasks-per-node={count // nodes}", "trtllm-llmapi-launch"]
+        words += ["trtllm-serve", plan.deployment.target.model, "--host", host, "--port", str(port)]
+        words += ["--config", str(folder / CONFIG), *serving_options(plan)]
+        env = {}
+        if plan.needs_plug_in:
+            words += ["--custom_module_dirs", str(folder / PLUG_IN)]
+            # The option imports it in this process; the workers import it by name and need to find it.
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        return Command(tuple(words), env)
 
     def choices(self, plan: TensorRTLLMPlan) -> Iterator[Choice]:
         """Settings that the deployment leaves open."""
-        limits, deployment = plan.deployment.limits, plan.deployment
+        deployment, limits = plan.deployment, plan.deployment.limits
         if limits.max_batch_size is None:
             yield _max_batch_size(plan)
         if limits.max_model_len is None:
@@ -238,10 +272,10 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
                 yield Choice("speculation.width", f"auto ({widths})", f"what pays by {COST_TABLE}")
             yield _implementation(plan)
             yield Choice("attention of the drafter", plan.attention_backend, "what runs it on this GPU and release")
-            if deployment.kv_cache.memory_fraction is None and plan.gpu is not None:
+            if deployment.kv_cache.memory_fraction is None and plan.pool_fraction is not None:
                 beside = "" if plan.context_in_pool else ", and the drafter's context"
                 why = f"what weights and activations leave{beside}"
-                yield Choice("kv_cache.memory_fraction", f"{plan.pool_fraction(plan.gpu)}", why)
+                yield Choice("kv_cache.memory_fraction", f"{plan.pool_fraction}", why)
             if deployment.kv_cache.block_reuse is None:
                 why = "a reused prompt would leave the drafter without its features"
                 yield Choice("kv_cache.block_reuse", "false", why)
@@ -278,30 +312,30 @@ def _implementation(plan: TensorRTLLMPlan) -> Choice:
 
 
 def _max_batch_size(plan: TensorRTLLMPlan) -> Choice:
-    batch = plan.max_batch_size
-    if batch is None:
+    value = "TensorRT-LLM's default, 2048" if plan.max_batch_size is None else f"{plan.max_batch_size}"
+    if plan.drafter is None:
         why = "its memory decides how many run at once"
-        return Choice("limits.max_batch_size", "TensorRT-LLM's default, 2048", why)
-    if plan.context_in_pool:
-        return Choice("limits.max_batch_size", f"{batch}", "the drafter's context lies in the K/V pool with all else")
-    arena = plan.arena_bytes(batch, plan.max_model_len) / GIB
-    why = f"the drafter's context of so many takes {arena:.1f} GiB a device, beside the K/V pool"
-    return Choice("limits.max_batch_size", f"{batch}", why)
+    elif plan.context_in_pool:
+        why = "the drafter's context lies in the K/V pool with all else"
+    else:
+        arena = plan.arena_bytes(plan.max_batch_size or 1, plan.max_model_len) / GIB
+        why = f"the drafter's context of so many takes {arena:.1f} GiB a device, beside the K/V pool"
+    return Choice("limits.max_batch_size", value, why)
 
 
 def _width_notes(plan: TensorRTLLMPlan) -> Iterator[str]:
-    if plan.draft_lengths():
+    if plan.users_schedule:
+        starving = starving_from(plan.users_schedule, plan.max_batch_size or 1)
+        if starving is not None:
+            yield (
+                f"from {starving} requests on nothing is drafted, and the drafter misses the features of tokens that "
+                "are decoded then: it accepts little until those requests end (TensorRT-LLM #16888)"
+            )
+    elif plan.draft_lengths():
         yield (
             "the width follows how many requests run, and nothing else; it never falls below 2 slots, because a step "
             "without a draft would leave the drafter without its features (TensorRT-LLM #16888)"
         )
-    elif plan.users_schedule:
-        starving = starving_from(plan.users_schedule, plan.max_batch_size or 1)
-        if starving is not None:
-            yield (
-                f"from {starving} requests on nothing is drafted, and the drafter misses the features of what is "
-                "decoded then: it accepts little until those requests end (TensorRT-LLM #16888)"
-            )
     elif plan.deployment.speculation.width == "auto":
         yield (
             f"TensorRT-LLM verifies all {plan.block_size} slots in every step, whatever that costs: at high load it "

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dflash_serve.checkpoint.config import DrafterConfig, Heads
+from dflash_serve.checkpoint.config import Heads
 from dflash_serve.deployment import GIB, PER_NODE
-from dflash_serve.deployment_checks import block_problems, check_pairing, device_problems, length_problems
+from dflash_serve.deployment_checks import (
+    block_problems,
+    check_pairing,
+    device_problems,
+    head_problems,
+    length_problems,
+)
 from dflash_serve.errors import Problem, UserError
+from dflash_serve.server_adapter import memory_problems
 
 from .engine_arguments import argument_problems, serving_problems
-from .launch_plan import ACTIVATIONS, OVERHEAD, PAGE, TensorRTLLMPlan
-from .releases import DFLASH, DRAFT_LEN_SCHEDULE, DRAFTER_FROM_OUTSIDE, NEWEST, RECOMPUTE_TAIL
-from .upstream import why_no_drafter
+from .launch_plan import PAGE, TensorRTLLMPlan
+from .upstream import FROM_1_4, NEWEST, OLDEST, WITHOUT_DRAFTER
 
 Check = Callable[[TensorRTLLMPlan], Iterator[Problem]]
 LEAST_POOL = 0.15  # share of the memory after the weights that must stay for the target's K/V, or batches would not fit
 
 
 def problems(plan: TensorRTLLMPlan) -> list[Problem]:
-    """Every problem, in the order in which a user would fix them."""
-    checks: list[Check] = [_release, _devices, _queue, serving_problems, argument_problems]
-    checks += [_target_layout, _target_precision, _role]
+    """Problems of a plan: the drafter's own first, because the others may follow from them."""
+    found = list(plan.checkpoint.problems) if plan.checkpoint else []
+    checks: list[Check] = [_devices, _queue, serving_problems, argument_problems, _target_layout, _target_precision]
     if plan.drafter is not None:
-        checks += [_width, _drafter_fits, _implementation, _drafter_layout, _block_reuse]
-    return [problem for check in [*checks, _lengths, _rows, _memory] for problem in check(plan)]
+        checks = [_release, *checks, _role, _width, _drafter_fits, _implementation, _blocks_of_16, _block_reuse]
+    return found + [problem for check in [*checks, _lengths, _rows, _memory] for problem in check(plan)]
 
 
 def _release(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    if plan.drafter is not None and not plan.release.has(DFLASH):
-        what = f"TensorRT-LLM {plan.release} has no DFlash; it came with {DFLASH.since}"
-        yield Problem(what, "TensorRT-LLM", f"install {DFLASH.since} or later")
+    if plan.release < OLDEST:
+        what = f"TensorRT-LLM {plan.release} is not supported with a drafter, {OLDEST} to {NEWEST} are"
+        yield Problem(what, "TensorRT-LLM", f"install {OLDEST} or later")
 
 
 def _devices(plan: TensorRTLLMPlan) -> Iterator[Problem]:
@@ -69,16 +75,12 @@ def _queue(plan: TensorRTLLMPlan) -> Iterator[Problem]:
 def _width(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     """A width that follows cost and was asked for explicitly; where it is the default, a note says it."""
     speculation = plan.deployment.speculation
-    if plan.users_schedule is not None and not plan.release.has(DRAFT_LEN_SCHEDULE):
-        what = f"TensorRT-LLM {plan.release} ignores draft_len_schedule with DFlash"
-        where = "engine_args.tensorrt-llm.speculative_config"
-        yield Problem(what, where, f"install {DRAFT_LEN_SCHEDULE.since} or later, or leave it out")
     if speculation.width != "auto" or plan.users_schedule is not None:
         return
     try:
         follows = plan.draft_lengths() is not None
     except UserError as error:
-        follows = True  # a table that cannot be read is another problem
+        follows = True  # the table cannot be read, which is another problem
         yield Problem(error.what, error.where, error.do)
     if not follows and "width" in speculation.model_fields_set:
         what = f"TensorRT-LLM would verify all {plan.block_size} slots in every step"
@@ -99,9 +101,11 @@ def _target_layout(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         yield Problem(what, "parallel.expert", f"use a divisor of {target.experts}")
     if parallel.attention_data and parallel.tensor == 1:
         yield Problem("attention data parallelism on one device", "parallel.attention_data", "set it to false")
-    if not parallel.attention_data and target.attention_heads % parallel.tensor:
-        what = f"{target.attention_heads} attention heads do not split over {parallel.tensor} devices"
-        yield Problem(what, "parallel.tensor", f"use a divisor of {target.attention_heads}, or attention_data")
+    yield from head_problems(target, plan.drafter, plan.drafter_devices)
+    if plan.drafter is not None and plan.drafter.intermediate_size % plan.drafter_devices:
+        columns = plan.drafter.intermediate_size
+        what = f"the drafter's {columns} MLP columns do not split over {plan.drafter_devices} devices"
+        yield Problem(what, "parallel.tensor", f"use a divisor of {columns}, or attention_data")
 
 
 def _target_precision(plan: TensorRTLLMPlan) -> Iterator[Problem]:
@@ -128,18 +132,19 @@ def _target_precision(plan: TensorRTLLMPlan) -> Iterator[Problem]:
 
 def _role(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     role = plan.deployment.role
-    if role != "whole" and plan.drafter is not None:
-        what = (
-            f"role {role}: the decoding server never sees the prompt's features, so acceptance drops without an error"
-        )
+    if role != "whole":
+        what = f"role {role}: the decoding server never sees the prompt's features, so acceptance silently drops"
         yield Problem(what, "role", "serve whole, or set speculation.width: off")
 
 
-def head_problems(heads: Heads) -> Iterator[Problem]:
-    """Heads that neither the built-in drafter nor ours runs here. Upstream's main of September 2026, after 1.4.0rc1,
-    has DSpark (`DSparkDecodingConfig`) and DFlash2 (PR 18155); no release with either was seen, and none has d2t."""
+def unserved_heads(heads: Heads) -> Iterator[Problem]:
+    """Heads that neither TensorRT-LLM's drafter nor ours runs.
+
+    1.4.0rc1 has DSpark (`DSparkDecodingConfig`) and main has DFlash2 (#18155), which this adapter does not write. No
+    release has d2t.
+    """
     if heads.family != "DFlash" or heads.convolution is not None or heads.slots != "fill-in":
-        what = f"{heads.family} with {heads.words}: TensorRT-LLM {DFLASH.since} to {NEWEST} has plain DFlash only"
+        what = f"{heads.family} with {heads.words}: on TensorRT-LLM only plain DFlash is supported"
         yield Problem(what, "drafter", "use --backend torch or sglang")
     if heads.draft_vocabulary is not None:
         what = "a reduced draft vocabulary: TensorRT-LLM has no d2t and drafts through the target's head"
@@ -149,10 +154,11 @@ def head_problems(heads: Heads) -> Iterator[Problem]:
 
 def _drafter_fits(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     assert plan.drafter is not None
-    yield from head_problems(plan.drafter)
-    why_none = why_no_drafter(plan.target.shape.model_type)
-    if why_none is not None:
-        yield Problem(why_none, "target.model", "serve without a drafter, or use another backend")
+    yield from unserved_heads(plan.drafter)
+    family = plan.target.shape.model_type
+    if family.startswith(WITHOUT_DRAFTER):
+        what = f"TensorRT-LLM's model for {family!r} makes no drafter, whatever speculative_config says"
+        yield Problem(what, "target.model", "serve without a drafter, or use another backend")
     yield from check_pairing(plan.drafter, plan.target.shape)
     if len(set(plan.drafter.target_layer_ids)) < len(plan.drafter.target_layer_ids):
         ids = list(plan.drafter.target_layer_ids)
@@ -170,42 +176,24 @@ def _drafter_fits(plan: TensorRTLLMPlan) -> Iterator[Problem]:
 
 
 def _implementation(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    if plan.needs_plug_in and not plan.release.has(DRAFTER_FROM_OUTSIDE):
+    if plan.needs_plug_in and plan.release < FROM_1_4:
         what = f"TensorRT-LLM {plan.release} would silently ignore: {'; '.join(plan.needs_plug_in)}"
         yield Problem(what, "drafter", "install TensorRT-LLM 1.4, which takes our drafter, or use a plain bf16 drafter")
-    if _loads_nothing(plan):
+    given = [plan.engine_args.get("load_format"), plan.engine_args.get("load-format")]
+    if "dummy" in (str(format).lower() for format in [*given, plan.speculative_args.get("load_format")]):
         what = "with load_format dummy no weights are read, and the drafter makes its first product as it reads them"
         yield Problem(what, "engine_args.tensorrt-llm.load_format", "leave it out, or set speculation.width: off")
 
 
-def _drafter_layout(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    assert plan.drafter is not None
-    devices, config = plan.drafter_devices, plan.drafter
-    for what, size in (("attention heads", config.num_attention_heads), ("MLP columns", config.intermediate_size)):
-        if size % devices:
-            do = f"use a divisor of {size} for parallel.tensor, or attention_data"
-            yield Problem(f"the drafter's {size} {what} do not split over {devices} devices", "parallel.tensor", do)
-    heads = config.num_key_value_heads
-    if heads % devices and devices % heads:
-        what = f"the drafter's {heads} K/V heads neither split over nor repeat on {devices} devices"
-        yield Problem(what, "parallel.tensor", f"use a divisor or a multiple of {heads}")
-    if plan.quantization is not None:
-        yield from _blocks_of_16(plan, config, plan.quantization.format)
-
-
-def _loads_nothing(plan: TensorRTLLMPlan) -> bool:
-    speculative = plan.engine_args.get("speculative_config", {})
-    formats = [plan.engine_args.get("load_format"), plan.engine_args.get("load-format")]
-    formats.append(speculative.get("load_format") if isinstance(speculative, dict) else None)
-    return any(str(format).lower() == "dummy" for format in formats if format is not None)
-
-
-def _blocks_of_16(plan: TensorRTLLMPlan, config: DrafterConfig, format: str) -> Iterator[Problem]:
+def _blocks_of_16(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     """FP8 kernels take multiples of 16, NVFP4 has one scale for 16 values: on every device's part of the drafter."""
-    devices, dim = plan.drafter_devices, config.head_dim
+    config, devices = plan.drafter, plan.drafter_devices
+    if config is None or plan.quantization is None:
+        return
+    format = plan.quantization.format
     parts = {
-        "query rows": config.num_attention_heads * dim // devices,
-        "K/V rows": plan.drafter_kv_heads * dim,
+        "query rows": config.num_attention_heads * config.head_dim // devices,
+        "K/V rows": plan.drafter_kv_heads * config.head_dim,
         "MLP columns": config.intermediate_size // devices,
         "hidden columns": config.hidden_size,
     }
@@ -225,7 +213,7 @@ def _block_reuse(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         return
     what = "a reused prompt never passes the target, so the drafter has no features of it and accepts little (#16005)"
     do = "set it to false, or leave it out"
-    if plan.release.has(RECOMPUTE_TAIL):
+    if plan.release >= FROM_1_4:
         do += "; or have its end computed again: engine_args.tensorrt-llm.speculative_config.context_recompute_tail"
     yield Problem(what, "kv_cache.block_reuse", do)
 
@@ -249,21 +237,12 @@ def _rows(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         yield Problem(what, "limits.max_num_tokens", do)
 
 
-def _memory(plan: TensorRTLLMPlan) -> Iterator[Problem]:  # nothing where no GPU is named
-    gpu = plan.gpu
-    if gpu is None:
+def _memory(plan: TensorRTLLMPlan) -> Iterator[Problem]:
+    yield from memory_problems(plan)
+    drafter, memory = plan.drafter, plan.memory
+    if drafter is None or memory is None or memory.pool <= 0 or plan.context_in_pool:
         return
-    spare = gpu.memory - plan.weight_bytes - OVERHEAD - ACTIVATIONS
-    if spare <= 0:
-        needed = f"about {plan.weight_bytes / GIB:.0f} GiB of weights a device"
-        what = f"{needed}, of {gpu.memory // GIB} GiB on a {gpu.name}"
-        yield Problem(what, "parallel.tensor", "use more devices, or a smaller precision")
-    elif plan.drafter is not None and not plan.context_in_pool:
-        yield from _arena(plan, plan.drafter, int(spare * (1 - LEAST_POOL)))
-
-
-def _arena(plan: TensorRTLLMPlan, drafter: DrafterConfig, budget: int) -> Iterator[Problem]:
-    batch, length = plan.max_batch_size or 1, plan.max_model_len
+    batch, length, budget = plan.max_batch_size or 1, plan.max_model_len, int(memory.pool * (1 - LEAST_POOL))
     needed = plan.arena_bytes(batch, length)
     if needed <= budget:
         return

@@ -24,9 +24,8 @@ from dflash_serve.engine_args import (
 from dflash_serve.errors import Problem, did_you_mean
 
 from .launch_plan import TensorRTLLMPlan
-from .upstream import LlmArgs
+from .upstream import FROM_1_4, NEW_IN_1_4, LlmArgs
 
-PINNED = Path(__file__).with_name("flags.json")
 LISTENING = "--host and --port of `dflash-serve serve`"
 PLUG_IN = "dflash-serve writes it where the drafter needs it"
 KEYS = {
@@ -82,7 +81,7 @@ OTHER_CONFIG = (
     *("use_cute_dsl_blockscaling_mm",),
 )  # fmt: skip
 """Keys of config.yaml that our mirror does not have; their values are TensorRT-LLM's to check."""
-IN_CONFIG = ("num_postprocess_workers", "trust_remote_code")
+IN_CONFIG = ("max_beam_width", "num_postprocess_workers", "trust_remote_code")
 """Options that are keys of config.yaml, as in NVIDIA's curated files: Dynamo has no such options, and reads that."""
 PARSERS = ParserNames(
     reasoning={"deepseek_r1": "deepseek-r1"},
@@ -99,13 +98,13 @@ def own_arguments(*, drafter: bool) -> dict[str, str]:
     return {} if drafter else {**whole, **by_spelling(_parser(), KEYS)}
 
 
+def _parser() -> EngineParser:
+    return pinned_parser(Path(__file__).with_name("flags.json"))
+
+
 def argument_table(plan: TensorRTLLMPlan) -> ArgumentTable:
     """The options of trtllm-serve, from the pinned list."""
     return ArgumentTable("tensorrt-llm", f"TensorRT-LLM {plan.release}", _parser, KEYS)
-
-
-def _parser() -> EngineParser:
-    return pinned_parser(PINNED)
 
 
 PARSER_FLAGS = {"reasoning_parser": "reasoning_parser", "tool_call_parser": "tool_parser"}  # key of `serving` -> option
@@ -114,21 +113,17 @@ PARSER_FLAGS = {"reasoning_parser": "reasoning_parser", "tool_call_parser": "too
 def named_parsers(plan: TensorRTLLMPlan) -> Serving:
     """Parsers that must be named; for gpt-oss trtllm-serve chooses its own."""
     serving = plan.deployment.serving
-    own = {
-        key: None
-        for key in PARSER_FLAGS
-        if getattr(serving, key) == HARMONY and plan.target.shape.model_type == "gpt_oss"
-    }
-    return serving.model_copy(update=own)
+    its_own = plan.target.shape.model_type == "gpt_oss"
+    chosen = {key: None for key in PARSER_FLAGS if its_own and getattr(serving, key) == HARMONY}
+    return serving.model_copy(update=chosen)
 
 
 def serving_options(plan: TensorRTLLMPlan) -> list[str]:
     """Names and parsers that clients see, and the user's own options, as words of the command line."""
-    name = plan.deployment.serving.served_model_name
-    words = [] if name is None else ["--served_model_name", name]
-    traces = plan.deployment.serving.otlp_traces_endpoint
-    words += [] if traces is None else ["--otlp_traces_endpoint", traces]
-    words += [word for key, _, parser in PARSERS.of(named_parsers(plan)) for word in (f"--{PARSER_FLAGS[key]}", parser)]
+    serving = plan.deployment.serving
+    flags = {"served_model_name": serving.served_model_name, "otlp_traces_endpoint": serving.otlp_traces_endpoint}
+    flags |= {PARSER_FLAGS[key]: parser for key, _, parser in PARSERS.of(named_parsers(plan))}
+    words = [word for name, value in flags.items() if value is not None for word in (f"--{name}", value)]
     return [*words, *argument_table(plan).words(options(plan.engine_args))]
 
 
@@ -165,9 +160,11 @@ def argument_problems(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     for name, value in config_fields(given).items():
         where = f"{table.where}.{name}"
         if name not in known:
-            do = did_you_mean(name, [*known, *_parser().names]) or "see `trtllm-serve --help` and TorchLlmArgs"
+            do = did_you_mean(name, [*known, *table.parser().names]) or "see `trtllm-serve --help` and TorchLlmArgs"
             yield Problem(f"{table.engine} has no such option or key of config.yaml", where, do)
         for path in _paths(name, value):
+            if path in NEW_IN_1_4 and plan.release < FROM_1_4:
+                yield Problem(f"TensorRT-LLM {plan.release} has no {path}", where, "install 1.4, or leave it out")
             if path in CONFIG_KEYS and not (name == "speculative_config" and plan.deployment.drafter is None):
                 key = CONFIG_KEYS[path]
                 do = f"set {key}" if "." in key else f"leave it out: {key}"

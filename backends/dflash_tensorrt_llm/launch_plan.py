@@ -1,38 +1,27 @@
-"""`TensorRTLLMPlan`: a deployment and the settings that follow from the config.json files of target and drafter.
+"""`TensorRTLLMPlan`: a deployment and the settings that follow from the files of target and drafter.
 
 The drafter's context arena surprised users with 80 GB (issue #16005). The worker holds K/V of every context token of
 every request, densely: entries x layers x (max_seq_len + B) x 2 x K/V heads x head_dim, one entry more than the batch,
 per device (`dflash.py` @00679c6 `_lazy_init_ctx_buffers`). It is allocated outside the K/V pool, so
-`free_gpu_memory_fraction` does not bound it. With TRTLLM attention and 16-bit K/V later releases have no such arena:
-the context lies in the pages of the draft K/V manager, inside the pool (`releases.CONTEXT_IN_POOL`).
+`free_gpu_memory_fraction` does not bound it. With TRTLLM attention and 16-bit K/V, 1.4 has no such arena: the context
+lies in the pages of the draft K/V manager, inside the pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
-from dflash_serve.checkpoint.reader import read_drafter
-from dflash_serve.checkpoint.source import drafter_source, local_folder, recorded_survival
-from dflash_serve.checkpoint.target import read_target_layout, target_configuration
+from dflash_serve.checkpoint.config import DrafterConfig, context_bytes
+from dflash_serve.checkpoint.source import recorded_survival
 from dflash_serve.checkpoint.tensors import Quantization
 from dflash_serve.cost_table import COST_TABLE, SURVIVAL, given_cost, given_survival
-from dflash_serve.deployment import GIB, Deployment, Gpu, Model
-from dflash_serve.deployment_checks import uses_drafter
-from dflash_serve.server_adapter import LaunchPlan, ServerAdapter
+from dflash_serve.deployment import GIB
+from dflash_serve.engine_args import EngineArgs
+from dflash_serve.server_adapter import LaunchPlan
 
-from .releases import (
-    CONTEXT_IN_POOL,
-    DRAFT_LEN_SCHEDULE,
-    OWN_MASK_ROW,
-    QUANTISED_CONTEXT,
-    RECOMPUTE_TAIL,
-    TWO_SIDED_WINDOWS,
-    Release,
-)
+from .upstream import FA4_ATTENTION, FROM_1_4, NEWEST, TRTLLM_ATTENTION, Release
 
 if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel
@@ -46,38 +35,40 @@ ARENA_SHARE = 0.4
 """Share of the memory after the weights for the drafter's context of so many requests; K/V gets the remainder."""
 PAGE = 32  # tokens a page of the paged arena (attention_backend TRTLLM or FA4)
 
-
 Implementation = Literal["upstream", "dequantised context", "ours"]
-"""Which drafter TensorRT-LLM runs: its own; its own, with the K/V slices of a quantised one dequantised (a subclass of
-ours); or ours altogether, for what its own would get wrong."""
+"""The drafter that TensorRT-LLM runs: its own; a subclass of it that dequantises the K/V rows of a quantised one; or
+ours, for properties that its own would get wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRTLLMPlan(LaunchPlan):
-    """A launch of TensorRT-LLM; weights are opened by `prepare`, which links them."""
+    """A launch of TensorRT-LLM. The drafter's `target_layer_ids` ascend, as in the folder that `prepare` writes."""
 
-    release: Release
-    quantization: Quantization | None  # the drafter's
-    beyond_upstream: tuple[str, ...]
-    """Properties of this drafter that TensorRT-LLM's own drafter would silently ignore, quantisation aside."""
-    recorded_survival: tuple[float, ...] | None = None
-    """The drafter's survival as training measured it, where that is recorded."""
+    release: Release = NEWEST
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """The drafter's; None = not quantised."""
+        return self.checkpoint.quantization if self.checkpoint else None
+
+    @property
+    def beyond_upstream(self) -> list[str]:
+        """Properties of this drafter that TensorRT-LLM's own drafter would silently ignore, quantisation aside."""
+        return beyond_built_in(self.drafter, self.release) if self.drafter else []
 
     @property
     def implementation(self) -> Implementation:
         """The fastest drafter that gets this one right."""
         if self.beyond_upstream:
             return "ours"
-        if self.quantization is None or self.release.has(QUANTISED_CONTEXT):
-            return "upstream"
-        return "dequantised context"
+        return "dequantised context" if self.quantization else "upstream"
 
     @property
-    def needs_plug_in(self) -> tuple[str, ...]:
+    def needs_plug_in(self) -> list[str]:
         """Properties that need our package; none = TensorRT-LLM's own drafter runs alone."""
         if self.implementation != "dequantised context":
             return self.beyond_upstream
-        return ("quantised weights (its fused K/V product ignores their scales)",)
+        return ["quantised weights (its fused K/V product ignores their scales)"]
 
     @property
     def drafts_itself(self) -> bool:
@@ -85,13 +76,23 @@ class TensorRTLLMPlan(LaunchPlan):
         return self.drafter is None and "speculative_config" in self.engine_args
 
     @property
+    def speculative_args(self) -> EngineArgs:
+        """The user's own keys of `speculative_config`."""
+        given = self.engine_args.get("speculative_config")
+        return given if isinstance(given, dict) else {}
+
+    @property
     def users_schedule(self) -> dict[int, int] | None:
         """The user's own `draft_len_schedule`; None = the user gave none."""
-        speculative = self.engine_args.get("speculative_config")
-        given = speculative.get("draft_len_schedule") if isinstance(speculative, dict) else None
+        given = self.speculative_args.get("draft_len_schedule")
         if not isinstance(given, dict):
             return None
         return {int(size): length for size, length in given.items() if isinstance(length, int)}
+
+    @property
+    def recorded_survival(self) -> list[float] | None:
+        """The drafter's survival as training measured it, where that is recorded."""
+        return recorded_survival(self.checkpoint.folder) if self.checkpoint else None
 
     def draft_lengths(self) -> dict[int, int] | None:
         """`draft_len_schedule` for a width that follows cost; None = there is nothing to make one of, or no need.
@@ -102,15 +103,13 @@ class TensorRTLLMPlan(LaunchPlan):
         if self.drafter is None or self.deployment.speculation.width != "auto" or self.users_schedule is not None:
             return None
         cost, survival = given_cost(), given_survival() or self.recorded_survival
-        if cost is None or survival is None or not self.release.has(DRAFT_LEN_SCHEDULE):
+        if cost is None or survival is None:
             return None
         return draft_lengths(cost, survival, self.block_size, self.max_batch_size or 1)
 
     @property
     def way_to_follow_cost(self) -> str:
         """Advice for a `width: auto` that has no `draft_lengths`."""
-        if not self.release.has(DRAFT_LEN_SCHEDULE):
-            return f"install TensorRT-LLM {DRAFT_LEN_SCHEDULE.since} or later, which takes widths by batch size"
         wanted = COST_TABLE if self.recorded_survival is not None else f"{COST_TABLE} and {SURVIVAL}"
         return f"give {wanted}, from which widths by batch size follow"
 
@@ -120,9 +119,8 @@ class TensorRTLLMPlan(LaunchPlan):
 
         0 = it is not known how many are enough, or the release has no such key.
         """
-        speculative = self.engine_args.get("speculative_config", {})
-        asked = speculative.get("context_recompute_tail") if isinstance(speculative, dict) else None
-        if isinstance(asked, int) or self.drafter is None or not self.release.has(RECOMPUTE_TAIL):
+        asked = self.speculative_args.get("context_recompute_tail")
+        if isinstance(asked, int) or self.drafter is None or self.release < FROM_1_4:
             return asked if isinstance(asked, int) else 0
         windows = [kind.window for kind in self.drafter.layers]
         return 0 if None in windows else max(window for window in windows if window is not None)
@@ -138,18 +136,17 @@ class TensorRTLLMPlan(LaunchPlan):
     @property
     def attention_backend(self) -> str:
         """Kernels of the drafter's attention: trtllm-gen on Blackwell, FA4 on Hopper (#18553: +5.7 %), else VANILLA."""
-        known = self.release.attention_backends
         if self.implementation == "ours" or self.gpu is None:
             return "VANILLA"
-        if self.gpu.is_blackwell and "TRTLLM" in known and not has_two_sided_windows(self.drafter):
+        if self.gpu.is_blackwell and self.release >= TRTLLM_ATTENTION and not has_two_sided_windows(self.drafter):
             return "TRTLLM"
-        return "FA4" if self.gpu.compute == 90 and "FA4" in known else "VANILLA"
+        return "FA4" if self.gpu.compute == 90 and self.release >= FA4_ATTENTION else "VANILLA"
 
     @property
     def context_in_pool(self) -> bool:
         """The drafter's context lies in the K/V pool; a quantised pool lacks its type, and an arena stays."""
         sixteen_bits = self.deployment.kv_cache.dtype in ("auto", "bfloat16") and not self.target.quantized_kv
-        return self.attention_backend == "TRTLLM" and sixteen_bits and self.release.has(CONTEXT_IN_POOL)
+        return self.attention_backend == "TRTLLM" and sixteen_bits and self.release >= FROM_1_4
 
     @property
     def drafter_devices(self) -> int:
@@ -173,32 +170,29 @@ class TensorRTLLMPlan(LaunchPlan):
         asked = self.deployment.limits.max_batch_size
         if asked is not None or self.drafter is None:
             return MOST_REQUESTS if asked is None and self.drafts_itself else asked
-        if self.gpu is None:
+        if self.memory is None:
             return UNKNOWN_GPU_REQUESTS
         if self.context_in_pool:
             return MOST_REQUESTS
-        budget = ARENA_SHARE * (self.gpu.memory - self.weight_bytes - OVERHEAD - ACTIVATIONS)
         sizes = (MOST_REQUESTS >> halvings for halvings in range(MOST_REQUESTS.bit_length()))
+        budget = ARENA_SHARE * self.memory.pool
         return next((size for size in sizes if self.arena_bytes(size, self.max_model_len) <= budget), 1)
 
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and answer that are served."""
-        asked = self.deployment.limits.max_model_len
-        return asked or self.target.shape.max_position_embeddings or ROWS
+        return self.deployment.limits.max_model_len or self.target.shape.max_position_embeddings or ROWS
 
     @property
     def max_num_tokens(self) -> int:
         """Rows of a step; grown where a full batch of blocks needs more than upstream's default."""
         asked = self.deployment.limits.max_num_tokens
-        block = self.block_size if self.drafter else 1
-        return asked or max(ROWS, (self.max_batch_size or 1) * block)
+        return asked or max(ROWS, (self.max_batch_size or 1) * (self.block_size if self.drafter else 1))
 
     @property
-    def weight_bytes(self) -> int:
-        """Target and drafter on one device."""
-        target = self.target.weight_bytes // self.deployment.parallel.tensor
-        return target + (weight_bytes(self.drafter) // self.drafter_devices if self.drafter else 0)
+    def running_bytes(self) -> int:
+        """Memory of a device beside weights and K/V."""
+        return OVERHEAD + ACTIVATIONS
 
     @property
     def context_token_bytes(self) -> int:
@@ -216,56 +210,28 @@ class TensorRTLLMPlan(LaunchPlan):
             capacity = -(-capacity // PAGE) * PAGE
         return (max_batch_size + 1) * capacity * self.context_token_bytes
 
-    def pool_fraction(self, gpu: Gpu) -> float:
+    @property
+    def pool_fraction(self) -> float | None:
         """`free_gpu_memory_fraction` that leaves room for the arena: a share of what is free after the weights."""
-        arena = self.arena_bytes(self.max_batch_size or 1, self.max_model_len)
-        free = gpu.memory - self.weight_bytes - OVERHEAD
-        return max(0.05, min(0.9, int(100 * (free - ACTIVATIONS - arena) / free) / 100)) if free > 0 else 0.05
-
-
-def read_plan(adapter: ServerAdapter[TensorRTLLMPlan], deployment: Deployment, release: Release) -> TensorRTLLMPlan:
-    """The plan of a deployment; of hub models, only the configuration is fetched.
-
-    Raises:
-        UserError: target or drafter cannot be found or read.
-    """
-    target = read_target_layout(target_configuration(deployment.target), deployment.target)
-    drafter, quantization, survival = None, None, None
-    if deployment.drafter is not None and uses_drafter(deployment):
-        folder = drafter_configuration(deployment.drafter)
-        drafter, quantization = read_drafter(folder)
-        survival = recorded_survival(folder)
-    return TensorRTLLMPlan(
-        adapter=adapter,
-        deployment=deployment,
-        target=target,
-        drafter=drafter,
-        release=release,
-        quantization=quantization,
-        beyond_upstream=tuple(beyond_built_in(drafter, release)) if drafter else (),
-        recorded_survival=None if survival is None else tuple(survival),
-    )
-
-
-def drafter_configuration(model: Model) -> Path:
-    """A folder with the drafter's configuration, fetched where it is a hub id."""
-    return local_folder(drafter_source(model.model), model.revision, files=["*.json"])
+        memory = self.memory
+        if memory is None or self.drafter is None:
+            return None
+        left = memory.pool - self.arena_bytes(self.max_batch_size or 1, self.max_model_len)
+        free = memory.pool + ACTIVATIONS
+        return max(0.05, min(0.9, int(100 * left / free) / 100)) if free > 0 else 0.05
 
 
 def beyond_built_in(config: DrafterConfig, release: Release) -> list[str]:
     """Properties of a drafter that a release's `DFlashForCausalLM` (modeling_dflash.py) silently ignores."""
-    windows = {kind.window for kind in config.layers if kind.window is not None}
-    same_causality = len({kind.causal for kind in config.layers if kind.window is not None}) < 2
-    two_sided = has_two_sided_windows(config)
-    understood = release.has(TWO_SIDED_WINDOWS) and len(windows) == 1 and same_causality
+    windowed = {kind for kind in config.layers if kind.window is not None}
+    understood = release >= FROM_1_4 and len(windowed) == 1
     found = {
-        "a mask embedding of its own": config.has_mask_embedding and not release.has(OWN_MASK_ROW),
+        "a mask embedding of its own": config.has_mask_embedding,
         "an embedding scale": config.embedding_scale != 1.0,
         "an output multiplier": config.output_multiplier != 1.0,
         "a soft-cap of the logits": config.final_logit_softcap is not None,
-        "windows that are not causal in the block": two_sided and not understood,
+        "windows that are not causal in the block": has_two_sided_windows(config) and not understood,
         "full-attention layers that are causal": any(kind.causal and kind.window is None for kind in config.layers),
-        "feature layers out of order (it sorts them)": list(config.target_layer_ids) != sorted(config.target_layer_ids),
     }
     return [what for what, present in found.items() if present]
 

@@ -1,42 +1,75 @@
-"""A mirror of the part of TensorRT-LLM's configuration that we write; it refuses what upstream's models would.
+"""TensorRT-LLM's releases, and a mirror of the part of its configuration that we write.
 
-Names, defaults and rules: `tensorrt_llm/llmapi/llm_args.py` @0004396 (1.3) and the reference pages of 1.3.0rc27 and
-1.4.0rc1. Upstream's models forbid unknown keys, and so do these; what a release knows is in `releases`.
+Names, defaults and rules of the configuration: `tensorrt_llm/llmapi/llm_args.py` @0004396 (1.3) and the reference pages
+of 1.3.0rc27 and 1.4.0rc1. Upstream's models forbid unknown keys, and so do these.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from dflash_serve.common.settings import Frozen
+from dflash_serve.errors import UserError
 
-from .releases import BUDGET_CHECK, DFLASH, RECOMPUTE_TAIL, TRTLLM_ATTENTION, Release
-
-
-def why_no_drafter(family: str) -> str | None:
-    """Why upstream drafts nothing for targets of this model_type; None = it does, as far as was read."""
-    if not family.startswith(WITHOUT_DRAFTER):
-        return None
-    return f"TensorRT-LLM's model for {family!r} makes no drafter, whatever speculative_config says"
+NEUTRAL = "dflash_serve.json"
+"""Our description of the drafter, beside its config.json: z-lab's dialect cannot say everything our plug-in reads."""
+FINAL = 10_000  # comes after all candidates
 
 
-def release_of(info: ValidationInfo) -> Release | None:
-    """The release a model is validated for; None = any."""
-    return info.context["release"] if info.context else None
+@dataclass(frozen=True, order=True)
+class Release:
+    """A release by number; `candidate` is the n of rcn, FINAL for a final one."""
+
+    major: int
+    minor: int
+    candidate: int = FINAL
+
+    @classmethod
+    def parse(cls, text: str) -> Release:
+        """Reads a version such as 1.4, 1.3.0rc27 or 1.4.0rc1.post1.
+
+        Raises:
+            UserError: the text is no version.
+        """
+        found = re.match(r"(\d+)\.(\d+)(?:\.\d+)?(?:rc(\d+))?", text)
+        if found is None:
+            raise UserError(f"{text!r} is no version", where="TensorRT-LLM", do="give one such as 1.4.0rc1")
+        major, minor, candidate = found.groups()
+        return cls(int(major), int(minor), int(candidate) if candidate else FINAL)
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}" + ("" if self.candidate == FINAL else f".0rc{self.candidate}")
+
+
+# The first release for which there is evidence: a reference page, or a merge while trunk bore that number (trunk became
+# rc24 on 30 July 2026, #17070, and rc25 on 10 August, #17481). Too late costs speed, too early a refused YAML.
+OLDEST = Release(1, 3, 22)  # the first in which DFlash follows draft_len_schedule (#12262)
+TRTLLM_ATTENTION = Release(1, 3, 25)  # #16914, which brought the key `attention_backend` itself
+FA4_ATTENTION = Release(1, 3, 27)  # #18553; reference page of 1.3.0rc27
+# Drafters from outside (#18043, #18284); with TRTLLM attention the context in the K/V pool (#18343); `use_swa`
+# (modeling_dflash.py @7c7504c); the keys of `NEW_IN_1_4` (reference page of 1.4.0rc1).
+FROM_1_4 = Release(1, 4, 0)
+NEWEST = Release(1, 4)  # the newest whose sources were read
+NEW_IN_1_4 = ("speculative_config.context_recompute_tail", "speculative_config.skip_ctx_buffer_budget_check")
+
+
+def installed_release() -> Release:
+    """The installed package's release; where there is none, the newest we know (configuration for another machine)."""
+    try:
+        return Release.parse(version("tensorrt_llm"))
+    except PackageNotFoundError:
+        return NEWEST
 
 
 WITHOUT_DRAFTER = ("gemma4", "mistral", "qwen2")
 """Families (model_type's beginning) whose model upstream is a `DecoderModelForCausalLM`: drafters and their workers are
 made by `SpecDecOneEngineForCausalLM` alone (modeling_gemma4.py @00e7d10, modeling_mistral.py @002f3cc, modeling_qwen.py
 @047098b). Others were not read, and are not refused."""
-LATER = {
-    "attention_backend": TRTLLM_ATTENTION,
-    "context_recompute_tail": RECOMPUTE_TAIL,
-    "skip_ctx_buffer_budget_check": BUDGET_CHECK,
-}
-"""Key of `speculative_config` -> what brought it."""
 
 
 class DFlashDecodingConfig(Frozen):
@@ -54,23 +87,8 @@ class DFlashDecodingConfig(Frozen):
     acceptance_rate_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     use_rejection_sampling: bool = False
     enable_penalty: bool = False
-    context_recompute_tail: NonNegativeInt | None = None
-    """1.4: prompt tokens that a prefix hit recomputes, so that the drafter sees at least those."""
+    context_recompute_tail: NonNegativeInt | None = None  # prompt tokens that a prefix hit computes again
     skip_ctx_buffer_budget_check: bool | None = None
-
-    @model_validator(mode="after")
-    def _of_its_release(self, info: ValidationInfo) -> DFlashDecodingConfig:
-        release = release_of(info)
-        if release is None:
-            return self
-        if not release.has(DFLASH):
-            raise ValueError(f"TensorRT-LLM {release} has no DFlash; it came with {DFLASH.since}")
-        if self.attention_backend not in release.attention_backends:
-            raise ValueError(f"attention_backend {self.attention_backend} is not in TensorRT-LLM {release}")
-        for name, feature in LATER.items():
-            if name in self.model_fields_set and not release.has(feature):
-                raise ValueError(f"{name} is not in TensorRT-LLM {release}")
-        return self
 
     @model_validator(mode="after")
     def _schedule_is_sound(self) -> DFlashDecodingConfig:
@@ -148,33 +166,11 @@ class LlmArgs(Frozen):
     speculative_config: DFlashDecodingConfig | None = None
 
     @model_validator(mode="after")
-    def _speculates_soundly(self, info: ValidationInfo) -> LlmArgs:
-        speculative = self.speculative_config
-        if speculative is None:
+    def _speculates_soundly(self) -> LlmArgs:
+        if self.speculative_config is None:
             return self
-        if self.pipeline_parallel_size > 1:
-            raise ValueError("DFlash does not run with pipeline parallelism")
-        if self.context_parallel_size > 1:
-            raise ValueError("DFlash does not run with context parallelism")
         if self.max_beam_width > 1:
             raise ValueError("DFlash does not run with beam search")
-        if speculative.use_rejection_sampling and self.guided_decoding_backend is not None:
+        if self.speculative_config.use_rejection_sampling and self.guided_decoding_backend is not None:
             raise ValueError("use_rejection_sampling and guided decoding exclude each other")
-        rows = self.max_batch_size * (speculative.max_draft_len + 1)
-        release = release_of(info)
-        if rows > self.max_num_tokens and (release is None or release.has(BUDGET_CHECK)):
-            raise ValueError(f"max_batch_size * (max_draft_len + 1) = {rows} exceeds max_num_tokens")
         return self
-
-    def yaml_fields(self) -> dict[str, object]:
-        """The keys of config.yaml that we decided; upstream's defaults are left out."""
-        return self.model_dump(exclude_unset=True)
-
-
-def llm_args(fields: dict[str, object], release: Release) -> LlmArgs:
-    """The configuration as `release` would read it.
-
-    Raises:
-        pydantic.ValidationError: what that release refuses.
-    """
-    return LlmArgs.model_validate(fields, context={"release": release})

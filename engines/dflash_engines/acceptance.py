@@ -15,9 +15,10 @@ from dflash_serve.checkpoint.reader import load_weights
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
+from dflash_serve.prompts import jsonl_prompts
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
-from .calibration import embedded_engine, greedy_answers, read_prompts
+from .calibration import embedded_engine, greedy_answers
 from .pipeline import Measured, Work
 from .recipe import Acceptance, Format
 
@@ -31,21 +32,17 @@ def measure(work: Work, deployment: Deployment, wanted: Acceptance, formats: Seq
     Raises:
         UserError: no answer had a step to measure.
     """
-    prompts = read_prompts(work.inputs["acceptance prompts"], wanted.count, wanted.skip)
+    prompts = jsonl_prompts(work.inputs["acceptance prompts"])[wanted.skip :][: wanted.count]
     measured: Measured = {"prompts": len(prompts), "max_tokens": wanted.max_tokens}
     base: Sequence[AcceptanceStatistics] | None = None
     for name, drafter in _drafters(work, formats):
         work.say(f"{name} on {len(prompts)} prompts")
         answers = measure_drafter(deployment, work.inputs["target"], drafter, prompts, wanted.max_tokens)
         statistics = total(answers)
-        length, error = statistics.acceptance_length, standard_error(statistics)
-        if length is None or error is None:
+        if statistics.acceptance_length is None:
             raise UserError("no answer had a step to measure", where="acceptance", do="raise max_tokens")
-        entry: dict[str, object] = {
-            "acceptance_length": round(length, 4),
-            "standard_error": round(error, 4),
-            "steps": statistics.verifications,
-        }
+        length = round(statistics.acceptance_length, 4)
+        entry: dict[str, object] = {"acceptance_length": length, "steps": statistics.verifications}
         if base is None:
             base = answers
         else:
@@ -98,12 +95,3 @@ def _tokens_and_steps(answer: AcceptanceStatistics) -> tuple[float, float]:
     # Tokens gained by steps with a draft, and the number of these steps.
     steps = answer.verifications or 0
     return steps + (answer.accepted or 0), steps
-
-
-def standard_error(statistics: AcceptanceStatistics) -> float | None:
-    """Standard error of the mean acceptance length, verifications taken as independent; None without any."""
-    lengths, mean = statistics.acceptance_lengths, statistics.acceptance_length
-    if not lengths or mean is None:
-        return None
-    count = sum(lengths.values())
-    return float((sum(n * (length - mean) ** 2 for length, n in lengths.items()) / count / count) ** 0.5)

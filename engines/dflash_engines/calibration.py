@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dflash_serve.backend import Engine, embedded_backend
@@ -26,6 +26,7 @@ from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.models.target import TargetModel
 from dflash_serve.outputs import RequestOutput
+from dflash_serve.prompts import jsonl_prompts
 from dflash_serve.speculation.params import SamplingParams
 
 from .pipeline import Measured, Work
@@ -41,32 +42,15 @@ OPENERS = (
     "What is the difference between a list and a tuple in Python?",
     "Give me a recipe for a simple vegetable soup.",
 )
-ANSWERS, AMAX = "answers.jsonl", "amax.safetensors"
-BLOCKS = 4
-"""Blocks taken from each answer."""
-
-
-def read_prompts(path: Path, count: int, skip: int = 0) -> list[str]:
-    """`count` prompts of a JSONL file, after the first `skip`.
-
-    Raises:
-        UserError: a line is not {"prompt": "..."}.
-    """
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            prompts.append(str(json.loads(line)["prompt"]))
-        except (ValueError, KeyError, TypeError):
-            raise UserError('not {"prompt": ...}', where=f"{path}:{number}", do="correct the line") from None
-        if len(prompts) == skip + count:
-            break
-    return prompts[skip:]
+ANSWERS = "answers.jsonl"
+AMAX = "amax.safetensors"  # module name -> its largest absolute input
+BLOCKS = 4  # taken from each answer
 
 
 def answer(work: Work, deployment: Deployment, wanted: Prompts) -> Measured:
     """Step `answers`: prompts with the target's greedy answers, as token ids."""
     given = work.inputs.get("calibration prompts")
-    prompts = read_prompts(given, wanted.count) if given else list(OPENERS[: wanted.count])
+    prompts = (jsonl_prompts(given) if given else list(OPENERS))[: wanted.count]
     outputs = greedy_answers(embedded_engine(deployment, work.inputs["target"]), prompts, wanted.max_tokens)
     lines = [json.dumps({"prompt": output.prompt_token_ids, "answer": output.token_ids}) for output in outputs]
     (work.folder / ANSWERS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -156,8 +140,3 @@ def _features(target: TargetModel, ids: Tensor, target_layer_ids: Sequence[int])
     features: Tensor | None = target(ids, span_positions(spans), attend, target_layer_ids).features
     assert features is not None
     return features
-
-
-def read_ranges(folder: Path) -> Mapping[str, Tensor]:
-    """Module name -> its largest absolute input, as the step `drafter-ranges` wrote it."""
-    return load_file(folder / AMAX)

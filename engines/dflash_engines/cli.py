@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+import yaml
 
+from dflash_serve.checkpoint.files import MANIFEST, file_entries
+from dflash_serve.checkpoint.source import drafter_folder, target_folder
+from dflash_serve.common.extras import import_extra
+from dflash_serve.common.files import sha256, write_whole
+from dflash_serve.deployment import Deployment, Model
 from dflash_serve.errors import UserError
 
-from .pipeline import Done, Source, Step, run, verify_output
-from .recipe import Recipe, find_recipe, load_recipe
-from .steps import find_sources, make_steps, write_deployments
+from .pipeline import Done, Measured, Source, Step, Work, run, verify_output
+from .recipe import Format, Recipe, find_recipe, load_recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+MODELOPT = ("nvidia-modelopt", "torch", "transformers")
+CALIBRATION, ACCEPTANCE = "calibration prompts", "acceptance prompts"
+SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
+"""Files of a model that its digest covers."""
 
 
 def build(
@@ -43,7 +54,7 @@ def build(
     """Build the quantised checkpoints that a recipe names; a build that was stopped goes on."""
     from rich.console import Console
 
-    console = Console(soft_wrap=True, quiet=quiet)
+    console = Console(soft_wrap=True, quiet=quiet or as_json)
     recipe = find_recipe(recipe)
     folder = (output or Path("builds") / recipe.stem).resolve()
     if verify:
@@ -51,18 +62,17 @@ def build(
     elif dry_run:
         _list_steps(load_recipe(recipe), as_json, console)
     else:
-        _build(load_recipe(recipe), folder, as_json, console)
+        _build(load_recipe(recipe), folder, console)
+        if as_json:
+            typer.echo((folder / MANIFEST).read_text(encoding="utf-8"))
 
 
 def _verify(folder: Path, as_json: bool, console: Console) -> None:
     problems = verify_output(folder)
     if as_json:
         typer.echo(json.dumps([asdict(problem) for problem in problems]))
-    else:
-        for problem in problems:
-            console.print(str(problem), markup=False)
-        if not problems:
-            console.print(f"{folder}: every file is what it was built as", markup=False)
+    lines = [str(problem) for problem in problems] or [f"{folder}: every file is what it was built as"]
+    console.print("\n".join(lines), markup=False)
     if problems:
         raise typer.Exit(1)
 
@@ -73,7 +83,6 @@ def _list_steps(recipe: Recipe, as_json: bool, console: Console) -> None:
     steps = make_steps(recipe)
     if as_json:
         typer.echo(json.dumps([{"step": s.name, "needs": s.needs, "about": s.about} for s in steps]))
-        return
     table = Table("step", "after", "what", box=None, pad_edge=False)
     for step in steps:
         table.add_row(step.name, ", ".join(step.needs), step.about)
@@ -82,28 +91,15 @@ def _list_steps(recipe: Recipe, as_json: bool, console: Console) -> None:
         console.print("acceptance is left out: the recipe names no prompts for it", markup=False)
 
 
-def _build(recipe: Recipe, folder: Path, as_json: bool, console: Console) -> None:
+def _build(recipe: Recipe, folder: Path, console: Console) -> None:
     steps = make_steps(recipe)
-    _require_tools(steps)
-    sources = find_sources(recipe)
-    if as_json:
-        run(steps, sources, folder)
-        write_deployments(recipe, sources, folder)
-        typer.echo((folder / "manifest.json").read_text(encoding="utf-8"))
-        return
-    finished = _run_and_show(steps, sources, folder, console)
-    for path in write_deployments(recipe, sources, folder):
-        console.print(f"to serve it: {path}", markup=False)
-    made = [done for done in finished if done.state == "built"]
-    seconds = sum(done.manifest.seconds for done in made)
-    line = f"{folder}: {len(made)} steps built in {seconds:.0f} s, {len(finished) - len(made)} there already"
-    console.print(line, markup=False)
-
-
-def _run_and_show(
-    steps: Sequence[Step], sources: Mapping[str, Source], folder: Path, console: Console
-) -> Sequence[Done]:
-    status = console.status("")
+    # Checked first: the steps before the one that needs a tool can take hours.
+    absent = {tool: step.name for step in steps for tool, found in step.tool_versions().items() if found == "absent"}
+    if absent:
+        what = ", ".join(f"{tool} (step {name})" for tool, name in sorted(absent.items()))
+        do = "pip install torch==2.13.0 && pip install 'dflash-serve[engines]'"
+        raise UserError(f"not installed: {what}", where="build", do=do)
+    sources, status = find_sources(recipe), console.status("")
 
     def show_progress(step: Step, line: str) -> None:
         status.update(f"{step.name}: {line}" if line else step.name)
@@ -115,26 +111,17 @@ def _run_and_show(
         console.print(f"{done.step.name:<20} {said}", markup=False, highlight=False)
 
     with status:
-        return run(steps, sources, folder, on_progress=show_progress, on_done=show_done)
-
-
-def _require_tools(steps: Sequence[Step]) -> None:
-    # Checked first: the steps before the one that needs a tool can take hours.
-    absent = {
-        tool: step.name for step in steps for tool, version in step.tool_versions().items() if version == "absent"
-    }
-    if absent:
-        what = ", ".join(f"{tool} (step {name})" for tool, name in sorted(absent.items()))
-        do = "pip install torch==2.13.0 && pip install 'dflash-serve[engines]'"
-        raise UserError(f"not installed: {what}", where="build", do=do)
+        finished = run(steps, sources, folder, on_progress=show_progress, on_done=show_done)
+    for path in write_deployments(recipe, sources, folder):
+        console.print(f"to serve it: {path}", markup=False)
+    seconds = [done.manifest.seconds for done in finished if done.state == "built"]
+    there = len(finished) - len(seconds)
+    console.print(f"{folder}: {len(seconds)} steps built in {sum(seconds):.0f} s, {there} there already", markup=False)
 
 
 def _findings(measured: Mapping[str, object]) -> Iterator[str]:
     if "worst_error" in measured:
         yield f"worst error {measured['worst_error']:.3f} ({measured['worst_tensor']})"
-    errors = measured.get("relative_error")
-    if isinstance(errors, dict):
-        yield "relative error " + ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
     for name, entry in measured.items():
         if isinstance(entry, dict) and "acceptance_length" in entry:
             share = ""
@@ -142,3 +129,143 @@ def _findings(measured: Mapping[str, object]) -> Iterator[str]:
                 least, most = entry["interval"]
                 share = f" ({entry['of_bf16']:.3f} of bf16, 95 % between {least:.3f} and {most:.3f})"
             yield f"{name} {entry['acceptance_length']:.3f}{share}"
+
+
+def find_sources(recipe: Recipe) -> dict[str, Source]:
+    """Target, drafter and prompts, as far as a step needs them, with digests of their contents.
+
+    Raises:
+        UserError: one cannot be found, or trtllm-build would not serve the target.
+    """
+    target, drafter = recipe.deployment.target, recipe.deployment.drafter
+    if drafter is None:
+        raise UserError("no drafter to build for", where="deployment.drafter", do="name one")
+    sources = {"drafter": _model(drafter, drafter_folder(drafter.model, drafter.revision))}
+    if any("target" in step.needs for step in make_steps(recipe)):
+        folder = target_folder(target.model, target.revision)
+        if recipe.build.checkpoints:
+            from .trtllm_checkpoint import refuse
+
+            refuse(import_extra("engines", "transformers").AutoConfig.from_pretrained(folder))
+        sources["target"] = _model(target, folder)
+    for name, given in ((CALIBRATION, recipe.build.calibration), (ACCEPTANCE, recipe.build.acceptance)):
+        if given is None or given.prompts is None:
+            continue
+        if not given.prompts.is_file():
+            do = "correct the recipe, or unset its variable"
+            raise UserError("no such file of prompts", where=str(given.prompts), do=do)
+        digest = sha256(given.prompts)
+        sources[name] = Source(given.prompts, digest, {"file": given.prompts.name, "sha256": digest})
+    return sources
+
+
+def _model(model: Model, folder: Path) -> Source:
+    files = {name: entry for name, entry in file_entries(folder).items() if name.endswith(SUFFIXES)}
+    text = "\n".join(f"{name} {entry.sha256}" for name, entry in files.items())
+    description: dict[str, object] = {
+        "model": model.model,
+        "revision": model.revision,
+        "files": {name: entry.model_dump() for name, entry in files.items()},
+    }
+    return Source(folder, hashlib.sha256(text.encode()).hexdigest(), description)
+
+
+def make_steps(recipe: Recipe) -> list[Step]:
+    """All steps of a recipe, each after those that it needs."""
+    return [*_calibration(recipe), *_targets(recipe), *_drafters(recipe)]
+
+
+def _calibration(recipe: Recipe) -> Iterator[Step]:
+    build, deployment = recipe.build, recipe.deployment
+    free = build.calibration.free
+    if free and (build.target or build.checkpoints):
+        raise UserError("a target is calibrated on data", where="build.calibration.free", do="set it to false")
+    if build.target or build.checkpoints or (build.drafter and not free):
+        given = build.calibration
+        parameters = {"count": given.count, "max_tokens": given.max_tokens, "length": deployment.limits.max_model_len}
+        needs = ("target", *([CALIBRATION] if given.prompts else []))
+        about = "the target's own answers to the calibration prompts"
+        if not given.prompts:
+            about += ": a few openers of ours, for no file of prompts is named"
+
+        def answers(work: Work) -> Measured:
+            from .calibration import answer
+
+            return answer(work, deployment, given)
+
+        yield Step("answers", answers, needs, parameters, ("torch",), about=about)
+    if build.drafter:
+
+        def ranges(work: Work) -> Measured:
+            from .calibration import drafter_ranges, free_ranges
+
+            return free_ranges(work) if free else drafter_ranges(work)
+
+        needs = ("drafter",) if free else ("target", "drafter", "answers")
+        about = "no data: activations may reach 448" if free else "how large the drafter's activations get on them"
+        yield Step("drafter-ranges", ranges, needs, {"free": free}, ("torch",), 2, about)
+
+
+def _targets(recipe: Recipe) -> Iterator[Step]:
+    build, deployment = recipe.build, recipe.deployment
+    for format in build.target:
+
+        def target(work: Work, format: Format = format) -> Measured:
+            from .quantize import quantize_target
+
+            return quantize_target(work, format)
+
+        about = f"weights and activations in {format.upper()}, K/V in FP8"
+        revision = 3 if format == "fp8" else 2  # NVFP4 is written as before
+        yield Step(f"target-{format}", target, ("target", "answers"), {"format": format}, MODELOPT, revision, about)
+    if build.checkpoints:
+        wanted = build.checkpoints
+
+        def checkpoints(work: Work) -> Measured:
+            from .trtllm_checkpoint import write_checkpoints
+
+            return write_checkpoints(work, deployment, wanted)
+
+        parameters = {**wanted.model_dump(mode="json"), "limits": deployment.limits.model_dump(mode="json")}
+        about = f"legacy: rank files for trtllm-build at tensor {', '.join(map(str, wanted.tensor))}"
+        yield Step("trtllm-checkpoints", checkpoints, ("target", "answers"), parameters, MODELOPT, 2, about)
+
+
+def _drafters(recipe: Recipe) -> Iterator[Step]:
+    build, deployment = recipe.build, recipe.deployment
+    for format in build.drafter:
+
+        def drafter(work: Work, format: Format = format) -> Measured:
+            from .quantize import quantize_drafter
+
+            return quantize_drafter(work, format)
+
+        made_of = ("drafter", "drafter-ranges")
+        yield Step(f"drafter-{format}", drafter, made_of, {"format": format}, MODELOPT, 3, "in ModelOpt's layout")
+    if build.acceptance and build.acceptance.prompts:
+        wanted = build.acceptance
+
+        def acceptance(work: Work) -> Measured:
+            from .acceptance import measure
+
+            return measure(work, deployment, wanted, build.drafter)
+
+        length = deployment.limits.max_model_len
+        measured_on: dict[str, object] = {**wanted.model_dump(exclude={"prompts"}), "length": length}
+        needs = ("target", "drafter", ACCEPTANCE, *(f"drafter-{format}" for format in build.drafter))
+        about = "of every drafter, against bf16"
+        yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 3, about)
+
+
+def write_deployments(recipe: Recipe, sources: Mapping[str, Source], output: Path) -> list[Path]:
+    """Writes a Deployment for every quantised drafter, OUTPUT/serve-<format>.yaml; a bundled target by its folder."""
+    written = []
+    for format in recipe.build.drafter:
+        fields = recipe.deployment.model_dump(mode="json", exclude_unset=True)
+        fields["drafter"] = {"model": str(output / f"drafter-{format}"), "quantization": format}
+        if "target" in sources and "/" not in recipe.deployment.target.model:
+            fields["target"]["model"] = str(sources["target"].folder)
+        path = output / f"serve-{format}.yaml"
+        write_whole(path, yaml.safe_dump(Deployment.model_validate(fields).model_dump(mode="json", exclude_unset=True)))
+        written.append(path)
+    return written

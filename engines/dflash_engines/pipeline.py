@@ -25,9 +25,7 @@ from dflash_serve.common.provenance import versions
 from dflash_serve.common.store import ResultFolders, digest
 from dflash_serve.errors import Problem, UserError
 
-Measured = dict[str, object]
-"""Measurements of a step's output, for its manifest."""
-State = Literal["built", "there already"]
+Measured = dict[str, object]  # measurements of a step's output, for its manifest
 
 
 @dataclass(frozen=True)
@@ -36,20 +34,16 @@ class Source:
 
     folder: Path
     digest: str
-    description: dict[str, object]
-    """The manifest's entry: the name that was asked for and the files that it led to."""
+    description: dict[str, object]  # for the manifest: the name that was asked for and the files that it led to
 
 
 @dataclass(frozen=True)
 class Work:
     """The folders of a running step."""
 
-    folder: Path
-    """Empty; becomes its output when the step returns."""
-    inputs: Mapping[str, Path]
-    """Folders of its sources and of the steps it needs."""
-    say: Callable[[str], None]
-    """Shows a line of progress."""
+    folder: Path  # empty; becomes its output when the step returns
+    inputs: Mapping[str, Path]  # folders of its sources and of the steps it needs
+    say: Callable[[str], None]  # shows a line of progress
 
 
 @contextlib.contextmanager
@@ -73,15 +67,11 @@ class Step:
 
     name: str
     run: Callable[[Work], Measured]
-    needs: tuple[str, ...]
-    """Sources and steps."""
+    needs: tuple[str, ...]  # sources and steps
     parameters: Mapping[str, object] = field(default_factory=dict)
-    tools: tuple[str, ...] = ()
-    """Packages whose version matters to the output."""
-    revision: int = 1
-    """Counted up when the code of the step changes what it writes."""
-    about: str = ""
-    """A line for the plan."""
+    tools: tuple[str, ...] = ()  # packages whose version matters to the output
+    revision: int = 1  # counted up when the code of the step changes what it writes
+    about: str = ""  # a line for the plan
 
     def tool_versions(self) -> dict[str, str]:
         """Package -> version; `absent` if it is not installed."""
@@ -100,7 +90,7 @@ class Done:
     step: Step
     folder: Path
     manifest: Manifest
-    state: State
+    state: Literal["built", "there already"]
 
 
 def run(
@@ -120,11 +110,30 @@ def run(
     Raises:
         UserError: a step cannot do its work; what was done before it stays.
     """
-    store = ResultFolders(output / "steps")
+    store, finished = ResultFolders(output / "steps"), list[Done]()
+    folders = {name: source.folder for name, source in sources.items()}
+    digests = {name: source.digest for name, source in sources.items()}
     output.mkdir(parents=True, exist_ok=True)
     with _alone(output, lambda line: on_progress(steps[0], line)):
         store.remove_unfinished()
-        return _run_all(steps, sources, output, store, on_progress, on_done)
+        for step in steps:
+            on_progress(step, "")
+            inputs = {name: folders[name] for name in step.needs}
+            keys = {name: digests[name] for name in step.needs}
+            done = _run_step(step, inputs, keys, store, partial(on_progress, step))
+            folders[step.name], digests[step.name] = done.folder, done.manifest.digest
+            _point(output / step.name, done.folder)
+            finished.append(done)
+            on_done(done)
+        summary = {
+            "sources": {name: source.description for name, source in sources.items()},
+            "steps": {
+                one.step.name: {"folder": str(one.folder.relative_to(output)), **one.manifest.model_dump(mode="json")}
+                for one in finished
+            },
+        }
+        write_whole(output / MANIFEST, json.dumps(summary, indent=2) + "\n")
+    return finished
 
 
 @contextlib.contextmanager
@@ -146,29 +155,6 @@ def _alone(output: Path, say: Callable[[str], None]) -> Iterator[None]:
             do = "mount it with locks (NFS 4, Lustre's -o flock), or build on another"
             raise UserError(f"this file system has no locks ({error.strerror})", where=str(output), do=do) from None
         yield
-
-
-def _run_all(
-    steps: Sequence[Step],
-    sources: Mapping[str, Source],
-    output: Path,
-    store: ResultFolders,
-    on_progress: Callable[[Step, str], None],
-    on_done: Callable[[Done], None],
-) -> list[Done]:
-    folders = {name: source.folder for name, source in sources.items()}
-    digests = {name: source.digest for name, source in sources.items()}
-    finished: list[Done] = []
-    for step in steps:
-        on_progress(step, "")
-        inputs, keys = {name: folders[name] for name in step.needs}, {name: digests[name] for name in step.needs}
-        done = _run_step(step, inputs, keys, store, partial(on_progress, step))
-        folders[step.name], digests[step.name] = done.folder, done.manifest.digest
-        _point(output / step.name, done.folder)
-        finished.append(done)
-        on_done(done)
-    _write_summary(output, finished, sources)
-    return finished
 
 
 def _run_step(
@@ -203,17 +189,6 @@ def _point(link: Path, folder: Path) -> None:
     scratch.unlink(missing_ok=True)
     scratch.symlink_to(folder.relative_to(link.parent))
     scratch.replace(link)
-
-
-def _write_summary(output: Path, finished: Sequence[Done], sources: Mapping[str, Source]) -> None:
-    summary = {
-        "sources": {name: source.description for name, source in sources.items()},
-        "steps": {
-            done.step.name: {"folder": str(done.folder.relative_to(output)), **done.manifest.model_dump(mode="json")}
-            for done in finished
-        },
-    }
-    write_whole(output / MANIFEST, json.dumps(summary, indent=2) + "\n")
 
 
 def verify_output(output: Path) -> list[Problem]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,32 +18,23 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.files import INDEX, QUANT_CONFIG, SINGLE
-from dflash_serve.checkpoint.formats import (
-    GROUP,
-    Format,
-    QuantizedTensor,
-    dequantized,
-    quantize,
-    relative_error,
-)
+from dflash_serve.checkpoint.formats import GROUP, Format, QuantizedTensor, dequantized, quantize, relative_error
 from dflash_serve.checkpoint.reader import DIALECTS, load_tensors, load_weights, open_checkpoint
 from dflash_serve.checkpoint.tensors import FUSED, SCALES
 from dflash_serve.common.extras import import_extra
 from dflash_serve.errors import UserError
+from dflash_serve.models.drafter import Drafter
 
-from .calibration import read_answers, read_ranges
+from .calibration import AMAX, read_answers
 from .pipeline import Measured, Work, quietly
 
 EXCLUDED = ("fc", "lm_head", "embed_tokens", "model.embed_tokens")
 """Modules that stay in bf16. fc makes the context features of every layer: its error would be in all of them."""
-CARRIED = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json",
-    "merges.txt",
-)  # fmt: skip
+TOKENIZER = ("tokenizer*.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt")
 """Files of the target that are copied as they are."""
 BOUNDS: Mapping[Format, float] = {"fp8": 0.04, "nvfp4": 0.15}
 """Largest relative error of a correctly quantised weight."""
@@ -55,7 +47,7 @@ def quantize_drafter(work: Work, format: Format) -> Measured:
     checkpoint = open_checkpoint(work.inputs["drafter"])
     tensors, config = load_tensors(checkpoint), checkpoint.config
     assert config is not None
-    state = quantized_state(tensors, read_ranges(work.inputs["drafter-ranges"]), format)
+    state = quantized_state(config, tensors, load_file(work.inputs["drafter-ranges"] / AMAX), format)
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, work.folder / SINGLE)
     for name, fields in _config_files(config, format).items():
         (work.folder / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
@@ -66,16 +58,19 @@ def quantize_drafter(work: Work, format: Format) -> Measured:
     return {**measured, "bytes": size, "bytes_of_source": sum(t.numel() * t.element_size() for t in tensors.values())}
 
 
-def quantized_state(tensors: Mapping[str, Tensor], ranges: Mapping[str, Tensor], format: Format) -> dict[str, Tensor]:
+def quantized_state(
+    config: DrafterConfig, tensors: Mapping[str, Tensor], ranges: Mapping[str, Tensor], format: Format
+) -> dict[str, Tensor]:
     """Every tensor by z-lab's names; ModelOpt quantises the layers' products, from their weights alone."""
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    with torch.device("meta"):
+        drafter = Drafter(config)
+    drafter.load_state_dict(state, assign=True)
     with quietly():
         mtq = import_extra("engines", "modelopt.torch.quantization")
         utils = import_extra("engines", "modelopt.torch.export.quant_utils")
-        root = _skeleton(tensors)
-        mtq.quantize(root, modelopt_configuration(format))
-        state = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items() if not _is_product(name)}
-        names = (name.removesuffix(".weight") for name in filter(_is_product, tensors))
-        products: dict[str, Any] = {name: root.get_submodule(name) for name in names}
+        mtq.quantize(drafter, modelopt_configuration(format))
+        products: dict[str, Any] = {name: m for name, m in drafter.named_modules() if name.endswith("_proj")}
         for module, linear in products.items():
             linear.input_quantizer.amax = ranges[module].float()
         _share_scales(products)
@@ -90,10 +85,6 @@ def quantized_state(tensors: Mapping[str, Tensor], ranges: Mapping[str, Tensor],
     return state
 
 
-def _is_product(name: str) -> bool:
-    return name.startswith("layers.") and name.endswith("_proj.weight")
-
-
 def _share_scales(modules: Mapping[str, Any]) -> None:
     """Gives products that engines fuse (`FUSED`) one range of weights and one of inputs, before they are encoded.
 
@@ -105,23 +96,6 @@ def _share_scales(modules: Mapping[str, Any]) -> None:
             group = [modules.get(f"{parent}.{part}") for part in parts]
             if None not in group:
                 fuse(group)
-
-
-def _skeleton(tensors: Mapping[str, Tensor]) -> nn.Module:
-    # The layers' products as bare Linear modules under their names: ModelOpt needs no more.
-    root = nn.Module()
-    for name in filter(_is_product, tensors):
-        *path, leaf = name.removesuffix(".weight").split(".")
-        parent = root
-        for part in path:
-            if not hasattr(parent, part):
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        out, inner = tensors[name].shape
-        linear = nn.Linear(inner, out, bias=False, dtype=torch.bfloat16)
-        linear.weight.data = tensors[name].to(torch.bfloat16)
-        parent.add_module(leaf, linear)
-    return root
 
 
 def _config_files(config: DrafterConfig, format: Format) -> dict[str, dict[str, object]]:
@@ -148,9 +122,8 @@ def quantize_target(work: Work, format: Format) -> Measured:
         model = quantized_model(work, format)
         _share_scales(dict(model.named_modules()))
         export(model, export_dir=work.folder)
-    for name in CARRIED:
-        if (work.inputs["target"] / name).is_file():
-            (work.folder / name).write_bytes((work.inputs["target"] / name).read_bytes())
+    for path in (path for pattern in TOKENIZER for path in work.inputs["target"].glob(pattern)):
+        shutil.copyfile(path, work.folder / path.name)
     _name_modules_as_engines_do(work.folder)
     source = source_in_bf16(work)
     measured = compare(source, decoded(read_checkpoint(work.folder)), BOUNDS[format])
@@ -209,15 +182,12 @@ def modelopt_configuration(format: Format, *, kv_cache: bool = False) -> dict[st
 
 
 def _register() -> None:
+    def encode_and_decode(x: Tensor, quantizer: Any) -> Tensor:
+        return quantize(x.reshape(-1, x.shape[-1]), "nvfp4").dequantize(x.dtype).view(x.shape)
+
     quantizers = import_extra("engines", "modelopt.torch.quantization.nn.modules.tensor_quantizer")
     with warnings.catch_warnings(action="ignore"):  # registering twice
-        quantizers.register_quant_backend(BACKEND, _fake_quantize)
-
-
-def _fake_quantize(x: Tensor, quantizer: Any) -> Tensor:
-    # Encodes x to NVFP4 and decodes it again, as the input of the layers that are calibrated after it.
-    rows = x.reshape(-1, x.shape[-1])
-    return quantize(rows, "nvfp4").dequantize(x.dtype).view(x.shape)
+        quantizers.register_quant_backend(BACKEND, encode_and_decode)
 
 
 def read_checkpoint(folder: Path) -> dict[str, Tensor]:
@@ -255,10 +225,5 @@ def compare(source: Mapping[str, Tensor], written: Mapping[str, Tensor], bound: 
     if errors[worst] > bound:
         what = f"tensor {worst} is {errors[worst]:.3f} away from its source, more than {bound}"
         raise UserError(what, where="quantised checkpoint", do="report this: its scales were written wrongly")
-    changed = [error for error in errors.values() if error > 0]
-    return {
-        "worst_tensor": worst,
-        "worst_error": round(errors[worst], 6),
-        "mean_error_of_quantised": round(sum(changed) / len(changed), 6) if changed else 0.0,
-        "errors": {name: round(error, 6) for name, error in errors.items()},
-    }
+    rounded = {name: round(error, 6) for name, error in errors.items()}
+    return {"worst_tensor": worst, "worst_error": rounded[worst], "errors": rounded}

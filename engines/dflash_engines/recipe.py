@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, NonNegativeInt, ValidationError
+from pydantic import NonNegativeInt, ValidationError
 
 from dflash_serve.common.settings import Frozen, PositiveInt, describe, read_recipe_file
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError, did_you_mean
-
-BATCH = 32
-"""Requests at once of an engine whose recipe leaves limits.max_batch_size open."""
 
 Format = Literal["fp8", "nvfp4"]
 
@@ -28,8 +25,8 @@ class Prompts(Frozen):
 
 
 class Calibration(Prompts):
-    """Data for activation ranges: the target's answers, as many and as long as the field takes (ModelOpt's and
-    TensorRT-LLM's examples: 512 samples of 512 tokens), or none."""
+    """Data for activation ranges: the target's answers, or none. ModelOpt's and TensorRT-LLM's examples take 512
+    samples of 512 tokens."""
 
     count: PositiveInt = 512
     max_tokens: PositiveInt = 512
@@ -61,15 +58,12 @@ class Build(Frozen):
     """Precisions of the drafter."""
     calibration: Calibration = Calibration()
     checkpoints: Checkpoints | None = None
-    commands: tuple[Literal["edge-llm"], ...] = ()
     acceptance: Acceptance | None = None
 
 
 class Recipe(Frozen):
     """One YAML file, as in `engines/recipes`: a deployment and the outputs to build for it."""
 
-    tensorrt_llm: Annotated[str, Field(pattern=r"^\d+\.\d+")] = "1.4"
-    """The release its configuration is written for."""
     deployment: Deployment
     build: Build = Build()
 

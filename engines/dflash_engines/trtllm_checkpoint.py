@@ -29,30 +29,24 @@ from dflash_serve.errors import UserError
 
 from .pipeline import Measured, Work, quietly
 from .quantize import BOUNDS, compare, quantized_model, source_in_bf16
-from .recipe import BATCH, Checkpoints
+from .recipe import Checkpoints
 
 LAST = "1.3.0rc20"
-GATE, UP = "fc", "gate"
-"""TensorRT-LLM calls gate_proj `fc` and up_proj `gate`."""
-DECODERS = {"llama": "llama", "mistral": "llama"}
-"""transformers' model_type -> ModelOpt's decoder_type."""
-SCALINGS = ("llama3", "linear", "dynamic")
-"""Kinds of RoPE scaling that its Llama computes."""
+BATCH = 32  # requests at once where the recipe leaves limits.max_batch_size open
+PROJECTIONS = (("gate_proj", "fc", 0), ("up_proj", "gate", 0), ("down_proj", "proj", 1))
+"""Hugging Face's name of a product of the MLP, TensorRT-LLM's, and the axis that its ranks cut."""
+FAMILIES = ("llama", "mistral")  # transformers' model_type
+SCALINGS = ("default", "llama3", "linear", "dynamic")  # kinds of RoPE scaling that its Llama computes
+UNKNOWN = "only Llama and Mistral are known to build"
 QWEN = (
     "its rank files need q_norm, k_norm or biases, its config.json qwen_type and seq_length, and "
     "ModelOpt exports none of them; NVIDIA's own path to FP8 fails too (TensorRT-LLM #9298, #8570)"
 )
-REASONS = {"qwen2": QWEN, "qwen3": QWEN}
 
 
 def write_checkpoints(work: Work, deployment: Deployment, wanted: Checkpoints) -> Measured:
-    """Step `trtllm-checkpoints`: tp1/, tp2/, ... with config.json, rank files and the command to build each.
-
-    Raises:
-        UserError: trtllm-build would not serve this target.
-    """
+    """Step `trtllm-checkpoints`: tp1/, tp2/, ... with config.json, rank files and the command to build each."""
     config = import_extra("engines", "transformers").AutoConfig.from_pretrained(work.inputs["target"])
-    refuse(config)
     heads = config.num_attention_heads
     source = source_in_bf16(work)
     with quietly():
@@ -63,11 +57,10 @@ def write_checkpoints(work: Work, deployment: Deployment, wanted: Checkpoints) -
         work.say(f"{size} ranks")
         folder = work.folder / f"tp{size}"
         with quietly():
-            export(
-                copy.deepcopy(model), DECODERS[config.model_type], torch.bfloat16, str(folder),
-                inference_tensor_parallel=size,
-            )  # fmt: skip
-        _complete(folder / "config.json", config)
+            export(copy.deepcopy(model), "llama", torch.bfloat16, str(folder), inference_tensor_parallel=size)
+        path = folder / "config.json"
+        exported = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps(rank_config(exported, config), indent=2) + "\n", encoding="utf-8")
         found = compare(source, reassemble(folder), BOUNDS["fp8"])
         argv = build_command(folder, deployment, size, wanted.precision)
         splits = heads % size == 0
@@ -79,12 +72,6 @@ def write_checkpoints(work: Work, deployment: Deployment, wanted: Checkpoints) -
             "engine": _build(argv, folder) if splits else "not built here",
         }
     return measured
-
-
-def _complete(path: Path, config: Any) -> None:
-    # Writes the fields that ModelOpt left out or got wrong.
-    exported = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(rank_config(exported, config), indent=2) + "\n", encoding="utf-8")
 
 
 def build_command(folder: Path, deployment: Deployment, size: int, precision: str) -> list[str]:
@@ -120,7 +107,7 @@ def reassemble(folder: Path) -> dict[str, Tensor]:
         for mine, other in (("input_layernorm", "input_layernorm"), ("post_attention_layernorm", "post_layernorm")):
             whole[f"{ours}.{mine}.weight"] = ranks[0][f"{theirs}.{other}.weight"].float()
         whole |= _attention(ranks, f"{theirs}.attention", f"{ours}.self_attn", q_rows, kv_rows)
-        for mine, other, axis in (("gate_proj", GATE, 0), ("up_proj", UP, 0), ("down_proj", "proj", 1)):
+        for mine, other, axis in PROJECTIONS:
             whole[f"{ours}.mlp.{mine}.weight"] = _stack(ranks, f"{theirs}.mlp.{other}", axis, None)
     return whole
 
@@ -160,13 +147,14 @@ def refuse(config: Any) -> None:
     Raises:
         UserError: trtllm-build has no way, or no field, for it.
     """
-    kind = str(config.model_type)
+    kind, window = str(config.model_type), getattr(config, "sliding_window", None)
+    slides = isinstance(window, int) and window < config.max_position_embeddings
     reasons = {
-        REASONS.get(kind, "only Llama and Mistral are known to build"): kind not in DECODERS,
-        "its attention has biases": bool(getattr(config, "attention_bias", False)),
-        "its MLP has biases": bool(getattr(config, "mlp_bias", False)),
-        "it attends to a sliding window, for which the checkpoint has no field": _window(config) is not None,
-        f"its RoPE is scaled by {_rope_type(config)!r}": _rope_type(config) not in ("default", *SCALINGS),
+        QWEN if kind in ("qwen2", "qwen3") else UNKNOWN: kind not in FAMILIES,
+        "its attention has biases": getattr(config, "attention_bias", False),
+        "its MLP has biases": getattr(config, "mlp_bias", False),
+        "it attends to a sliding window, for which the checkpoint has no field": slides,
+        f"its RoPE is scaled by {_rope_type(config)!r}": _rope_type(config) not in SCALINGS,
     }
     for reason, applies in reasons.items():
         if applies:
@@ -215,9 +203,3 @@ def _rope(config: Any) -> Mapping[str, Any]:
 
 def _rope_type(config: Any) -> str:
     return str(_rope(config).get("rope_type", "default"))
-
-
-def _window(config: Any) -> int | None:
-    # A window shorter than the model's positions; None = attention sees all of them.
-    window = getattr(config, "sliding_window", None)
-    return window if isinstance(window, int) and window < config.max_position_embeddings else None

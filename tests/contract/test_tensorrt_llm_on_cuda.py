@@ -14,10 +14,8 @@ from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.formats import Format
-from dflash_serve.checkpoint.reader import assemble
-from dflash_serve.errors import UserError
-from dflash_tensorrt_llm.plugin.drafter import PlugInDrafter
-from dflash_tensorrt_llm.plugin.weights import Layout, context_weight
+from dflash_serve.checkpoint.tensors import stored_tensors
+from dflash_tensorrt_llm.plugin.drafter import Layout, PlugInDrafter
 from tests.support.fake_cuda import DEVICE, OnTheDevice
 from tests.support.tiny import SLIDING, tiny_drafter_config
 
@@ -36,24 +34,18 @@ def config_of(**overrides: Any) -> DrafterConfig:
 
 def stored(config: DrafterConfig, format: Format | None) -> dict[str, Tensor]:
     """A checkpoint as the loader hands it over, without its bytes."""
+    products = [name.removesuffix(".weight") for name in expected_tensors(config) if name.endswith("_proj.weight")]
+    quantised = products if format else []
+    weights = {f"{name}.weight": torch.uint8 if format == "nvfp4" else torch.float8_e4m3fn for name in quantised}
+
+    def dtype(name: str, shape: tuple[int, ...]) -> torch.dtype:
+        if name.endswith("_scale") or name.endswith("_scale_2"):
+            return torch.float8_e4m3fn if shape else torch.float32
+        return weights.get(name, torch.bfloat16)
+
     with torch.device(DEVICE):
-        return _stored(config, format)
-
-
-def _stored(config: DrafterConfig, format: Format | None) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = {}
-    for name, shape in expected_tensors(config).items():
-        module, one = name.removesuffix(".weight"), torch.empty((), dtype=torch.float32)
-        if format is None or not name.endswith("_proj.weight"):
-            state[name] = torch.empty(shape, dtype=torch.bfloat16)
-        elif format == "fp8":
-            state[name] = torch.empty(shape, dtype=torch.float8_e4m3fn)
-            state |= {f"{module}.weight_scale": one, f"{module}.input_scale": one}
-        else:
-            state[name] = torch.empty((shape[0], shape[1] // 2), dtype=torch.uint8)
-            state[f"{module}.weight_scale"] = torch.empty((shape[0], shape[1] // 16), dtype=torch.float8_e4m3fn)
-            state |= {f"{module}.weight_scale_2": one, f"{module}.input_scale": one}
-    return state
+        shapes = stored_tensors(config, format, quantised)
+        return {name: torch.empty(shape, dtype=dtype(name, shape)) for name, shape in shapes.items()}
 
 
 def attention(*, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
@@ -112,26 +104,6 @@ def test_a_step_stays_on_the_device_at_every_format_and_size(format: Format | No
     assert hidden.shape == (BATCH * 16, config.hidden_size)
     assert {t.dtype for t in (k, v, hidden)} == {torch.bfloat16}
     assert len(sums) == (0 if size == 1 else 2 * config.num_layers)
-    kept = torch.float8_e4m3fn if format == "fp8" else torch.bfloat16
-    attention_of_first: Any = drafter.drafter.layers[0].self_attn  # type: ignore[union-attr]
-    assert attention_of_first.q_proj.weight.dtype == kept
-
-
-def test_fp8_sides_that_no_kernel_takes_are_found_here() -> None:
-    """8 K/V rows a device: CUDA's `_scaled_mm` wants multiples of 16, and the checks refuse it before launch."""
-    config = config_of(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    with pytest.raises(RuntimeError, match="16"):
-        step(loaded(config, "fp8", Layout(0, 2), []))
-
-
-@pytest.mark.parametrize("size", [1, 2, 8])
-@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
-def test_the_rows_for_upstreams_fused_product_are_bf16_and_this_ranks(format: Format, size: int) -> None:
-    config = config_of()
-    rows = context_weight(assemble(stored(config, format), config, format), config, Layout(0, size), torch.bfloat16)
-    assert rows.dtype == torch.bfloat16
-    assert rows.shape == (config.num_layers * 2 * (8 // size) * 128, 4096)
-    assert rows.is_contiguous()
 
 
 def test_a_wait_for_the_host_would_be_found() -> None:
@@ -140,8 +112,3 @@ def test_a_wait_for_the_host_would_be_found() -> None:
             wait(torch.empty(2, device=DEVICE))
     with OnTheDevice(), pytest.raises(AssertionError, match="mixes tensors of host and device"):
         torch.empty(2, 3, device=DEVICE)[torch.tensor([0, 1])]
-
-
-def test_what_does_not_split_is_refused_before_it_is_loaded() -> None:
-    with pytest.raises(UserError, match="over 3 devices"):
-        PlugInDrafter(config_of(), attention=attention, layout=Layout(0, 3))

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_serve.errors import UserError
 
-from ..releases import DRAFTER_FROM_OUTSIDE
-
 if TYPE_CHECKING:
     from ..launch_plan import Implementation
 
@@ -48,7 +46,7 @@ def register(architecture: str, package: str, implementation: Implementation) ->
     """
     registry = import_module(REGISTRY)
     if not hasattr(registry, "register_draft_model"):
-        do = f"install TensorRT-LLM {DRAFTER_FROM_OUTSIDE.since}, or use a plain bf16 drafter"
+        do = "install TensorRT-LLM 1.4, or use a plain bf16 drafter"
         raise UserError("this release takes no drafter from outside", where="TensorRT-LLM", do=do)
     mode = import_module(INTERFACE).SpeculativeDecodingMode.DFLASH
     target = _target_class(registry, architecture)
@@ -89,13 +87,12 @@ def _builder(implementation: Implementation) -> Any:
     """Called by TensorRT-LLM for SpeculativeDecodingMode.DFLASH (signature fixed by `get_draft_model`)."""
 
     def build_drafter(model_config: Any, draft_config: Any, lm_head: Any, model: Any) -> Any:
-        if implementation == "dequantised context":
-            from .dequantised import build
-        else:
-            from .drafter import build
-        drafter = build(model_config, draft_config)
+        from . import drafter
+
+        build = drafter.build_dequantised if implementation == "dequantised context" else drafter.build
+        built = build(model_config, draft_config)
         line = f"{BUILT} {getattr(model_config.mapping, 'rank', 0)} ({implementation})"
         import_module("tensorrt_llm.logger").logger.info(line)
-        return drafter
+        return built
 
     return build_drafter

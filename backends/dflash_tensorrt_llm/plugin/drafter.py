@@ -1,44 +1,123 @@
-"""The module TensorRT-LLM's DFlash worker drives: our core drafter behind the worker's duck-typed contract.
+"""Our two drafters in TensorRT-LLM, behind the duck-typed contract of its DFlash worker.
 
-Contract: `tensorrt_llm/_torch/speculative/dflash.py` @00679c6 (`DFlashWorker`) and, for loading,
-`_torch/models/modeling_dflash.py` @009d8fa (`DFlashForCausalLM`), whose attribute names are these. With any other
-attention backend than VANILLA the worker hands over pages instead of the dense arena, and leaves it to the draft model
-to bring a kernel that reads them: ours has flash-attn's only.
+`PlugInDrafter` is the core's drafter. Contract: `tensorrt_llm/_torch/speculative/dflash.py` @00679c6 (`DFlashWorker`)
+and, for loading, `_torch/models/modeling_dflash.py` @009d8fa (`DFlashForCausalLM`), whose attribute names are these.
+With any other attention backend than VANILLA the worker hands over pages instead of the dense arena, and leaves it to
+the draft model to bring a kernel that reads them: ours has flash-attn's only.
+
+`DequantisedContext` is upstream's own drafter with quantised weights, in which one product is ours. Upstream fuses the
+K/V rows of all layers' `qkv_proj.weight` as they are stored, scales ignored (`_build_fused_kv_buffers`,
+modeling_dflash.py @7c7504c). Here that product gets the same rows dequantised, from the checkpoint itself: upstream's
+own are rescaled (FP8) or rearranged (NVFP4) by then. Everything else, its quantised Linear, fused norms and RoPE, pages
+and attention kernels, runs as for a bf16 drafter. The rows cost 2 * layers * K/V rows * H bf16 values: 84 MB of a
+drafter for Qwen3-8B on one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
-from dflash_serve.checkpoint.formats import Format
+from dflash_serve.checkpoint.formats import Format, QuantizedTensor, Weight, dequantized
 from dflash_serve.checkpoint.reader import assemble, read_drafter
 from dflash_serve.checkpoint.tensors import Quantization, read_quantization
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.layers import rotate
 
-from ..draft_folder import NEUTRAL
-from .weights import Layout, Product, Reduce, load
+from ..upstream import NEUTRAL
+
+Reduce = Callable[[Tensor], Tensor]
+KEYS_AND_VALUES = ("k_proj", "v_proj")
+COLUMN_PARALLEL, ROW_PARALLEL = ("q_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 
 
-class AdjustedLogits(nn.Module):
-    """The target's logits processor, followed by the drafter's own multiplier and soft-cap."""
+@dataclass(frozen=True)
+class Layout:
+    """Rank `rank` of `size`; size 1 = the whole drafter."""
 
-    def __init__(self, inner: Callable[..., Tensor], adjust: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.adjust = inner, adjust
+    rank: int = 0
+    size: int = 1
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.adjust(self.inner(*args, **kwargs))
+    def check(self, config: DrafterConfig) -> None:
+        """Refuses a drafter that cannot be split.
+
+        Raises:
+            UserError: heads or MLP columns do not split, or K/V heads neither split nor repeat.
+        """
+        heads, kv = config.num_attention_heads, config.num_key_value_heads
+        splits = heads % self.size == 0 and config.intermediate_size % self.size == 0
+        if not splits or (kv % self.size and self.size % kv):
+            what = f"{heads} heads, {kv} K/V heads and {config.intermediate_size} MLP columns over {self.size} devices"
+            raise UserError(what, where="drafter", do="use fewer devices, or attention data parallelism")
+
+    def kv_heads(self, config: DrafterConfig) -> int:
+        """K/V heads of this rank: its share, or one that it shares with its neighbours."""
+        return max(1, config.num_key_value_heads // self.size)
+
+    def shard(self, name: str, weight: Weight, config: DrafterConfig) -> Weight:
+        """This rank's part of a weight or bias; the ranks' results of `ROW_PARALLEL` products are added."""
+        *_, module, leaf = ["", *name.split(".")]
+        if module in KEYS_AND_VALUES:
+            # With more ranks than heads, neighbours hold the same head: rank r has head r * heads // size.
+            first = self.rank * config.num_key_value_heads // self.size * config.head_dim
+            return _rows(weight, first, self.kv_heads(config) * config.head_dim)
+        if module in COLUMN_PARALLEL:
+            step = weight.shape[0] // self.size
+            return _rows(weight, self.rank * step, step)
+        if module in ROW_PARALLEL and leaf == "weight":
+            step = weight.shape[1] // self.size
+            start, stop = self.rank * step, (self.rank + 1) * step
+            return weight.columns(start, stop) if isinstance(weight, QuantizedTensor) else weight[:, start:stop]
+        if module in ROW_PARALLEL and isinstance(weight, Tensor) and self.rank > 0:
+            return torch.zeros_like(weight)  # the sum has the bias of rank 0
+        return weight  # norms and fc
+
+
+def _rows(weight: Weight, start: int, count: int) -> Weight:
+    stop = start + count
+    return weight.rows(start, stop) if isinstance(weight, QuantizedTensor) else weight[start:stop]
+
+
+def rank_weights(
+    whole: Mapping[str, Weight], names: Iterable[str], config: DrafterConfig, layout: Layout, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """This rank's parts of tensors, by our names, quantised ones decoded."""
+    return dequantized({name: layout.shard(name, whole[name], config) for name in names}, dtype)
+
+
+def load(
+    whole: Mapping[str, Weight],
+    config: DrafterConfig,
+    layout: Layout,
+    reduce: Reduce | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Drafter:
+    """The core's drafter with this rank's part of every product.
+
+    Args:
+        whole: every tensor by our name.
+        reduce: adds the ranks' partial results; None = one rank.
+    """
+    with torch.device("meta"):
+        drafter = Drafter(config)
+    for name, tensor in rank_weights(whole, whole, config, layout, dtype).items():
+        module, _, leaf = name.rpartition(".")
+        part = nn.Parameter(tensor.contiguous().to(device), requires_grad=False)
+        setattr(drafter.get_submodule(module), leaf, part)
+    drafter.rotary.to(device)
+    if reduce is not None:
+        for layer in drafter.layers:
+            for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                product.register_forward_hook(lambda _, given, partial: reduce(partial))
+    return drafter.eval()
 
 
 def mask_arguments(kind: AttentionKind) -> tuple[bool, tuple[int, int]]:
@@ -84,14 +163,16 @@ class PlugInDrafter(nn.Module):
     """A drafter for `SpeculativeDecodingMode.DFLASH`.
 
     Args:
-        config: what it is.
-        format: of its quantised weights, None = plain.
+        config: its description.
+        format: of its quantised weights, which are decoded once; None = plain.
         layout: this rank's part.
         reduce: adds the ranks' partial results; None = one rank.
         attention: `flash_attn_with_kvcache`.
         dtype: of activations and context K/V.
         device: where it runs.
     """
+
+    drafter: Drafter  # from `load_weights` on
 
     def __init__(
         self,
@@ -118,14 +199,13 @@ class PlugInDrafter(nn.Module):
         self.draft_model_full.model = self.model = nn.Module()
         self.lm_head: Any = None
         self.logits_processor: Any = None
-        self.drafter: Drafter | None = None
-        self._context: Product | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        config = self.__dict__.get("config")
-        if name == "logits_processor" and value is not None and _adjusts(config):
-            value = AdjustedLogits(value, lambda logits: self._loaded().adjust_logits(logits))
-        super().__setattr__(name, value)
+        super().__setattr__(name, self._adjusted(value) if name == "logits_processor" and value is not None else value)
+
+    def _adjusted(self, processor: Callable[..., Tensor]) -> Any:
+        # The target's logits processor, followed by the drafter's multiplier and soft-cap.
+        return lambda *args, **kwargs: self.drafter.adjust_logits(processor(*args, **kwargs))
 
     def load_weights(self, weights: Mapping[str, Tensor], weight_mapper: Any = None, **kwargs: Any) -> None:
         """Takes this rank's part of every tensor; none may be missing, extra or misshapen.
@@ -134,8 +214,7 @@ class PlugInDrafter(nn.Module):
             UserError: all that does not fit.
         """
         whole = assemble(dict(weights.items()), self.config, self.format)
-        drafter, self._context = load(whole, self.config, self.layout, self.reduce, self.dtype, self.device)
-        self._k_norms = torch.stack([layer.self_attn.k_norm.weight for layer in drafter.layers])[:, None]
+        drafter = load(whole, self.config, self.layout, self.reduce, self.dtype, self.device)
         self.drafter, self.fc, self.hidden_norm = drafter, drafter.fc, drafter.hidden_norm
 
     def load_weights_from_target_model(self, target_model: Any) -> None:
@@ -143,14 +222,8 @@ class PlugInDrafter(nn.Module):
         self.draft_model_full.model.embed_tokens = target_model.model.embed_tokens
         self.draft_model_full.lm_head = self.lm_head = target_model.lm_head
 
-    def _loaded(self) -> Drafter:
-        if self.drafter is None:
-            raise RuntimeError("load_weights comes first")
-        return self.drafter
-
     def _build_fused_kv_buffers(self) -> None:
-        """Publishes the sizes of the arena, as the worker expects after this call; the product was made on load."""
-        self._loaded()
+        """Publishes the sizes of the arena, as the worker expects after this call."""
         self._num_attn_layers = self.config.num_layers
         self._num_heads = self.config.num_attention_heads // self.layout.size
         self._num_kv_heads = self.layout.kv_heads(self.config)
@@ -164,18 +237,11 @@ class PlugInDrafter(nn.Module):
 
     def project_target_hidden(self, hidden_states: Tensor) -> Tensor:
         """Captured features [N, F*H], layers ascending -> [N, H]."""
-        return self._loaded().project_context(hidden_states.to(self.dtype))
+        return self.drafter.project_context(hidden_states.to(self.dtype))
 
     def precompute_context_kv(self, projected_hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Context rows [N, H] -> rotated keys and values [N, layers, kv_heads, head_dim], by one product."""
-        assert self._context is not None
-        config, rows = self.config, len(projected_hidden)
-        shape = (rows, config.num_layers, 2, self.layout.kv_heads(config), config.head_dim)
-        k, v = self._context(projected_hidden.to(self.dtype)).view(shape).unbind(dim=2)
-        # In fp32 with one rounding at the end, as F.rms_norm does it with a weight; each layer has its own.
-        k = (F.rms_norm(k.float(), (config.head_dim,), eps=config.rms_norm_eps) * self._k_norms.float()).to(self.dtype)
-        cos, sin = self._loaded().rotary(positions.reshape(-1))
-        return rotate(k, cos[:, None], sin[:, None]), v.contiguous()
+        """Context rows [N, H] -> rotated keys and values [N, layers, kv_heads, head_dim]."""
+        return self.drafter.context_kv(projected_hidden.to(self.dtype), positions.reshape(-1))
 
     def dflash_forward(
         self,
@@ -189,7 +255,7 @@ class PlugInDrafter(nn.Module):
         ctx_page_table: Tensor | None = None,
     ) -> Tensor:
         """Blocks [requests, B, H] -> hidden states of their slots [requests * B, H]; see `Drafter.forward`."""
-        drafter = self._loaded()
+        drafter = self.drafter
         noise = noise_embedding.to(self.dtype)
         if drafter.mask_embedding is not None:
             noise = torch.cat([noise[:, :1], drafter.mask_embedding.to(noise).expand_as(noise[:, 1:])], dim=1)
@@ -198,10 +264,6 @@ class PlugInDrafter(nn.Module):
         rows = noise.reshape(-1, noise.shape[-1]) * self.config.embedding_scale
         out: Tensor = drafter(rows, query_positions.reshape(-1), attend)
         return out
-
-
-def _adjusts(config: DrafterConfig | None) -> bool:
-    return config is not None and (config.output_multiplier != 1.0 or config.final_logit_softcap is not None)
 
 
 def build(model_config: Any, draft_config: Any) -> PlugInDrafter:
@@ -229,6 +291,61 @@ def build(model_config: Any, draft_config: Any) -> PlugInDrafter:
     )
     plug_in.model_config = draft_config  # weight mappers look for it
     return plug_in
+
+
+class DequantisedContext:
+    """Mixed into upstream's `DFlashForCausalLM`, whose names these are."""
+
+    _fused_kv_weight: Tensor | None
+    drafter_config: DrafterConfig
+    quantization: Quantization | None
+    layout: Layout
+    context_dtype: torch.dtype
+    context_rows: Tensor | None = None
+
+    def load_weights(self, weights: Mapping[str, Tensor], weight_mapper: Any = None, **kwargs: Any) -> None:
+        """Keeps the K/V rows of this rank, dequantised, and hands all on; loading again makes the product again.
+
+        Raises:
+            UserError: tensors that do not fit.
+        """
+        config, stored = self.drafter_config, dict(weights.items())
+        whole = assemble(stored, config, self.quantization.format if self.quantization else None)
+        products = (f"layers.{i}.self_attn.{name}.weight" for i in range(config.num_layers) for name in KEYS_AND_VALUES)
+        rows = rank_weights(whole, products, config, self.layout, self.context_dtype)
+        self.context_rows = torch.cat(list(rows.values())).to("cuda" if torch.cuda.is_available() else "cpu")
+        self._fused_kv_weight = None
+        super().load_weights(weights, weight_mapper=weight_mapper, **kwargs)  # type: ignore[misc]
+
+    def _build_fused_kv_buffers(self) -> None:  # upstream's, with our rows in place of its raw ones
+        if self._fused_kv_weight is None:
+            super()._build_fused_kv_buffers()  # type: ignore[misc]
+            self._fused_kv_weight = self.context_rows
+
+
+def build_dequantised(model_config: Any, draft_config: Any) -> Any:
+    """This rank's drafter of upstream's with a context K/V of ours, from TensorRT-LLM's configs of target and draft.
+
+    Raises:
+        UserError: a drafter that cannot be read, or that does not split over the devices.
+    """
+    base = import_module("tensorrt_llm._torch.models.modeling_dflash").DFlashForCausalLM
+    speculative = model_config.spec_config
+    config, quantization = read_draft_folder(speculative.speculative_model)
+    layout = layout_of(model_config.mapping)
+    layout.check(config)
+    made: type = type("DequantisedDFlash", (DequantisedContext, base), {"__module__": __name__})
+    pretrained = draft_config.pretrained_config
+    original = pretrained.architectures
+    # The architecture that upstream falls back to; under its own name it would find `Unwanted`.
+    pretrained.architectures = ["".join(word.capitalize() for word in pretrained.model_type.split("_")) + "ForCausalLM"]
+    try:
+        drafter = made(draft_config, dflash_attention_backend=speculative.attention_backend)
+    finally:
+        pretrained.architectures = original
+    drafter.drafter_config, drafter.quantization, drafter.layout = config, quantization, layout
+    drafter.context_dtype = dtype_of(pretrained)
+    return drafter
 
 
 def read_draft_folder(folder: str | Path) -> tuple[DrafterConfig, Quantization | None]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.formats import FP8_MAX
 from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
@@ -83,9 +82,9 @@ def captured(rows: Tensor, config: DrafterConfig) -> Tensor:
 
 
 @torch.inference_mode()
-def by_worker(drafter: Any, batch: int, dtype: torch.dtype) -> Tensor:
-    """Prompts, then two steps; the second step's logits."""
-    config = drafter.config
+def by_worker(drafter: Any, batch: int, dtype: torch.dtype, original: DrafterConfig | None = None) -> Tensor:
+    """Prompts, then two steps; the second step's logits. `original` has the order of the layers in training."""
+    config = original or drafter.config
     worker = Worker(drafter, max_batch=batch, max_seq_len=64, max_draft_len=config.block_size - 1)
     entries = list(reversed(range(batch)))
     for index, entry in enumerate(entries):
@@ -100,75 +99,27 @@ def by_worker(drafter: Any, batch: int, dtype: torch.dtype) -> Tensor:
     return logits
 
 
-class CoreWorker:
-    """Drives the core's drafter over its own cache, with the steps of `Worker`.
-
-    Args:
-        drafter: the core's.
-        requests: in the batch.
-        dtype: of the context K/V.
-    """
-
-    def __init__(self, drafter: Drafter, requests: int, dtype: torch.dtype) -> None:
-        config = drafter.config
-        self.drafter, self.lengths = drafter, [0] * requests
-        self.cache = KVCache(
-            layers=config.num_layers, entries=requests, kv_heads=config.num_key_value_heads, capacity=80,
-            head_dim=config.head_dim, dtype=dtype,
-        )  # fmt: skip
-
-    def prefill(self, entry: int, rows: Tensor) -> None:
-        """A chunk of a prompt: features [tokens, F*H]."""
-        self._keep(entry, self.drafter.project_context(rows), len(rows))
-
-    def draft(self, accepted: list[int], rows: Tensor, bonus: Tensor, embedding: Tensor) -> Tensor:
-        """One step from features [requests, B, F*H]: hidden states [requests, B, H] of the next blocks."""
-        config, requests = self.drafter.config, len(rows)
-        projected = self.drafter.project_context(rows.flatten(0, 1)).view(requests, config.block_size, -1)
-        for entry in range(requests):
-            self._keep(entry, projected[entry], accepted[entry])
-        spans = [Span(entry, self.lengths[entry], config.block_size) for entry in range(requests)]
-        attend = RaggedAttention(self.cache, spans, config.layers, config.num_attention_heads)
-        hidden: Tensor = self.drafter(self.drafter.noise(bonus, embedding), span_positions(spans), attend)
-        return hidden.view(requests, config.block_size, -1)
-
-    def _keep(self, entry: int, context: Tensor, kept: int) -> None:
-        """Keeps the first `kept` of the projected rows: like the worker, which projects all B and masks."""
-        k, v = self.drafter.context_kv(context, self.lengths[entry] + torch.arange(len(context)))
-        self.cache.write_all([Span(entry, self.lengths[entry], kept)], k[:kept], v[:kept])
-        self.lengths[entry] += kept
-
-
 @torch.inference_mode()
 def by_core(
-    config: DrafterConfig,
-    weights: dict[str, Tensor],
-    batch: int,
-    dtype: torch.dtype,
-    target: FakeTarget,
-    input_scale: float | None = None,
+    config: DrafterConfig, weights: dict[str, Tensor], batch: int, dtype: torch.dtype, target: FakeTarget
 ) -> Tensor:
-    """The same with the core drafter; with an input scale, products see activations as FP8."""
+    """The same drafts by the core's drafter, with each request's whole context at once."""
     drafter = Drafter(config)
-    if input_scale is not None:
-        for name, module in drafter.named_modules():
-            if name.endswith("_proj"):
-                module.register_forward_pre_hook(lambda _, given: (as_fp8(given[0], input_scale),))
     # Not `drafter.to(dtype)`: rotary frequencies stay in fp32.
     drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
-    worker = CoreWorker(drafter, batch, dtype)
+    cache = KVCache(
+        layers=config.num_layers, entries=batch, kv_heads=config.num_key_value_heads, capacity=80,
+        head_dim=config.head_dim, dtype=dtype,
+    )  # fmt: skip
+    spans = []
+    steps = [features(config, 100 + step, batch, config.block_size) for step in range(2)]
     for index in range(batch):
-        rows = features(config, index, PROMPTS[index]).flatten(-2).to(dtype)
-        for part in (rows[:2], rows[2:]):
-            if len(part):
-                worker.prefill(index, part)
-    hidden = torch.empty(0)
-    for step in range(2):
-        rows = features(config, 100 + step, batch, config.block_size).flatten(-2).to(dtype)
-        bonus = torch.arange(batch) + 20 + step
-        hidden = worker.draft(ACCEPTED, rows, bonus, target.model.embed_tokens.weight)
+        kept = [step[index, : ACCEPTED[index]] for step in steps]
+        rows = torch.cat([features(config, index, PROMPTS[index]), *kept]).flatten(-2).to(dtype)
+        k, v = drafter.context_kv(drafter.project_context(rows), torch.arange(len(rows)))
+        cache.write_all([Span(index, 0, len(rows))], k, v)
+        spans.append(Span(index, len(rows), config.block_size))
+    attend = RaggedAttention(cache, spans, config.layers, config.num_attention_heads)
+    noise = drafter.noise(torch.arange(batch) + 21, target.model.embed_tokens.weight)
+    hidden = drafter(noise, span_positions(spans), attend).view(batch, config.block_size, -1)
     return drafter.adjust_logits(target.lm_head(hidden[:, 1:]))
-
-
-def as_fp8(x: Tensor, scale: float) -> Tensor:
-    return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale

@@ -18,7 +18,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.releases import Release
+from dflash_tensorrt_llm.upstream import Release
 from dflash_vllm import VLLMBackend
 from tests.support.bench_sites import settings
 from tests.support.paper_models import write_paper_drafter, write_paper_target

@@ -14,7 +14,7 @@ from dflash_serve.checkpoint.reader import DIALECTS, assemble, load_weights
 from dflash_serve.checkpoint.tensors import FUSED
 from dflash_serve.errors import UserError
 from dflash_tensorrt_llm.launch_plan import beyond_built_in
-from dflash_tensorrt_llm.releases import Release
+from dflash_tensorrt_llm.upstream import Release
 from tests.support.engine_readers import FUSED_BY, READERS, Raw
 from tests.support.tiny import (
     FULL,

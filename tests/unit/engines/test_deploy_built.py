@@ -1,4 +1,4 @@
-"""A drafter that `dflash-serve build` has quantised is deployed like any other."""
+"""A drafter that `dflash-serve build` has quantised is served and deployed like any other."""
 
 from __future__ import annotations
 
@@ -6,54 +6,53 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
+from dflash_engines.cli import write_deployments
+from dflash_engines.pipeline import Source
+from dflash_engines.recipe import Recipe
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.cli.main import app
+from dflash_serve.deployment import load_deployment
+from dflash_serve.server_adapter import resolve
+from dflash_tensorrt_llm import backend
 from tests.support.built import seal
 from tests.support.tiny import tiny_drafter_config, write_quantized_drafter
 from tests.support.tiny_target import SPECIALS, write_tiny_target
 
 
-@pytest.fixture(scope="module", params=["fp8", "nvfp4"])
-def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A deployment with a drafter as a build leaves it."""
-    return deployment(tmp_path_factory.mktemp("built"), request.param)
-
-
-def deployment(folder: Path, format: Format, *, fused: bool = True) -> Path:
-    """The file of a deployment with a quantised drafter; `fused` as for `quantized_state`."""
+def built(folder: Path, format: Format, *, gpu: str = "b200", fused: bool = True) -> Path:
+    """The deployment that a build writes beside its drafter; `fused` as for `quantized_state`."""
     target = write_tiny_target(folder / "target")
     config = tiny_drafter_config(
-        block_size=4,
         num_target_layers=4,
         target_layer_ids=(0, 2),
         mask_token_id=SPECIALS.index("<mask>"),
         vocab_size=json.loads((target / "config.json").read_text())["vocab_size"],
-        max_position_embeddings=256,
         intermediate_size=64,
     )
-    drafter = seal(write_quantized_drafter(folder / f"drafter-{format}", format, config, fused=fused))
-    path = folder / "deployment.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "target": {"model": str(target)},
-                "drafter": {"model": str(drafter), "quantization": format},
-                "hardware": {"gpu": "b200"},
-            }
-        )
-    )
+    seal(write_quantized_drafter(folder / f"drafter-{format}", format, config, fused=fused))
+    deployment = {"target": {"model": "bundled"}, "drafter": {"model": "bundled"}, "hardware": {"gpu": gpu}}
+    recipe = Recipe.model_validate({"deployment": deployment, "build": {"drafter": [format]}})
+    (path,) = write_deployments(recipe, {"target": Source(target, "0", {})}, folder)
     return path
 
 
-def test_a_quantised_drafter_is_rendered(file: Path) -> None:
-    image = f"x/y@sha256:{64 * '0'}"
-    words = ["deploy", str(file), "--backend", "tensorrt-llm", "--render", "helm", "--image", image]
-    result = CliRunner().invoke(app, words)
-    assert result.exception is None, result.exception
-    assert f"drafter-{file.read_text().split('quantization: ')[1].split()[0]}" in result.stdout
+@pytest.mark.parametrize(
+    ("format", "gpu", "fits"), [("fp8", "h200", True), ("nvfp4", "b200", True), ("nvfp4", "h200", False)]
+)
+def test_a_built_drafter_is_served_and_rendered(format: Format, gpu: str, fits: bool, tmp_path: Path) -> None:
+    file = built(tmp_path, format, gpu=gpu)
+    launch = resolve(backend, load_deployment(file))
+    assert (launch.problems == []) is fits
+    words = ["deploy", str(file), "--backend", "tensorrt-llm", "--render", "helm"]
+    result = CliRunner().invoke(app, [*words, "--image", f"x/y@sha256:{64 * '0'}"])
+    assert (result.exit_code == 0) is fits
+    if fits:
+        assert f"drafter-{format}" in result.stdout
+        launch.prepare(tmp_path / "prepared")
+        assert "--custom_module_dirs" in launch.command(tmp_path / "prepared").argv
+        assert "quantization_config" in json.loads((tmp_path / "prepared" / "draft" / "config.json").read_text())
 
 
 @pytest.mark.parametrize("format", ["fp8", "nvfp4"])
@@ -62,7 +61,7 @@ def test_a_drafter_that_0_1_0_built_is_refused_with_the_step_to_rebuild(
     backend: str, format: Format, tmp_path: Path
 ) -> None:
     """Its q/k/v and gate/up have scales of their own."""
-    file = deployment(tmp_path, format, fused=False)
+    file = built(tmp_path, format, fused=False)
     result = CliRunner().invoke(app, ["serve", str(file), "--backend", backend, "--dry-run"])
     assert result.exit_code != 0
     said = " ".join((result.output + str(result.exception)).split())

@@ -13,6 +13,7 @@ import pytest
 from dflash_engines.pipeline import Done, Measured, Source, Step, Work, run, verify_output
 from dflash_serve.checkpoint.files import read_manifest, verify
 from dflash_serve.errors import UserError
+from tests.support.built import flip_last_byte
 
 
 class Bench:
@@ -107,18 +108,15 @@ def test_the_manifest_says_where_everything_came_from(bench: Bench) -> None:
     assert summary["sources"] == {"source": {"model": "words"}}
 
 
-@pytest.mark.parametrize("step", ["count", "raise", "report"])
-def test_a_flipped_byte_is_found_and_rebuilt(step: str, bench: Bench) -> None:
+def test_a_flipped_byte_is_found_and_rebuilt(bench: Bench) -> None:
     bench.run()
-    path = (bench.output / step / "result").resolve()
-    data = bytearray(path.read_bytes())
-    data[0] ^= 1
-    path.write_bytes(data)
+    path = (bench.output / "raise" / "result").resolve()
+    flip_last_byte(path)
     (problem,) = verify_output(bench.output)
     assert "sha256 differs" in problem.what
     assert str(path) == problem.where
     bench.run()
-    assert step in bench.ran
+    assert bench.ran == ["raise"]
     assert verify_output(bench.output) == []
 
 

@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from dflash_engines.cli import find_sources
+from dflash_engines.recipe import Recipe
 from dflash_engines.trtllm_checkpoint import build_command, rank_config, reassemble, refuse
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
@@ -125,32 +127,21 @@ def mistral(**fields: Any) -> MistralConfig:
     return MistralConfig(architectures=["MistralForCausalLM"], rms_norm_eps=1e-6, **given)
 
 
-def test_every_field_of_a_llama_3_1_is_upstreams() -> None:
-    refuse(llama())
-    assert rank_config(EXPORTED, llama()) == {
-        **EXPORTED,
-        **SAID_BY_BOTH,
-        "architecture": "LlamaForCausalLM",
-        "head_size": 8,
-        "norm_epsilon": 1e-5,
-        "rotary_base": 500000.0,
+UPSTREAMS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {
+        "head_size": 8, "norm_epsilon": 1e-5, "rotary_base": 500000.0,
         "rotary_scaling": {**LLAMA_3_1, "type": "llama3"},
-        "tie_word_embeddings": False,
-    }
+    },
+    "MistralForCausalLM": {"head_size": 16, "norm_epsilon": 1e-6, "rotary_base": 1e6, "rotary_scaling": None},
+}  # fmt: skip
 
 
-def test_every_field_of_a_mistral_is_upstreams() -> None:
-    refuse(mistral())
-    assert rank_config(EXPORTED, mistral()) == {
-        **EXPORTED,
-        **SAID_BY_BOTH,
-        "architecture": "MistralForCausalLM",
-        "head_size": 16,
-        "norm_epsilon": 1e-6,
-        "rotary_base": 1e6,
-        "rotary_scaling": None,
-        "tie_word_embeddings": False,
-    }
+@pytest.mark.parametrize("config", [llama(), mistral()], ids=lambda config: config.model_type)
+def test_every_field_of_a_config_is_upstreams(config: Any) -> None:
+    refuse(config)
+    (architecture,) = config.architectures
+    named = {"architecture": architecture, "tie_word_embeddings": False}
+    assert rank_config(EXPORTED, config) == {**EXPORTED, **SAID_BY_BOTH, **named, **UPSTREAMS[architecture]}
 
 
 def test_rope_in_the_form_of_transformers_4_is_the_same() -> None:
@@ -172,6 +163,10 @@ def test_rope_in_the_form_of_transformers_4_is_the_same() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else value.model_type,
 )
-def test_what_would_not_build_or_answer_garbage_is_refused_by_name(config: Any, said: str) -> None:
+def test_a_target_whose_engine_would_not_build_or_answer_garbage_is_refused_before_any_step(
+    config: Any, said: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    fields = {"deployment": {"target": {"model": str(tmp_path)}, "drafter": {"model": "smollm2"}}}
     with pytest.raises(UserError, match=said):
-        refuse(config)
+        find_sources(Recipe.model_validate({**fields, "build": {"checkpoints": {}}}))

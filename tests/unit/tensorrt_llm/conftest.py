@@ -1,23 +1,25 @@
-"""Hub models as folders of config.json, so that nothing is fetched."""
+"""Tiny deployments, the recipes' deployments, and config.yaml as it is shown."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.source import drafter_source, local_folder
-from dflash_serve.deployment import Deployment, Model
-from dflash_tensorrt_llm import launch_plan
+from dflash_serve.deployment import Deployment
+from dflash_tensorrt_llm import TensorRTLLMBackend
+from dflash_tensorrt_llm.upstream import Release
+from tests.support.golden_deployments import hub
 from tests.support.tiny import write_tiny_drafter
-from tests.unit.checkpoint.published import PUBLISHED
-from tests.unit.tensorrt_llm.published_targets import TARGETS
 
+__all__ = ["hub"]
 RECIPES = Path(__file__).parents[3] / "engines" / "recipes"
+PREPARED = Path("/prepared")
 
 
 def tiny_deployment(folder: Path, config: DrafterConfig, dialect: str = "zlab") -> Deployment:
@@ -33,24 +35,24 @@ def tiny_deployment(folder: Path, config: DrafterConfig, dialect: str = "zlab") 
     })  # fmt: skip
 
 
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder `owner/name` for every published model, found by their ids."""
-    configs = {f"z-lab/{row.name}": row.config_json() for row in PUBLISHED} | TARGETS
-    for name, config in configs.items():
-        folder = tmp_path / "hub" / name
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(config))
+def changed(deployment: Deployment, **sections: Any) -> Deployment:
+    """The deployment with other sections; keys of a section that are not named stay."""
+    fields = deployment.model_dump(exclude_unset=True)
+    merged = {key: {**fields.get(key, {}), **value} for key, value in sections.items()}
+    return Deployment.model_validate({**fields, **merged})
 
-    def config_folder(model: Model) -> Path:
-        found = tmp_path / "hub" / model.model
-        return found if found.is_dir() else local_folder(model.model)
 
-    monkeypatch.setattr(launch_plan, "target_configuration", config_folder)
-    monkeypatch.setattr(
-        launch_plan, "drafter_configuration", lambda model: config_folder(Model(model=str(drafter_source(model.model))))
-    )
-    return tmp_path / "hub"
+def backend(release: str = "1.4") -> TensorRTLLMBackend:
+    return TensorRTLLMBackend(Release.parse(release))
+
+
+def configuration(deployment: Deployment, release: str = "1.4") -> dict[str, Any]:
+    """config.yaml of a deployment without problems, as a dry run shows it."""
+    launch = backend(release).resolve(deployment)
+    assert launch.problems == []
+    files = {file.name: file.text for file in launch.preview(PREPARED).files}
+    found: dict[str, Any] = yaml.safe_load(files["config.yaml"] or "")
+    return found
 
 
 @pytest.fixture

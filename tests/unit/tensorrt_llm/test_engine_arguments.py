@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from pydantic import ValidationError
 
 from dflash_serve.deployment import Deployment
-from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.releases import Release
+from dflash_serve.errors import UserError
+from dflash_tensorrt_llm.upstream import LlmArgs
 from tests.support.tiny import tiny_drafter_config
-from tests.unit.tensorrt_llm.conftest import tiny_deployment
-
-BACKEND = TensorRTLLMBackend(Release.parse("1.4"))
+from tests.unit.tensorrt_llm.conftest import PREPARED, backend, changed, configuration, tiny_deployment
 
 
 @pytest.fixture
@@ -22,57 +20,40 @@ def deployment(tmp_path: Path) -> Deployment:
     return tiny_deployment(tmp_path, tiny_drafter_config())
 
 
-def with_(deployment: Deployment, **sections: Any) -> Deployment:
-    return Deployment.model_validate({**deployment.model_dump(exclude_unset=True), **sections})
-
-
-def configuration(deployment: Deployment) -> dict[str, Any]:
-    assert BACKEND.check(deployment) == []
-    found: dict[str, Any] = yaml.safe_load(BACKEND.yaml(BACKEND.resolve(deployment), Path("/prepared")))
-    return found
+def given(deployment: Deployment, **arguments: Any) -> Deployment:
+    return changed(deployment, engine_args={"tensorrt-llm": arguments})
 
 
 def test_options_go_to_the_command_line_and_keys_into_config_yaml(deployment: Deployment) -> None:
-    given = {
-        "trust_remote_code": True,
-        "log-level": "warning",
-        "stream_interval": 4,
-        "moe_config": {"backend": "CUTLASS"},
-    }
-    asked = with_(deployment, engine_args={"tensorrt-llm": given, "sglang": {"nonsense": 1}})
-    said = " ".join(BACKEND.command(asked, Path("/prepared")).argv)
-    assert said.endswith("config.yaml --log_level warning")
+    arguments: dict[str, Any] = {"trust_remote_code": True, "log-level": "warning", "stream_interval": 4}
+    asked = given(deployment, **arguments, kv_cache_config={"tokens_per_block": 64})
+    assert backend().command(asked, PREPARED).argv[-2:] == ("--log_level", "warning")
     written = configuration(asked)
     assert written["stream_interval"] == 4
     assert written["trust_remote_code"] is True, "an option, too, but Dynamo reads config.yaml alone"
-    assert written["moe_config"] == {"backend": "CUTLASS"}
-    assert "nonsense" not in said + str(written)
-
-
-def test_a_section_of_ours_is_merged_not_replaced(deployment: Deployment) -> None:
-    written = configuration(
-        with_(deployment, engine_args={"tensorrt-llm": {"kv_cache_config": {"tokens_per_block": 64}}})
-    )
-    assert written["kv_cache_config"]["tokens_per_block"] == 64
-    assert written["kv_cache_config"]["enable_block_reuse"] is False
+    kv_cache = written["kv_cache_config"]
+    assert (kv_cache["tokens_per_block"], kv_cache["enable_block_reuse"]) == (64, False), "merged, not replaced"
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "release", "said"),
     [
-        ({"max_batch_size": 4}, "set limits.max_batch_size"),
-        ({"tp_size": 4}, "set parallel.tensor"),
-        ({"config": "x.yaml"}, "engine_args take the place of a file"),
-        ({"kv_cache_config": {"enable_block_reuse": True}}, "set kv_cache.block_reuse"),
-        ({"speculative_config": {"max_draft_len": 3}}, "set speculation.block_size"),
-        ({"enable_attention_dp": True}, "set parallel.attention_data"),
-        ({"stream_intervall": 4}, "did you mean stream_interval?"),
-        ({"tool_parser": "qwen3"}, "set serving.tool_call_parser"),
-        ({"log_level": "loud"}, "invalid choice: 'loud'"),
+        ({"max_batch_size": 4}, "1.4", "set limits.max_batch_size"),
+        ({"tp_size": 4}, "1.4", "set parallel.tensor"),
+        ({"config": "x.yaml"}, "1.4", "engine_args take the place of a file"),
+        ({"kv_cache_config": {"enable_block_reuse": True}}, "1.4", "set kv_cache.block_reuse"),
+        ({"speculative_config": {"max_draft_len": 3}}, "1.4", "set speculation.block_size"),
+        ({"enable_attention_dp": True}, "1.4", "set parallel.attention_data"),
+        ({"stream_intervall": 4}, "1.4", "did you mean stream_interval?"),
+        ({"tool_parser": "qwen3"}, "1.4", "set serving.tool_call_parser"),
+        ({"log_level": "loud"}, "1.4", "invalid choice: 'loud'"),
+        ({"speculative_config": {"context_recompute_tail": 64}}, "1.3.0rc27", "has no speculative_config.context_rec"),
     ],
 )
-def test_what_is_not_the_users_to_give_is_refused(deployment: Deployment, given: dict[str, Any], said: str) -> None:
-    (problem,) = BACKEND.check(with_(deployment, engine_args={"tensorrt-llm": given}))
+def test_an_argument_that_is_not_the_users_to_give_is_refused(
+    deployment: Deployment, arguments: dict[str, Any], release: str, said: str
+) -> None:
+    (problem,) = backend(release).check(given(deployment, **arguments))
     assert said in str(problem)
 
 
@@ -80,41 +61,76 @@ def test_every_key_that_we_write_is_one_that_we_claim(deployment: Deployment) ->
     for name, value in configuration(deployment).items():
         leaves = {name: value} if not isinstance(value, dict) else {f"{name}.{key}": {key: value[key]} for key in value}
         for path, leaf in leaves.items():
-            if path in ("cuda_graph_config.enable_padding",):
-                continue  # no contradiction: padding may be turned off
-            given = {"tensorrt-llm": {name: leaf}}
-            assert "dflash-serve sets itself" in str(BACKEND.check(with_(deployment, engine_args=given))[0]), path
+            if path != "cuda_graph_config.enable_padding":  # padding may be turned off
+                (problem,) = backend().check(given(deployment, **{name: leaf}))
+                assert "dflash-serve sets itself" in str(problem), path
+
+
+REFUSED_VALUES: dict[str, dict[str, Any]] = {
+    "unknown key": {"speculative_config": {"block_size": 8}},
+    "exclude each other": {"speculative_config": {"max_concurrency": 8, "draft_len_schedule": {8: 3}}},
+    "must begin with": {"speculative_config": {"draft_len_schedule": {4: 2, 8: 3}}},
+    "goes beyond": {"speculative_config": {"draft_len_schedule": {4: 3, 8: 7}}},
+    "less than or equal": {"speculative_config": {"acceptance_rate_threshold": 1.5}},
+    "largest of batch_sizes": {"cuda_graph_config": {"batch_sizes": [1, 8]}},
+    "beam search": {"max_beam_width": 4},
+    "sampling and guided": {
+        "speculative_config": {"use_rejection_sampling": True}, "guided_decoding_backend": "xgrammar",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REFUSED_VALUES)
+def test_a_value_that_trtllm_serve_would_refuse_is_refused_before_it_starts(
+    reason: str, deployment: Deployment
+) -> None:
+    limited = changed(deployment, limits={"max_batch_size": 64}, speculation={"width": 4})
+    with pytest.raises(UserError, match=reason) as refused:
+        configuration(given(limited, **REFUSED_VALUES[reason]))
+    assert refused.value.where == "configuration for TensorRT-LLM 1.4"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_other_types_of_keys_and_values_are_refused(dtype: str) -> None:
+    """They would die as the model is loaded."""
+    with pytest.raises(ValidationError, match="'auto', 'fp8' or 'nvfp4'"):
+        LlmArgs.model_validate({"kv_cache_config": {"dtype": dtype}})
 
 
 def test_parsers_and_name_are_options_of_trtllm_serve(deployment: Deployment) -> None:
     serving = {"served_model_name": "tiny", "reasoning_parser": "qwen3", "tool_call_parser": "qwen25"}
-    said = " ".join(BACKEND.command(with_(deployment, serving=serving), Path("/prepared")).argv)
+    said = " ".join(backend().command(changed(deployment, serving=serving), PREPARED).argv)
     assert said.endswith("--served_model_name tiny --reasoning_parser qwen3 --tool_parser qwen3")
-    (wrong,) = BACKEND.check(with_(deployment, serving={"tool_call_parser": "hermes"}))
-    assert "no tool call parser 'hermes'" in str(wrong)
 
 
-def test_a_key_is_refused_for_trtllm_serve_checks_none(deployment: Deployment, tmp_path: Path) -> None:
+def test_keys_of_serving_that_it_does_not_have_are_refused(deployment: Deployment, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n")
-    (problem,) = BACKEND.check(with_(deployment, serving={"api_key_file": str(tmp_path / "keys")}))
+    (problem,) = backend().check(changed(deployment, serving={"api_key_file": str(tmp_path / "keys")}))
     assert (problem.where, problem.do) == ("serving.api_key_file", "leave it out, and check keys in a gateway")
+    (problem,) = backend().check(changed(deployment, serving={"tool_call_parser": "hermes"}))
+    assert "no tool call parser 'hermes'" in str(problem)
 
 
-def test_where_no_number_is_given_the_drafters_context_decides(hub: Path) -> None:
+@pytest.mark.usefixtures("hub")
+def test_where_no_number_is_given_the_drafters_context_decides() -> None:
     fields = {"target": {"model": "Qwen/Qwen3-8B"}, "drafter": {"model": "z-lab/Qwen3-8B-DFlash-b16"}}
     fields["kv_cache"] = {"dtype": "fp8"}  # with K/V in 16 bits the context has no arena of its own
     short = Deployment.model_validate({**fields, "hardware": {"gpu": "b200"}, "limits": {"max_model_len": 4096}})
-    long = Deployment.model_validate({**fields, "hardware": {"gpu": "b200"}, "limits": {"max_model_len": 40960}})
-    batches = [configuration(each)["max_batch_size"] for each in (short, long)]
-    assert batches == [256, 64]
-    chosen = {choice.key: choice for choice in BACKEND.preview(long, Path("/prepared")).choices}
+    long = changed(short, limits={"max_model_len": 40960})
+    assert [configuration(each)["max_batch_size"] for each in (short, long)] == [256, 64]
+    chosen = {choice.key: choice for choice in backend().preview(long, PREPARED).choices}
     assert chosen["limits.max_batch_size"].value == "64"
     assert "GiB" in chosen["limits.max_batch_size"].why
     off = Deployment.model_validate({**fields, "speculation": {"width": "off"}})
     assert "max_batch_size" not in configuration(off), "without a drafter, upstream's own"
 
 
-def test_copies_of_the_model_are_replicas(deployment: Deployment) -> None:
-    (problem,) = BACKEND.check(with_(deployment, parallel={"data": 8}, hardware={"gpu": "h200", "count": 8}))
-    assert problem.where == "parallel.data"
-    assert "`dflash-serve deploy` makes 8 replicas" in problem.do
+@pytest.mark.parametrize("gpu", ["h200", "b200"])
+def test_another_method_of_speculation_is_shown_without_a_drafters_context(gpu: str, deployment: Deployment) -> None:
+    """On a GPU on which a drafter's context would have an arena, and on one on which it would not."""
+    fields = deployment.model_dump(exclude_unset=True, exclude={"drafter"})
+    mtp = {"tensorrt-llm": {"speculative_config": {"decoding_type": "MTP", "max_draft_len": 1}}}
+    alone = Deployment.model_validate({**fields, "hardware": {"gpu": gpu}, "engine_args": mtp})
+    chosen = {choice.key: choice for choice in backend().preview(alone, PREPARED).choices}
+    assert chosen["limits.max_batch_size"].value == "256"
+    assert "drafter" not in chosen["limits.max_batch_size"].why

@@ -1,4 +1,4 @@
-"""What `prepare` writes is what TensorRT-LLM reads: a draft folder in z-lab's layout, config.yaml, and our package."""
+"""`prepare` writes files as TensorRT-LLM reads them: a draft folder in z-lab's layout, config.yaml, and our package."""
 
 from __future__ import annotations
 
@@ -16,28 +16,23 @@ from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.tensors import Quantization, read_quantization
 from dflash_serve.errors import UserError
-from dflash_tensorrt_llm import TensorRTLLMBackend
 from dflash_tensorrt_llm.plugin import BUILT
-from dflash_tensorrt_llm.releases import Release
 from tests.support.engine_readers import READERS
 from tests.support.tiny import (
     FULL,
-    SLIDING,
     SLIDING_BOTH_WAYS,
     random_tensors,
     tiny_drafter_config,
     write_quantized_drafter,
 )
-from tests.unit.tensorrt_llm.conftest import tiny_deployment
-
-BACKEND = TensorRTLLMBackend(Release.parse("1.4"))
+from tests.unit.tensorrt_llm.conftest import backend, changed, configuration, tiny_deployment
 
 
 @pytest.mark.parametrize("dialect", ["zlab", "modelopt", "speculators"])
 def test_any_dialect_becomes_a_folder_that_upstream_reads(dialect: str, tmp_path: Path) -> None:
     config = tiny_drafter_config()
     deployment = tiny_deployment(tmp_path, config, dialect)
-    BACKEND.prepare(deployment, tmp_path / "out")
+    backend().prepare(deployment, tmp_path / "out")
     draft = tmp_path / "out" / "draft"
     raw = json.loads((draft / "config.json").read_text())
     assert (raw["architectures"], raw["model_type"]) == (["DFlashDraftModel"], "qwen3")
@@ -48,25 +43,20 @@ def test_any_dialect_becomes_a_folder_that_upstream_reads(dialect: str, tmp_path
     written = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
     assert written["speculative_config"]["speculative_model"] == str(draft)
     assert written["speculative_config"]["max_draft_len"] == 3
-
-
-def test_a_prefixed_checkpoint_is_renamed(tmp_path: Path) -> None:
-    config = tiny_drafter_config()
-    deployment = tiny_deployment(tmp_path, config)
-    path = tmp_path / "drafter" / "model.safetensors"
-    save_file({f"model.{name}": tensor for name, tensor in load_file(path).items()}, path)
-    BACKEND.prepare(deployment, tmp_path / "out")
-    assert load_file(tmp_path / "out" / "draft" / "model.safetensors").keys() == random_tensors(config).keys()
+    command = backend().command(deployment, tmp_path / "out")
+    assert "--custom_module_dirs" not in command.argv
+    assert command.env == {}
 
 
 def test_a_prefixed_quantised_checkpoint_is_renamed_with_its_scales(tmp_path: Path) -> None:
+    """TensorRT-LLM silently drops names that it does not know."""
     config = tiny_drafter_config(intermediate_size=64)
     deployment = tiny_deployment(tmp_path, config)
     shutil.rmtree(tmp_path / "drafter")
     path = write_quantized_drafter(tmp_path / "drafter", "fp8", config) / "model.safetensors"
     state = load_file(path)
     save_file({f"model.{name}": tensor for name, tensor in state.items()}, path)
-    BACKEND.prepare(deployment, tmp_path / "out")
+    backend().prepare(deployment, tmp_path / "out")
     draft = tmp_path / "out" / "draft"
     written = load_file(draft / "model.safetensors")
     assert written.keys() == state.keys()
@@ -74,22 +64,30 @@ def test_a_prefixed_quantised_checkpoint_is_renamed_with_its_scales(tmp_path: Pa
     assert read_quantization(draft) == Quantization("fp8", ("fc",))
 
 
-def test_a_plain_drafter_is_linked_and_needs_no_package(tmp_path: Path) -> None:
-    deployment = tiny_deployment(tmp_path, tiny_drafter_config(layers=(SLIDING, SLIDING)))
-    BACKEND.prepare(deployment, tmp_path / "out")
-    assert (tmp_path / "out" / "draft" / "model.safetensors").is_symlink()
-    command = BACKEND.command(deployment, tmp_path / "out")
-    assert "--custom_module_dirs" not in command.argv
-    assert command.env == {}
+def test_the_columns_of_fc_follow_the_order_in_which_features_are_captured(tmp_path: Path) -> None:
+    config = tiny_drafter_config(target_layer_ids=(5, 1, 3))
+    deployment = tiny_deployment(tmp_path, config)
+    backend().prepare(deployment, tmp_path / "out")
+    assert "--custom_module_dirs" not in backend().command(deployment, tmp_path / "out").argv
+    assert configuration(deployment)["speculative_config"]["target_layer_ids"] == [1, 3, 5]
+    draft = tmp_path / "out" / "draft"
+    assert read_config(draft)[0] == config.model_copy(update={"target_layer_ids": (1, 3, 5)})
+    before, after = random_tensors(config), load_file(draft / "model.safetensors")
+    features = dict(zip(config.target_layer_ids, torch.randn(3, 8, config.hidden_size), strict=True))
+    torch.testing.assert_close(
+        torch.cat([features[layer] for layer in (1, 3, 5)], dim=1) @ after.pop("fc.weight").T,
+        torch.cat([features[layer] for layer in (5, 1, 3)], dim=1) @ before.pop("fc.weight").T,
+    )
+    assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_an_odd_drafter_brings_our_package_and_tells_workers_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    deployment = tiny_deployment(tmp_path, tiny_drafter_config(target_layer_ids=(5, 1, 3)))
-    BACKEND.prepare(deployment, tmp_path / "out")
-    command = BACKEND.command(deployment, tmp_path / "out")
+    deployment = tiny_deployment(tmp_path, tiny_drafter_config(embedding_scale=2.0))
+    backend().prepare(deployment, tmp_path / "out")
+    command = backend().command(deployment, tmp_path / "out")
     package = Path(command.argv[command.argv.index("--custom_module_dirs") + 1])
     assert "register('Qwen3ForCausalLM', __name__, 'ours')" in (package / "__init__.py").read_text()
     assert command.env == {"PYTHONPATH": f"{package.parent}:/elsewhere"}
@@ -100,7 +98,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     precious = tmp_path / "out" / "draft" / "precious"
     precious.mkdir(parents=True)
     with pytest.raises(UserError, match="not written by us"):
-        BACKEND.prepare(deployment, tmp_path / "out")
+        backend().prepare(deployment, tmp_path / "out")
     assert precious.exists()
 
 
@@ -108,11 +106,10 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
 def test_windows_that_see_both_ways_are_said_in_upstreams_words(
     layers: tuple[AttentionKind, ...], tmp_path: Path
 ) -> None:
-    """1.4's own drafter has them, so ours is not needed; read by its own rules they are what was meant."""
-    config = tiny_drafter_config(layers=layers)
-    deployment = tiny_deployment(tmp_path, config)
-    BACKEND.prepare(deployment, tmp_path / "out")
-    assert "--custom_module_dirs" not in BACKEND.command(deployment, tmp_path / "out").argv
+    """1.4's own drafter has them, so ours is not needed; by its own rules it reads the layers that were meant."""
+    deployment = tiny_deployment(tmp_path, tiny_drafter_config(layers=layers))
+    backend().prepare(deployment, tmp_path / "out")
+    assert "--custom_module_dirs" not in backend().command(deployment, tmp_path / "out").argv
     raw = json.loads((tmp_path / "out" / "draft" / "config.json").read_text())
     assert READERS["tensorrt-llm"](raw).layers == layers
 
@@ -120,45 +117,35 @@ def test_windows_that_see_both_ways_are_said_in_upstreams_words(
 @pytest.mark.parametrize(("dtype", "written"), [("auto", None), ("bfloat16", None), ("fp8", "fp8")])
 def test_keys_and_values_in_the_targets_own_type_are_not_named(dtype: str, written: str | None, tmp_path: Path) -> None:
     """Upstream takes auto, fp8 and nvfp4; `bfloat16` dies as the model is loaded."""
-    deployment = tiny_deployment(tmp_path, tiny_drafter_config())
-    kv_cache = deployment.kv_cache.model_copy(update={"dtype": dtype})
-    BACKEND.prepare(deployment.model_copy(update={"kv_cache": kv_cache}), tmp_path / "out")
-    text = (tmp_path / "out" / "config.yaml").read_text()
-    assert yaml.safe_load(text)["kv_cache_config"].get("dtype") == written
+    deployment = changed(tiny_deployment(tmp_path, tiny_drafter_config()), kv_cache={"dtype": dtype})
+    assert configuration(deployment)["kv_cache_config"].get("dtype") == written
 
 
 @pytest.mark.parametrize(
-    ("release", "gpu", "backend"),
+    ("release", "gpu", "kernels"),
     [
-        ("1.3.0rc14", "b200", None), ("1.3.0rc24", "h200", None), ("1.3.0rc25", "b200", "TRTLLM"),
+        ("1.3.0rc22", "b200", None), ("1.3.0rc24", "h200", None), ("1.3.0rc25", "b200", "TRTLLM"),
         ("1.3.0rc25", "h200", "VANILLA"), ("1.3.0rc27", "h200", "FA4"), ("1.4", "b300", "TRTLLM"),
     ],
 )  # fmt: skip
-def test_the_attention_follows_release_and_gpu(release: str, gpu: str, backend: str | None, tmp_path: Path) -> None:
-    """Below #16914 the key itself is unknown, and every release of a year would refuse it."""
-    deployment = tiny_deployment(tmp_path, tiny_drafter_config())
-    hardware = deployment.hardware.model_copy(update={"gpu": gpu})
-    TensorRTLLMBackend(Release.parse(release)).prepare(
-        deployment.model_copy(update={"hardware": hardware}), tmp_path / "out"
-    )
-    written = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
-    assert written["speculative_config"].get("attention_backend") == backend
+def test_the_attention_follows_release_and_gpu(release: str, gpu: str, kernels: str | None, tmp_path: Path) -> None:
+    """Before #16914 the key itself is unknown, and every release would refuse it."""
+    deployment = changed(tiny_deployment(tmp_path, tiny_drafter_config()), hardware={"gpu": gpu})
+    assert configuration(deployment, release)["speculative_config"].get("attention_backend") == kernels
 
 
 @pytest.mark.parametrize("format", ["fp8", "nvfp4"])
 def test_a_quantised_drafter_takes_upstreams_fast_path(format: Format, tmp_path: Path) -> None:
-    """trtllm-gen's attention stays, and the dry-run says what of it is ours and how to see that it is."""
+    """trtllm-gen's attention stays, and the dry run says which part is ours and how to see that it is loaded."""
     config = tiny_drafter_config(intermediate_size=64)
-    deployment = tiny_deployment(tmp_path, config)
+    deployment = changed(tiny_deployment(tmp_path, config), hardware={"gpu": "b200"})
     shutil.rmtree(tmp_path / "drafter")
     write_quantized_drafter(tmp_path / "drafter", format, config)
-    deployment = deployment.model_copy(update={"hardware": deployment.hardware.model_copy(update={"gpu": "b200"})})
-    BACKEND.prepare(deployment, tmp_path / "out")
-    written = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
-    assert written["speculative_config"]["attention_backend"] == "TRTLLM"
+    assert configuration(deployment)["speculative_config"]["attention_backend"] == "TRTLLM"
+    backend().prepare(deployment, tmp_path / "out")
     package = (tmp_path / "out" / "dflash_serve_drafter" / "__init__.py").read_text()
     assert "register('Qwen3ForCausalLM', __name__, 'dequantised context')" in package
-    shown = BACKEND.preview(deployment, tmp_path / "out")
+    shown = backend().preview(deployment, tmp_path / "out")
     assert {choice.key: choice.value for choice in shown.choices}["drafter implementation"] == (
         "TensorRT-LLM's own, with a context K/V of ours"
     )

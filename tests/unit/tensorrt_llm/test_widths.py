@@ -9,23 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_serve.cost_table import COST_TABLE, SURVIVAL
 from dflash_serve.deployment import Deployment
 from dflash_serve.speculation.costs import CostModel
-from dflash_tensorrt_llm import TensorRTLLMBackend
 from dflash_tensorrt_llm.launch_plan import draft_lengths, starving_from
-from dflash_tensorrt_llm.releases import Release
-from dflash_tensorrt_llm.upstream import llm_args
+from dflash_tensorrt_llm.upstream import LlmArgs
 from tests.support.tiny import tiny_drafter_config
-from tests.unit.tensorrt_llm.conftest import tiny_deployment
+from tests.unit.tensorrt_llm.conftest import PREPARED, backend, changed, configuration, tiny_deployment
 
-NEW, BEFORE = Release.parse("1.4"), Release.parse("1.3.0rc21")
 MEASURED = (0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.05)
 FLAT_THEN_STEEP = CostModel(target={1: 1.0, 16: 1.0, 512: 32.0}, draft={1: 0.05, 64: 0.1})
+BLOCK = tiny_drafter_config().block_size
 
 
 @pytest.fixture
@@ -41,16 +38,16 @@ def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asking(deployment: Deployment, width: object, **more: Any) -> Deployment:
-    fields = {**deployment.model_dump(exclude_unset=True), "speculation": {"width": width}, **more}
-    return Deployment.model_validate(fields)
+    return changed(deployment, speculation={"width": width}, **more)
 
 
-def speculative(deployment: Deployment, release: Release = NEW) -> dict[str, Any]:
-    backend = TensorRTLLMBackend(release)
-    assert backend.check(deployment) == []
-    written = yaml.safe_load(backend.yaml(TensorRTLLMBackend(release).resolve(deployment), Path("/prepared")))
-    found: dict[str, Any] = written["speculative_config"]
+def speculative(deployment: Deployment) -> dict[str, Any]:
+    found: dict[str, Any] = configuration(deployment)["speculative_config"]
     return found
+
+
+def users_table(schedule: Mapping[int, int]) -> dict[str, Any]:
+    return {"tensorrt-llm": {"speculative_config": {"draft_len_schedule": schedule}}}
 
 
 def as_upstream_reads(schedule: Mapping[int, int], batch: int) -> int:
@@ -62,24 +59,23 @@ def as_upstream_reads(schedule: Mapping[int, int], batch: int) -> int:
 
 @pytest.mark.usefixtures("costs")
 def test_auto_is_a_table_by_batch_size_in_which_each_width_is_what_pays(deployment: Deployment) -> None:
-    block = TensorRTLLMBackend(NEW).resolve(deployment).block_size
     found = speculative(asking(deployment, "auto", limits={"max_model_len": 128, "max_batch_size": 64}))
     schedule = found["draft_len_schedule"]
-    assert found["max_draft_len"] == as_upstream_reads(schedule, 1) == block - 1
+    assert found["max_draft_len"] == as_upstream_reads(schedule, 1) == BLOCK - 1
     for batch in range(1, 65):
 
         def rate(width: int, n: int = batch) -> float:
             return n * (1 + sum(MEASURED[: width - 1])) / FLAT_THEN_STEEP.step_seconds([width] * n)
 
         width = as_upstream_reads(schedule, batch) + 1
-        assert rate(width) == pytest.approx(max(map(rate, range(2, block + 1))))
-    assert as_upstream_reads(schedule, 64) < block - 1, "it narrows as the batch grows"
+        assert rate(width) == pytest.approx(max(map(rate, range(2, BLOCK + 1))))
+    assert as_upstream_reads(schedule, 64) < BLOCK - 1, "it narrows as the batch grows"
 
 
 @pytest.mark.usefixtures("costs")
-def test_left_to_its_default_it_is_the_same_table_and_the_dry_run_says_so(deployment: Deployment) -> None:
+def test_by_default_it_is_the_same_table_and_the_dry_run_says_so(deployment: Deployment) -> None:
     assert speculative(deployment) == speculative(asking(deployment, "auto"))
-    told = TensorRTLLMBackend(NEW).preview(deployment, Path("/prepared"))
+    told = backend().preview(deployment, PREPARED)
     (chosen,) = (choice for choice in told.choices if choice.key == "speculation.width")
     assert chosen.value.startswith("auto (")
     assert "slots up to 256 requests" in chosen.value
@@ -89,10 +85,8 @@ def test_left_to_its_default_it_is_the_same_table_and_the_dry_run_says_so(deploy
 @pytest.mark.usefixtures("costs")
 def test_a_number_and_the_users_own_table_come_before_ours(deployment: Deployment) -> None:
     assert "draft_len_schedule" not in speculative(asking(deployment, 3))
-    block = TensorRTLLMBackend(NEW).resolve(deployment).block_size
-    own = {"tensorrt-llm": {"speculative_config": {"draft_len_schedule": {4: block - 1, 256: 1}}}}
-    found = speculative(asking(deployment, "auto", engine_args=own))
-    assert found["draft_len_schedule"] == {4: block - 1, 256: 1}
+    own = {4: BLOCK - 1, 256: 1}
+    assert speculative(asking(deployment, "auto", engine_args=users_table(own)))["draft_len_schedule"] == own
 
 
 curves = st.dictionaries(st.integers(1, 2048), st.floats(1e-3, 10), min_size=1, max_size=6)
@@ -109,7 +103,7 @@ def test_any_costs_give_a_table_that_upstream_takes_and_that_never_starves_the_d
     assert all(as_upstream_reads(schedule, size) >= 1 for size in range(1, batch + 1))
     most = schedule[min(schedule)]
     fields = {"max_draft_len": most, "speculative_model": "draft", "draft_len_schedule": schedule}
-    llm_args({"max_batch_size": batch, "speculative_config": fields}, NEW)
+    LlmArgs.model_validate({"max_batch_size": batch, "speculative_config": fields})
 
 
 @pytest.mark.parametrize(
@@ -122,33 +116,23 @@ def test_a_table_that_stops_drafting_is_seen(schedule: dict[int, int], batch: in
 
 
 def test_the_users_own_table_that_starves_the_drafter_is_a_note(deployment: Deployment) -> None:
-    block = TensorRTLLMBackend(NEW).resolve(deployment).block_size
-    own = {"tensorrt-llm": {"speculative_config": {"draft_len_schedule": {4: block - 1, 32: 1}}}}
-    notes = TensorRTLLMBackend(NEW).preview(asking(deployment, "auto", engine_args=own), Path("/prepared")).notes
+    asked = asking(deployment, "auto", engine_args=users_table({4: BLOCK - 1, 32: 1}))
+    notes = backend().preview(asked, PREPARED).notes
     assert any(note.startswith("from 33 requests on nothing is drafted") for note in notes)
 
 
 def test_without_costs_auto_is_an_error_with_its_ways_out_and_by_default_a_note(deployment: Deployment) -> None:
-    backend = TensorRTLLMBackend(NEW)
-    (problem,) = backend.check(asking(deployment, "auto"))
+    (problem,) = backend().check(asking(deployment, "auto"))
     assert problem.where == "speculation.width"
     assert "(or off), or give DFLASH_SERVE_COST_TABLE and DFLASH_SERVE_SURVIVAL" in problem.do
-    assert backend.check(deployment) == []
-    assert any("slots in every step, whatever that costs" in note for note in backend.preview(deployment, Path()).notes)
+    assert backend().check(deployment) == []
+    notes = backend().preview(deployment, PREPARED).notes
+    assert any("slots in every step, whatever that costs" in note for note in notes)
 
 
 @pytest.mark.usefixtures("costs")
-def test_a_release_that_would_ignore_the_table_is_not_given_one(deployment: Deployment) -> None:
-    assert "draft_len_schedule" not in speculative(deployment, BEFORE)
-    (problem,) = TensorRTLLMBackend(BEFORE).check(asking(deployment, "auto"))
-    assert "install TensorRT-LLM 1.3.0rc22 or later" in problem.do
-    own = {"tensorrt-llm": {"speculative_config": {"draft_len_schedule": {256: 3}}}}
-    (problem,) = TensorRTLLMBackend(BEFORE).check(asking(deployment, 4, engine_args=own))
-    assert "1.3.0rc21 ignores draft_len_schedule" in problem.what
-
-
 def test_the_survival_that_a_drafter_was_trained_to_needs_no_other(
-    deployment: Deployment, costs: None, monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SURVIVAL)
     assert "draft_len_schedule" not in speculative(deployment)
@@ -158,13 +142,13 @@ def test_the_survival_that_a_drafter_was_trained_to_needs_no_other(
     assert "draft_len_schedule" in speculative(deployment)
 
 
+@pytest.mark.usefixtures("costs")
 @pytest.mark.parametrize(
     ("name", "text", "said"), [(COST_TABLE, "/nowhere.json", "no cost table"), (SURVIVAL, "0.2,0.4", "is no survival")]
 )
-@pytest.mark.usefixtures("costs")
 def test_costs_that_cannot_be_read_are_a_problem(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str
 ) -> None:
     monkeypatch.setenv(name, text)
-    (problem,) = TensorRTLLMBackend(NEW).check(deployment)
+    (problem,) = backend().check(deployment)
     assert said in problem.what
