@@ -35,7 +35,7 @@ class WidthPolicy(Protocol):
     """
 
     @property
-    def resting(self) -> bool:
+    def paused(self) -> bool:
         """Speculation has been off for long: an engine may stop doing what only drafts need."""
         ...
 
@@ -69,7 +69,7 @@ class FixedWidth:
             raise ValueError(f"width {self.width}: use 1 (speculation off) to the drafter's block_size")
 
     @property
-    def resting(self) -> bool:
+    def paused(self) -> bool:
         return self.width == 1
 
     def widths(

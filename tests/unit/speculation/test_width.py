@@ -171,12 +171,12 @@ def test_what_training_saw_is_where_it_begins() -> None:
 
 def test_speculation_rests_after_long_without_a_draft_and_wakes_with_one() -> None:
     policy = AutoWidth(DEAR, 8)
-    assert not policy.resting
+    assert not policy.paused
     serve(policy, lambda *_: 0, 1, 3 * PAUSE_AFTER, DEAR)
-    assert policy.resting
+    assert policy.paused
     awake = AutoWidth(CHEAP, 8)
     serve(awake, lambda *_: 7, 1, 3 * PAUSE_AFTER, CHEAP)
-    assert not awake.resting
+    assert not awake.paused
 
 
 @pytest.mark.parametrize(("gain", "drafts"), [(0.004, False), (0.04, True)])
@@ -192,9 +192,9 @@ def test_drafts_that_gain_less_than_being_ready_for_them_costs_are_but_trials(ga
 def test_the_steps_of_a_crowd_are_longer_and_fewer_of_them_let_speculation_rest(requests: int, steps: int) -> None:
     policy = AutoWidth(DEAR, 8, known_survival=[0.01] * 7, believed=True)
     serve(policy, lambda *_: 0, requests, steps - 1, DEAR)
-    assert not policy.resting
+    assert not policy.paused
     serve(policy, lambda *_: 0, requests, 1, DEAR)
-    assert policy.resting
+    assert policy.paused
 
 
 def test_speculation_resumes_for_requests_to_come_where_those_of_now_cannot_be_drafted_for() -> None:
@@ -204,7 +204,7 @@ def test_speculation_resumes_for_requests_to_come_where_those_of_now_cannot_be_d
     for _ in range(4 * PAUSE_AFTER):
         assert policy.widths(ids, 0, set(ids)) == [1] * 16
         policy.observe(Step(ids, [1] * 16, [0] * 16, CHEAP.step_seconds([1] * 16)))
-        assert not policy.resting
+        assert not policy.paused
     others = [f"new {i}" for i in range(12)]
     assert max(policy.widths([*ids[:4], *others], 0, set(ids[:4]))) > 1
     assert policy.budget.trials == TRIALS
@@ -223,11 +223,11 @@ def test_speculation_wakes_for_a_crowd_to_be_drafted_for_and_sleeps_long_after()
             ids.append(16 + number)
         chosen = policy.widths(ids, 0, frozenset(undraftable))
         widths = [1 if i in undraftable else width for i, width in zip(ids, chosen, strict=True)]
-        if policy.resting:
+        if policy.paused:
             undraftable.update(ids)
         accepted = [min(luck(number, i), width - 1) for i, width in zip(ids, widths, strict=True)]
         policy.observe(Step(ids, widths, accepted, NEARLY.step_seconds(widths)))
-        awake, drafted = awake + (not policy.resting), drafted + (max(widths) > 1)
+        awake, drafted = awake + (not policy.paused), drafted + (max(widths) > 1)
     assert drafted > 10
     assert awake < 0.3 * 6000
 
@@ -252,7 +252,7 @@ def test_a_trial_that_changes_nothing_lets_speculation_rest_again_soon() -> None
         widths = policy.widths(["request 0"])
         accepted = [min(luck(number, 0), widths[0] - 1)]
         policy.observe(Step(["request 0"], widths, accepted, NEARLY.step_seconds(widths)))
-        awake, drafted = awake + (not policy.resting), drafted + (widths[0] > 1)
+        awake, drafted = awake + (not policy.paused), drafted + (widths[0] > 1)
     assert drafted
     assert awake <= (HOLD + 1) * drafted < 0.5 * 3000
 
@@ -293,7 +293,7 @@ def test_where_steps_are_long_each_is_decided(monkeypatch: pytest.MonkeyPatch) -
 def test_at_rest_a_decision_stands_however_long_steps_are(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = AutoWidth(DEAR, 8)
     serve(policy, lambda *_: 0, 1, 3 * PAUSE_AFTER, DEAR)
-    assert policy.resting
+    assert policy.paused
     decided = counted_decisions(policy, monkeypatch)
     serve(policy, lambda *_: 0, 1, 100 * HOLD, DEAR)
     assert 100 <= decided.call_count < 115  # and a trial now and then
@@ -355,7 +355,7 @@ def test_fixed_widths_stay_and_nonsense_is_refused() -> None:
     policy.observe(Step("a", [4], [3]))
     policy.forget("a")
     assert policy.widths(["a", "b"]) == [4, 4]
-    assert FixedWidth(1).resting
+    assert FixedWidth(1).paused
     with pytest.raises(ValueError, match="width 0"):
         FixedWidth(0)
     with pytest.raises(ValueError, match="allowed_widths"):
