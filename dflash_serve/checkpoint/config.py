@@ -160,6 +160,12 @@ class RopeConfig(Frozen):
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
 
+    @property
+    def parameters(self) -> dict[str, object]:
+        """transformers 5's `rope_parameters`."""
+        known = self.model_dump(mode="json", exclude={"theta", "scaling"}, exclude_none=True)
+        return {"rope_type": self.scaling or "default", "rope_theta": self.theta, **known}
+
 
 class DrafterConfig(Heads):
     """Sizes and options of a drafter (paper section 4; z-lab `dflash/model.py`), and its heads."""
