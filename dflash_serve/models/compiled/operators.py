@@ -6,13 +6,13 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.models.attention import Attend, ragged_attention
 from dflash_serve.models.compiled.build import Kernel, kernel, kernels_id, load_kernels
 from dflash_serve.models.kv_cache import KVCache, Span
-from dflash_serve.models.layers import PlainOperators, RMSNorm
+from dflash_serve.models.layers import PlainOperators
 
 DTYPES = (torch.float32, torch.bfloat16)
 WORTH_THREADS = 2**16  # smallest number of values read or written for which a second thread saves time
@@ -46,7 +46,7 @@ class CompiledOperators(PlainOperators):
     def __deepcopy__(self, memo: object) -> CompiledOperators:  # a copy of a model uses the same library
         return self
 
-    def add_norm(self, h: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def add_norm(self, h: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
         """(h + delta, its norm), all [rows, H]; `h` is changed in place."""
         rows, size = h.shape
         out = torch.empty_like(h)
@@ -123,7 +123,9 @@ class CompiledAttention:
         read = sum((span.start + span.length) * span.length for span in spans) * heads * dim
         self.threads = _threads(read)
 
-    def rotated(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Sequence[RMSNorm] | None) -> Tensor:
+    def rotated(
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Sequence[nn.RMSNorm] | None
+    ) -> Tensor:
         """Attention of projected rows [rows, (heads + 2 kv_heads) * head_dim] -> [rows, heads * head_dim]."""
         shape = self.shapes[layer]
         out = qkv.new_empty(len(qkv), self.heads * shape.dim)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
 from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.compiled.build import find_compiler, load_kernels
 from dflash_serve.models.compiled.operators import CompiledOperators, compiled_operators
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
-from dflash_serve.models.layers import PlainOperators, RMSNorm, RotaryEmbedding, rotate
+from dflash_serve.models.layers import PlainOperators, RotaryEmbedding, rotate
 
 HEADS, KV_HEADS = 6, 2
 DTYPES = (torch.float32, torch.bfloat16)
@@ -40,7 +40,7 @@ def filled_cache(dim: int, dtype: torch.dtype, capacity: int = 300) -> KVCache:
     return cache
 
 
-def attend(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind, norms: list[RMSNorm]) -> Tensor:
+def attend(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind, norms: list[nn.RMSNorm]) -> Tensor:
     """The second layer's attention, compiled."""
     cos, sin = RotaryEmbedding(RopeConfig(theta=10000.0), cache.keys.shape[-1], 1200)(span_positions(spans))
     compiled = operators(qkv.dtype).attention(cache, spans, [kind, kind], HEADS, 1e-5)
@@ -48,7 +48,7 @@ def attend(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind, 
     return compiled.rotated(1, qkv, cos, sin, norms or None)
 
 
-def plainly(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind, norms: list[RMSNorm]) -> Tensor:
+def plainly(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind, norms: list[nn.RMSNorm]) -> Tensor:
     dim = cache.keys.shape[-1]
     cos, sin = RotaryEmbedding(RopeConfig(theta=10000.0), dim, 1200)(span_positions(spans))
     q, k, v = qkv.view(len(qkv), -1, dim).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
@@ -68,7 +68,7 @@ def test_attention_is_pytorchs_and_writes_the_same_keys_and_values(
     kind: AttentionKind, normed: bool, dim: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(1)
-    norms = [RMSNorm(dim, 1e-5).to(dtype) for _ in range(2)] if normed else []
+    norms = [nn.RMSNorm(dim, 1e-5).to(dtype) for _ in range(2)] if normed else []
     for norm in norms:
         norm.weight.normal_()
     qkv = torch.randn(sum(span.length for span in SPANS), (HEADS + 2 * KV_HEADS) * dim).to(dtype)
@@ -133,7 +133,7 @@ def test_a_row_of_a_block_comes_out_bit_for_bit_as_alone(start: int, window: int
 @torch.inference_mode()
 def test_norm_and_swiglu_are_pytorchs_and_a_rows_own(rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    norm = RMSNorm(570, 1e-5).to(dtype)
+    norm = nn.RMSNorm(570, 1e-5).to(dtype)
     norm.weight.normal_()
     h, delta = torch.randn(rows, 570).to(dtype), torch.randn(rows, 570).to(dtype)
     ours, plain = operators(dtype), PlainOperators()
