@@ -93,7 +93,8 @@ class AcceptanceEstimate:
             shares.append(share)
             weight = min(NEIGHBOUR_TESTS, totals[-1])
         good, bad = np.multiply(totals, shares), np.multiply(totals, np.subtract(1, shares))
-        return np.log(good / bad), np.sqrt(1 / (good + 0.5) + 1 / (bad + 0.5))
+        with np.errstate(divide="ignore"):  # a slot that is always accepted has infinite odds
+            return np.log(good / bad), np.sqrt(1 / (good + 0.5) + 1 / (bad + 0.5))
 
     def _offset(self, request_ids: Sequence[Hashable]) -> tuple[Floats, Floats]:
         """Means and variances of requests' offsets, [N, 1] each."""
