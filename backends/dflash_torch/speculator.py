@@ -51,7 +51,7 @@ class Speculator:
         self.inject(requests)
         anchors = [request.token_ids[-1] for request in requests]
         hidden = self.drafter_runner(self.drafter, anchors, [(request.entry, request.verified) for request in requests])
-        first, size = self.drafter.first_row, self.drafter.rows(self.block_size)
+        first, size = self.drafter.config.first_row, self.drafter.config.rows(self.block_size)
         counts = [width - 1 for width in widths]
         if min(counts) == max(counts):  # a slice needs no index on the device
             hidden = hidden.unflatten(0, (-1, size))[:, first : first + counts[0]].flatten(0, 1)

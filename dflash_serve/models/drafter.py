@@ -155,15 +155,6 @@ class Drafter(nn.Module):
         if config.selector is not None:
             self.candidate_selector = CandidateSelector(config.selector, hidden, vocab)
 
-    @property
-    def first_row(self) -> int:
-        """`DrafterConfig.first_row`, without pydantic's cost in every step."""
-        return 1 if self.config.slots == "fill-in" else 0
-
-    def rows(self, block_size: int | None = None) -> int:
-        """`DrafterConfig.rows`, without pydantic's cost in every step."""
-        return (block_size or self.config.block_size) - 1 + self.first_row
-
     def map_tokens(self) -> None:
         """Computes `token_ids` after the weights are loaded."""
         if self.d2t is not None:
@@ -199,7 +190,7 @@ class Drafter(nn.Module):
             embedding: the target's embedding table [vocabulary, H].
             block_size: B, if smaller than the drafter was trained for.
         """
-        block, size = self.rows(block_size), self.config.hidden_size
+        block, size = self.config.rows(block_size), self.config.hidden_size
         mask = self.mask_embedding
         if mask is None:
             assert self.config.mask_token_id is not None
@@ -218,7 +209,7 @@ class Drafter(nn.Module):
             block_size: as in `noise`.
         """
         cos, sin = self.rotary(positions)
-        h, rows = noise, self.rows(block_size)
+        h, rows = noise, self.config.rows(block_size)
         for layer in self.layers:
             h = layer(h, cos, sin, attend, rows)
         out: Tensor = self.norm(h)

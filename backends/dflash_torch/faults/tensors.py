@@ -110,7 +110,7 @@ def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow
     context = drafter.project_context(torch.cat(chosen, dim=-1))
     cache.write_all([Span(0, 0, verified)], *drafter.context_kv(context, torch.arange(verified)))
     flow |= _context(cache, 0, verified)
-    span = Span(0, verified, drafter.rows(width))
+    span = Span(0, verified, config.rows(width))
     noise = drafter.noise(torch.tensor([request.token_ids[-1]]), model.get_input_embeddings().weight, width)
     attend = RaggedAttention(cache, [span], config.layers, config.num_attention_heads)
     with _watched(drafter, flow, verified):

@@ -38,7 +38,7 @@ class CompiledOperators(PlainOperators):
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.kernels = kernels_id()
         ending = str(dtype).removeprefix("torch.")
-        self._add_norm, self._silu_product, self._attend = (
+        self._add_norm, self._silu_product, self.attend = (
             kernel(library, f"{name}_{ending}", signature)
             for name, signature in (("add_norm", "ppppllfi"), ("silu_product", "pplli"), ("attend", "pppppppplppi"))
         )
@@ -61,15 +61,6 @@ class CompiledOperators(PlainOperators):
         self._silu_product(gate_up.data_ptr(), out.data_ptr(), rows, size, _threads(rows * size))
         return out
 
-    def attention(
-        self, cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind], heads: int, eps: float
-    ) -> CompiledAttention | None:
-        """Attention of one step; None for long spans or large heads, which use PyTorch."""
-        pairs = max(span.length * (span.start + span.length) for span in spans)
-        if pairs > MOST_PAIRS or cache.keys.shape[-1] > MOST_DIM:
-            return None
-        return CompiledAttention(self._attend, cache, spans, kinds, heads, eps)
-
 
 def step_attention(
     operators: PlainOperators,
@@ -79,11 +70,11 @@ def step_attention(
     heads: int,
     eps: float,
 ) -> Attend | CompiledAttention:
-    """Attention of one step over a flat batch of spans: compiled if the operators are and spans are short."""
-    if isinstance(operators, CompiledOperators):
-        found = operators.attention(cache, spans, kinds, heads, eps)
-        if found is not None:
-            return found
+    """Attention of one step over a flat batch of spans: compiled, or PyTorch's for long spans and large heads."""
+    pairs = max(span.length * (span.start + span.length) for span in spans)
+    fits = pairs <= MOST_PAIRS and cache.keys.shape[-1] <= MOST_DIM
+    if isinstance(operators, CompiledOperators) and fits:
+        return CompiledAttention(operators.attend, cache, spans, kinds, heads, eps)
     return ragged_attention(cache, spans, kinds, heads)
 
 

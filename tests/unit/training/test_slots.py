@@ -49,7 +49,7 @@ def drafted(drafter: Drafter, anchor: int) -> list[int]:
     rows = config.rows()
     attention = RaggedAttention(cache, [Span(0, CONTEXT, rows)], config.layers, config.num_attention_heads)
     noise = drafter.noise(torch.tensor([anchor]), embedding)
-    hidden = drafter(noise, torch.arange(CONTEXT, CONTEXT + rows), attention)[drafter.first_row :]
+    hidden = drafter(noise, torch.arange(CONTEXT, CONTEXT + rows), attention)[config.first_row :]
     (draft,) = propose(drafter, lambda x: x @ head.t(), hidden, [anchor], [len(hidden)], [None])
     return draft
 
