@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.target import TargetConfig
 from dflash_serve.errors import first_line
 from dflash_serve.models.attention import PaddedAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.target import TargetModel, TargetOutput
-from dflash_serve.models.target_config import TargetConfig
 
 log = logging.getLogger(__name__)
 Work = Callable[..., tuple[Tensor, ...]]

@@ -8,8 +8,7 @@ from typing import Self
 
 import torch
 
-from dflash_serve.models.drafter import Drafter, propose
-from dflash_serve.models.hot_tokens import HotHead
+from dflash_serve.models.drafter import Drafter, HotHead, propose
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.target import TargetModel
 

@@ -19,7 +19,7 @@ from dflash_serve.checkpoint.config import MASK_EMBEDDING, PLAIN_DRAFTER, Drafte
 from dflash_serve.checkpoint.dialects import speculators, zlab
 from dflash_serve.checkpoint.dialects.keys import ConfigSection, Dialect
 from dflash_serve.checkpoint.files import IN_CONFIG, Header, read_headers, read_object
-from dflash_serve.checkpoint.source import drafter_source, local_folder
+from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.checkpoint.tensors import (
     D2T,
     HEADS_BY_TENSOR,
@@ -74,7 +74,7 @@ def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Ch
         UserError: neither a folder nor an id that can be fetched.
     """
     weight_problems: list[Problem] = []
-    checkpoint = _describe(local_folder(drafter_source(folder_or_id), revision), weight_problems)
+    checkpoint = _describe(drafter_folder(folder_or_id, revision), weight_problems)
     checkpoint.problems += weight_problems
     if checkpoint.config is not None and checkpoint.dialect is not None and not weight_problems:
         checkpoint.pieces = match_tensors(
@@ -195,7 +195,7 @@ def read_drafter(folder_or_id: str | Path, revision: str | None = None) -> tuple
 
 
 def _read(folder_or_id: str | Path, revision: str | None) -> tuple[DrafterConfig, Checkpoint]:
-    checkpoint = _describe(local_folder(drafter_source(folder_or_id), revision), [])
+    checkpoint = _describe(drafter_folder(folder_or_id, revision), [])
     raise_problems(checkpoint.problems, hint=HINT)
     assert checkpoint.config is not None
     return checkpoint.config, checkpoint

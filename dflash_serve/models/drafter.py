@@ -9,24 +9,41 @@ Hidden states become tokens by `propose`. Plain DFlash takes each slot's argmax.
 selector a slot depends on the token before it: a `Walk` chooses from left to right, for all blocks at once. Each choice
 is an argmax at every temperature, so a draft is a point mass and sampling stays lossless with any width
 (`speculation.acceptance`). A grammar filters a slot's scores before the choice.
+
+A drafter's folder may list frequent tokens (`hot_tokens.json`): then only their rows of the target's head are read
+(`HotHead`). The target verifies a draft by its whole head, so no answer changes; a token that training never showed the
+drafter is little loss (FR-Spec, arXiv 2502.14856; SGLang's `--speculative-token-map` does this for EAGLE).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.common.files import write_whole
+from dflash_serve.errors import UserError
 from dflash_serve.models.attention import Attend, ragged_attention
 from dflash_serve.models.drafter_heads import CandidateSelector, ConfidenceHead, GroupedConvolution, MarkovHead
 from dflash_serve.models.kv_cache import KVCache, Span
-from dflash_serve.models.layers import RotaryEmbedding, as_module_list, rotate
+from dflash_serve.models.layers import (
+    CompiledLinear,
+    RotaryEmbedding,
+    as_module_list,
+    dense_weight,
+    pack_linear,
+    rotate,
+    rounded,
+)
 
 if TYPE_CHECKING:
     from dflash_serve.models.compiled.operators import CompiledAttention
@@ -146,7 +163,7 @@ class Drafter(nn.Module):
         self.token_ids: Tensor | None = None
         """Target ids int64 [Vd] of the draft ids, with a reduced draft vocabulary; set by `map_tokens`."""
         self.hot_tokens: list[int] | None = None
-        """Target ids that are drafted, by rows of the target's head (`hot_tokens`); None = all."""
+        """Target ids that are drafted, by rows of the target's head (`HotHead`); None = all."""
         self.markov_head = self.confidence_head = self.candidate_selector = None
         if config.markov is not None:
             self.markov_head = MarkovHead(config.markov, hidden, vocab, reduced or vocab)
@@ -321,3 +338,60 @@ class Walk:
         """The best allowed token after a draft of one block: `SlotFilter.fill`'s `choose`."""
         previous = torch.tensor([draft[-1] if draft else anchor], device=self.hidden.device)
         return int(self.choose(len(draft), previous, allowed.to(self.hidden.device)))
+
+
+HOT_TOKENS = "hot_tokens.json"
+
+
+def takes_hot_tokens(config: DrafterConfig) -> bool:
+    """Each slot is one product with the target's head, independent of the other slots."""
+    return config.markov is None and config.selector is None and config.draft_vocabulary is None
+
+
+def read_hot_tokens(folder: Path, vocab_size: int) -> list[int] | None:
+    """Target ids from a drafter's folder, rising; None if it has no list.
+
+    Raises:
+        UserError: the file holds no rising list of ids of the vocabulary.
+    """
+    path = folder / HOT_TOKENS
+    if not path.exists():
+        return None
+    try:
+        ids = TypeAdapter(list[int]).validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValidationError):
+        ids = []
+    if not ids or ids[0] < 0 or ids[-1] >= vocab_size or any(a >= b for a, b in pairwise(ids)):
+        why = f"it holds no rising list of token ids below {vocab_size}"
+        raise UserError(why, where=str(path), do="remove it: the drafter then drafts from the whole vocabulary")
+    return ids
+
+
+def write_hot_tokens(folder: Path, token_ids: Sequence[int]) -> None:
+    """Writes the list completely or not at all."""
+    write_whole(folder / HOT_TOKENS, json.dumps(list(token_ids)) + "\n")
+
+
+class HotHead:
+    """The rows of a target's head for a list of tokens.
+
+    Args:
+        head: of the target, packed or not.
+        token_ids: target ids.
+    """
+
+    def __init__(self, head: nn.Module, token_ids: Sequence[int]) -> None:
+        self.token_ids = list(token_ids)
+        rows = dense_weight(head)[torch.tensor(self.token_ids)]
+        linear = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(rows, requires_grad=False)
+        self.linear = rounded(pack_linear(linear, compiled=isinstance(head, CompiledLinear)))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, H] after the drafter's final norm -> logits [rows, tokens]."""
+        out: Tensor = self.linear(hidden)
+        return out
+
+    def target_ids(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Indices in the list -> target ids."""
+        return [[self.token_ids[place] for place in draft] for draft in drafts]

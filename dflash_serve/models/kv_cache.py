@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.models.target_config import TargetConfig
+from dflash_serve.checkpoint.target import TargetConfig
 
 
 class Span(NamedTuple):

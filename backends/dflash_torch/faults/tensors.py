@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from dflash_serve.backend import Prompt
 from dflash_serve.models.attention import RaggedAttention
-from dflash_serve.models.drafter import Drafter, propose
-from dflash_serve.models.hot_tokens import takes_hot_tokens
+from dflash_serve.models.drafter import Drafter, propose, takes_hot_tokens
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
