@@ -127,17 +127,8 @@ class RopeConfig(Frozen):
         return {"rope_type": self.scaling or "default", "rope_theta": self.theta, **known}
 
 
-class DrafterConfig(Heads):
-    """Sizes and options of a drafter (paper section 4; z-lab `dflash/model.py`), and its heads."""
-
-    block_size: Annotated[int, Field(ge=2)]
-    """B: slots in a block with its anchor (slot 0); B - 1 are drafted. An anchor-first checkpoint writes B - 1."""
-    target_layer_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
-    """0-based decoder layers of the target whose *outputs* are the context feature, in the order `fc` takes them."""
-    num_target_layers: PositiveInt | None = None
-    mask_token_id: Annotated[int, Field(ge=0)] | None = None
-    """Token whose target embedding fills slots 1..B-1; None if the checkpoint has its own `mask_embedding`."""
-    has_mask_embedding: bool = False
+class TransformerConfig(Frozen):
+    """Sizes of a stack of decoder layers, a drafter's or a target's."""
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
@@ -149,6 +140,25 @@ class DrafterConfig(Heads):
     max_position_embeddings: PositiveInt = 32768
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+
+class DrafterConfig(Heads, TransformerConfig):
+    """Sizes and options of a drafter (paper section 4; z-lab `dflash/model.py`), and its heads."""
+
+    block_size: Annotated[int, Field(ge=2)]
+    """B: slots in a block with its anchor (slot 0); B - 1 are drafted. An anchor-first checkpoint writes B - 1."""
+    target_layer_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+    """0-based decoder layers of the target whose *outputs* are the context feature, in the order `fc` takes them."""
+    num_target_layers: PositiveInt | None = None
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    """Token whose target embedding fills slots 1..B-1; None if the checkpoint has its own `mask_embedding`."""
+    has_mask_embedding: bool = False
+
     attention_bias: bool = False
     embedding_scale: float = 1.0  # factor on the embedding row of every slot (Gemma); z-lab's `input_embedding_scale`
     output_multiplier: float = 1.0  # factor on the drafter's logits, before the soft-cap
@@ -173,11 +183,6 @@ class DrafterConfig(Heads):
         for what in impossible_heads(self):
             raise ValueError(what)
         return self
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers of the drafter."""
-        return len(self.layers)
 
     @property
     def feature_size(self) -> int:

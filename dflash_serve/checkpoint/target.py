@@ -14,15 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
-from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
+from dflash_serve.checkpoint.config import AttentionKind, RopeConfig, TransformerConfig
 from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, Header, load_object, read_headers
 from dflash_serve.checkpoint.source import local_folder
 from dflash_serve.checkpoint.tensors import FLOATS, PACKED, RECOMPUTED
-from dflash_serve.common.settings import Frozen, PositiveInt
 from dflash_serve.deployment import Model, Quantization
 from dflash_serve.errors import Problem, UserError
 
@@ -265,31 +264,16 @@ QK_NORM = {"qwen3"}
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 
-class TargetConfig(Frozen):
+class TargetConfig(TransformerConfig):
     """Shape of a dense decoder of the Llama and Qwen families."""
 
     model_type: str
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    head_dim: PositiveInt
-    layers: Annotated[tuple[AttentionKind, ...], Field(min_length=1)]
-    max_position_embeddings: PositiveInt
-    rms_norm_eps: float
-    rope: RopeConfig
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return len(self.layers)
 
 
 def read_target_config(folder: Path) -> TargetConfig:

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.target import TargetConfig
 
 
 class Span(NamedTuple):
@@ -25,6 +22,17 @@ class Span(NamedTuple):
     entry: int
     start: int
     length: int
+
+
+class CacheSizes(Protocol):
+    """A model's configuration."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
 
 
 def span_positions(spans: Sequence[Span], device: torch.device | None = None) -> Tensor:
@@ -61,7 +69,7 @@ class KVCache:
     @classmethod
     def of(
         cls,
-        config: DrafterConfig | TargetConfig,
+        config: CacheSizes,
         entries: int,
         capacity: int,
         dtype: torch.dtype = torch.float32,
