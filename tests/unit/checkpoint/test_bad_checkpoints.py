@@ -261,7 +261,6 @@ def test_a_local_folder_never_touches_the_network(folder: Path, monkeypatch: pyt
         ("zlab", {"architectures": ["DFlashSomethingElse"]}, "architecture 'DFlashSomethingElse' is not supported"),
         ("zlab", {"dflash_config.projector_type": "domino"}, "Domino head, which is not supported yet"),
         ("zlab", {"dflash_config.markov_rank": 256}, "markov_rank is 256, but there is no markov_head_type"),
-        ("zlab", {"dflash_config.selector_rank": 256}, "dflash_config.selector_rank without selector_top_k"),
         ("speculators", {"speculators_model_type": "peagle"}, "only DFlash speculators"),
         ("speculators", {"projector_type": "domino"}, "Domino head"),
     ],

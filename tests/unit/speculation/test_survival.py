@@ -34,17 +34,6 @@ def test_survival_is_learnt_whatever_the_width() -> None:
     assert estimate.overall() == pytest.approx(np.cumprod(conditional), abs=0.15)
 
 
-def test_a_new_request_starts_from_the_others_and_then_has_its_own_estimate() -> None:
-    estimate = AcceptanceEstimate(3)
-    simulate(estimate, [0.8, 0.8, 0.8], 4, 400)
-    before = estimate.survival(["new"])[0]
-    assert before == pytest.approx(estimate.overall())
-    for _ in range(8):
-        estimate.observe(["new"], np.array([4]), np.array([0]))
-    assert estimate.survival(["new"])[0][0] < 0.7 * before[0]
-    assert estimate.survival(["new"])[0][0] < estimate.overall()[0]
-
-
 def test_a_steady_drafter_has_a_steady_estimate() -> None:
     """Luck of some ten steps is no news: the estimate of slot 1 scatters by a few hundredths."""
     estimate, chance, found = AcceptanceEstimate(7), np.random.default_rng(2), []
@@ -54,13 +43,6 @@ def test_a_steady_drafter_has_a_steady_estimate() -> None:
         found.append(estimate.overall()[0])
     assert np.mean(found[200:]) == pytest.approx(0.34, abs=0.04)
     assert np.std(found[200:]) < 0.05
-
-
-def test_the_past_fades() -> None:
-    estimate = AcceptanceEstimate(1)
-    simulate(estimate, [1.0], 2, 400)
-    simulate(estimate, [0.0], 2, 1000, name="later")
-    assert estimate.overall()[0] < 0.25
 
 
 def test_survival_one_standard_error_off_lies_on_both_sides_of_what_is_known() -> None:
