@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat
 from torch import nn
 
 from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.checkpoint.target import read_target_config
 from dflash_serve.common.files import cache_home, keep_record, read_record
 from dflash_serve.common.provenance import now, processor, versions
 from dflash_serve.deployment import Deployment
@@ -33,7 +34,6 @@ from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.layers import pack_linear
 from dflash_serve.models.loader import is_stored_in_bfloat16
 from dflash_serve.models.target import TargetModel
-from dflash_serve.models.target_config import read_target_config
 from dflash_serve.speculation.costs import CostModel, is_confirmed
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.target import TargetConfig
 from dflash_serve.errors import first_line
 from dflash_serve.models.attention import PaddedAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.target import TargetModel, TargetOutput
-from dflash_serve.models.target_config import TargetConfig
 
 log = logging.getLogger(__name__)
 Work = Callable[..., tuple[Tensor, ...]]
@@ -252,14 +252,14 @@ class DrafterRunner:
 
     def prepare(self, drafter: Drafter) -> None:
         """Captures every pass; no request may run."""
-        size = drafter.rows(self.block_size)
+        size = drafter.config.rows(self.block_size)
         for shape in _shapes(self.cache, size):
             if shape.width == size:
                 self(drafter, [0] * shape.requests, [(span.entry, span.start) for span in shape.spans])
 
     def __call__(self, drafter: Drafter, anchors: list[int], starts: Sequence[tuple[int, int]]) -> Tensor:
         """Anchors, and (cache entry, position) of each -> hidden [requests * rows, H]; K/V is written there."""
-        size = drafter.rows(self.block_size)
+        size = drafter.config.rows(self.block_size)
         spans = [Span(entry, start, size) for entry, start in starts]
         shape = _shape(self.cache, spans, size) if self.static else None
         if shape is None:

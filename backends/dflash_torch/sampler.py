@@ -13,10 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dflash_serve.outputs import TokenLogprob
 from dflash_serve.speculation.acceptance import Acceptance, accept_matching, accept_sampled
-from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.noise import BlockNoise
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.sampling import TokenCounts, greedy_tokens, probabilities
+from dflash_serve.speculation.sampling import SamplingBatch, TokenCounts, greedy_tokens, probabilities
 
 from .request import Request
 

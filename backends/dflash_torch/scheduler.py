@@ -170,7 +170,7 @@ class Scheduler:
         return [self._finish(result) for result in results]
 
     def _draftable_worth(self) -> int:
-        if self.speculator is None or self.policy.resting:
+        if self.speculator is None or self.policy.paused:
             return 0
         return WORTH_IN_LARGE_BATCH if len(self.running) >= LARGE_BATCH else WORTH
 
@@ -208,7 +208,7 @@ class Scheduler:
         """
         if self.speculator is None:
             return ()
-        if len(requests) < LARGE_BATCH or not self.policy.resting:
+        if len(requests) < LARGE_BATCH or not self.policy.paused:
             return self.speculator.target_layer_ids if any(request.draftable for request in requests) else ()
         if self.cache_manager.reuse:
             self.speculator.inject(requests)

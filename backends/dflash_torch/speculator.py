@@ -8,9 +8,7 @@ from typing import Self
 
 import torch
 
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.models.drafter import Drafter, Proposal, propose_greedily
-from dflash_serve.models.hot_tokens import HotHead, takes_hot_tokens
+from dflash_serve.models.drafter import Drafter, HotHead, propose
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.target import TargetModel
 
@@ -25,18 +23,10 @@ class Speculator:
         self, drafter: Drafter, target: TargetModel, *, block_size: int, max_batch_size: int, capacity: int
     ) -> None:
         self.drafter, self.target, self.block_size = drafter, target, block_size
-        config = drafter.config
-        self.cache = KVCache(
-            layers=config.num_layers,
-            entries=max_batch_size,
-            kv_heads=config.num_key_value_heads,
-            capacity=capacity + block_size,
-            head_dim=config.head_dim,
-            dtype=target.embedding.dtype,
-            device=target.device,
+        self.cache = KVCache.of(
+            drafter.config, max_batch_size, capacity + block_size, target.embedding.dtype, target.device
         )
         self.drafter_runner = DrafterRunner(target.embedding, self.cache, block_size)
-        self.propose = proposal_of(config)
         self.hot_head = HotHead(target.head, drafter.hot_tokens) if drafter.hot_tokens else None
 
     def twin(self) -> Self:
@@ -60,7 +50,7 @@ class Speculator:
         self.inject(requests)
         anchors = [request.token_ids[-1] for request in requests]
         hidden = self.drafter_runner(self.drafter, anchors, [(request.entry, request.verified) for request in requests])
-        first, size = self.drafter.first_row, self.drafter.rows(self.block_size)
+        first, size = self.drafter.config.first_row, self.drafter.config.rows(self.block_size)
         counts = [width - 1 for width in widths]
         if min(counts) == max(counts):  # a slice needs no index on the device
             hidden = hidden.unflatten(0, (-1, size))[:, first : first + counts[0]].flatten(0, 1)
@@ -68,8 +58,8 @@ class Speculator:
             hidden = hidden[[n * size + first + slot for n, count in enumerate(counts) for slot in range(count)]]
         grammars = [request.grammar for request in requests]
         if self.hot_head is None or any(grammar is not None for grammar in grammars):
-            return self.propose(self.drafter, self.target.draft_logits, hidden, anchors, counts, grammars)
-        return self.hot_head.target_ids(self.propose(self.drafter, self.hot_head, hidden, anchors, counts, grammars))
+            return propose(self.drafter, self.target.draft_logits, hidden, anchors, counts, grammars)
+        return self.hot_head.target_ids(propose(self.drafter, self.hot_head, hidden, anchors, counts, grammars))
 
     def inject(self, requests: Sequence[Request]) -> None:
         """Writes the context K/V of tokens verified since the last call; nothing older is recomputed."""
@@ -83,12 +73,3 @@ class Speculator:
         for request in requests:
             request.injected = request.verified
             request.features.clear()
-
-
-def proposal_of(config: DrafterConfig) -> Proposal:
-    """The function that turns hidden states into tokens; a drafter with heads has other modules for it."""
-    if takes_hot_tokens(config):
-        return propose_greedily
-    from dflash_serve.models.drafter import propose_by_walk
-
-    return propose_by_walk

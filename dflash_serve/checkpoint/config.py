@@ -32,33 +32,11 @@ class MarkovConfig(Frozen):
     kind: MarkovKind
     rank: PositiveInt
 
-    def tensors(self, hidden_size: int, vocab_size: int, draft_vocabulary: int) -> dict[str, tuple[int, ...]]:
-        """Name -> shape. `markov_w1` is indexed by target ids; `markov_w2` gives biases of draft ids."""
-        rank = self.rank
-        shapes: dict[str, tuple[int, ...]] = {
-            "markov_head.markov_w1.weight": (vocab_size, rank),
-            "markov_head.markov_w2.weight": (draft_vocabulary, rank),
-        }
-        if self.kind == "gated":
-            shapes |= {
-                "markov_head.gate_proj.weight": (rank, hidden_size + rank),
-                "markov_head.gate_proj.bias": (rank,),
-            }
-        if self.kind == "rnn":
-            shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden_size)
-            shapes["markov_head.joint_proj.bias"] = (3 * rank,)
-        return shapes
-
 
 class ConfidenceConfig(Frozen):
     """Estimates the probability that a slot is accepted if all slots before it are."""
 
     with_markov: bool  # the head also reads the Markov embedding of the token before
-
-    def tensors(self, hidden_size: int, markov_rank: int) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of one linear layer."""
-        inputs = hidden_size + (markov_rank if self.with_markov else 0)
-        return {"confidence_head.proj.weight": (1, inputs), "confidence_head.proj.bias": (1,)}
 
 
 class ConvolutionConfig(Frozen):
@@ -67,30 +45,12 @@ class ConvolutionConfig(Frozen):
     taps: PositiveInt  # rows that an output reads: its own and the ones before it
     group_size: PositiveInt  # channels that share their coefficients; divides the hidden size
 
-    def tensors(self, hidden_size: int, num_layers: int) -> dict[str, tuple[int, ...]]:
-        """Name -> shape. The first index of `base_kernel` is 0 before the sublayer and 1 after it."""
-        coefficients = 2 * self.taps * (hidden_size // self.group_size)
-        shapes: dict[str, tuple[int, ...]] = {}
-        for layer in range(num_layers):
-            for sublayer in ("attention_conv", "mlp_conv"):
-                shapes[f"layers.{layer}.{sublayer}.base_kernel"] = (2, self.taps, hidden_size)
-                shapes[f"layers.{layer}.{sublayer}.kernel_projection.weight"] = (coefficients, hidden_size)
-        return shapes
-
 
 class SelectorConfig(Frozen):
     """Chooses each slot's token among its likeliest candidates by the token before it."""
 
     rank: PositiveInt
     top_k: PositiveInt  # candidates of a slot
-
-    def tensors(self, hidden_size: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
-        """Name -> shape. The codebooks have no `.weight` in z-lab's files."""
-        return {
-            "candidate_selector.hidden_projection.weight": (self.rank, hidden_size),
-            "candidate_selector.predecessor_codebook": (vocab_size, self.rank),
-            "candidate_selector.successor_codebook": (vocab_size, self.rank),
-        }
 
 
 class Heads(Frozen):
@@ -160,18 +120,15 @@ class RopeConfig(Frozen):
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
 
+    @property
+    def parameters(self) -> dict[str, object]:
+        """transformers 5's `rope_parameters`."""
+        known = self.model_dump(mode="json", exclude={"theta", "scaling"}, exclude_none=True)
+        return {"rope_type": self.scaling or "default", "rope_theta": self.theta, **known}
 
-class DrafterConfig(Heads):
-    """Sizes and options of a drafter (paper section 4; z-lab `dflash/model.py`), and its heads."""
 
-    block_size: Annotated[int, Field(ge=2)]
-    """B: slots in a block with its anchor (slot 0); B - 1 are drafted. An anchor-first checkpoint writes B - 1."""
-    target_layer_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
-    """0-based decoder layers of the target whose *outputs* are the context feature, in the order `fc` takes them."""
-    num_target_layers: PositiveInt | None = None
-    mask_token_id: Annotated[int, Field(ge=0)] | None = None
-    """Token whose target embedding fills slots 1..B-1; None if the checkpoint has its own `mask_embedding`."""
-    has_mask_embedding: bool = False
+class TransformerConfig(Frozen):
+    """Sizes of a stack of decoder layers, a drafter's or a target's."""
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
@@ -183,6 +140,25 @@ class DrafterConfig(Heads):
     max_position_embeddings: PositiveInt = 32768
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+
+class DrafterConfig(Heads, TransformerConfig):
+    """Sizes and options of a drafter (paper section 4; z-lab `dflash/model.py`), and its heads."""
+
+    block_size: Annotated[int, Field(ge=2)]
+    """B: slots in a block with its anchor (slot 0); B - 1 are drafted. An anchor-first checkpoint writes B - 1."""
+    target_layer_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+    """0-based decoder layers of the target whose *outputs* are the context feature, in the order `fc` takes them."""
+    num_target_layers: PositiveInt | None = None
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    """Token whose target embedding fills slots 1..B-1; None if the checkpoint has its own `mask_embedding`."""
+    has_mask_embedding: bool = False
+
     attention_bias: bool = False
     embedding_scale: float = 1.0  # factor on the embedding row of every slot (Gemma); z-lab's `input_embedding_scale`
     output_multiplier: float = 1.0  # factor on the drafter's logits, before the soft-cap
@@ -207,11 +183,6 @@ class DrafterConfig(Heads):
         for what in impossible_heads(self):
             raise ValueError(what)
         return self
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers of the drafter."""
-        return len(self.layers)
 
     @property
     def feature_size(self) -> int:
@@ -293,18 +264,31 @@ def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _head_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    hidden, vocab = config.hidden_size, config.vocab_size
+    hidden, vocab, reduced = config.hidden_size, config.vocab_size, config.draft_vocabulary
     shapes: dict[str, tuple[int, ...]] = {}
-    if config.draft_vocabulary is not None:
-        shapes |= {"d2t": (config.draft_vocabulary,), "lm_head.weight": (config.draft_vocabulary, hidden)}
-    if config.markov is not None:
-        shapes |= config.markov.tensors(hidden, vocab, config.draft_vocabulary or vocab)
+    if reduced is not None:
+        shapes |= {"d2t": (reduced,), "lm_head.weight": (reduced, hidden)}
+    rank = config.markov.rank if config.markov else 0
+    if config.markov is not None:  # `markov_w1` is indexed by target ids; `markov_w2` gives biases of draft ids
+        shapes["markov_head.markov_w1.weight"] = (vocab, rank)
+        shapes["markov_head.markov_w2.weight"] = (reduced or vocab, rank)
+        added = {"gated": ("gate_proj", rank, hidden + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + hidden)}
+        if config.markov.kind in added:
+            name, outputs, inputs = added[config.markov.kind]
+            shapes[f"markov_head.{name}.weight"], shapes[f"markov_head.{name}.bias"] = (outputs, inputs), (outputs,)
     if config.confidence is not None:
-        shapes |= config.confidence.tensors(hidden, config.markov.rank if config.markov else 0)
-    if config.convolution is not None:
-        shapes |= config.convolution.tensors(hidden, config.num_layers)
-    if config.selector is not None:
-        shapes |= config.selector.tensors(hidden, vocab)
+        inputs = hidden + (rank if config.confidence.with_markov else 0)
+        shapes |= {"confidence_head.proj.weight": (1, inputs), "confidence_head.proj.bias": (1,)}
+    if config.convolution is not None:  # the first index of `base_kernel` is 0 before the sublayer and 1 after it
+        taps, groups = config.convolution.taps, hidden // config.convolution.group_size
+        for layer in range(config.num_layers):
+            for sublayer in (f"layers.{layer}.attention_conv", f"layers.{layer}.mlp_conv"):
+                shapes[f"{sublayer}.base_kernel"] = (2, taps, hidden)
+                shapes[f"{sublayer}.kernel_projection.weight"] = (2 * taps * groups, hidden)
+    if config.selector is not None:  # the codebooks have no `.weight` in z-lab's files
+        shapes["candidate_selector.hidden_projection.weight"] = (config.selector.rank, hidden)
+        for name in ("predecessor_codebook", "successor_codebook"):
+            shapes[f"candidate_selector.{name}"] = (vocab, config.selector.rank)
     return shapes
 
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from dflash_serve.checkpoint.config import MASK_EMBEDDING, PLAIN_DRAFTER, DrafterConfig
-from dflash_serve.checkpoint.dialects import ConfigSection, Dialect, speculators, zlab
+from dflash_serve.checkpoint.dialects import speculators, zlab
+from dflash_serve.checkpoint.dialects.keys import ConfigSection, Dialect
 from dflash_serve.checkpoint.files import IN_CONFIG, Header, read_headers, read_object
-from dflash_serve.checkpoint.source import drafter_source, local_folder
+from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.checkpoint.tensors import (
     D2T,
     HEADS_BY_TENSOR,
@@ -73,7 +74,7 @@ def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Ch
         UserError: neither a folder nor an id that can be fetched.
     """
     weight_problems: list[Problem] = []
-    checkpoint = _describe(local_folder(drafter_source(folder_or_id), revision), weight_problems)
+    checkpoint = _describe(drafter_folder(folder_or_id, revision), weight_problems)
     checkpoint.problems += weight_problems
     if checkpoint.config is not None and checkpoint.dialect is not None and not weight_problems:
         checkpoint.pieces = match_tensors(
@@ -113,7 +114,7 @@ def parse(
     if len(problems) > before:
         return None, dialect
     try:
-        return DrafterConfig.model_validate(fields), dialect
+        return DrafterConfig.model_validate({key: value for key, value in fields.items() if value is not None}), dialect
     except ValidationError as error:
         for fault in error.errors():
             place = ".".join(str(part) for part in fault["loc"])
@@ -129,8 +130,8 @@ def _unsupported(config: ConfigSection) -> tuple[str, str] | None:
             "the drafter is part of its target's checkpoint (dspark_* keys, mtp.* tensors), which is not supported yet"
         )
         return what, "serve it by the engine itself, or use a drafter of its own"
-    keys = (config.text(key) or "" for key in ("projector_type", "speculators_model_type"))
-    named = " ".join([*(config.strings("architectures") or ()), *keys]).lower()
+    kinds = (config.given(key, str) or "" for key in ("projector_type", "speculators_model_type"))
+    named = " ".join([*config.architectures, *kinds]).lower()
     if any(name.lower() in named for name in LATENT):
         what = "the drafter's layers have latent attention (MLA), which DFlash's have not; not supported yet"
         return what, PLAIN_DRAFTER
@@ -194,7 +195,7 @@ def read_drafter(folder_or_id: str | Path, revision: str | None = None) -> tuple
 
 
 def _read(folder_or_id: str | Path, revision: str | None) -> tuple[DrafterConfig, Checkpoint]:
-    checkpoint = _describe(local_folder(drafter_source(folder_or_id), revision), [])
+    checkpoint = _describe(drafter_folder(folder_or_id, revision), [])
     raise_problems(checkpoint.problems, hint=HINT)
     assert checkpoint.config is not None
     return checkpoint.config, checkpoint

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_serve.common.files import cache_home, sha256, whole_folder, write_whole
@@ -191,11 +190,8 @@ def probably_meant(name: str, *, absent: bool) -> str:
 
 def _folder_meant(name: str) -> str:
     path = Path(name).expanduser()
-    return did_you_mean(path.name, _folders(path.parent), prefix=name.removesuffix(path.name)) if path.name else ""
-
-
-def _folders(parent: Path) -> Iterator[str]:
     try:
-        yield from sorted(path.parent.name for path in parent.glob("*/config.json"))
+        beside = sorted(found.parent.name for found in path.parent.glob("*/config.json"))
     except OSError:
-        return
+        beside = []
+    return did_you_mean(path.name, beside, prefix=name.removesuffix(path.name)) if path.name else ""

@@ -95,8 +95,10 @@ def match_tensors(
     shapes = expected_tensors(config)
     skipped = {name for name in headers if name.removeprefix("model.") in copies and proper_name(name) not in shapes}
     ours = {name: header for name, header in headers.items() if name not in skipped and RECOMPUTED not in name}
-    if T2D in skipped:
-        problems.extend(_mask_problems(headers[T2D], config))
+    mask = headers.get(T2D) if T2D in skipped else None
+    if mask is not None and (mask.shape, mask.dtype) != ((config.vocab_size,), "BOOL"):  # d2t holds the same map
+        what = f"tensor {T2D} is {mask.dtype} {list(mask.shape)}, not BOOL [{config.vocab_size}]"
+        problems.append(Problem(what, str(mask.file), ONE_DRAFTER))
     packed = next((name for name, h in ours.items() if _is_packed(name, h.dtype)), None)
     if format is None and packed is not None:  # every other problem would follow from this one
         what = f"the weights are quantised (tensor {packed} is {ours[packed].dtype}), but no file names the format"
@@ -167,7 +169,8 @@ class _Match:
         return f"{what} store it", ONE_DRAFTER
 
     def _extra(self, name: str, header: Header) -> tuple[str, str]:
-        head, shape = head_of_tensor(proper_name(name)), list(header.shape)
+        known, shape = proper_name(name), list(header.shape)
+        head = next((head for head, parts in HEADS_BY_TENSOR.items() if any(part in known for part in parts)), None)
         if head in SUPPORTED_HEADS:
             return f"tensor {name} {shape} belongs to a {head} head, which config.json does not have", ONE_DRAFTER
         if head is not None:
@@ -179,14 +182,6 @@ class _Match:
         if name.endswith(SCALES) and all(weight in self.shapes for weight in weights):
             return f"tensor {name} {shape} belongs to no quantised weight", ONE_DRAFTER
         return f"tensor {name} {shape} is not part of a DFlash drafter of this config.json", ONE_DRAFTER
-
-
-def _mask_problems(header: Header, config: DrafterConfig) -> list[Problem]:
-    # Only the header is checked: d2t holds the same map, so t2d is not loaded.
-    if header.shape == (config.vocab_size,) and header.dtype == "BOOL":
-        return []
-    what = f"tensor {T2D} is {header.dtype} {list(header.shape)}, not BOOL [{config.vocab_size}]"
-    return [Problem(what, str(header.file), ONE_DRAFTER)]
 
 
 def _is_packed(name: str, dtype: str) -> bool:
@@ -209,11 +204,6 @@ def proper_name(name: str) -> str:
     """Our name of a checkpoint's tensor: without the optional prefix, and with aliases resolved."""
     name = name.removeprefix("model.")
     return ALIASES.get(name, name)
-
-
-def head_of_tensor(name: str) -> str | None:
-    """The known head that a tensor belongs to, if any."""
-    return next((head for head, parts in HEADS_BY_TENSOR.items() if any(part in name for part in parts)), None)
 
 
 def parts_of(name: str) -> list[str]:

@@ -47,11 +47,16 @@ def write_drafter(
     _check_tensors(config, tensors)
     _check_destination(folder, overwrite)
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    added = {}
+    if dialect == "speculators" and config.draft_vocabulary is not None:
+        from dflash_serve.checkpoint.conversions import target_mask
+
+        added["t2d"] = target_mask(tensors["d2t"], config.vocab_size)
     text = json.dumps({**fields, "dtype": dtype, "torch_dtype": dtype}, indent=2, sort_keys=True)
     try:
         with whole_folder(folder) as scratch:
             (scratch / "config.json").write_text(text + "\n", encoding="utf-8")
-            _write_tensors(scratch / SINGLE, {**tensors, **_more(dialect, config, tensors)})
+            _write_tensors(scratch / SINGLE, {**tensors, **added})
     except OSError as error:
         do = "give another destination"
         raise UserError(f"cannot be written ({error.strerror})", where=str(folder), do=do) from None
@@ -63,14 +68,6 @@ def _check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None
     if have != expected:
         wrong = sorted(name for name in have.keys() | expected.keys() if have.get(name) != expected.get(name))
         raise ValueError(f"these tensors are not those of the config: {', '.join(wrong)}")
-
-
-def _more(dialect: str, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if dialect != "speculators" or config.draft_vocabulary is None:
-        return {}
-    from dflash_serve.checkpoint.conversions import target_mask
-
-    return {"t2d": target_mask(tensors["d2t"], config.vocab_size)}
 
 
 def _check_destination(folder: Path, overwrite: bool) -> None:

@@ -170,8 +170,8 @@ def _diagnosable_backend() -> DiagnosableBackend:
 def _engine(backend: DiagnosableBackend, pair: ExaminedPair, block_size: int | None, width: int) -> Engine:
     # no more room than the prompts need: the target's whole context would fill a GPU
     from dflash_serve.checkpoint.source import target_folder
+    from dflash_serve.checkpoint.target import read_target_config
     from dflash_serve.deployment import load_deployment
-    from dflash_serve.models.target_config import read_target_config
 
     characters = max(len(str(prompt)) for prompt in pair.prompts)  # no fewer than tokens; the template's come on top
     context = read_target_config(target_folder(pair.target)).max_position_embeddings

@@ -5,31 +5,50 @@ Paper (arXiv 2602.06036) section 4; reference `dflash/model.py` (dflash 0.1.0). 
 context K/V: the drafter returns its keys and values (`context_kv`) and asks the caller to attend (`Attend`), so that
 one model serves a preallocated cache, a paged pool, an engine's own buffers and the training mask.
 
-Hidden states become tokens by a `Proposal`. Plain DFlash takes each slot's argmax (`propose_greedily`). With a Markov
-head or a candidate selector a slot depends on the token before it: `propose_by_walk` chooses from left to right, for
-all blocks at once. Each choice is an argmax at every temperature, so a draft is a point mass and sampling stays
-lossless with any width (`speculation.acceptance`). A grammar filters a slot's scores before the choice.
+Hidden states become tokens by `propose`. Plain DFlash takes each slot's argmax. With a Markov head or a candidate
+selector a slot depends on the token before it: a `Walk` chooses from left to right, for all blocks at once. Each choice
+is an argmax at every temperature, so a draft is a point mass and sampling stays lossless with any width
+(`speculation.acceptance`). A grammar filters a slot's scores before the choice.
+
+A drafter's folder may list frequent tokens (`hot_tokens.json`): then only their rows of the target's head are read
+(`HotHead`). The target verifies a draft by its whole head, so no answer changes; a token that training never showed the
+drafter is little loss (FR-Spec, arXiv 2502.14856; SGLang's `--speculative-token-map` does this for EAGLE).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import json
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.common.files import write_whole
+from dflash_serve.errors import UserError
 from dflash_serve.models.attention import Attend, ragged_attention
+from dflash_serve.models.drafter_heads import CandidateSelector, ConfidenceHead, GroupedConvolution, MarkovHead
 from dflash_serve.models.kv_cache import KVCache, Span
-from dflash_serve.models.layers import RMSNorm, RotaryEmbedding, as_module_list, rotate
+from dflash_serve.models.layers import (
+    CompiledLinear,
+    RotaryEmbedding,
+    as_module_list,
+    dense_weight,
+    pack_linear,
+    rotate,
+    rounded,
+)
 
 if TYPE_CHECKING:
     from dflash_serve.models.compiled.operators import CompiledAttention
-    from dflash_serve.models.drafter_heads import CandidateSelector, ConfidenceHead, MarkovHead
 
+FORBIDDEN = float("-inf")
 
 Head = Callable[[Tensor], Tensor]
 """Hidden rows [rows, H] -> logits [rows, vocabulary], by the target's head or the drafter's own."""
@@ -60,8 +79,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, config.num_key_value_heads * config.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden, config.num_key_value_heads * config.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, hidden, bias=bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normed block rows x [rows, H] -> q [rows, heads, head_dim] and k, v [rows, kv_heads, head_dim], rotated."""
@@ -82,8 +101,8 @@ class Layer(nn.Module):
         self.index = index
         self.self_attn = Attention(config)
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend, rows: int) -> Tensor:
         x = self.input_layernorm(h)
@@ -100,8 +119,6 @@ class ConvolvedLayer(Layer):
     """
 
     def __init__(self, config: DrafterConfig, index: int) -> None:
-        from dflash_serve.models.drafter_heads import GroupedConvolution
-
         super().__init__(config, index)
         assert config.convolution is not None
         self.attention_conv = GroupedConvolution(config.convolution, config.hidden_size)
@@ -133,44 +150,27 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         kind = Layer if config.convolution is None else ConvolvedLayer
         self.layers = as_module_list(kind(config, index) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
         shape = torch.empty(config.hidden_size) if config.has_mask_embedding else None
         self.register_parameter("mask_embedding", None if shape is None else nn.Parameter(shape))
-        self._add_heads(config)
-
-    def _add_heads(self, config: DrafterConfig) -> None:
         hidden, vocab, reduced = config.hidden_size, config.vocab_size, config.draft_vocabulary
         self.lm_head = None if reduced is None else nn.Linear(hidden, reduced, bias=False)
         self.register_buffer("d2t", None if reduced is None else torch.empty(reduced, dtype=torch.int64))
         self.token_ids: Tensor | None = None
         """Target ids int64 [Vd] of the draft ids, with a reduced draft vocabulary; set by `map_tokens`."""
         self.hot_tokens: list[int] | None = None
-        """Target ids that are drafted, by rows of the target's head (`hot_tokens`); None = all."""
+        """Target ids that are drafted, by rows of the target's head (`HotHead`); None = all."""
         self.markov_head = self.confidence_head = self.candidate_selector = None
-        if config.markov is None and config.confidence is None and config.selector is None:
-            return
-        from dflash_serve.models import drafter_heads as heads
-
         if config.markov is not None:
-            self.markov_head = heads.MarkovHead(config.markov, hidden, vocab, reduced or vocab)
+            self.markov_head = MarkovHead(config.markov, hidden, vocab, reduced or vocab)
         if config.confidence is not None:
-            rank = config.markov.rank if config.markov else 0
-            self.confidence_head = heads.ConfidenceHead(config.confidence, hidden, rank)
+            self.confidence_head = ConfidenceHead(config.confidence, hidden, config.markov.rank if config.markov else 0)
         if config.selector is not None:
-            self.candidate_selector = heads.CandidateSelector(config.selector, hidden, vocab)
-
-    @property
-    def first_row(self) -> int:
-        """`DrafterConfig.first_row`, without pydantic's cost in every step."""
-        return 1 if self.config.slots == "fill-in" else 0
-
-    def rows(self, block_size: int | None = None) -> int:
-        """`DrafterConfig.rows`, without pydantic's cost in every step."""
-        return (block_size or self.config.block_size) - 1 + self.first_row
+            self.candidate_selector = CandidateSelector(config.selector, hidden, vocab)
 
     def map_tokens(self) -> None:
         """Computes `token_ids` after the weights are loaded."""
@@ -207,7 +207,7 @@ class Drafter(nn.Module):
             embedding: the target's embedding table [vocabulary, H].
             block_size: B, if smaller than the drafter was trained for.
         """
-        block, size = self.rows(block_size), self.config.hidden_size
+        block, size = self.config.rows(block_size), self.config.hidden_size
         mask = self.mask_embedding
         if mask is None:
             assert self.config.mask_token_id is not None
@@ -226,7 +226,7 @@ class Drafter(nn.Module):
             block_size: as in `noise`.
         """
         cos, sin = self.rotary(positions)
-        h, rows = noise, self.rows(block_size)
+        h, rows = noise, self.config.rows(block_size)
         for layer in self.layers:
             h = layer(h, cos, sin, attend, rows)
         out: Tensor = self.norm(h)
@@ -250,30 +250,7 @@ class SlotFilter(Protocol):
         """A draft of at most `slots` tokens; `choose` gives the best allowed token (bool [V]) after a draft."""
 
 
-class Proposal(Protocol):
-    """The last stage of drafting, from hidden states to tokens; only this stage uses the drafter's heads."""
-
-    def __call__(
-        self,
-        drafter: Drafter,
-        head: Head,
-        hidden: Tensor,
-        anchors: Sequence[int],
-        counts: Sequence[int],
-        filters: Sequence[SlotFilter | None],
-    ) -> list[list[int]]:
-        """Drafted tokens of each block; a filter may end one early.
-
-        Args:
-            head: the target's, for a drafter that has none of its own.
-            hidden: [sum of counts, H], after the final norm: the rows of each block's slots 1, 2, ...
-            anchors: the blocks' anchors, target ids.
-            counts: slots wanted of each block, 1 at least.
-            filters: of each block; None = everything is allowed.
-        """
-
-
-def propose_greedily(
+def propose(
     drafter: Drafter,
     head: Head,
     hidden: Tensor,
@@ -281,29 +258,43 @@ def propose_greedily(
     counts: Sequence[int],
     filters: Sequence[SlotFilter | None],
 ) -> list[list[int]]:
-    """Each slot's most probable token, independent of the other slots: the `Proposal` of plain DFlash."""
-    logits = drafter.adjust_logits(head(hidden))
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
-    drafts, taken = [], 0
-    for count, grammar in zip(counts, filters, strict=True):
-        slots = slice(taken, taken + count)
-        drafts.append(_filled(grammar, logits[slots]) if grammar else tokens[slots])
-        taken += count
+    """Drafted tokens of each block; a filter may end one early.
+
+    A block under a filter is walked alone. The others are drafted together; where slots depend on one another, they are
+    walked together, padded to the most slots.
+
+    Args:
+        head: the target's, for a drafter that has none of its own.
+        hidden: [sum of counts, H], after the final norm: the rows of each block's slots 1, 2, ...
+        anchors: the blocks' anchors, target ids.
+        counts: slots wanted of each block, 1 at least.
+        filters: of each block; None = everything is allowed.
+    """
+    logits = drafter.adjust_logits((drafter.lm_head or head)(hidden))
+    ends = list(accumulate(counts))
+    blocks = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    drafts: list[list[int]] = [[] for _ in counts]
+    free = [index for index, grammar in enumerate(filters) if grammar is None]
+    if free and drafter.markov_head is None and drafter.candidate_selector is None:
+        tokens = drafter.target_ids(logits.argmax(dim=-1)).tolist()
+        for index in free:
+            drafts[index] = tokens[blocks[index]]
+    elif free:
+        most = max(counts[index] for index in free)  # a block with fewer slots repeats its last one
+        places = [[blocks[i].start + min(slot, counts[i] - 1) for slot in range(most)] for i in free]
+        rows = torch.tensor(places, device=hidden.device)
+        path = Walk(drafter, hidden[rows], logits[rows]).whole_path([anchors[index] for index in free])
+        for index, tokens in zip(free, path, strict=True):
+            drafts[index] = tokens[: counts[index]]
+    for index, grammar in enumerate(filters):
+        if grammar is not None:
+            walk = Walk(drafter, hidden[None, blocks[index]], logits[None, blocks[index]])
+            drafts[index] = grammar.fill(counts[index], partial(walk.choose_next, anchors[index]))
     return drafts
 
 
-def _filled(grammar: SlotFilter, logits: Tensor) -> list[int]:
-    def choose(draft: Sequence[int], allowed: Tensor) -> int:
-        return int(logits[len(draft)].masked_fill(~allowed.to(logits.device), float("-inf")).argmax())
-
-    return grammar.fill(len(logits), choose)
-
-
-FORBIDDEN = float("-inf")
-
-
-class Walk(ABC):
-    """One walk over the slots of n blocks.
+class Walk:
+    """One walk over the slots of n blocks: each slot is chosen by its own logits and by the token before it.
 
     Args:
         drafter: the owner of the heads.
@@ -313,8 +304,8 @@ class Walk(ABC):
 
     def __init__(self, drafter: Drafter, hidden: Tensor, logits: Tensor) -> None:
         self.drafter, self.hidden, self.logits = drafter, hidden, logits
+        self.state: Tensor | None = None  # of a Markov head
 
-    @abstractmethod
     def choose(self, slot: int, previous: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Target ids [n] for a slot; called for the slots in order.
 
@@ -323,95 +314,84 @@ class Walk(ABC):
             previous: target ids [n] of the slot before; the anchors at the first.
             allowed: bool [V], tokens that a grammar allows here; None = all.
         """
-
-
-class MarkovWalk(Walk):
-    """Adds the Markov head's bias to each slot's logits; without one, each slot's own argmax."""
-
-    state: Tensor | None = None
-
-    def choose(self, slot: int, previous: Tensor, allowed: Tensor | None = None) -> Tensor:
-        scores, head = self.logits[:, slot], self.drafter.markov_head
-        if head is not None:
-            bias, self.state = head(previous, self.hidden[:, slot], self.state)
+        drafter, hidden, scores = self.drafter, self.hidden[:, slot], self.logits[:, slot]
+        if drafter.markov_head is not None:
+            bias, self.state = drafter.markov_head(previous, hidden, self.state)
             scores = scores + bias
         if allowed is not None:
-            draftable = allowed if self.drafter.token_ids is None else allowed[self.drafter.token_ids]  # bool [Vd]
+            draftable = allowed if drafter.token_ids is None else allowed[drafter.token_ids]  # bool [Vd]
             scores = scores.masked_fill(~draftable, FORBIDDEN)
-        return self.drafter.target_ids(scores.argmax(dim=-1))
+        if drafter.candidate_selector is not None:
+            return drafter.candidate_selector.best(scores, previous, hidden)
+        return drafter.target_ids(scores.argmax(dim=-1))
+
+    def whole_path(self, anchors: Sequence[int]) -> list[list[int]]:
+        """The tokens of all slots of each block."""
+        previous, path = torch.tensor(anchors, device=self.hidden.device), []
+        for slot in range(self.hidden.shape[1]):
+            previous = self.choose(slot, previous)
+            path.append(previous)
+        chosen: list[list[int]] = torch.stack(path, dim=1).tolist()
+        return chosen
+
+    def choose_next(self, anchor: int, draft: Sequence[int], allowed: Tensor) -> int:
+        """The best allowed token after a draft of one block: `SlotFilter.fill`'s `choose`."""
+        previous = torch.tensor([draft[-1] if draft else anchor], device=self.hidden.device)
+        return int(self.choose(len(draft), previous, allowed.to(self.hidden.device)))
 
 
-class SelectorWalk(Walk):
-    """Chooses among each slot's most probable tokens by the selector's scores."""
-
-    def __init__(self, drafter: Drafter, hidden: Tensor, logits: Tensor) -> None:
-        super().__init__(drafter, hidden, logits)
-        assert drafter.candidate_selector is not None
-        self.selector = drafter.candidate_selector
-        self.projected = self.selector.hidden_projection(hidden)
-        self.scores, self.candidates = torch.topk(logits, self.selector.top_k, dim=-1)
-
-    def choose(self, slot: int, previous: Tensor, allowed: Tensor | None = None) -> Tensor:
-        scores, candidates = self.scores[:, slot], self.candidates[:, slot]
-        if allowed is not None:
-            filtered = self.logits[:, slot].masked_fill(~allowed, FORBIDDEN)
-            scores, candidates = torch.topk(filtered, self.selector.top_k, dim=-1)
-        best = self.selector(scores, candidates, previous, self.projected[:, slot]).argmax(dim=-1, keepdim=True)
-        return candidates.gather(-1, best)[:, 0]
+HOT_TOKENS = "hot_tokens.json"
 
 
-def propose_by_walk(
-    drafter: Drafter,
-    head: Head,
-    hidden: Tensor,
-    anchors: Sequence[int],
-    counts: Sequence[int],
-    filters: Sequence[SlotFilter | None],
-) -> list[list[int]]:
-    """The `Proposal` of drafters with a Markov head or a selector.
+def takes_hot_tokens(config: DrafterConfig) -> bool:
+    """Each slot is one product with the target's head, independent of the other slots."""
+    return config.markov is None and config.selector is None and config.draft_vocabulary is None
 
-    A block under a grammar is walked alone; the others are walked together, padded to the most slots.
+
+def read_hot_tokens(folder: Path, vocab_size: int) -> list[int] | None:
+    """Target ids from a drafter's folder, rising; None if it has no list.
+
+    Raises:
+        UserError: the file holds no rising list of ids of the vocabulary.
     """
-    logits = drafter.adjust_logits((drafter.lm_head or head)(hidden))
-    kind = MarkovWalk if drafter.candidate_selector is None else SelectorWalk
-    starts = [sum(counts[:index]) for index in range(len(counts))]
-    drafts: list[list[int]] = [[] for _ in counts]
-    free = [index for index, grammar in enumerate(filters) if grammar is None]
-    if free:
-        rows = _padded_rows([starts[i] for i in free], [counts[i] for i in free], hidden.device)
-        walk = kind(drafter, hidden[rows], logits[rows])
-        path = _whole_path(walk, [anchors[i] for i in free], rows.shape[1])
-        for index, tokens in zip(free, path, strict=True):
-            drafts[index] = tokens[: counts[index]]
-    for index, grammar in enumerate(filters):
-        if grammar is not None:
-            own = slice(starts[index], starts[index] + counts[index])
-            walk = kind(drafter, hidden[None, own], logits[None, own])
-            drafts[index] = grammar.fill(counts[index], _chooser(walk, anchors[index]))
-    return drafts
+    path = folder / HOT_TOKENS
+    if not path.exists():
+        return None
+    try:
+        ids = TypeAdapter(list[int]).validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValidationError):
+        ids = []
+    if not ids or ids[0] < 0 or ids[-1] >= vocab_size or any(a >= b for a, b in pairwise(ids)):
+        why = f"it holds no rising list of token ids below {vocab_size}"
+        raise UserError(why, where=str(path), do="remove it: the drafter then drafts from the whole vocabulary")
+    return ids
 
 
-def _padded_rows(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-    """Rows [n, most slots] of the flat batch; a block with fewer slots repeats its last one."""
-    most = max(counts)
-    rows = [[s + min(k, c - 1) for k in range(most)] for s, c in zip(starts, counts, strict=True)]
-    return torch.tensor(rows, device=device)
+def write_hot_tokens(folder: Path, token_ids: Sequence[int]) -> None:
+    """Writes the list completely or not at all."""
+    write_whole(folder / HOT_TOKENS, json.dumps(list(token_ids)) + "\n")
 
 
-def _whole_path(walk: Walk, anchors: Sequence[int], slots: int) -> list[list[int]]:
-    previous, path = torch.tensor(anchors, device=walk.hidden.device), []
-    for slot in range(slots):
-        previous = walk.choose(slot, previous)
-        path.append(previous)
-    chosen: list[list[int]] = torch.stack(path, dim=1).tolist()
-    return chosen
+class HotHead:
+    """The rows of a target's head for a list of tokens.
 
+    Args:
+        head: of the target, packed or not.
+        token_ids: target ids.
+    """
 
-def _chooser(walk: Walk, anchor: int) -> Callable[[Sequence[int], Tensor], int]:
-    """`SlotFilter.fill`'s `choose`: (the draft so far, the allowed tokens) -> a token."""
+    def __init__(self, head: nn.Module, token_ids: Sequence[int]) -> None:
+        self.token_ids = list(token_ids)
+        rows = dense_weight(head)[torch.tensor(self.token_ids)]
+        linear = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(rows, requires_grad=False)
+        self.linear = rounded(pack_linear(linear, compiled=isinstance(head, CompiledLinear)))
 
-    def choose(draft: Sequence[int], allowed: Tensor) -> int:
-        previous = torch.tensor([draft[-1] if draft else anchor], device=walk.hidden.device)
-        return int(walk.choose(len(draft), previous, allowed.to(walk.hidden.device)))
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, H] after the drafter's final norm -> logits [rows, tokens]."""
+        out: Tensor = self.linear(hidden)
+        return out
 
-    return choose
+    def target_ids(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Indices in the list -> target ids."""
+        return [[self.token_ids[place] for place in draft] for draft in drafts]

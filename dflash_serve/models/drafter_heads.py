@@ -1,5 +1,5 @@
 """Modules of a drafter beyond plain DFlash: grouped convolution and candidate selector (DFlash2), Markov and confidence
-head (DSpark). Imported only for a checkpoint that has one.
+head (DSpark).
 
 Equations: DeepSpec `deepspec/modeling/dspark` (arXiv 2607.05147) and z-lab `dflash/model.py` (0.1.0); parameter names
 are theirs. Shapes and tensors: `checkpoint.config`.
@@ -132,10 +132,9 @@ class CandidateSelector(nn.Module):
         self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, config.rank))
         self.successor_codebook = nn.Parameter(torch.empty(vocab_size, config.rank))
 
-    def forward(self, scores: Tensor, candidates: Tensor, previous: Tensor, projected: Tensor) -> Tensor:
-        """scores [n, k] of candidates (ids [n, k]) -> their scores after the tokens `previous` [n].
-
-        `projected` [n, rank] is the slot's `hidden_projection`.
-        """
-        context = self.predecessor_codebook[previous] * projected
-        return scores + torch.einsum("nr,nkr->nk", context, self.successor_codebook[candidates])
+    def best(self, logits: Tensor, previous: Tensor, hidden: Tensor) -> Tensor:
+        """The token ids [n] of one slot, from its logits [n, V] and hidden rows [n, H] after the tokens `previous`."""
+        scores, candidates = torch.topk(logits, self.top_k, dim=-1)
+        context = self.predecessor_codebook[previous] * self.hidden_projection(hidden)
+        scores = scores + torch.einsum("nr,nkr->nk", context, self.successor_codebook[candidates])
+        return candidates.gather(-1, scores.argmax(dim=-1, keepdim=True))[:, 0]

@@ -9,7 +9,8 @@ a smaller length alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from copy import copy
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,17 @@ class Span(NamedTuple):
     entry: int
     start: int
     length: int
+
+
+class CacheSizes(Protocol):
+    """A model's configuration."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
 
 
 def span_positions(spans: Sequence[Span], device: torch.device | None = None) -> Tensor:
@@ -54,18 +66,25 @@ class KVCache:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.entries, self.capacity = entries, capacity
 
+    @classmethod
+    def of(
+        cls,
+        config: CacheSizes,
+        entries: int,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> KVCache:
+        """A cache for `entries` sequences of up to `capacity` tokens through a model of this configuration."""
+        shape = {"layers": config.num_layers, "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
+        return cls(**shape, entries=entries, capacity=capacity, dtype=dtype, device=device)
+
     def empty_twin(self) -> KVCache:
         """Another cache of this shape, with undefined contents."""
-        layers, entries, kv_heads, capacity, head_dim = self.keys.shape
-        return KVCache(
-            layers=layers,
-            entries=entries,
-            kv_heads=kv_heads,
-            capacity=capacity,
-            head_dim=head_dim,
-            dtype=self.keys.dtype,
-            device=self.keys.device,
-        )
+        made = copy(self)
+        shape, dtype, device = self.keys.shape, self.keys.dtype, self.keys.device
+        made.keys, made.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        return made
 
     def write(self, layer: int, spans: Sequence[Span], k: Tensor, v: Tensor) -> None:
         """Stores k, v [rows, kv_heads, head_dim] of a flat batch at its spans."""

@@ -1,4 +1,4 @@
-"""Layers of drafter and target: norm, rotary embedding, and linear layers laid out for a CPU."""
+"""Layers of drafter and target: rotary embedding, operators, and linear layers laid out for a CPU."""
 
 from __future__ import annotations
 
@@ -19,18 +19,6 @@ PER_WORD = {torch.float32: 1, torch.bfloat16: 2}  # dtype -> inputs that `compil
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale [size]."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
     """The inverse frequencies [head_dim/2] in fp32, and the factor on cos and sin (1 but for YaRN and longrope).
 
@@ -42,9 +30,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings
     from transformers import PretrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    known = rope.model_dump(mode="json", exclude={"theta", "scaling"}, exclude_none=True)
     config = PretrainedConfig(
-        rope_parameters={"rope_type": rope.scaling, "rope_theta": rope.theta, **known},
+        rope_parameters=rope.parameters,
         head_dim=head_dim,
         hidden_size=head_dim,
         num_attention_heads=1,
@@ -86,7 +73,7 @@ class PlainOperators:
     name = "plain"
     kernels = "plain"  # identity of the kernels: `kernels_id` of a compiled library, or "plain"
 
-    def add_norm(self, h: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def add_norm(self, h: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
         """(h + delta, its norm), all [rows, H]; None adds nothing."""
         h = h if delta is None else h + delta
         return h, norm(h)

@@ -13,17 +13,16 @@ from torch import Tensor
 from dflash_serve.checkpoint.files import AGAIN, Header, read_headers
 from dflash_serve.checkpoint.reader import finite_problem, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import target_folder
-from dflash_serve.checkpoint.tensors import FLOATS
-from dflash_serve.errors import Problem, UserError, raise_problems
-from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.hot_tokens import read_hot_tokens, takes_hot_tokens
-from dflash_serve.models.target import TargetModel
-from dflash_serve.models.target_config import (
+from dflash_serve.checkpoint.target import (
     TargetConfig,
     quantisation_problems,
     read_target_config,
     read_target_headers,
 )
+from dflash_serve.checkpoint.tensors import FLOATS
+from dflash_serve.errors import Problem, UserError, raise_problems
+from dflash_serve.models.drafter import Drafter, read_hot_tokens, takes_hot_tokens
+from dflash_serve.models.target import TargetModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

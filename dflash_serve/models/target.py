@@ -15,19 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dflash_serve.checkpoint.target import TargetConfig
 from dflash_serve.models.attention import Attend
 from dflash_serve.models.compiled.operators import CompiledAttention, compiled_operators, step_attention
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import (
     PlainOperators,
-    RMSNorm,
     RotaryEmbedding,
     as_module_list,
     pack_linears,
     rotate,
     rounded,
 )
-from dflash_serve.models.target_config import TargetConfig
 
 TargetAttend = Attend | CompiledAttention
 """`CompiledAttention` takes a layer's projected rows before q and k are normed and rotated."""
@@ -48,12 +47,12 @@ class TargetLayer(nn.Module):
         hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
         self.index, self.head_dim = index, dim
         self.heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
-        self.input_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.input_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
         self.qkv = nn.Linear(hidden, sum(self.heads) * dim, bias=config.qkv_bias)
-        norms = as_module_list(RMSNorm(dim, config.rms_norm_eps) for _ in "qk")
+        norms = as_module_list(nn.RMSNorm(dim, config.rms_norm_eps) for _ in "qk")
         self.qk_norm = norms if config.qk_norm else None
         self.o = nn.Linear(config.num_attention_heads * dim, hidden, bias=config.o_bias)
-        self.post_attention_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.post_attention_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
         self.gate_up = nn.Linear(hidden, 2 * inner, bias=config.mlp_bias)
         self.down = nn.Linear(inner, hidden, bias=config.mlp_bias)
 
@@ -88,7 +87,7 @@ class TargetModel(nn.Module):
         self.config = config
         self.register_parameter("embedding", nn.Parameter(torch.empty(config.vocab_size, config.hidden_size)))
         self.layers = as_module_list(TargetLayer(config, index) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.head.weight = self.embedding
@@ -159,15 +158,7 @@ class TargetModel(nn.Module):
 
     def new_cache(self, entries: int, capacity: int) -> KVCache:
         """An empty K/V cache for `entries` sequences of up to `capacity` tokens."""
-        return KVCache(
-            layers=self.config.num_layers,
-            entries=entries,
-            kv_heads=self.config.num_key_value_heads,
-            capacity=capacity,
-            head_dim=self.config.head_dim,
-            dtype=self.embedding.dtype,
-            device=self.device,
-        )
+        return KVCache.of(self.config, entries, capacity, self.embedding.dtype, self.device)
 
     def pack(self, *, compiled: bool = True) -> None:
         """Changes the layout for inference on a CPU; a no-op elsewhere. The model cannot be trained afterwards.
@@ -176,15 +167,8 @@ class TargetModel(nn.Module):
             compiled: use the compiled operators if they can be compiled.
         """
         pack_linears(self, compiled=compiled)
-        self.operators = PlainOperators()
-        if compiled:
-            self.compile_operators()
-
-    def compile_operators(self) -> bool:
-        """Uses the compiled operators if they can be compiled; True = they are used. Linear layers do not change."""
-        found = compiled_operators(self.embedding.dtype, self.device)
-        self.operators = found or self.operators
-        return found is not None
+        found = compiled_operators(self.embedding.dtype, self.device) if compiled else None
+        self.operators = found or PlainOperators()
 
     def attention(self, cache: KVCache, spans: Sequence[Span]) -> TargetAttend:
         """Attention of one step: a flat batch of spans over a cache."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import log
 from typing import Annotated, Final, NamedTuple
@@ -64,18 +63,18 @@ class CostModel(BaseModel):
     target_attention: NonNegativeFloat = 0.0
 
     @cached_property
-    def _target(self) -> _Curve:
-        return _Curve.through(self.target)
+    def _target(self) -> Floats:
+        return _curve(self.target)
 
     @cached_property
-    def _draft(self) -> _Curve:
-        return _Curve.through(self.draft)
+    def _draft(self) -> Floats:
+        return _curve(self.draft)
 
     def target_seconds(self, rows: int) -> float:
-        return float(self._target.at(rows))
+        return float(_at(self._target, rows))
 
     def draft_seconds(self, requests: int) -> float:
-        return float(self._draft.at(requests))
+        return float(_at(self._draft, requests))
 
     def step_seconds(self, widths: list[int], context_tokens: int = 0) -> float:
         """A whole step; those requests are drafted that verify a drafted token."""
@@ -85,28 +84,21 @@ class CostModel(BaseModel):
     def of_steps(self, rows: Integers, drafted: Integers, context: Context = NO_CONTEXT) -> Floats:
         """Seconds of steps that verify `rows` and draft for `drafted` requests, 0 = no draft; all [M]."""
         attended = rows * (context.tokens / context.requests)
-        target = self._target.at(rows) + self.target_context * context.tokens + self.target_attention * attended
-        draft = self._draft.at(drafted) + self.draft_context * context.tokens
+        target = _at(self._target, rows) + self.target_context * context.tokens + self.target_attention * attended
+        draft = _at(self._draft, drafted) + self.draft_context * context.tokens
         return np.asarray(target + np.where(drafted > 0, draft, 0.0))
 
 
-@dataclass(frozen=True)
-class _Curve:
-    """A monotone piecewise linear curve through measurements."""
+def _curve(measured: Mapping[int, float]) -> Floats:
+    """Seconds of every size from 0 to the largest measured: every step looks them up."""
+    sizes = sorted(measured)
+    seconds = np.array([measured[size] for size in sizes])
+    return np.interp(np.arange(sizes[-1] + 1), sizes, np.minimum.accumulate(seconds[::-1])[::-1])
 
-    seconds: Floats
-    """Seconds of every size from 0 to the largest measured; every step looks them up."""
 
-    @classmethod
-    def through(cls, measured: Mapping[int, float]) -> _Curve:
-        sizes = sorted(measured)
-        seconds = np.array([measured[size] for size in sizes])
-        monotone = np.minimum.accumulate(seconds[::-1])[::-1]
-        return cls(np.interp(np.arange(sizes[-1] + 1), sizes, monotone))
-
-    def at(self, size: Integers | int) -> Floats:
-        last = len(self.seconds) - 1
-        return np.asarray(self.seconds[np.minimum(size, last)] * np.maximum(1.0, np.asarray(size) / last))
+def _at(curve: Floats, size: Integers | int) -> Floats:
+    last = len(curve) - 1
+    return np.asarray(curve[np.minimum(size, last)] * np.maximum(1.0, np.asarray(size) / last))
 
 
 Corrections = Annotated[list[FiniteFloat], Field(min_length=2 * NODES, max_length=2 * NODES)]

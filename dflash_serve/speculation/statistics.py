@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
-Count = TypeVar("Count", float, list[float], dict[int, float])
-"""One number, one for each slot, or one for each width."""
+COUNTS = ("verifications", "drafted", "accepted", "offered_by_slot", "accepted_by_slot", "widths")
 
 
 @dataclass
@@ -77,40 +76,21 @@ class AcceptanceStatistics:
         if self.drained:
             return self
         if self.verifications is None:  # the engine reports τ of its last window
-            drafted, accepted = (
-                _plus(self.drafted, earlier.drafted or 0, -1),
-                _plus(self.accepted, earlier.accepted or 0, -1),
-            )
-            return replace(self, drafted=drafted, accepted=accepted)
-        between = self._merged(earlier if earlier.verifications else earlier._with_zeros(), -1)
-        return AcceptanceStatistics.unknown(self.engine) if between._went_backwards else between
+            drafted = _plus(self.drafted, earlier.drafted or 0, -1)
+            return replace(self, drafted=drafted, accepted=_plus(self.accepted, earlier.accepted or 0, -1))
+        if not earlier.verifications:
+            zeros = AcceptanceStatistics()
+            earlier = replace(earlier, **{name: getattr(earlier, name) or getattr(zeros, name) for name in COUNTS})
+        between = self._merged(earlier, -1)
+        totals = (between.verifications, between.drafted, between.accepted)
+        by_slot = (*(between.offered_by_slot or ()), *(between.accepted_by_slot or ()))
+        counts = (*totals, *by_slot, *(between.widths or {}).values())
+        went_backwards = any(count is not None and count < 0 for count in counts)
+        return AcceptanceStatistics.unknown(self.engine) if went_backwards else between
 
     def _merged(self, other: AcceptanceStatistics, sign: int = 1) -> AcceptanceStatistics:
-        return AcceptanceStatistics(
-            _plus(self.verifications, other.verifications, sign),
-            _plus(self.drafted, other.drafted, sign),
-            _plus(self.accepted, other.accepted, sign),
-            _plus(self.offered_by_slot, other.offered_by_slot, sign),
-            _plus(self.accepted_by_slot, other.accepted_by_slot, sign),
-            _plus(self.widths, other.widths, sign),
-            self.engine or other.engine,
-        )
-
-    @property
-    def _went_backwards(self) -> bool:
-        totals = (self.verifications, self.drafted, self.accepted)
-        by_slot = (*(self.offered_by_slot or ()), *(self.accepted_by_slot or ()))
-        return any(count is not None and count < 0 for count in (*totals, *by_slot, *(self.widths or {}).values()))
-
-    def _with_zeros(self) -> AcceptanceStatistics:
-        return AcceptanceStatistics(
-            self.verifications or 0,
-            self.drafted or 0,
-            self.accepted or 0,
-            self.offered_by_slot or [],
-            self.accepted_by_slot or [],
-            self.widths or {},
-        )
+        sums = {name: _plus(getattr(self, name), getattr(other, name), sign) for name in COUNTS}
+        return AcceptanceStatistics(**sums, engine=self.engine or other.engine)
 
     @property
     def speculates(self) -> bool | None:
@@ -190,13 +170,13 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
     return numerator / denominator if numerator is not None and denominator else None
 
 
-def _plus(a: Count | None, b: Count | None, sign: int = 1) -> Count | None:
+def _plus(a: Any, b: Any, sign: int = 1) -> Any:
     """a + sign * b, for each slot or width if there are several; None if either is unknown."""
     if a is None or b is None:
         return None
-    if isinstance(a, dict) and isinstance(b, dict):
+    if isinstance(a, dict):
         sums = {width: a.get(width, 0) + sign * b.get(width, 0) for width in sorted(a | b)}
         return {width: count for width, count in sums.items() if count}
-    if isinstance(a, list) and isinstance(b, list):
+    if isinstance(a, list):
         return [x + sign * y for x, y in zip_longest(a, b, fillvalue=0)]
     return a + sign * b

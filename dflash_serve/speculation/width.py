@@ -93,7 +93,8 @@ class AcceptanceEstimate:
             shares.append(share)
             weight = min(NEIGHBOUR_TESTS, totals[-1])
         good, bad = np.multiply(totals, shares), np.multiply(totals, np.subtract(1, shares))
-        return np.log(good / bad), np.sqrt(1 / (good + 0.5) + 1 / (bad + 0.5))
+        with np.errstate(divide="ignore"):  # a slot that is always accepted has infinite odds
+            return np.log(good / bad), np.sqrt(1 / (good + 0.5) + 1 / (bad + 0.5))
 
     def _offset(self, request_ids: Sequence[Hashable]) -> tuple[Floats, Floats]:
         """Means and variances of requests' offsets, [N, 1] each."""
@@ -190,7 +191,7 @@ class Budget:
 class AutoWidth:
     """The `WidthPolicy` of `width: auto`.
 
-    Speculation pauses (`resting`) after PAUSE_AFTER tokens without a draft. If a draft would pay, but no request can be
+    Speculation pauses (`paused`) after PAUSE_AFTER tokens without a draft. If a draft would pay, but no request can be
     drafted for, it resumes and waits for other requests; N steps of waiting are followed by HOLD x N without.
 
     Args:
@@ -223,7 +224,7 @@ class AutoWidth:
         self._waits, self._cooldown = False, 0  # for requests that can be drafted for; steps before the next wait
 
     @property
-    def resting(self) -> bool:
+    def paused(self) -> bool:
         return self._off_for >= self._pause_after
 
     def widths(
@@ -244,7 +245,7 @@ class AutoWidth:
             self._off_for = min(self._off_for, self._pause_after - HOLD) if self._is_trial else 0
         elif not self._waits:
             self._off_for += 1
-        self._cooldown = self._cooldown + HOLD if self._waits else max(0, self._cooldown - self.resting)
+        self._cooldown = self._cooldown + HOLD if self._waits else max(0, self._cooldown - self.paused)
         self._waits = self._waits and bool(undraftable)
         return self._widths.copy() if drafts else [1] * len(ids)
 
@@ -287,7 +288,7 @@ class AutoWidth:
         paid = requests * np.where(choices.drafted > 0, cost, 1 / (1 + LEAST_GAIN))
         rate, hoped = choices.tokens(known) / paid, choices.tokens(better) / paid
         allowed = self.budget.allowed(cost - choices.tokens(worse) / requests, rate)
-        cools = self.resting and self._cooldown > 0
+        cools = self.paused and self._cooldown > 0
         allowed[1:] &= not (cools and none_can)
         best, hoped[0] = int(np.argmax(np.where(allowed, rate, 0.0))), 0.0
         wish = int(np.argmax(hoped))
@@ -303,7 +304,7 @@ class AutoWidth:
         elif len(wider := best + 1 + np.flatnonzero(payable[best + 1 : wish + 1])):
             choice, self._is_trial = int(wider[-1]), not best
         self._ids, self._widths, self._price = ids, choices.widths(choice).tolist(), max(0.0, float(price[choice]))
-        held = HOLD if self.resting and not choice else min(HOLD, 1 + int(HOLD_SECONDS / seconds[choice]))
+        held = HOLD if self.paused and not choice else min(HOLD, 1 + int(HOLD_SECONDS / seconds[choice]))
         self._left = 1 if self._is_trial else held
 
 

@@ -22,12 +22,12 @@ import torch
 
 from dflash_serve.backend import Engine, Stream, embedded_backend
 from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.checkpoint.target import read_target_config
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.store import digest
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_tokenizer
-from dflash_serve.models.target_config import read_target_config
 from dflash_serve.prompts import hub_prompts, jsonl_prompts
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.training.data import (

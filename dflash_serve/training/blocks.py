@@ -266,7 +266,7 @@ class BlockForward:
         rounded = {name: weight.to(self.dtype) for name, weight in self.whole.named_parameters()}
         rows = context_rows(features, blocks.contexts)
         hidden: Tensor = functional_call(self.whole, rounded, (blocks, rows.to(self.dtype)))
-        first = self.whole.drafter.first_row
+        first = self.whole.drafter.config.first_row
         return hidden.view(len(blocks.anchors), blocks.block_size, -1)[:, first:]
 
 

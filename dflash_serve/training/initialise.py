@@ -8,12 +8,12 @@ from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.target import TargetConfig
 from dflash_serve.common.settings import describe
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import ConvolvedLayer, Drafter
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.models.target import TargetModel
-from dflash_serve.models.target_config import TargetConfig
 from dflash_serve.training.recipe import DrafterSection
 
 HEAD_NORM = 1.5

@@ -179,7 +179,7 @@ class TrainingSection(Frozen):
     """Weight of the confidence head's loss relative to that of the slots."""
     reduced_vocabulary: bool = False
     """Softmax over the tokens seen in the data only, which is far cheaper. The drafter's vocabulary stays whole; the
-    list of tokens that it learnt to predict is written beside it (`models.hot_tokens`)."""
+    list of tokens that it learnt to predict is written beside it (`models.drafter`)."""
     seen_at_least: PositiveInt = 1
     """A reduced vocabulary leaves out tokens that occur fewer times in the data: they are neither predicted nor learnt
     to be avoided."""

@@ -20,15 +20,15 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.files import file_entries
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_folder, target_folder
+from dflash_serve.checkpoint.target import read_target_config
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import sha256, write_whole
 from dflash_serve.common.provenance import argv, commit, now, processor, versions
 from dflash_serve.common.store import digest
 from dflash_serve.errors import UserError
-from dflash_serve.models.hot_tokens import takes_hot_tokens, write_hot_tokens
+from dflash_serve.models.drafter import takes_hot_tokens, write_hot_tokens
 from dflash_serve.models.loader import load_target
 from dflash_serve.models.target import TargetModel
-from dflash_serve.models.target_config import read_target_config
 from dflash_serve.training.answers import answer_engine, make_data
 from dflash_serve.training.data import MANIFEST, DataManifest, load_answers, totals
 from dflash_serve.training.initialise import FRESH, check_drafter, drafter_config, new_drafter

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
+from dflash_serve.checkpoint.target import TargetConfig
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.target import TargetModel
-from dflash_serve.models.target_config import TargetConfig
 from dflash_torch.model_runner import DrafterRunner, Shape, TargetRunner, padded_table, shape_of
 from tests.support.fake_cuda import DEVICE, OnTheDevice
 from tests.support.tiny import FULL, SLIDING, tiny_drafter_config

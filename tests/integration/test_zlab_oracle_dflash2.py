@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_serve.models.drafter import propose_by_walk
+from dflash_serve.models.drafter import propose
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.loader import load_drafter
 from tests.integration.test_zlab_oracle_drafts import Ours, Theirs, steps
@@ -51,6 +51,6 @@ def test_drafts_equal_zlabs_over_a_growing_context(case: str, tmp_path: Path) ->
         for mine in (ours, fused):
             hidden = mine.draft(features, noise)
             torch.testing.assert_close(hidden, reference, rtol=1e-5, atol=2e-5)
-            assert propose_by_walk(mine.drafter, head, hidden[1:], [anchor], [5], [None]) == path.tolist()
+            assert propose(mine.drafter, head, hidden[1:], [anchor], [5], [None]) == path.tolist()
         moved += int((path[0] != theirs.model.compute_logits(reference[1:], head).argmax(-1)).sum())
     assert moved > 0  # the selector has a say here

@@ -52,13 +52,7 @@ class Ours:
     def __init__(self, drafter: Drafter) -> None:
         config = drafter.config
         self.drafter, self.length = drafter, 0
-        self.cache = KVCache(
-            layers=config.num_layers,
-            entries=1,
-            kv_heads=config.num_key_value_heads,
-            capacity=64,
-            head_dim=config.head_dim,
-        )
+        self.cache = KVCache.of(config, 1, 64)
 
     def draft(self, features: Tensor, noise: Tensor) -> Tensor:
         """features [new, F*H], noise [B, H] -> hidden states [B, H]."""

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_serve.doctor.evidence import Fault
-from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.hot_tokens import HotHead
+from dflash_serve.models.drafter import Drafter, HotHead
 from dflash_serve.models.layers import RotaryEmbedding, dense_weight
 
 from ..request import Request

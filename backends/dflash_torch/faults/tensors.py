@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 from dflash_serve.backend import Prompt
 from dflash_serve.models.attention import RaggedAttention
-from dflash_serve.models.drafter import Drafter, propose_greedily
+from dflash_serve.models.drafter import Drafter, propose, takes_hot_tokens
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
 
 from ..engine import EmbeddedEngine
 from ..request import Request
-from ..speculator import proposal_of
 
 STEPS = 8  # decoding steps before the comparison: accepted tokens must have reached the context by then
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 6e-2}
@@ -106,29 +105,23 @@ def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow
     chosen = [states[layer + 1] for layer in config.target_layer_ids]
     rows = 1 + request.steps[-1][1]  # those that the last step verified: the anchor and what was accepted
     flow = _features(config.target_layer_ids, [state[verified - rows :] for state in chosen])
-    cache = KVCache(
-        layers=config.num_layers,
-        entries=1,
-        kv_heads=config.num_key_value_heads,
-        capacity=verified + width,
-        head_dim=config.head_dim,
-    )
+    cache = KVCache.of(config, 1, verified + width)
     context = drafter.project_context(torch.cat(chosen, dim=-1))
     cache.write_all([Span(0, 0, verified)], *drafter.context_kv(context, torch.arange(verified)))
     flow |= _context(cache, 0, verified)
-    span = Span(0, verified, drafter.rows(width))
+    span = Span(0, verified, config.rows(width))
     noise = drafter.noise(torch.tensor([request.token_ids[-1]]), model.get_input_embeddings().weight, width)
     attend = RaggedAttention(cache, [span], config.layers, config.num_attention_heads)
     with _watched(drafter, flow, verified):
         hidden = drafter(noise, span_positions([span]), attend, block_size=width)
     head, slots = model.get_output_embeddings(), hidden[config.first_row :]
-    if proposal_of(config) is propose_greedily:
+    if takes_hot_tokens(config):
         logits = drafter.adjust_logits(head(slots))
         choices = logits if drafter.hot_tokens is None else logits[:, drafter.hot_tokens]
         found["drafts"] = logits.gather(1, found["drafts"])
         flow["drafts"] = choices.max(dim=1, keepdim=True).values
         return flow
-    (draft,) = proposal_of(config)(drafter, head, slots, [request.token_ids[-1]], [width - 1], [None])
+    (draft,) = propose(drafter, head, slots, [request.token_ids[-1]], [width - 1], [None])
     found["drafts"], flow["drafts"] = found["drafts"].float(), torch.tensor(draft)[:, None].float()
     return flow
 

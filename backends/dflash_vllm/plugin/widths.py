@@ -88,7 +88,7 @@ class _Unscaled:
         self._steps = 0
 
     @property
-    def resting(self) -> bool:
+    def paused(self) -> bool:
         return False
 
     def widths(

@@ -1,4 +1,7 @@
-"""Keys of config.json that several dialects share: heads and slot convention, and the transformer (Qwen3Config).
+"""Reading and writing of config.json: what a dialect is, and the keys that several dialects share.
+
+A dialect is one published way of describing a drafter in config.json; the registry is `reader.DIALECTS`. Shared are the
+keys of heads and slot convention, and those of the transformer (Qwen3Config).
 
 Nothing is guessed. Some missing keys mean opposite things to two readers; then the checkpoint's other keys or its
 tensors decide, or the drafter is refused: an engine would silently load the wrong reading and accept nothing.
@@ -7,11 +10,15 @@ RoPE is read and written as transformers 5's `rope_parameters`, or as the older 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Literal, cast, get_args
+from collections.abc import Callable, Collection, Mapping, Set
+from dataclasses import dataclass
+from typing import TypeVar, cast, get_args
+
+from pydantic import TypeAdapter, ValidationError
 
 from dflash_serve.checkpoint.config import (
     BUILD,
+    PLAIN_DRAFTER,
     AttentionKind,
     ConfidenceConfig,
     ConvolutionConfig,
@@ -22,7 +29,166 @@ from dflash_serve.checkpoint.config import (
     SelectorConfig,
     Slots,
 )
-from dflash_serve.checkpoint.dialects import ConfigSection, inexpressible
+from dflash_serve.errors import Problem, UserError
+
+ABSENT = object()
+Kind = TypeVar("Kind")
+WANTED: Mapping[object, str] = {
+    **{float: "a number", bool: "true or false", str: "a string", list[str]: "a list of strings"},
+    **{list[float]: "a list of numbers", list[int]: "a list of whole numbers"},
+}
+"""Types of values -> what messages call them."""
+
+
+@dataclass(frozen=True)
+class ConfigSection:
+    """A JSON object whose lookups may fall back to an outer one, and which collects problems instead of raising.
+
+    A getter adds a problem for a wrong value and returns a harmless one, so that one reading finds every problem. The
+    caller must look at `problems` before it uses the values. A JSON null counts as an absent key.
+    """
+
+    raw: Mapping[str, object]
+    where: str
+    problems: list[Problem]
+    path: str = ""
+    fallback: ConfigSection | None = None
+
+    def note(self, what: str, do: str = "") -> None:
+        """Adds a problem of this file."""
+        problem = Problem(what, self.where, do)
+        if problem not in self.problems:  # a key may be read more than once
+            self.problems.append(problem)
+
+    def named(self, key: str) -> str:
+        """Path of the key in the file, such as `dflash_config.block_size`."""
+        if self.fallback is not None and self.raw.get(key) is None and self.fallback.has(key):
+            return self.fallback.named(key)
+        return f"{self.path}.{key}" if self.path else key
+
+    def get(self, key: str) -> object:
+        """The value here, else in the fallback, else ABSENT. Two values that disagree are a problem."""
+        here = self.raw.get(key)
+        outer = self.fallback.get(key) if self.fallback else ABSENT
+        if here is None:
+            return outer
+        if self.fallback and outer is not ABSENT and outer != here:
+            self.note(f"{self.named(key)} is {here} but {self.fallback.named(key)} is {outer}", "keep the right one")
+        return here
+
+    def has(self, key: str) -> bool:
+        """The key is given, here or in the fallback."""
+        return self.raw.get(key) is not None or (self.fallback is not None and self.fallback.has(key))
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An integer of at least `minimum`; without a default it is required."""
+        value = self.get(key)
+        if value is ABSENT and default is not None:
+            return default
+        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
+            return value
+        self._complain(key, value, f"a whole number from {minimum} on")
+        return minimum
+
+    def optional_integer(self, key: str, *, minimum: int = 1) -> int | None:
+        """An integer, or None where the key is absent."""
+        return None if self.get(key) is ABSENT else self.integer(key, minimum=minimum)
+
+    def given(self, key: str, kind: type[Kind]) -> Kind | None:
+        """The value, which must be of this type of `WANTED`; None where the key is absent."""
+        value = self.get(key)
+        if value is ABSENT:
+            return None
+        try:
+            return TypeAdapter(kind).validate_python(value, strict=True)
+        except ValidationError:
+            self._complain(key, value, WANTED[kind])
+            return None
+
+    def either(self, key: str, other_key: str, kind: type[Kind]) -> Kind | None:
+        """The value under one of two keys with one meaning; two values that disagree are a problem."""
+        one, other = self.given(key, kind), self.given(other_key, kind)
+        if one is not None and other is not None and one != other:
+            self.note(f"{self.named(key)} is {one} but {self.named(other_key)} is {other}", "keep the right one")
+        return other if one is None else one
+
+    @property
+    def architectures(self) -> Collection[str]:
+        """The names in `architectures`; empty where the key is absent."""
+        return self.given("architectures", list[str]) or ()
+
+    def integers(self, key: str, *, minimum: int = 0) -> tuple[int, ...] | None:
+        """A non-empty list of integers, or None where the key is absent."""
+        values = self.given(key, list[int])
+        if values is not None and not (values and min(values) >= minimum):
+            self._complain(key, values, f"a list of whole numbers from {minimum} on")
+            return None
+        return None if values is None else tuple(values)
+
+    def section(self, key: str, *, falls_back: bool = False) -> ConfigSection:
+        """The object under `key` (empty where absent), optionally with lookups that fall back to this one."""
+        value = self.get(key)
+        if value is not ABSENT and not isinstance(value, dict):
+            self._complain(key, value, "an object")
+        raw = value if isinstance(value, dict) else {}
+        fallback = self if falls_back else None
+        return ConfigSection(raw, self.where, self.problems, path=self.named(key), fallback=fallback)
+
+    def only(self, known: Collection[str], do: str) -> None:
+        """Adds a problem for every key of this object that is not in `known`."""
+        for key in sorted(self.raw.keys() - set(known)):
+            self.note(f"unknown key {self.named(key)} = {self.raw[key]!r}", do)
+
+    def refuse(self, key: str, harmless: Collection[object], why: str, do: str = "") -> None:
+        """Adds a problem if the key's value is not one of the harmless ones."""
+        value = self.get(key)
+        if value is not ABSENT and value not in harmless:
+            self.note(f"{self.named(key)} = {value!r}: {why}", do)
+
+    def _complain(self, key: str, value: object, wanted: str) -> None:
+        if value is ABSENT:
+            self.note(f"no {self.named(key)}", f"add it: {wanted}")
+        else:
+            self.note(f"{self.named(key)} is {value!r}, not {wanted}", "correct it")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Reader and writer of one dialect of config.json. Tensor names are equal in all dialects."""
+
+    name: str
+    matches: Callable[[ConfigSection], bool]
+    read: Callable[[ConfigSection, Collection[str]], dict[str, object]]
+    """(config.json, names of the stored tensors) -> fields of a DrafterConfig; faults become problems."""
+    write: Callable[[DrafterConfig, str | None], dict[str, object]]
+    """(drafter, the target's name if known) -> config.json; UserError if the dialect cannot describe the drafter."""
+    copies_of_target: frozenset[str] = frozenset()  # names of tensors that repeat the target's and are skipped
+
+
+def one_value(values: Set[object], what: str, dialect: str) -> object:
+    """The single value of a set; None for an empty set.
+
+    Raises:
+        UserError: there are several, which the dialect cannot describe.
+    """
+    if len(values) > 1:
+        raise inexpressible(f"layers with different {what} ({', '.join(map(str, sorted(values, key=str)))})", dialect)
+    return next(iter(values), None)
+
+
+def inexpressible(what: str, dialect: str) -> UserError:
+    """The error for a drafter that a dialect cannot describe."""
+    return UserError(f"the {dialect} dialect has no way to write {what}", where="--to", do="choose another dialect")
+
+
+def refuse_other_attention(config: ConfigSection) -> None:
+    """Adds problems for attention that is not supported."""
+    config.refuse("attention_sink_bias", (False,), "attention sinks are not supported yet", PLAIN_DRAFTER)
+    config.refuse("add_swa_attention_sink_bias", (False,), "attention sinks are not supported yet", PLAIN_DRAFTER)
+    config.refuse("attention_value_scale", (1,), "scaled attention values are not supported yet", PLAIN_DRAFTER)
+    kinds = ("dflash", "dspark", "dflash2")
+    config.refuse("projector_type", kinds, "only DFlash, DFlash2 and DSpark are supported", PLAIN_DRAFTER)
+
 
 MARKOV_KEYS = {
     *("markov_rank", "markov_head_type", "enable_confidence_head", "use_confidence_head"),
@@ -31,7 +197,6 @@ MARKOV_KEYS = {
 DFLASH2_KEYS = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 SLOT_KEYS = {"sample_from_anchor", "shift_label"}
 HEAD_KEYS = MARKOV_KEYS | DFLASH2_KEYS | SLOT_KEYS
-CONFIDENCE = "confidence_head."  # prefix of the confidence head's tensor names
 
 
 def read_heads(config: ConfigSection, stored: Collection[str], *, markov_kind: str | None = None) -> dict[str, object]:
@@ -43,21 +208,21 @@ def read_heads(config: ConfigSection, stored: Collection[str], *, markov_kind: s
         markov_kind: meaning of a missing markov_head_type in this dialect; None = the key is required.
     """
     markov = _markov(config, markov_kind)
+    convolution, selector = (
+        _together(config, "conv_kernel_size", "conv_group_size"),
+        _together(config, "selector_rank", "selector_top_k"),
+    )
     return {
         "markov": markov,
         "confidence": _confidence(config, stored, markov),
-        "convolution": _convolution(config),
-        "selector": _selector(config),
+        "convolution": convolution and ConvolutionConfig(taps=convolution[0], group_size=convolution[1]),
+        "selector": selector and SelectorConfig(rank=selector[0], top_k=selector[1]),
     }
 
 
 def read_slots(config: ConfigSection, default: Slots) -> Slots:
     """The slot convention; `default` is the one of this dialect's own code without a key."""
-    sampled, shifted = config.flag("sample_from_anchor"), config.flag("shift_label")
-    if sampled is not None and shifted is not None and sampled != shifted:
-        names = config.named("sample_from_anchor"), config.named("shift_label")
-        config.note(f"{names[0]} is {sampled} but {names[1]} is {shifted}", "keep the right one")
-    told = shifted if sampled is None else sampled
+    told = config.either("sample_from_anchor", "shift_label", bool)
     return default if told is None else "anchor-first" if told else "fill-in"
 
 
@@ -65,7 +230,7 @@ def _markov(config: ConfigSection, default: str | None) -> MarkovConfig | None:
     rank = config.optional_integer("markov_rank", minimum=0)
     if not rank:
         return None
-    kind = config.text("markov_head_type") or default
+    kind = config.given("markov_head_type", str) or default
     if kind is None:
         do = "add what it was trained with: vanilla, gated or rnn"
         config.note(f"{config.named('markov_rank')} is {rank}, but there is no markov_head_type", do)
@@ -79,30 +244,18 @@ def _markov(config: ConfigSection, default: str | None) -> MarkovConfig | None:
 
 def _confidence(config: ConfigSection, stored: Collection[str], markov: MarkovConfig | None) -> ConfidenceConfig | None:
     # A missing switch means on in SGLang and off in speculators, so the tensors decide.
-    enabled, used = config.flag("enable_confidence_head"), config.flag("use_confidence_head")
-    if enabled is not None and used is not None and enabled != used:
-        config.note(f"enable_confidence_head is {enabled} but use_confidence_head is {used}", "keep the right one")
-    told = used if enabled is None else enabled
-    present = any(name.startswith(CONFIDENCE) for name in stored) if told is None else told
+    told = config.either("enable_confidence_head", "use_confidence_head", bool)
+    present = any(name.startswith("confidence_head.") for name in stored) if told is None else told
     if not present:
         return None
-    with_markov = config.flag("confidence_head_with_markov")
+    with_markov = config.given("confidence_head_with_markov", bool)
     if with_markov is None:
-        if markov is not None and used is None:  # ModelOpt, which writes use_, has one with Markov embeddings only
+        # ModelOpt, which writes use_, has one with Markov embeddings only.
+        if markov is not None and not config.has("use_confidence_head"):
             do = "add whether it reads Markov embeddings: true or false"
             config.note("a confidence head without confidence_head_with_markov", do)
         with_markov = markov is not None
     return ConfidenceConfig(with_markov=with_markov)
-
-
-def _convolution(config: ConfigSection) -> ConvolutionConfig | None:
-    sizes = _together(config, "conv_kernel_size", "conv_group_size")
-    return None if sizes is None else ConvolutionConfig(taps=sizes[0], group_size=sizes[1])
-
-
-def _selector(config: ConfigSection) -> SelectorConfig | None:
-    sizes = _together(config, "selector_rank", "selector_top_k")
-    return None if sizes is None else SelectorConfig(rank=sizes[0], top_k=sizes[1])
 
 
 def _together(config: ConfigSection, *keys: str) -> tuple[int, int] | None:
@@ -141,26 +294,34 @@ def dflash2_keys(config: DrafterConfig) -> dict[str, object]:
     return keys
 
 
-def refuse_to_write(config: DrafterConfig, dialect: str, *, heads: Collection[str]) -> None:
-    """Refuses a drafter with parts that a dialect cannot describe.
+PARTS: Mapping[str, Callable[[DrafterConfig], bool]] = {
+    "anchor-first slots": lambda config: config.slots != "fill-in",
+    "a reduced draft vocabulary": lambda config: config.draft_vocabulary is not None,
+    "a Markov head": lambda config: config.markov is not None,
+    "a drafter without a Markov head": lambda config: config.markov is None,
+    "a confidence head": lambda config: config.confidence is not None,
+    "convolutions": lambda config: config.convolution is not None,
+    "convolutions without a candidate selector": lambda config: config.convolution is not None and not config.selector,
+    "convolutions beside a Markov head": lambda config: config.convolution is not None and config.markov is not None,
+    "a candidate selector": lambda config: config.selector is not None,
+    "a mask embedding": lambda config: config.has_mask_embedding,
+    "an embedding scale": lambda config: config.embedding_scale != 1.0,
+    "an output multiplier": lambda config: config.output_multiplier != 1.0,
+    "a soft-cap of the logits": lambda config: config.final_logit_softcap is not None,
+    "full-attention layers that are causal": lambda config: any(k.causal and k.window is None for k in config.layers),
+}
+"""Parts of a drafter that some dialects cannot describe."""
 
-    Args:
-        heads: parts that it can: `slots`, `draft_vocabulary`, `markov`, `confidence`, `convolution`, `selector`.
+
+def refuse_parts(config: DrafterConfig, dialect: str, *parts: str) -> None:
+    """Refuses a drafter with one of these `PARTS`.
 
     Raises:
-        UserError: the drafter has another part.
+        UserError: the drafter has one.
     """
-    present = {
-        "slots": (config.slots != "fill-in", "anchor-first slots"),
-        "draft_vocabulary": (config.draft_vocabulary is not None, "a reduced draft vocabulary"),
-        "markov": (config.markov is not None, "a Markov head"),
-        "confidence": (config.confidence is not None, "a confidence head"),
-        "convolution": (config.convolution is not None, "convolutions"),
-        "selector": (config.selector is not None, "a candidate selector"),
-    }
-    for head, (there, what) in present.items():
-        if there and head not in heads:
-            raise inexpressible(what, dialect)
+    for part in parts:
+        if PARTS[part](config):
+            raise inexpressible(part, dialect)
 
 
 UNKNOWN = "it may change what the drafter computes; remove it if it does not"
@@ -174,13 +335,7 @@ SAME_NAMES = {
 QWEN3_HEAD_DIM = 128
 """Default of transformers' Qwen3Config, which every engine takes for a qwen3 config.json without head_dim."""
 
-Scaling = Literal["linear", "llama3", "yarn", "longrope"]
-
-ROPE_NUMBERS = (
-    *("factor", "attention_factor", "mscale", "mscale_all_dim"),
-    *("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
-)
-ROPE_LISTS = ("short_factor", "long_factor")
+ROPE_FIELDS = RopeConfig.model_fields.keys() - {"theta", "scaling"}
 ROPE_NEEDS = {
     "linear": ("factor",),
     "yarn": ("factor",),
@@ -203,7 +358,7 @@ def read_transformer(config: ConfigSection) -> dict[str, object]:
         if config.has(key):
             config.note(f"the drafter is quantised ({config.named(key)}) in an unsupported form", BUILD)
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
-    qwen = (config.text("model_type") or "qwen3") == "qwen3"
+    qwen = (config.given("model_type", str) or "qwen3") == "qwen3"
     return {
         "vocab_size": config.integer("vocab_size"),
         "hidden_size": hidden,
@@ -211,9 +366,9 @@ def read_transformer(config: ConfigSection) -> dict[str, object]:
         "num_attention_heads": heads,
         "num_key_value_heads": config.integer("num_key_value_heads", heads),
         "head_dim": config.integer("head_dim", QWEN3_HEAD_DIM if qwen else max(1, hidden // heads)),
-        "max_position_embeddings": config.integer("max_position_embeddings", 32768),
-        "rms_norm_eps": config.number("rms_norm_eps", 1e-6),
-        "attention_bias": config.flag("attention_bias") or False,
+        "max_position_embeddings": config.optional_integer("max_position_embeddings"),
+        "rms_norm_eps": config.given("rms_norm_eps", float),
+        "attention_bias": config.given("attention_bias", bool),
         "rope": _read_rope(config),
     }
 
@@ -228,7 +383,7 @@ def read_windows(config: ConfigSection, window: int | None = None) -> tuple[int 
     sliding = _sliding_layers(config, count)
     if not any(sliding):
         return (None,) * len(sliding)
-    if config.flag("use_sliding_window") is False:
+    if config.given("use_sliding_window", bool) is False:
         config.note(
             f"layer_types has {SLIDING} layers but use_sliding_window is false",
             "set use_sliding_window to true, or the layers to full_attention",
@@ -241,9 +396,11 @@ def _sliding_layers(config: ConfigSection, count: int) -> tuple[bool, ...]:
     if count > MOST_LAYERS:
         config.note(f"num_hidden_layers is {count}, more than any drafter has", "correct it")
         return ()
-    types = config.strings("layer_types")
+    types = config.given("layer_types", list[str])
     if types is None:
-        first = config.integer("max_window_layers", count, minimum=0) if config.flag("use_sliding_window") else count
+        first = (
+            config.integer("max_window_layers", count, minimum=0) if config.given("use_sliding_window", bool) else count
+        )
         return tuple(layer >= first for layer in range(count))
     if len(types) != count:
         config.note(f"layer_types names {len(types)} layers but num_hidden_layers is {count}", "correct one of them")
@@ -287,7 +444,7 @@ def _read_rope(config: ConfigSection) -> RopeConfig:
         config.note(what, "keep the right one")
     section = config.section("rope_parameters" if new.raw else "rope_scaling", falls_back=True)
     section.refuse("partial_rotary_factor", (1,), "partial rotary embedding is not supported")
-    theta = section.optional_number("rope_theta")
+    theta = section.given("rope_theta", float)
     if theta is None or theta <= 0:
         config.note(
             f"no {config.named('rope_theta')}" if theta is None else f"rope_theta is {theta}, not positive",
@@ -297,43 +454,33 @@ def _read_rope(config: ConfigSection) -> RopeConfig:
     kind = _rope_kind(section)
     if kind == "default":
         return RopeConfig(theta=theta)
-    if kind not in get_args(Scaling):
+    if kind not in ROPE_NEEDS:
         section.note(f"rope type {kind!r} is not supported", f"supported are: default, {', '.join(ROPE_NEEDS)}")
         return RopeConfig(theta=theta)
     return _scaled_rope(theta, kind, section)
 
 
 def _rope_kind(section: ConfigSection) -> str:
-    return section.text("rope_type") or section.text("type") or "default"
+    return section.given("rope_type", str) or section.given("type", str) or "default"
 
 
 def _scaled_rope(theta: float, kind: str, section: ConfigSection) -> RopeConfig:
-    section.only(
-        {*ROPE_NUMBERS, *ROPE_LISTS, *ROPE_HARMLESS, "original_max_position_embeddings", "truncate"}, "remove it"
-    )
-    values: dict[str, object] = {
-        **{key: section.optional_number(key) for key in ROPE_NUMBERS},
-        **{key: section.numbers(key) for key in ROPE_LISTS},
-        "original_max_position_embeddings": section.optional_integer("original_max_position_embeddings"),
-        "truncate": section.flag("truncate"),
-    }
+    section.only(ROPE_FIELDS | ROPE_HARMLESS, "remove it")
+    kinds: dict[str, type[object]] = {"short_factor": list[float], "long_factor": list[float], "truncate": bool}
+    original = "original_max_position_embeddings"
+    values = {key: section.given(key, kinds.get(key, float)) for key in ROPE_FIELDS - {original}}
+    values[original] = section.optional_integer(original)
     for key in ROPE_NEEDS[kind]:
         if values[key] is None:
             section.note(f"rope type {kind!r} without {section.named(key)}", "add it")
     return RopeConfig.model_validate({"theta": theta, "scaling": kind, **values})
 
 
-def rope_parameters(rope: RopeConfig) -> dict[str, object]:
-    """RoPE keys in the form of transformers 5."""
-    known = rope.model_dump(mode="json", exclude={"theta", "scaling"}, exclude_none=True)
-    return {"rope_type": rope.scaling or "default", "rope_theta": rope.theta, **known}
-
-
-def rope_theta_and_scaling(rope: RopeConfig) -> Mapping[str, object]:
+def rope_theta_and_scaling(rope: RopeConfig) -> dict[str, object]:
     """RoPE keys in the older form, which transformers 5 and every engine also read."""
-    known = rope.model_dump(mode="json", exclude={"theta", "scaling"}, exclude_none=True)
-    scaling = None if rope.scaling is None else {"rope_type": rope.scaling, **known}
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+    scaling = rope.parameters
+    theta = scaling.pop("rope_theta")
+    return {"rope_theta": theta, "rope_scaling": scaling if rope.scaling else None}
 
 
 def read_block_size(config: ConfigSection, slots: Slots) -> int:
@@ -345,6 +492,6 @@ def read_block_size(config: ConfigSection, slots: Slots) -> int:
 
 def check_architecture(config: ConfigSection, architectures: Collection[str]) -> None:
     """Adds a problem for any other architecture."""
-    for name in config.strings("architectures") or ():
+    for name in config.architectures:
         if name not in architectures:
             config.note(f"architecture {name!r} is not supported", f"supported are: {', '.join(architectures)}")

@@ -14,22 +14,25 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from dflash_serve.checkpoint.config import DrafterConfig, Slots
-from dflash_serve.checkpoint.dialects import (
+from dflash_serve.checkpoint.dialects.keys import (
+    HEAD_KEYS,
+    SLOT_KEYS,
+    UNKNOWN,
     ConfigSection,
     Dialect,
-    inexpressible,
-    keys,
-    one_value,
-    refuse_other_attention,
-)
-from dflash_serve.checkpoint.dialects.keys import (
-    UNKNOWN,
     check_architecture,
+    dflash2_keys,
     make_kinds,
+    markov_keys,
+    one_value,
     read_block_size,
+    read_heads,
+    read_slots,
     read_transformer,
     read_windows,
-    rope_parameters,
+    refuse_other_attention,
+    refuse_parts,
+    slot_keys,
     write_transformer,
 )
 
@@ -43,7 +46,7 @@ KEYS = {
     *("speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config"),
     *("architectures", "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "sliding_window_non_causal"),
     *("draft_vocab_size", "target_hidden_size", "projector_type", DEPTH_KEY),
-    *keys.HEAD_KEYS,
+    *HEAD_KEYS,
 }
 HEADS = {"pure_draft_prefix_len", "emb_dim", "gru_hidden_dim"}
 """Keys with defaults of heads that projector_type enables."""
@@ -68,7 +71,7 @@ def matches(config: ConfigSection) -> bool:
 
 def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
     """Fields of a DrafterConfig from a speculators config.json."""
-    kind = config.text("speculators_model_type")
+    kind = config.given("speculators_model_type", str)
     if kind not in ARCHITECTURES:
         config.refuse("speculators_model_type", tuple(ARCHITECTURES), "only DFlash speculators are supported")
         return {}
@@ -85,10 +88,10 @@ def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
     slots = _slots(config, kind)
     block_size = read_block_size(config, slots)
     _check_proposal(config, block_size)
-    non_causal = config.flag("sliding_window_non_causal")
+    non_causal = config.given("sliding_window_non_causal", bool)
     return {
         **read_transformer(inner),
-        **keys.read_heads(config, stored, markov_kind="vanilla"),
+        **read_heads(config, stored, markov_kind="vanilla"),
         "block_size": block_size,
         "slots": slots,
         "draft_vocabulary": _draft_vocabulary(config, inner.integer("vocab_size")),
@@ -103,8 +106,8 @@ def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
 
 def _slots(config: ConfigSection, kind: str) -> Slots:
     # By the key, else by the export's number of drafted tokens; plain DFlash and DFlash2 are fill-in.
-    if any(map(config.has, keys.SLOT_KEYS)) or kind != "dspark":
-        return keys.read_slots(config, "fill-in")
+    if any(map(config.has, SLOT_KEYS)) or kind != "dspark":
+        return read_slots(config, "fill-in")
     rows, counts = config.integer("block_size"), set(_speculative_tokens(config))
     if counts == {rows}:
         return "anchor-first"
@@ -152,7 +155,13 @@ def _check_proposal(config: ConfigSection, block_size: int) -> None:
 
 def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
     """config.json as speculators 0.9 saves it."""
-    _check_expressible(config)
+    refuse_parts(
+        config,
+        NAME,
+        *("a mask embedding", "an embedding scale", "an output multiplier", "a soft-cap of the logits"),
+        *("convolutions without a candidate selector", "convolutions beside a Markov head"),
+        "full-attention layers that are causal",
+    )
     one_value({kind.window for kind in config.layers} - {None}, "windows", NAME)
     causal = one_value({kind.causal for kind in config.layers if kind.window is not None}, "causality", NAME)
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}
@@ -163,8 +172,8 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "block_size": config.rows(),
-        **keys.slot_keys(config),
-        **(keys.markov_keys(config) if kind == "dspark" else keys.dflash2_keys(config)),
+        **slot_keys(config),
+        **(markov_keys(config) if kind == "dspark" else dflash2_keys(config)),
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": [index + 1 for index in config.target_layer_ids],
         "draft_vocab_size": config.draft_vocabulary or config.vocab_size,
@@ -176,23 +185,8 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": target, "architectures": []},
         },
-        "transformer_layer_config": write_transformer(config, {"rope_parameters": rope_parameters(config.rope)}),
+        "transformer_layer_config": write_transformer(config, {"rope_parameters": config.rope.parameters}),
     }
-
-
-def _check_expressible(config: DrafterConfig) -> None:
-    inexpressibles = {
-        "a mask embedding": config.has_mask_embedding,
-        "an embedding scale": config.embedding_scale != 1.0,
-        "an output multiplier": config.output_multiplier != 1.0,
-        "a soft-cap of the logits": config.final_logit_softcap is not None,
-        "convolutions without a candidate selector": config.convolution is not None and config.selector is None,
-        "convolutions beside a Markov head": config.convolution is not None and config.markov is not None,
-        "full-attention layers that are causal": any(kind.causal and kind.window is None for kind in config.layers),
-    }
-    for what, present in inexpressibles.items():
-        if present:
-            raise inexpressible(what, NAME)
 
 
 DIALECT = Dialect(NAME, matches, read, write, COPIES)

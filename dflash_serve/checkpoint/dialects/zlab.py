@@ -29,23 +29,28 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from dflash_serve.checkpoint.config import MASK_EMBEDDING, AttentionKind, DrafterConfig, Slots, uniform_target_layer_ids
-from dflash_serve.checkpoint.dialects import (
+from dflash_serve.checkpoint.dialects.keys import (
+    HEAD_KEYS,
+    SLIDING,
+    SLOT_KEYS,
+    UNKNOWN,
     ConfigSection,
     Dialect,
-    inexpressible,
-    keys,
-    one_value,
-    refuse_other_attention,
-)
-from dflash_serve.checkpoint.dialects.keys import (
-    SLIDING,
-    UNKNOWN,
     check_architecture,
+    dflash2_keys,
+    inexpressible,
     make_kinds,
+    markov_keys,
+    one_value,
     read_block_size,
+    read_heads,
+    read_slots,
     read_transformer,
     read_windows,
+    refuse_other_attention,
+    refuse_parts,
     rope_theta_and_scaling,
+    slot_keys,
     write_transformer,
 )
 
@@ -53,7 +58,7 @@ NAME = "zlab"
 KEYS = {
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "is_causal"),
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
-    *keys.HEAD_KEYS,
+    *HEAD_KEYS,
 }
 REFUSABLE = {"projector_type", "attention_mode", "attention_sink_bias", "attention_value_scale"}
 HARMLESS = {"mask_token", "pure_draft_prefix_len", "dtype"}
@@ -65,7 +70,7 @@ DFLASH2_ARCHITECTURES = (DFLASH2_ARCHITECTURE, "DFlash2BeamDraftModel", "MiniMax
 
 def matches(config: ConfigSection) -> bool:
     """config.json is in z-lab's dialect."""
-    named = any("dflash" in name.lower() for name in config.strings("architectures") or ())
+    named = any("dflash" in name.lower() for name in config.architectures)
     return named or config.has("dflash_config") or config.has("target_layer_ids")
 
 
@@ -73,7 +78,7 @@ def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
     """Fields of a DrafterConfig from a z-lab config.json (dflash 0.1.0 `model.py`, SGLang 0.5.23 `dflash_utils.py`)."""
     dflash = config.section("dflash_config", falls_back=True)
     dflash.only(KEYS | REFUSABLE | HARMLESS, UNKNOWN)
-    layers = make_kinds(read_windows(config), dflash.flag("is_causal"))
+    layers = make_kinds(read_windows(config), dflash.given("is_causal", bool))
     return read_fields(config, dflash, layers, stored)
 
 
@@ -95,15 +100,16 @@ def read_fields(
     """
     check_architecture(config, architectures)
     refuse_other_attention(dflash)
-    _refuse_own_ends(config)
+    config.refuse("has_embed_tokens", (False,), "a drafter with an embedding of its own is not supported yet")
+    config.refuse("has_lm_head", (False,), "a drafter with a whole head of its own is not supported yet")
     depth = dflash.optional_integer("num_target_layers")
-    softcap = dflash.optional_number("final_logit_softcapping")
+    softcap = dflash.given("final_logit_softcapping", float)
     has_mask_embedding = MASK_EMBEDDING in stored
-    told = keys.read_slots(dflash, slots)
+    told = read_slots(dflash, slots)
     _check_dflash2(config, dflash)
     return {
         **read_transformer(config),
-        **keys.read_heads(dflash, stored),
+        **read_heads(dflash, stored),
         "block_size": read_block_size(dflash, told),
         "slots": told,
         "target_layer_ids": _target_layer_ids(dflash, depth, len(layers)),
@@ -111,20 +117,15 @@ def read_fields(
         "mask_token_id": _mask_token_id(dflash, has_mask_embedding),
         "has_mask_embedding": has_mask_embedding,
         "layers": layers,
-        "embedding_scale": dflash.number("input_embedding_scale", 1.0),
-        "output_multiplier": dflash.number("output_multiplier", 1.0),
+        "embedding_scale": dflash.given("input_embedding_scale", float),
+        "output_multiplier": dflash.given("output_multiplier", float),
         "final_logit_softcap": softcap if softcap and softcap > 0 else None,
     }
 
 
-def _refuse_own_ends(config: ConfigSection) -> None:
-    config.refuse("has_embed_tokens", (False,), "a drafter with an embedding of its own is not supported yet")
-    config.refuse("has_lm_head", (False,), "a drafter with a whole head of its own is not supported yet")
-
-
 def _check_dflash2(config: ConfigSection, dflash: ConfigSection) -> None:
     # Engines choose their model by the architecture and build it by the sizes, so both must agree.
-    named = any(name in DFLASH2_ARCHITECTURES for name in config.strings("architectures") or ())
+    named = any(name in DFLASH2_ARCHITECTURES for name in config.architectures)
     pairs = [("conv_group_size", "conv_kernel_size"), ("selector_rank", "selector_top_k")]
     missing = [key for pair in pairs if not any(map(dflash.has, pair)) for key in pair]
     if named and missing:
@@ -158,53 +159,34 @@ def _target_layer_ids(dflash: ConfigSection, depth: int | None, count: int) -> t
 
 def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
     """config.json as SGLang 0.5.23, TensorRT-LLM 1.3 (block_size at top level), vLLM and z-lab's code read it."""
-    keys.refuse_to_write(config, NAME, heads=("convolution", "selector"))
-    fields = write_fields(config, NAME)
-    fields["dflash_config"] = {**section_of(fields), **keys.dflash2_keys(config)}
-    fields |= keys.slot_keys(config)
-    if config.selector is not None:
-        fields["architectures"] = [DFLASH2_ARCHITECTURE]
-    causal = common_causality(config, NAME)
-    return fields if causal is None else {**fields, "is_causal": causal}
+    refuse_parts(config, NAME, "anchor-first slots", "a reduced draft vocabulary", "a Markov head", "a confidence head")
+    fields, section = write_fields(config, NAME)
+    return {**fields, "dflash_config": section}
 
 
-def section_of(fields: dict[str, object]) -> dict[str, object]:
-    """The `dflash_config` in the result of `write_fields`."""
-    section = fields["dflash_config"]
-    assert isinstance(section, dict)
-    return section
-
-
-def write_fields(config: DrafterConfig, dialect: str) -> dict[str, object]:
-    """Keys of a drafter without its heads, slot convention and causality."""
+def write_fields(config: DrafterConfig, dialect: str) -> tuple[dict[str, object], dict[str, object]]:
+    """Top level of a config.json and its `dflash_config`, without Markov and confidence heads."""
     one_value({kind.window for kind in config.layers} - {None}, "windows", dialect)
-    dflash: dict[str, object] = {"target_layer_ids": list(config.target_layer_ids)}
-    if config.mask_token_id is not None:
-        dflash["mask_token_id"] = config.mask_token_id
-    scales = {
+    causal = {kind.causal for kind in config.layers}
+    if len(causal) > 1 and any(kind.causal != (kind.window is not None) for kind in config.layers):
+        raise inexpressible("some layers causal and others not, other than sliding ones causal", dialect)
+    section: dict[str, object] = {"target_layer_ids": list(config.target_layer_ids)}
+    unless = {
+        "mask_token_id": (config.mask_token_id, None),
         "input_embedding_scale": (config.embedding_scale, 1.0),
         "output_multiplier": (config.output_multiplier, 1.0),
         "final_logit_softcapping": (config.final_logit_softcap, None),
     }
-    dflash.update({key: value for key, (value, default) in scales.items() if value != default})
-    depth = {} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}
-    return {
-        "architectures": ["DFlashDraftModel"],
+    section |= {key: value for key, (value, default) in unless.items() if value != default}
+    fields = {
+        "architectures": ["DFlashDraftModel" if config.selector is None else DFLASH2_ARCHITECTURE],
         "block_size": config.rows(),
-        "dflash_config": dflash,
-        **depth,
-        **write_transformer(config, dict(rope_theta_and_scaling(config.rope))),
+        **({} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}),
+        **({} if len(causal) > 1 else {"is_causal": causal.pop()}),
+        **slot_keys(config),
+        **write_transformer(config, rope_theta_and_scaling(config.rope)),
     }
-
-
-def common_causality(config: DrafterConfig, dialect: str) -> bool | None:
-    """The value of `is_causal` for all layers; None if they differ by the rule that sliding layers are causal."""
-    causal = {kind.causal for kind in config.layers}
-    if len(causal) == 1:
-        return causal.pop()
-    if all(kind.causal == (kind.window is not None) for kind in config.layers):
-        return None
-    raise inexpressible("some layers causal and others not, other than sliding ones causal", dialect)
+    return fields, {**section, **dflash2_keys(config)}
 
 
 DIALECT = Dialect(NAME, matches, read, write)
@@ -214,20 +196,20 @@ DSPARK_ARCHITECTURES = (DEEPSPEC_ARCHITECTURE, "LingDSparkModel", SPECFORGE_ARCH
 TRAINING_KEYS = {"num_anchors", "confidence_head_alpha", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"}
 """Keys of the training, which serving does not need."""
 COPIES = frozenset({"embed_tokens.weight", "lm_head.weight"})
-DSPARK_HEADS = ("slots", "markov", "confidence")
+NOT_DSPARK = ("a reduced draft vocabulary", "convolutions", "a candidate selector")
 
 
 def matches_deepspec(config: ConfigSection) -> bool:
     """config.json is in DeepSpec's dialect."""
-    names = config.strings("architectures") or ()
+    names = config.architectures
     return any("DSpark" in name and name != SPECFORGE_ARCHITECTURE for name in names)
 
 
 def matches_specforge(config: ConfigSection) -> bool:
     """config.json is in SpecForge's dialect of DSpark."""
     inner = config.section("dflash_config", falls_back=True)
-    named = SPECFORGE_ARCHITECTURE in (config.strings("architectures") or ())
-    return named or inner.text("projector_type") == "dspark"
+    named = SPECFORGE_ARCHITECTURE in (config.architectures)
+    return named or inner.given("projector_type", str) == "dspark"
 
 
 def read_dspark(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
@@ -235,36 +217,23 @@ def read_dspark(config: ConfigSection, stored: Collection[str]) -> dict[str, obj
     inner = config.section("dflash_config", falls_back=True)
     inner.only(KEYS | REFUSABLE | HARMLESS | TRAINING_KEYS, UNKNOWN)
     inner.refuse("attention_mode", ("gqa", "mha"), "only grouped-query attention is supported")
-    layers = make_kinds(read_windows(config), inner.flag("is_causal"))
+    layers = make_kinds(read_windows(config), inner.given("is_causal", bool))
     return read_fields(config, inner, layers, stored, slots="anchor-first", architectures=DSPARK_ARCHITECTURES)
 
 
 def write_deepspec(config: DrafterConfig, target: str | None) -> dict[str, object]:
     """config.json as DeepSpec saves it. SGLang and vLLM read it if the drafter has a Markov head."""
-    fields = _write_dspark(config, "deepspec")
-    inner = fields.pop("dflash_config")
-    assert isinstance(inner, dict)
-    return {**fields, **inner, **keys.markov_keys(config), "architectures": [DEEPSPEC_ARCHITECTURE]}
+    refuse_parts(config, "deepspec", *NOT_DSPARK)
+    fields, section = write_fields(config, "deepspec")
+    return {**fields, **section, **markov_keys(config), "architectures": [DEEPSPEC_ARCHITECTURE]}
 
 
 def write_specforge(config: DrafterConfig, target: str | None) -> dict[str, object]:
     """config.json as SpecForge saves it."""
-    if config.markov is None:
-        raise inexpressible("a drafter without a Markov head", "specforge")
-    fields = _write_dspark(config, "specforge")
-    inner = {**section_of(fields), "projector_type": "dspark", "attention_mode": "gqa", **keys.markov_keys(config)}
-    return {**fields, "dflash_config": inner, "architectures": [SPECFORGE_ARCHITECTURE]}
-
-
-def _write_dspark(config: DrafterConfig, dialect: str) -> dict[str, object]:
-    keys.refuse_to_write(config, dialect, heads=DSPARK_HEADS)
-    causal = common_causality(config, dialect)
-    return {
-        **write_fields(config, dialect),
-        **({} if causal is None else {"is_causal": causal}),
-        **keys.slot_keys(config),
-        "block_size": config.rows(),
-    }
+    refuse_parts(config, "specforge", "a drafter without a Markov head", *NOT_DSPARK)
+    fields, section = write_fields(config, "specforge")
+    section |= {"projector_type": "dspark", "attention_mode": "gqa", **markov_keys(config)}
+    return {**fields, "dflash_config": section, "architectures": [SPECFORGE_ARCHITECTURE]}
 
 
 DEEPSPEC = Dialect("deepspec", matches_deepspec, read_dspark, write_deepspec, COPIES)
@@ -291,12 +260,9 @@ def read_modelopt(config: ConfigSection, stored: Collection[str]) -> dict[str, o
     """Fields of a DrafterConfig from ModelOpt's keys. Its DSpark heads have `shift_label` (TensorRT-LLM's tests)."""
     dflash = config.section("dflash_config", falls_back=True)
     dflash.only(MODELOPT_KEYS | KEYS | REFUSABLE | HARMLESS, UNKNOWN)
-    if dflash.text("projector_type") == "dspark" and not any(map(dflash.has, keys.SLOT_KEYS)):
+    if dflash.given("projector_type", str) == "dspark" and not any(map(dflash.has, SLOT_KEYS)):
         dflash.note("a DSpark head without shift_label", "add what it was trained with: true = anchor-first slots")
-    causal, is_causal = dflash.flag("causal"), dflash.flag("is_causal")
-    if causal is not None and is_causal is not None and causal != is_causal:
-        dflash.note(f"{dflash.named('causal')} is {causal} but is_causal is {is_causal}", "keep the right one")
-    layers = make_kinds(_modelopt_windows(config, dflash), causal if is_causal is None else is_causal)
+    layers = make_kinds(_modelopt_windows(config, dflash), dflash.either("causal", "is_causal", bool))
     return read_fields(config, dflash, layers, stored, architectures=MODELOPT_ARCHITECTURES)
 
 
@@ -306,31 +272,24 @@ def _modelopt_windows(config: ConfigSection, dflash: ConfigSection) -> tuple[int
     if window is not None and outer is not None and window != outer:
         what = f"{dflash.named('swa_window_size')} is {window} but sliding_window is {outer}"
         dflash.note(what, "keep the right one")
-    if not dflash.flag("use_swa") or SLIDING in (config.strings("layer_types") or ()):
+    if not dflash.given("use_swa", bool) or SLIDING in (config.given("layer_types", list[str]) or ()):
         return read_windows(config, window)
     return (window or dflash.integer("sliding_window"),) * config.integer("num_hidden_layers")
 
 
 def write_modelopt(config: DrafterConfig, target: str | None) -> dict[str, object]:
     """config.json as ModelOpt 0.47 exports it, with z-lab's keys beside ModelOpt's."""
-    keys.refuse_to_write(config, MODELOPT_NAME, heads=("slots", "markov", "confidence", "convolution", "selector"))
-    fields = write_fields(config, MODELOPT_NAME)
+    refuse_parts(config, MODELOPT_NAME, "a reduced draft vocabulary", "a mask embedding")
     causal = one_value({kind.causal for kind in config.layers}, "causality", MODELOPT_NAME)
     window = one_value({kind.window for kind in config.layers}, "windows", MODELOPT_NAME)
-    dflash = section_of(fields)
-    if config.has_mask_embedding:
-        raise inexpressible("a mask embedding", MODELOPT_NAME)
-    fields["is_causal"] = dflash["causal"] = causal
-    fields |= keys.slot_keys(config)
-    dflash |= {"shift_label": config.slots == "anchor-first", **keys.dflash2_keys(config)}
-    if config.selector is not None:
-        fields["architectures"] = [DFLASH2_ARCHITECTURE]
+    fields, section = write_fields(config, MODELOPT_NAME)
+    section |= {"causal": causal, "shift_label": config.slots == "anchor-first"}
     if config.markov is not None or config.confidence is not None:
-        dflash |= {"projector_type": "dspark", **keys.markov_keys(config)}
+        section |= {"projector_type": "dspark", **markov_keys(config)}
         fields["architectures"] = ["DSparkDraftModel"]
     if window is not None:
-        dflash.update(use_swa=True, swa_window_size=window)
-    return fields
+        section |= {"use_swa": True, "swa_window_size": window}
+    return {**fields, "dflash_config": section}
 
 
 MODELOPT = Dialect(MODELOPT_NAME, matches_modelopt, read_modelopt, write_modelopt)

@@ -6,13 +6,13 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.models.attention import Attend, ragged_attention
 from dflash_serve.models.compiled.build import Kernel, kernel, kernels_id, load_kernels
 from dflash_serve.models.kv_cache import KVCache, Span
-from dflash_serve.models.layers import PlainOperators, RMSNorm
+from dflash_serve.models.layers import PlainOperators
 
 DTYPES = (torch.float32, torch.bfloat16)
 WORTH_THREADS = 2**16  # smallest number of values read or written for which a second thread saves time
@@ -38,7 +38,7 @@ class CompiledOperators(PlainOperators):
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.kernels = kernels_id()
         ending = str(dtype).removeprefix("torch.")
-        self._add_norm, self._silu_product, self._attend = (
+        self._add_norm, self._silu_product, self.attend = (
             kernel(library, f"{name}_{ending}", signature)
             for name, signature in (("add_norm", "ppppllfi"), ("silu_product", "pplli"), ("attend", "pppppppplppi"))
         )
@@ -46,7 +46,7 @@ class CompiledOperators(PlainOperators):
     def __deepcopy__(self, memo: object) -> CompiledOperators:  # a copy of a model uses the same library
         return self
 
-    def add_norm(self, h: Tensor, delta: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def add_norm(self, h: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
         """(h + delta, its norm), all [rows, H]; `h` is changed in place."""
         rows, size = h.shape
         out = torch.empty_like(h)
@@ -61,15 +61,6 @@ class CompiledOperators(PlainOperators):
         self._silu_product(gate_up.data_ptr(), out.data_ptr(), rows, size, _threads(rows * size))
         return out
 
-    def attention(
-        self, cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind], heads: int, eps: float
-    ) -> CompiledAttention | None:
-        """Attention of one step; None for long spans or large heads, which use PyTorch."""
-        pairs = max(span.length * (span.start + span.length) for span in spans)
-        if pairs > MOST_PAIRS or cache.keys.shape[-1] > MOST_DIM:
-            return None
-        return CompiledAttention(self._attend, cache, spans, kinds, heads, eps)
-
 
 def step_attention(
     operators: PlainOperators,
@@ -79,11 +70,11 @@ def step_attention(
     heads: int,
     eps: float,
 ) -> Attend | CompiledAttention:
-    """Attention of one step over a flat batch of spans: compiled if the operators are and spans are short."""
-    if isinstance(operators, CompiledOperators):
-        found = operators.attention(cache, spans, kinds, heads, eps)
-        if found is not None:
-            return found
+    """Attention of one step over a flat batch of spans: compiled, or PyTorch's for long spans and large heads."""
+    pairs = max(span.length * (span.start + span.length) for span in spans)
+    fits = pairs <= MOST_PAIRS and cache.keys.shape[-1] <= MOST_DIM
+    if isinstance(operators, CompiledOperators) and fits:
+        return CompiledAttention(operators.attend, cache, spans, kinds, heads, eps)
     return ragged_attention(cache, spans, kinds, heads)
 
 
@@ -123,7 +114,9 @@ class CompiledAttention:
         read = sum((span.start + span.length) * span.length for span in spans) * heads * dim
         self.threads = _threads(read)
 
-    def rotated(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Sequence[RMSNorm] | None) -> Tensor:
+    def rotated(
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Sequence[nn.RMSNorm] | None
+    ) -> Tensor:
         """Attention of projected rows [rows, (heads + 2 kv_heads) * head_dim] -> [rows, heads * head_dim]."""
         shape = self.shapes[layer]
         out = qkv.new_empty(len(qkv), self.heads * shape.dim)

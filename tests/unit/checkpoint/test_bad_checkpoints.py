@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,19 +45,47 @@ def edit_weights(folder: Path, change: dict[str, Tensor], remove: tuple[str, ...
     )
 
 
-def test_a_missing_tensor_is_named_with_its_shape(folder: Path) -> None:
-    edit_weights(folder, {}, (Q,))
-    refused(folder, f"tensor {Q} [64, 32] is missing")
+BAD_WEIGHTS: list[tuple[dict[str, Tensor], tuple[str, ...], tuple[str, ...]]] = [
+    ({}, (Q,), (f"tensor {Q} [64, 32] is missing",)),
+    ({"fc.bias": torch.zeros(32)}, (), ("tensor fc.bias [32] is not part of a DFlash drafter",)),
+    ({Q: torch.zeros(63, 32)}, (), (Q, "[63, 32]", "[64, 32]")),
+    ({"encoder.fc.weight": torch.zeros(32, 96)}, (), ("tensor fc.weight is there twice", "encoder.fc.weight")),
+    ({Q: torch.zeros(64, 32, dtype=torch.int8)}, (), ("the weights are quantised", Q)),
+]
+"""Tensors to change, tensors to remove -> the words of the error."""
+OTHER_DRAFTERS = {
+    "candidate_selector.successor_codebook": "DFlash2 head, which config.json does not have",
+    "layers.0.mlp_conv.base_kernel": "DFlash2 head",
+    "markov_w1.weight": "DSpark head, which config.json does not have",
+    "prefix_gru.weight_ih_l0": "Domino head",
+    "lilicorr.layers.0.weight": "LiLiCorr head",
+    "d2t": "reduced draft vocabulary",
+    "t2d": "reduced draft vocabulary",
+    "embed_tokens.weight": "is not part of a DFlash drafter",
+}
+BAD_WEIGHTS += [
+    (
+        {name: torch.zeros(2, 2, dtype=torch.int64 if "2" in name[:3] else torch.float32)},
+        (),
+        (f"tensor {name} [2, 2]", words),
+    )
+    for name, words in OTHER_DRAFTERS.items()
+]
+QUANTISED = {
+    "layers.0.mlp.up_proj.weight_packed": torch.zeros(48, 4, dtype=torch.int32),
+    "layers.0.mlp.up_proj.weight_scale": torch.zeros(1),
+    "layers.0.mlp.up_proj.weight": torch.zeros(48, 32, dtype=torch.float8_e4m3fn),
+    "layers.0.mlp.up_proj.qweight": torch.zeros(4, 48, dtype=torch.int32),
+}
+BAD_WEIGHTS += [({name: tensor}, (), ("the weights are quantised", name)) for name, tensor in QUANTISED.items()]
 
 
-def test_an_extra_tensor_is_named_with_its_shape(folder: Path) -> None:
-    edit_weights(folder, {"fc.bias": torch.zeros(32)})
-    refused(folder, "tensor fc.bias [32] is not part of a DFlash drafter")
-
-
-def test_a_misshapen_tensor_is_named_with_both_shapes(folder: Path) -> None:
-    edit_weights(folder, {Q: torch.zeros(63, 32)})
-    refused(folder, Q, "[63, 32]", "[64, 32]")
+@pytest.mark.parametrize(("change", "remove", "words"), BAD_WEIGHTS, ids=[str(words) for *_, words in BAD_WEIGHTS])
+def test_a_tensor_that_does_not_belong_there_is_named(
+    change: dict[str, Tensor], remove: tuple[str, ...], words: tuple[str, ...], folder: Path
+) -> None:
+    edit_weights(folder, change, remove)
+    refused(folder, *words)
 
 
 def test_an_fc_that_does_not_match_the_layer_ids_says_so(folder: Path) -> None:
@@ -64,60 +93,64 @@ def test_an_fc_that_does_not_match_the_layer_ids_says_so(folder: Path) -> None:
     refused(folder, "fc.weight", "[32, 96]", "[32, 64]", "2 target_layer_ids x hidden_size")
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tensor_that_is_not_finite_is_named(bad: float, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bad", "dtype"),
+    [("nan", torch.float32), ("inf", torch.bfloat16), ("-inf", torch.float32), ("nan", torch.bfloat16)],
+)
+def test_a_tensor_that_is_not_finite_is_named(bad: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = write_tiny_drafter(tmp_path / "drafter", dtype=dtype)
     norm = torch.ones(32, dtype=dtype)
-    norm[5] = bad
+    norm[5] = float(bad)
     edit_weights(folder, {"norm.weight": norm})
     refused(folder, "tensor norm.weight has 1 values that are NaN or infinite, of 32")
 
 
-def test_a_tensor_found_twice_is_an_error(folder: Path) -> None:
-    edit_weights(folder, {"encoder.fc.weight": torch.zeros(32, 96)})
-    refused(folder, "tensor fc.weight is there twice", "encoder.fc.weight")
-
-
-@pytest.mark.parametrize("size", [3, 100, -1])
-def test_a_truncated_file_is_an_error(size: int, folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:size])
-    refused(folder, "model.safetensors", "not a whole safetensors file")
-
-
-def test_trailing_bytes_are_an_error(folder: Path) -> None:
-    with (folder / "model.safetensors").open("ab") as file:
-        file.write(b"x")
-    refused(folder, "model.safetensors", "not a whole safetensors file")
-
-
-def test_no_weights_is_an_error(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    refused(folder, "no model.safetensors")
-
-
-def test_pickled_weights_are_never_loaded(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(folder, "pytorch_model.bin", "pickle")
-
-
-def test_a_pickled_mask_embedding_is_never_loaded(folder: Path) -> None:
-    (folder / "mask_embedding.pt").write_bytes(b"")
-    refused(folder, "mask_embedding.pt", "never loaded")
-
-
-def test_a_missing_shard_is_named(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    index = {"weight_map": {"fc.weight": "model-00001-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(folder, "shard 'model-00001-of-00002.safetensors' is missing")
-
-
-def test_a_shard_outside_the_folder_is_not_opened(folder: Path) -> None:
+def replaced(folder: Path, weight_map: dict[str, str]) -> None:
+    """The weights go out of the folder; an index of shards takes their place."""
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
-    refused(folder, "shard '../outside.safetensors' is missing")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def rewritten(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+
+
+BAD_FILES: list[tuple[Callable[[Path], object], tuple[str, ...]]] = [
+    (lambda folder: rewritten(folder, lambda data: data[:3]), ("model.safetensors", "not a whole safetensors file")),
+    (lambda folder: rewritten(folder, lambda data: data[:100]), ("not a whole safetensors file",)),
+    (lambda folder: rewritten(folder, lambda data: data[:-1]), ("not a whole safetensors file",)),
+    (lambda folder: rewritten(folder, lambda data: data + b"x"), ("not a whole safetensors file",)),
+    (lambda folder: (folder / "model.safetensors").unlink(), ("no model.safetensors",)),
+    (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        ("only pytorch_model.bin", "pickle"),
+    ),
+    (lambda folder: (folder / "mask_embedding.pt").write_bytes(b""), ("mask_embedding.pt", "never loaded")),
+    (
+        lambda folder: replaced(folder, {"a": "model-1-of-2.safetensors"}),
+        ("shard 'model-1-of-2.safetensors' is missing",),
+    ),
+    (lambda folder: replaced(folder, {"a": "../outside.safetensors"}), ("shard '../outside.safetensors' is missing",)),
+    (lambda folder: (folder / "config.json").unlink(), ("no config.json",)),
+    (lambda folder: (folder / "config.json").write_bytes(b"{"), ("config.json", "not valid JSON")),
+    (lambda folder: (folder / "config.json").write_bytes(b"[]"), ("config.json", "not a JSON object")),
+    (lambda folder: (folder / "config.json").write_bytes(b"\xff"), ("config.json", "not valid")),
+    (
+        lambda folder: (folder / "config.json").write_text(
+            '{"architectures": ["LlamaForCausalLM"], "hidden_size": 32}'
+        ),
+        ("not a DFlash drafter", "zlab", "speculators", "modelopt"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), BAD_FILES, ids=[str(words) for _, words in BAD_FILES])
+def test_a_file_that_is_damaged_or_dangerous_is_named(
+    damage: Callable[[Path], object], words: tuple[str, ...], folder: Path
+) -> None:
+    damage(folder)
+    refused(folder, *words)
 
 
 def test_no_folder_is_an_error(tmp_path: Path) -> None:
@@ -161,24 +194,6 @@ def test_a_local_folder_never_touches_the_network(folder: Path, monkeypatch: pyt
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     load_drafter(folder)
-
-
-def test_no_config_json_is_an_error(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    refused(folder, "no config.json")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"), [("{", "not valid JSON"), ("[]", "not a JSON object"), ("\xff", "not valid")]
-)
-def test_a_broken_config_json_is_an_error(text: str, words: str, folder: Path) -> None:
-    (folder / "config.json").write_text(text, encoding="latin-1")
-    refused(folder, "config.json", words)
-
-
-def test_another_models_config_is_of_no_dialect(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": 32}))
-    refused(folder, "not a DFlash drafter", "zlab", "speculators", "modelopt")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +261,6 @@ def test_another_models_config_is_of_no_dialect(folder: Path) -> None:
         ("zlab", {"architectures": ["DFlashSomethingElse"]}, "architecture 'DFlashSomethingElse' is not supported"),
         ("zlab", {"dflash_config.projector_type": "domino"}, "Domino head, which is not supported yet"),
         ("zlab", {"dflash_config.markov_rank": 256}, "markov_rank is 256, but there is no markov_head_type"),
-        ("zlab", {"dflash_config.selector_rank": 256}, "dflash_config.selector_rank without selector_top_k"),
         ("speculators", {"speculators_model_type": "peagle"}, "only DFlash speculators"),
         ("speculators", {"projector_type": "domino"}, "Domino head"),
     ],
@@ -263,38 +277,6 @@ def test_windows_that_are_switched_off_and_used_are_a_contradiction(tmp_path: Pa
     folder = write_tiny_drafter(tmp_path / "drafter", tiny_drafter_config(layers=(SLIDING, FULL)))
     edit_json(folder / "config.json", {"use_sliding_window": False})
     refused(folder, "sliding_attention", "use_sliding_window is false")
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("candidate_selector.successor_codebook", "DFlash2 head, which config.json does not have"),
-        ("layers.0.mlp_conv.base_kernel", "DFlash2 head"),
-        ("markov_w1.weight", "DSpark head, which config.json does not have"),
-        ("prefix_gru.weight_ih_l0", "Domino head"),
-        ("lilicorr.layers.0.weight", "LiLiCorr head"),
-        ("d2t", "reduced draft vocabulary"),
-        ("t2d", "reduced draft vocabulary"),
-        ("embed_tokens.weight", "is not part of a DFlash drafter"),
-    ],
-)
-def test_a_tensor_of_another_kind_of_drafter_is_recognised(name: str, words: str, folder: Path) -> None:
-    edit_weights(folder, {name: torch.zeros(2, 2, dtype=torch.int64 if "2" in name[:3] else torch.float32)})
-    refused(folder, f"tensor {name} [2, 2]", words)
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor"),
-    [
-        ("layers.0.mlp.up_proj.weight_packed", torch.zeros(48, 4, dtype=torch.int32)),
-        ("layers.0.mlp.up_proj.weight_scale", torch.zeros(1)),
-        ("layers.0.mlp.up_proj.weight", torch.zeros(48, 32, dtype=torch.float8_e4m3fn)),
-        ("layers.0.mlp.up_proj.qweight", torch.zeros(4, 48, dtype=torch.int32)),
-    ],
-)
-def test_quantised_weights_are_refused_as_such(name: str, tensor: Tensor, folder: Path) -> None:
-    edit_weights(folder, {name: tensor})
-    refused(folder, "the weights are quantised", name)
 
 
 def test_every_problem_is_found_and_loading_says_how_many_more(folder: Path) -> None:

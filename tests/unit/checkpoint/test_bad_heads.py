@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_serve.checkpoint.reader import DIALECTS
+from dflash_serve.checkpoint.reader import DIALECTS, load_tensors, open_checkpoint, read_config
 from dflash_serve.checkpoint.writer import write_drafter
+from dflash_serve.errors import UserError
 from tests.support.heads import CONVOLUTION, GATED, HEADS, SELECTOR, SHIFTED, VANILLA
 from tests.support.tiny import edit_json, problems_of, random_tensors, spread_map, tiny_drafter_config
 from tests.unit.checkpoint.test_bad_checkpoints import edit_weights, refused
@@ -72,55 +74,39 @@ def test_a_config_that_cannot_be_honoured_is_refused(
     refused(folder, words)
 
 
-BAD_TENSORS: list[tuple[dict[str, object], Callable[[dict[str, Tensor]], dict[str, Tensor]], tuple[str, ...], str]] = [
-    (REDUCED, lambda t: {"d2t": t["d2t"] + IDS}, (), "d2t holds target ids, not differences"),
-    (REDUCED, lambda t: {"d2t": t["d2t"] + 90}, (), "draft ids outside the vocabulary of 96"),
-    (REDUCED, lambda t: {"d2t": -IDS}, (), "d2t does not rise with the draft id"),
-    (REDUCED, lambda t: {"d2t": t["d2t"].float()}, (), "tensor d2t is F32, not I64"),
-    (REDUCED, lambda t: {"d2t": spread_map(41, 96)}, (), "tensor d2t has shape [41], config.json asks for [40]"),
-    (REDUCED, lambda t: {}, ("d2t",), "tensor d2t [40] is missing"),
-    (REDUCED, lambda t: {}, ("lm_head.weight",), "tensor lm_head.weight [40, 32] is missing"),
-    (REDUCED, lambda t: {"t2d": torch.ones(96, dtype=torch.bool)}, (), "t2d marks 96 tokens but d2t maps 40"),
-    (REDUCED, lambda t: {"t2d": torch.zeros(96, dtype=torch.bool)}, (), "t2d marks 0 tokens"),
-    (REDUCED, lambda t: {"t2d": t["t2d"].roll(1)}, (), "t2d and d2t name different tokens"),
-    (REDUCED, lambda t: {"t2d": t["t2d"].float()}, (), "tensor t2d is F32 [96], not BOOL [96]"),
+BAD_MAPS: list[tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], tuple[str, ...], str]] = [
+    (lambda t: {"d2t": t["d2t"] + IDS}, (), "d2t holds target ids, not differences"),
+    (lambda t: {"d2t": t["d2t"] + 90}, (), "draft ids outside the vocabulary of 96"),
+    (lambda t: {"d2t": -IDS}, (), "d2t does not rise with the draft id"),
+    (lambda t: {"d2t": t["d2t"].float()}, (), "tensor d2t is F32, not I64"),
+    (lambda t: {"d2t": spread_map(41, 96)}, (), "tensor d2t has shape [41], config.json asks for [40]"),
+    (lambda t: {}, ("d2t",), "tensor d2t [40] is missing"),
+    (lambda t: {}, ("lm_head.weight",), "tensor lm_head.weight [40, 32] is missing"),
+    (lambda t: {"t2d": torch.ones(96, dtype=torch.bool)}, (), "t2d marks 96 tokens but d2t maps 40"),
+    (lambda t: {"t2d": torch.zeros(96, dtype=torch.bool)}, (), "t2d marks 0 tokens"),
+    (lambda t: {"t2d": t["t2d"].roll(1)}, (), "t2d and d2t name different tokens"),
+    (lambda t: {"t2d": t["t2d"].float()}, (), "tensor t2d is F32 [96], not BOOL [96]"),
 ]
 
 
-@pytest.mark.parametrize(("heads", "change", "remove", "words"), BAD_TENSORS)
-def test_maps_and_heads_that_do_not_fit_are_refused(
-    heads: dict[str, object],
-    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
-    remove: tuple[str, ...],
-    words: str,
-    tmp_path: Path,
+@pytest.mark.parametrize(("change", "remove", "words"), BAD_MAPS)
+def test_a_map_that_does_not_fit_is_refused(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], remove: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file
-
-    folder = written(tmp_path / "drafter", "speculators", heads)
+    folder = written(tmp_path / "drafter", "speculators", REDUCED)
     edit_weights(folder, change(load_file(folder / "model.safetensors")), remove)
     refused(folder, words)
 
 
-@pytest.mark.parametrize(
-    ("name", "heads"),
-    [
-        ("candidate_selector.successor_codebook", DFLASH2),
-        ("layers.1.mlp_conv.base_kernel", DFLASH2),
-        ("candidate_selector.hidden_projection.weight", DFLASH2),
-    ],
-)
-def test_a_head_of_zeros_is_found(name: str, heads: dict[str, object], tmp_path: Path) -> None:
-    folder = written(tmp_path / "drafter", "zlab", heads)
-    edit_weights(folder, {name: torch.zeros_like(random_tensors(tiny_drafter_config(**heads))[name])})
+@pytest.mark.parametrize("name", ["candidate_selector.successor_codebook", "layers.1.mlp_conv.base_kernel"])
+def test_a_head_of_zeros_is_found(name: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "drafter", "zlab", DFLASH2)
+    edit_weights(folder, {name: torch.zeros_like(random_tensors(tiny_drafter_config(**DFLASH2))[name])})
     assert [problem.what for problem in problems_of(folder)] == [f"nothing but zeros in {name}"]
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_every_dialect_writes_a_head_so_that_it_is_read_back_or_says_that_it_cannot(name: str, tmp_path: Path) -> None:
-    from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
-    from dflash_serve.errors import UserError
-
     config = tiny_drafter_config(**HEADS[name])
     tensors, able = random_tensors(config), 0
     for dialect in DIALECTS:
@@ -148,7 +134,6 @@ def test_a_speculators_dspark_without_the_key_is_read_by_what_it_says_it_drafts(
     tokens: int, slots: str, block: int, tmp_path: Path
 ) -> None:
     """speculators takes the missing key as true, vLLM as false."""
-    from dflash_serve.checkpoint.reader import read_config
 
     folder = written(tmp_path / "drafter", "speculators", dict(CONFIDENT))
     methods = {"speculators_config.proposal_methods": [{"speculative_tokens": tokens}]}
@@ -159,7 +144,6 @@ def test_a_speculators_dspark_without_the_key_is_read_by_what_it_says_it_drafts(
 
 def test_a_missing_switch_is_settled_by_the_tensors(tmp_path: Path) -> None:
     """SGLang takes a missing enable_confidence_head as on, speculators as off."""
-    from dflash_serve.checkpoint.reader import open_checkpoint
 
     for name, expected in (("Markov and confidence", True), ("vanilla Markov", False)):
         folder = written(tmp_path / name, "deepspec", dict(HEADS[name]))
@@ -171,8 +155,6 @@ def test_a_missing_switch_is_settled_by_the_tensors(tmp_path: Path) -> None:
 
 
 def test_modelopts_names_for_dspark_are_known(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = written(tmp_path / "drafter", "modelopt", dict(CONFIDENT))
     tensors = load_file(folder / "model.safetensors")
     renamed = {

@@ -1,47 +1,107 @@
-"""Every published z-lab drafter is understood."""
+"""Every drafter of the catalogue is understood or refused; a golden table holds the engines' verdicts on each.
+
+`UPDATE_GOLDEN=1` writes the table anew.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 
-from dflash_serve.checkpoint.config import expected_tensors
-from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.backend import DraftingBackend, backend
+from dflash_serve.catalogue import CataloguedDrafter
+from dflash_serve.checkpoint.config import DrafterConfig, Heads, expected_tensors
+from dflash_serve.checkpoint.reader import DIALECTS, parse
+from dflash_serve.errors import Problem
 from dflash_serve.models.drafter import Drafter
 from tests.unit.checkpoint.published import PUBLISHED, Published
+from tests.unit.checkpoint.published_heads import PUBLISHED_DRAFTERS, config_json
 
-EACH = pytest.mark.parametrize("published", PUBLISHED, ids=lambda row: row.name)
-
-
-def write(folder: Path, raw: dict[str, object]) -> Path:
-    (folder / "config.json").write_text(json.dumps(raw))
-    return folder
+TABLE = Path(__file__).with_name("golden") / "published.txt"
+ENGINES = ("torch", "sglang", "vllm", "tensorrt-llm")
 
 
-@EACH
-def test_every_published_config_parses(published: Published, tmp_path: Path) -> None:
-    config, dialect = read_config(write(tmp_path, published.config_json()))
-    assert dialect == "zlab"
-    assert config.block_size == published.block_size
+def parsed(drafter: CataloguedDrafter) -> tuple[DrafterConfig | None, list[Problem]]:
+    """With the confidence head's tensors, as the checkpoints have them."""
+    problems: list[Problem] = []
+    stored = ["confidence_head.proj.weight"] if drafter.heads.confidence else []
+    config, _ = parse(config_json(drafter), Path("config.json"), problems, stored=stored)
+    return config, problems
+
+
+def shapes_of_model(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda row: row.name)
+def test_a_model_card_is_met(published: Published) -> None:
+    config, dialect = parse(published.config_json(), Path("config.json"), [])
+    assert config is not None
+    assert dialect is DIALECTS["zlab"]
+    assert (config.block_size, config.num_target_layers) == (published.block_size, published.num_target_layers)
     assert config.target_layer_ids == tuple(published.target_layer_ids)
-    assert config.num_target_layers == published.num_target_layers
     assert (config.mask_token_id, config.vocab_size) == published.vocabulary
     windows = [published.window] * (published.layers - 1) + [None]
-    assert [kind.window for kind in config.layers] == windows
-    assert [kind.causal for kind in config.layers] == [window is not None for window in windows]
-
-
-@EACH
-def test_the_model_has_the_published_tensors_and_size(published: Published, tmp_path: Path) -> None:
-    config, _ = read_config(write(tmp_path, published.config_json()))
-    with torch.device("meta"):
-        drafter = Drafter(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    assert [(kind.window, kind.causal) for kind in config.layers] == [(each, each is not None) for each in windows]
+    shapes = shapes_of_model(config)
     assert shapes == expected_tensors(config)
     assert len(shapes) == (15 if published.attention_bias else 11) * published.layers + 3
-    gib = 2 * sum(prod(shape) for shape in shapes.values()) / 2**30
-    assert gib == pytest.approx(published.gib, rel=0.02)
+    assert 2 * sum(prod(shape) for shape in shapes.values()) / 2**30 == pytest.approx(published.gib, rel=0.02)
+
+
+@pytest.mark.parametrize("drafter", PUBLISHED_DRAFTERS, ids=lambda one: one.repository)
+def test_a_published_config_is_what_the_catalogue_says_and_survives_its_own_dialect(drafter: CataloguedDrafter) -> None:
+    config, problems = parsed(drafter)
+    if drafter.unsupported is not None:
+        assert (config, len(problems)) == (None, 1)
+        return
+    assert problems == []
+    assert config is not None
+    assert config.block_size == drafter.block_size
+    assert Heads.model_validate({name: getattr(config, name) for name in Heads.model_fields}) == drafter.heads
+    assert shapes_of_model(config) == expected_tensors(config)
+    config, dialect = parse(config_json(drafter), Path("config.json"), problems)  # without its tensors' names
+    assert config is not None
+    assert dialect is not None
+    again, found = parse(DIALECTS[dialect.name].write(config, None), Path("config.json"), problems)
+    assert (again, found, problems) == (config, dialect, [])
+
+
+def row(drafter: CataloguedDrafter) -> str:
+    """One line of the table: kind, block size, tensors, and the engines that serve it or why not."""
+    config, problems = parsed(drafter)
+    if config is None:
+        return f"{drafter.repository} | refused: {problems[0].what}"
+    verdicts = []
+    for name in ENGINES:
+        one = backend(name)
+        assert isinstance(one, DraftingBackend)
+        found = one.head_problems(config)
+        verdicts.append(f"{name} {one.releases}: " + (found[0].what if found else "yes"))
+    heads = f" ({config.words})" if config.words else ""
+    size = f"B {config.block_size}, {config.rows()} rows, {len(expected_tensors(config))} tensors"
+    return " | ".join([drafter.repository, config.family + heads, size, *verdicts])
+
+
+def test_what_each_engine_makes_of_each_is_as_it_was() -> None:
+    text = "".join(row(drafter) + "\n" for drafter in PUBLISHED_DRAFTERS)
+    if os.environ.get("UPDATE_GOLDEN"):
+        TABLE.parent.mkdir(exist_ok=True)
+        TABLE.write_text(text)
+    assert text == TABLE.read_text()
+
+
+def test_every_figure_of_the_catalogue_has_its_source() -> None:
+    raw = json.loads((Path(__file__).parents[3] / "dflash_serve/assets/drafters.json").read_text())
+    assert len({drafter.repository for drafter in PUBLISHED_DRAFTERS}) == len(raw["drafters"]) >= 40
+    for entry in raw["drafters"]:
+        assert entry["source"]
+        for figure in entry["acceptance_length"]:
+            assert 1 <= figure["value"] <= entry["block_size"]
+            assert figure["source"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
@@ -92,7 +92,7 @@ def test_zlab_can_say_everything_a_config_can() -> None:
 
 @pytest.mark.parametrize(
     ("first", "second", "dtype"),
-    [(*pair, (torch.bfloat16, torch.float32)[index % 2]) for index, pair in enumerate(permutations(PLAIN, 2))],
+    [(*pair, (torch.bfloat16, torch.float32)[index % 2]) for index, pair in enumerate(pairwise([*PLAIN, PLAIN[0]]))],
 )
 def test_tensors_are_bit_equal_after_any_conversion(
     first: str, second: str, dtype: torch.dtype, tmp_path: Path
@@ -146,10 +146,3 @@ def test_what_a_dialect_cannot_say_is_an_error_and_not_a_loss(
 ) -> None:
     with pytest.raises(UserError, match=words):
         DIALECTS[dialect].write(tiny_drafter_config(**overrides), None)
-
-
-@given(configs())
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_speculators_ids_are_ours_plus_one(config: DrafterConfig) -> None:
-    written = DIALECTS["speculators"].write(config, None)["aux_hidden_state_layer_ids"]
-    assert written == [layer + 1 for layer in config.target_layer_ids]

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, read_target_shape
+from dflash_serve.checkpoint.target import TargetLayout, read_target_config, read_target_layout, read_target_shape
 from dflash_serve.deployment import Model, Quantization
 from dflash_serve.errors import UserError
-from dflash_serve.models.target_config import read_target_config
 from tests.support.paper_models import write_paper_target
 from tests.support.tiny import edit_json
 from tests.unit.tensorrt_llm.published_targets import TARGETS

@@ -132,20 +132,3 @@ def test_a_markov_head_that_knows_the_answers_is_accepted_and_changes_nothing(
         outputs = answers(engine, PROMPTS, GREEDY)
         assert [output.token_ids for output in outputs] == [tokens[:24] for tokens in truth.values()]
         assert (engine.scheduler.statistics.acceptance_length or 0) > 1.5
-
-
-def test_modules_of_heads_are_loaded_for_heads_only(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys; from pathlib import Path; from tests.support.embedded import answers, tiny_engine; "
-        "from dflash_serve import SamplingParams; e = tiny_engine((Path(sys.argv[1]), Path(sys.argv[2]))); "
-        "answers(e, ['the quick'], SamplingParams(temperature=0, max_tokens=4)); "
-        "print(sorted(m for m in sys.modules if m.startswith('dflash_serve.models.drafter_')))"
-    )
-    headed = pair_with(folders, tmp_path / "drafter", HEADS["DFlash2"])
-    for pair, expected in ((folders, []), (headed, ["drafter_heads"])):
-        argv = [sys.executable, "-c", code, *map(str, pair)]
-        out = subprocess.run(argv, capture_output=True, text=True, check=True)
-        assert out.stdout.strip() == str([f"dflash_serve.models.{name}" for name in expected])

@@ -11,7 +11,7 @@ from torch import nn
 
 from dflash_serve import SamplingParams
 from dflash_serve.errors import UserError
-from dflash_serve.models.hot_tokens import HOT_TOKENS, HotHead, read_hot_tokens, write_hot_tokens
+from dflash_serve.models.drafter import HOT_TOKENS, HotHead, read_hot_tokens, write_hot_tokens
 from dflash_serve.models.layers import pack_linear
 from dflash_serve.models.loader import load_drafter
 from dflash_torch.engine import EmbeddedEngine

@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.sampling import SamplingBatch
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_torch import sampler
 from dflash_torch.request import Request

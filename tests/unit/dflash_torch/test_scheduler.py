@@ -92,7 +92,7 @@ def test_features_do_not_pile_up_while_speculation_does_not_pay(
     monkeypatch.setattr("dflash_torch.scheduler.BACKLOG", 8)
     engine = tiny_engine(folders, width=auto())
     engine.scheduler.policy = type(
-        "Off", (), {**_quiet(), "resting": False, "widths": lambda self, ids, *_: [1] * len(ids)}
+        "Off", (), {**_quiet(), "paused": False, "widths": lambda self, ids, *_: [1] * len(ids)}
     )()
     request = engine.scheduler.join([5, 6, 7], GREEDY)
     for _ in range(20):
@@ -137,10 +137,6 @@ class Pausing(AutoWidth):
     """Paused, or drafting at full width, as the test says."""
 
     paused = True
-
-    @property
-    def resting(self) -> bool:
-        return self.paused
 
     def widths(
         self, request_ids: Sequence[Hashable], context_tokens: int = 0, undraftable: Collection[Hashable] = ()

@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
 from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.compiled.build import find_compiler, load_kernels
-from dflash_serve.models.compiled.operators import CompiledOperators, compiled_operators
+from dflash_serve.models.compiled.operators import (
+    CompiledAttention,
+    CompiledOperators,
+    compiled_operators,
+    step_attention,
+)
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
-from dflash_serve.models.layers import PlainOperators, RMSNorm, RotaryEmbedding, rotate
+from dflash_serve.models.layers import PlainOperators, RotaryEmbedding, rotate
 
 HEADS, KV_HEADS = 6, 2
 DTYPES = (torch.float32, torch.bfloat16)
@@ -23,6 +28,11 @@ SPANS = [Span(2, 40, 4), Span(0, 0, 3), Span(3, 251, 1), Span(1, 9, 32)]
 LONG_SPANS = [Span(2, 1100, 3), Span(0, 505, 16), Span(3, 511, 1), Span(1, 1020, 8)]
 """Several threads share these, 512 keys each."""
 KINDS = [AttentionKind(causal=causal, window=window) for causal in (True, False) for window in (None, 10, 2)]
+DIMS, WIDE = (8, 64, 128, 64, 128, 8), AttentionKind(causal=True, window=600)
+NEAR: dict[torch.dtype, Any] = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
 
@@ -40,15 +50,15 @@ def filled_cache(dim: int, dtype: torch.dtype, capacity: int = 300) -> KVCache:
     return cache
 
 
-def attend(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind, norms: list[RMSNorm]) -> Tensor:
+def attend(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind, norms: list[nn.RMSNorm]) -> Tensor:
     """The second layer's attention, compiled."""
     cos, sin = RotaryEmbedding(RopeConfig(theta=10000.0), cache.keys.shape[-1], 1200)(span_positions(spans))
-    compiled = operators(qkv.dtype).attention(cache, spans, [kind, kind], HEADS, 1e-5)
-    assert compiled is not None
+    compiled = step_attention(operators(qkv.dtype), cache, spans, [kind, kind], HEADS, 1e-5)
+    assert isinstance(compiled, CompiledAttention)
     return compiled.rotated(1, qkv, cos, sin, norms or None)
 
 
-def plainly(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind, norms: list[RMSNorm]) -> Tensor:
+def plainly(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind, norms: list[nn.RMSNorm]) -> Tensor:
     dim = cache.keys.shape[-1]
     cos, sin = RotaryEmbedding(RopeConfig(theta=10000.0), dim, 1200)(span_positions(spans))
     q, k, v = qkv.view(len(qkv), -1, dim).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
@@ -57,51 +67,31 @@ def plainly(qkv: Tensor, spans: list[Span], cache: KVCache, kind: AttentionKind,
     return attention(1, rotate(q, cos, sin), rotate(k, cos, sin), v).reshape(len(qkv), -1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("kind", "dim", "normed"),
-    [(kind, dim, index < 3) for index, (kind, dim) in enumerate(zip(KINDS, [8, 64, 128] * 2, strict=True))],
-    ids=str,
-)
+SHORT_AND_LONG = [
+    *((SPANS, 300, kind, DIMS[n], n % 2 == 0, DTYPES[n // 2 % 2]) for n, kind in enumerate(KINDS)),
+    *((LONG_SPANS, 1200, kind, 64, n % 2 == 1, DTYPES[n % 2]) for n, kind in enumerate([*KINDS, WIDE])),
+]
+
+
+@pytest.mark.parametrize(("spans", "capacity", "kind", "dim", "normed", "dtype"), SHORT_AND_LONG)
 @torch.inference_mode()
 def test_attention_is_pytorchs_and_writes_the_same_keys_and_values(
-    kind: AttentionKind, normed: bool, dim: int, dtype: torch.dtype
+    spans: list[Span], capacity: int, kind: AttentionKind, dim: int, normed: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(1)
-    norms = [RMSNorm(dim, 1e-5).to(dtype) for _ in range(2)] if normed else []
+    norms = [nn.RMSNorm(dim, 1e-5).to(dtype) for _ in range(2)] if normed else []
     for norm in norms:
         norm.weight.normal_()
-    qkv = torch.randn(sum(span.length for span in SPANS), (HEADS + 2 * KV_HEADS) * dim).to(dtype)
-    cache, expected_cache = filled_cache(dim, dtype), filled_cache(dim, dtype)
-    found, expected = (
-        attend(qkv, SPANS, cache, kind, norms),
-        plainly(qkv, SPANS, expected_cache, kind, norms),
-    )
-    near: Any = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(found, expected, **near)
-    torch.testing.assert_close(cache.keys, expected_cache.keys, **near)
-    assert torch.equal(cache.values, expected_cache.values)
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"), zip([*KINDS, AttentionKind(causal=True, window=600)], [*DTYPES * 3, torch.float32], strict=True)
-)
-@torch.inference_mode()
-def test_attention_to_a_long_context_is_pytorchs(kind: AttentionKind, dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
-    qkv = torch.randn(sum(span.length for span in LONG_SPANS), (HEADS + 2 * KV_HEADS) * 64).to(dtype)
-    cache, expected_cache = (filled_cache(64, dtype, 1200) for _ in range(2))
+    qkv = torch.randn(sum(span.length for span in spans), (HEADS + 2 * KV_HEADS) * dim).to(dtype)
+    cache, expected_cache = (filled_cache(dim, dtype, capacity) for _ in range(2))
     for each in (cache, expected_cache):  # nothing was ever written behind the spans
-        for entry, start, length in LONG_SPANS:
+        for entry, start, length in spans:
             each.keys[:, entry, :, start + length :] = float("nan")
             each.values[:, entry, :, start + length :] = float("nan")
-    found, expected = (
-        attend(qkv, LONG_SPANS, cache, kind, []),
-        plainly(qkv, LONG_SPANS, expected_cache, kind, []),
-    )
-    near: Any = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(found, expected, **near)
-    torch.testing.assert_close(cache.keys, expected_cache.keys, equal_nan=True, **near)
+    found, expected = attend(qkv, spans, cache, kind, norms), plainly(qkv, spans, expected_cache, kind, norms)
+    torch.testing.assert_close(found, expected, **NEAR[dtype])
+    torch.testing.assert_close(cache.keys, expected_cache.keys, equal_nan=True, **NEAR[dtype])
+    torch.testing.assert_close(cache.values, expected_cache.values, equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -133,19 +123,18 @@ def test_a_row_of_a_block_comes_out_bit_for_bit_as_alone(start: int, window: int
 @torch.inference_mode()
 def test_norm_and_swiglu_are_pytorchs_and_a_rows_own(rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    norm = RMSNorm(570, 1e-5).to(dtype)
+    norm = nn.RMSNorm(570, 1e-5).to(dtype)
     norm.weight.normal_()
     h, delta = torch.randn(rows, 570).to(dtype), torch.randn(rows, 570).to(dtype)
     ours, plain = operators(dtype), PlainOperators()
-    near: Any = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for added in (None, delta):
         found, expected = ours.add_norm(h.clone(), added, norm), plain.add_norm(h, added, norm)
         assert torch.equal(found[0], expected[0])
-        torch.testing.assert_close(found[1], expected[1], **near)
+        torch.testing.assert_close(found[1], expected[1], **NEAR[dtype])
         last = ours.add_norm(h[-1:].clone(), None if added is None else added[-1:], norm)
         assert torch.equal(last[1], found[1][-1:])
     gate_up = torch.randn(rows, 570).to(dtype)
-    torch.testing.assert_close(ours.silu_product(gate_up), plain.silu_product(gate_up), **near)
+    torch.testing.assert_close(ours.silu_product(gate_up), plain.silu_product(gate_up), **NEAR[dtype])
     assert torch.equal(ours.silu_product(gate_up)[-1:], ours.silu_product(gate_up[-1:]))
 
 
@@ -158,15 +147,15 @@ def test_long_spans_and_contexts_are_left_to_pytorch() -> None:
         (Span(0, 39_000, 16), True),
         (Span(0, 39_000, 32), False),
     ):
-        compiled = operators(torch.float32).attention(cache, [Span(0, 0, 1), span], [kind], HEADS, 1e-5)
-        assert (compiled is not None) == ours
+        found = step_attention(operators(torch.float32), cache, [Span(0, 0, 1), span], [kind], HEADS, 1e-5)
+        assert isinstance(found, CompiledAttention) == ours
 
 
 def test_a_span_outside_the_cache_is_never_written() -> None:
     kind = AttentionKind(causal=True, window=None)
     for span in (Span(4, 0, 1), Span(0, 300, 1)):
         with pytest.raises(IndexError, match="outside the K/V cache"):
-            operators(torch.float32).attention(filled_cache(8, torch.float32), [span], [kind], HEADS, 1e-5)
+            step_attention(operators(torch.float32), filled_cache(8, torch.float32), [span], [kind], HEADS, 1e-5)
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])

@@ -30,10 +30,12 @@ def layer(inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = True) -
     return plain, ours
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "bias"),  # whole tiles, and incomplete ones
-    [(576, 960, True), (2, 1, False), (1536, 47, True), (50, 49, False), (514, 48, True), (8192, 100, False)],
+    ("inputs", "outputs", "bias", "dtype"),  # whole tiles, and incomplete ones
+    [
+        *((*sizes, dtype) for sizes in [(576, 960, True), (50, 49, False)] for dtype in DTYPES),
+        *((2, 1, False, torch.bfloat16), (1536, 47, True, torch.float32), (8192, 100, False, torch.bfloat16)),
+    ],
 )
 @torch.inference_mode()
 def test_it_is_pytorchs_product(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.models.attention import RaggedAttention
-from dflash_serve.models.drafter import Drafter, propose_by_walk, propose_greedily
+from dflash_serve.models.drafter import Drafter, propose
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter
@@ -73,9 +73,9 @@ def test_a_markov_walk_is_dsparks(name: str, tmp_path: Path) -> None:
     base = hidden @ tensors["lm_head.weight"].T if config.draft_vocabulary else head_of(config)(hidden)
     anchors = [3, 50, 95]
     expected = [transcribed(tensors, config, hidden[n], base[n], anchors[n]) for n in range(BLOCKS)]
-    got = propose_by_walk(drafter, head_of(config), hidden.flatten(0, 1), anchors, [SLOTS] * BLOCKS, [None] * BLOCKS)
+    got = propose(drafter, head_of(config), hidden.flatten(0, 1), anchors, [SLOTS] * BLOCKS, [None] * BLOCKS)
     assert got == expected
-    other = propose_by_walk(drafter, head_of(config), hidden.flatten(0, 1), [4, 5, 6], [SLOTS] * BLOCKS, [None] * 3)
+    other = propose(drafter, head_of(config), hidden.flatten(0, 1), [4, 5, 6], [SLOTS] * BLOCKS, [None] * 3)
     assert other != expected  # the anchor matters
 
 
@@ -84,13 +84,11 @@ def test_a_markov_walk_is_dsparks(name: str, tmp_path: Path) -> None:
 def test_blocks_of_different_widths_and_fused_weights_draft_the_same(name: str, tmp_path: Path) -> None:
     config = tiny_drafter_config(block_size=SLOTS + 1, **HEADS[name])
     drafter, hidden = drafter_of(tmp_path / "d", config, random_tensors(config, seed=4)), hidden_of(config)
-    whole = propose_by_walk(
-        drafter, head_of(config), hidden.flatten(0, 1), [1, 2, 3], [SLOTS] * BLOCKS, [None] * BLOCKS
-    )
+    whole = propose(drafter, head_of(config), hidden.flatten(0, 1), [1, 2, 3], [SLOTS] * BLOCKS, [None] * BLOCKS)
     counts = [2, 6, 1]
     rows = torch.cat([hidden[n, :count] for n, count in enumerate(counts)])
     for one in (drafter, FusedDrafter(drafter)):
-        parts = propose_by_walk(one, head_of(config), rows, [1, 2, 3], counts, [None] * BLOCKS)
+        parts = propose(one, head_of(config), rows, [1, 2, 3], counts, [None] * BLOCKS)
         assert parts == [tokens[:count] for tokens, count in zip(whole, counts, strict=True)]
 
 
@@ -117,20 +115,18 @@ def test_a_filter_chooses_in_every_slot_and_leaves_its_neighbours_alone(name: st
     drafter, hidden = drafter_of(tmp_path / "drafter", config, tensors), hidden_of(config).flatten(0, 1)
     draftable = (torch.arange(40) + tensors["d2t"]).tolist() if config.draft_vocabulary else list(range(96))
     allowed, counts, free = draftable[10:17], [SLOTS] * BLOCKS, [None] * BLOCKS
-    without = propose_by_walk(drafter, head_of(config), hidden, [1, 2, 3], counts, free)
-    filtered = propose_by_walk(drafter, head_of(config), hidden, [1, 2, 3], counts, [None, Only(allowed), None])
+    without = propose(drafter, head_of(config), hidden, [1, 2, 3], counts, free)
+    filtered = propose(drafter, head_of(config), hidden, [1, 2, 3], counts, [None, Only(allowed), None])
     assert set(filtered[1]) <= set(allowed)
     assert filtered[::2] == without[::2]
     everything = [Only(range(96)), Only(draftable), None]
-    assert propose_by_walk(drafter, head_of(config), hidden, [1, 2, 3], counts, everything) == without
+    assert propose(drafter, head_of(config), hidden, [1, 2, 3], counts, everything) == without
 
 
 def output_of(drafter: Drafter, noise: Tensor, features: Tensor, block_size: int) -> Tensor:
     """Hidden rows of two blocks of one entry each, after the same context."""
     config, length = drafter.config, len(features)
-    cache = KVCache(
-        layers=config.num_layers, entries=2, kv_heads=config.num_key_value_heads, capacity=64, head_dim=config.head_dim
-    )
+    cache = KVCache.of(config, 2, 64)
     spans = [Span(0, 0, length), Span(1, 0, length)]
     context = drafter.project_context(torch.cat([features, features]))
     cache.write_all(spans, *drafter.context_kv(context, span_positions(spans)))
@@ -169,8 +165,8 @@ def test_an_idle_head_is_plain_dflash_to_the_last_bit(heads: dict[str, object], 
     hidden = output_of(plain, noise, features, 6)
     assert torch.equal(hidden, output_of(headed, noise, features, 6))
     head, rows = head_of(config), hidden[[1, 2, 3, 4, 5, 7, 8, 9, 10, 11]]
-    wanted = propose_greedily(plain, head, rows, [1, 2], [5, 5], [None, None])
-    assert propose_by_walk(headed, head, rows, [1, 2], [5, 5], [None, None]) == wanted
+    wanted = propose(plain, head, rows, [1, 2], [5, 5], [None, None])
+    assert propose(headed, head, rows, [1, 2], [5, 5], [None, None]) == wanted
 
 
 @torch.inference_mode()
@@ -182,7 +178,7 @@ def test_an_identity_map_is_plain_dflash_to_the_last_bit(tmp_path: Path) -> None
     drafter, hidden = drafter_of(tmp_path / "drafter", config, tensors), hidden_of(config)[:, :5].flatten(0, 1)
     logits = hidden @ head.T
     logits[:, 95] = -torch.inf
-    got = propose_by_walk(drafter, lambda rows: rows @ head.T, hidden, [1, 2, 3], [5] * 3, [None] * 3)
+    got = propose(drafter, lambda rows: rows @ head.T, hidden, [1, 2, 3], [5] * 3, [None] * 3)
     assert [token for draft in got for token in draft] == logits.argmax(-1).tolist()
 
 

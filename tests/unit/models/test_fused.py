@@ -36,13 +36,7 @@ def drafter_of(folder: Path, kind: AttentionKind) -> Drafter:
 def run(drafter: Drafter, spans: Sequence[Span], noise: Tensor) -> tuple[Tensor, KVCache]:
     """A pass over blocks behind contexts whose K/V is the same each time."""
     config = drafter.config
-    cache = KVCache(
-        layers=config.num_layers,
-        entries=3,
-        kv_heads=config.num_key_value_heads,
-        capacity=64,
-        head_dim=config.head_dim,
-    )
+    cache = KVCache.of(config, 3, 64)
     generator = torch.Generator().manual_seed(3)
     cache.keys.normal_(generator=generator)
     cache.values.normal_(generator=generator)

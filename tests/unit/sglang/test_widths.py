@@ -81,7 +81,7 @@ def test_requests_that_have_ended_are_forgotten() -> None:
 @pytest.mark.parametrize("failing", ["widths", "observe", "forget"])
 def test_a_policy_that_fails_is_replaced_by_whole_blocks(failing: str, caplog: pytest.LogCaptureFixture) -> None:
     class Failing:
-        resting = False
+        paused = False
 
         def widths(self, request_ids: Any, *_: Any) -> list[int]:
             return [2 // (failing != "widths")] * len(request_ids)

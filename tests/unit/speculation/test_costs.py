@@ -57,15 +57,6 @@ def test_a_busy_machine_is_followed_within_a_hundred_steps_and_for_widths_that_a
     assert seconds(costs, 8, 0) == pytest.approx(2 * _measured(8, 0), rel=0.35)
 
 
-def test_each_kind_of_step_and_each_size_has_its_own_price() -> None:
-    costs = TimeEstimate(MEASURED)
-    for round_ in range(30):
-        serve(costs, 8, 0, 1.0, 5, seed=round_)
-        serve(costs, 64, 8, 1.4, 5, seed=round_)
-    assert seconds(costs, 8, 0) == pytest.approx(_measured(8, 0), rel=0.05)
-    assert seconds(costs, 64, 8) == pytest.approx(1.4 * _measured(64, 8), rel=0.05)
-
-
 def test_one_step_that_took_very_long_changes_little_and_nothing_of_one_width_beside_another() -> None:
     costs = TimeEstimate(MEASURED)
     serve(costs, 8, 8, 1.0, 100)
@@ -93,17 +84,6 @@ def test_a_neighbour_that_comes_with_one_width_and_goes_with_another_says_little
     assert ratio(costs) == pytest.approx(ratio(TimeEstimate(MEASURED)), rel=0.06)
 
 
-def test_where_a_neighbour_goes_in_a_trial_one_step_without_a_draft_tells_who_it_was() -> None:
-    """Drafts after a rest, just as the machine becomes quiet: were they cheap, or is it the machine?"""
-    costs = TimeEstimate(MEASURED)
-    serve(costs, 8, 0, 1.0, 20)
-    serve(costs, 16, 8, 1.0, 5)
-    serve(costs, 8, 0, 1.7, 60)
-    serve(costs, 16, 8, 1.0, 5)
-    serve(costs, 8, 0, 1.0, 1)
-    assert ratio(costs) == pytest.approx(ratio(TimeEstimate(MEASURED)), rel=0.14)
-
-
 def test_what_is_not_served_is_known_less_and_less() -> None:
     costs = TimeEstimate(MEASURED)
     serve(costs, 8, 0, 1.0, 50)
@@ -129,14 +109,6 @@ def test_a_unit_is_where_a_guess_begins_and_nothing_more_is_known() -> None:
     costs = TimeEstimate(MEASURED, LearntCosts.of_unit(0.01))
     assert seconds(costs, 24, 8) == pytest.approx(0.01 * _measured(24, 8))
     assert costs.uncertainty(8, 64)[0] == pytest.approx(SURPRISE * TimeEstimate(MEASURED).uncertainty(8, 64)[0])
-
-
-def test_a_guess_that_is_twice_wrong_about_drafts_says_little_of_steps_without() -> None:
-    costs = TimeEstimate(MEASURED, LearntCosts.of_unit(1.0))
-    serve(costs, 4, 0, 1.0, 30)
-    serve(costs, 32, 8, 2.0, 30)
-    assert seconds(costs, 32, 8) == pytest.approx(2 * _measured(32, 8), rel=0.1)
-    assert seconds(costs, 8, 0) == pytest.approx(_measured(8, 0), rel=0.1)
 
 
 def test_what_a_step_without_a_draft_would_settle_is_what_is_not_known_of_it() -> None:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from dflash_serve.speculation import acceptance, sampling
 from dflash_serve.speculation.acceptance import accept_sampled
-from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.noise import BlockNoise, NoiseStream, block_positions, draw, uniforms
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.sampling import TokenCounts, probabilities
+from dflash_serve.speculation.sampling import SamplingBatch, TokenCounts, probabilities
 
 V, BLOCK_SIZE, LENGTH, REQUESTS = 5, 4, 3, 10_000
 PROMPT = [0, 3]

@@ -2,9 +2,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.sampling import TokenCounts, apply_penalties
+from dflash_serve.speculation.sampling import SamplingBatch, TokenCounts, apply_penalties
 
 V = 6
 tokens = st.integers(0, V - 1)

@@ -1,9 +1,15 @@
 import pytest
 import torch
 
-from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.sampling import TokenCounts, adjust_logits, greedy_tokens, keep_top_p, probabilities
+from dflash_serve.speculation.sampling import (
+    SamplingBatch,
+    TokenCounts,
+    adjust_logits,
+    greedy_tokens,
+    keep_top_p,
+    probabilities,
+)
 
 LOGITS = torch.tensor([[[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]]).log()
 

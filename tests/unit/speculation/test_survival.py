@@ -34,53 +34,15 @@ def test_survival_is_learnt_whatever_the_width() -> None:
     assert estimate.overall() == pytest.approx(np.cumprod(conditional), abs=0.15)
 
 
-def test_a_slot_never_offered_is_thought_to_be_like_the_ones_before() -> None:
-    estimate = AcceptanceEstimate(4)
-    simulate(estimate, [0.9, 0.9], 3, 400)
-    overall = estimate.overall()
-    conditional = np.array(overall[1:]) / np.array(overall[:-1])
-    assert conditional == pytest.approx([0.9, 0.9, 0.9], abs=0.08)
-
-
-def test_a_new_request_is_thought_to_be_like_the_others_and_then_like_itself() -> None:
-    estimate = AcceptanceEstimate(3)
-    simulate(estimate, [0.8, 0.8, 0.8], 4, 400)
-    before = estimate.survival(["new"])[0]
-    assert before == pytest.approx(estimate.overall())
-    for _ in range(8):
-        estimate.observe(["new"], np.array([4]), np.array([0]))
-    assert estimate.survival(["new"])[0][0] < 0.7 * before[0]
-    assert estimate.survival(["new"])[0][0] < estimate.overall()[0]
-
-
-def test_a_drafter_that_stays_as_it_is_is_thought_to_stay_so() -> None:
-    """Luck of some ten steps is no news: what is believed of slot 1 scatters by a few hundredths."""
-    estimate, chance, believed = AcceptanceEstimate(7), np.random.default_rng(2), []
+def test_a_steady_drafter_has_a_steady_estimate() -> None:
+    """Luck of some ten steps is no news: the estimate of slot 1 scatters by a few hundredths."""
+    estimate, chance, found = AcceptanceEstimate(7), np.random.default_rng(2), []
     for _ in range(600):
         accepted = (chance.random((2, 2)) < 0.34).cumprod(1).sum(1)
         estimate.observe(["a", "b"], np.array([3, 3]), accepted)
-        believed.append(estimate.overall()[0])
-    assert np.mean(believed[200:]) == pytest.approx(0.34, abs=0.04)
-    assert np.std(believed[200:]) < 0.05
-
-
-def test_the_past_fades() -> None:
-    estimate = AcceptanceEstimate(1)
-    simulate(estimate, [1.0], 2, 400)
-    simulate(estimate, [0.0], 2, 1000, name="later")
-    assert estimate.overall()[0] < 0.25
-
-
-def test_where_requests_are_of_two_kinds_a_few_steps_tell_which() -> None:
-    estimate = AcceptanceEstimate(7)
-    for number in range(60):  # half of the requests always right, half never
-        for _ in range(10):
-            estimate.observe([number], np.array([8]), np.array([7 if number % 2 else 0]))
-        estimate.forget(number)
-    for _ in range(6):
-        estimate.observe(["right", "wrong"], np.array([8, 8]), np.array([7, 0]))
-    right, wrong = estimate.survival(["right", "wrong"])[:, 0]
-    assert right > wrong + 0.3
+        found.append(estimate.overall()[0])
+    assert np.mean(found[200:]) == pytest.approx(0.34, abs=0.04)
+    assert np.std(found[200:]) < 0.05
 
 
 def test_survival_one_standard_error_off_lies_on_both_sides_of_what_is_known() -> None:
@@ -99,15 +61,4 @@ def test_survival_one_standard_error_off_lies_on_both_sides_of_what_is_known() -
 def test_what_is_known_is_the_prior(known: list[float], expected: list[float]) -> None:
     overall = AcceptanceEstimate(3, known).overall()
     conditional = [overall[0], *(np.array(overall[1:]) / np.array(overall[:-1]))]
-    assert conditional == pytest.approx(expected, abs=0.15)  # moods pull towards a half
-
-
-def test_many_requests_come_and_go() -> None:
-    estimate = AcceptanceEstimate(3)
-    ids = list(range(300))
-    estimate.observe(ids, np.full(300, 4), np.full(300, 2))
-    assert estimate.survival(ids).shape == (300, 3)
-    for each in ids:
-        estimate.forget(each)
-    estimate.forget("never seen")
-    assert not estimate.offsets
+    assert conditional == pytest.approx(expected, abs=0.15)

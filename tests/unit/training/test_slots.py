@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.models.attention import RaggedAttention
-from dflash_serve.models.drafter import Drafter, propose_by_walk
+from dflash_serve.models.drafter import Drafter, propose
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.loader import load_target
 from dflash_serve.training.blocks import Blocks, Labels, SlotForward, Teacher, lay_out
@@ -49,8 +49,8 @@ def drafted(drafter: Drafter, anchor: int) -> list[int]:
     rows = config.rows()
     attention = RaggedAttention(cache, [Span(0, CONTEXT, rows)], config.layers, config.num_attention_heads)
     noise = drafter.noise(torch.tensor([anchor]), embedding)
-    hidden = drafter(noise, torch.arange(CONTEXT, CONTEXT + rows), attention)[drafter.first_row :]
-    (draft,) = propose_by_walk(drafter, lambda x: x @ head.t(), hidden, [anchor], [len(hidden)], [None])
+    hidden = drafter(noise, torch.arange(CONTEXT, CONTEXT + rows), attention)[config.first_row :]
+    (draft,) = propose(drafter, lambda x: x @ head.t(), hidden, [anchor], [len(hidden)], [None])
     return draft
 
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.store import Store
 from dflash_serve.speculation.acceptance import accept_sampled
-from dflash_serve.speculation.batch import SamplingBatch
 from dflash_serve.speculation.noise import BlockNoise
-from dflash_serve.speculation.sampling import TokenCounts, probabilities
+from dflash_serve.speculation.sampling import SamplingBatch, TokenCounts, probabilities
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify import verification
 from dflash_serve.verify.questions import FIRST_SEED, SAMPLED, SEEDS_A_CASE, WITH, WITHOUT, Case, Question, VerifyPlan

@@ -30,11 +30,11 @@ class ByNumber:
     """A `WidthPolicy`."""
 
     def __init__(self, offered: Sequence[int]) -> None:
-        self.widest, self.resting = max(offered), False
+        self.widest, self.paused = max(offered), False
 
     def widths(self, request_ids: Sequence[object], *_: Any) -> list[int]:
-        self.resting = len(request_ids) > int(os.environ[MOST])
-        return [1 if self.resting else self.widest] * len(request_ids)
+        self.paused = len(request_ids) > int(os.environ[MOST])
+        return [1 if self.paused else self.widest] * len(request_ids)
 
     def observe(self, step: Any) -> None:
         pass

@@ -2,10 +2,9 @@
 
 One model so serves a preallocated cache, an engine's own pages and training's masks. `RaggedAttention` takes requests
 of any number of rows one after another: the fastest on a CPU. `PackedCausalAttention` takes whole sequences and keeps
-no K/V; `PrefillAttention` also stores it. `PaddedAttention` takes the same number of rows of every sequence in one
-SDPA a layer: on a GPU one kernel for each sequence would cost more than its work, and fixed shapes can be captured in a
-CUDA graph. `FlashInferAttention` runs a ragged step by FlashInfer's paged kernels (flashinfer-python 0.7.2, extra
-`[cuda]`); it has not run on a GPU yet.
+no K/V. `PaddedAttention` takes the same number of rows of every sequence in one SDPA a layer: on a GPU one kernel for
+each sequence would cost more than its work, and fixed shapes can be captured in a CUDA graph. `FlashInferAttention`
+runs a ragged step by FlashInfer's paged kernels (flashinfer-python 0.7.2, extra `[cuda]`); it has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -33,8 +32,13 @@ class Attend(Protocol):
 
 
 def ragged_attention(cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind], heads: int) -> Attend:
-    """Attention of one step over a flat batch of spans: FlashInfer's on a GPU that has it, else `RaggedAttention`."""
-    if cache.keys.device.type == "cuda" and flashinfer_usable(cache, spans, kinds):
+    """Attention of one step over a flat batch of spans: FlashInfer's on a GPU that has it, else `RaggedAttention`.
+
+    FlashInfer has no kernels for fp32. Its windows limit the left side only, so a bidirectional block must not be
+    longer than its window.
+    """
+    half = cache.keys.device.type == "cuda" and cache.keys.dtype in (torch.bfloat16, torch.float16)
+    if half and _flashinfer_installed() and windows_fit(spans, kinds):
         return FlashInferAttention(cache, spans, kinds, heads)
     return RaggedAttention(cache, spans, kinds, heads)
 
@@ -89,24 +93,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
 
 
 def fold_mask(visible: Tensor | None, groups: int, dtype: torch.dtype) -> Tensor | None:
-    """Bool [rows, keys], True = visible -> the additive mask [groups * rows, keys] that `attend` takes.
+    """Bool [..., rows, keys], True = visible -> the additive mask [..., groups * rows, keys] that `attend` takes.
 
     It is additive and folded once per step: SDPA would convert a boolean mask in every layer.
     """
     if visible is None:
         return None
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf")).repeat(groups, 1)
+    mask = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
+    return torch.cat([mask] * groups, dim=-2)
 
 
 def block_mask(query_positions: Tensor, key_positions: Tensor, kind: AttentionKind) -> Tensor | None:
-    """Bool [rows, keys], True = visible to a block's row in a layer of this kind; None = every key is visible.
+    """Bool [..., rows, keys], True = visible to a block's row in a layer of this kind; None = every key is visible.
 
-    Keys are the context (positions before the block) followed by the block itself. `causal` affects the block only: a
-    context position is never after a query.
+    Positions are [..., rows] and [keys]: the context's (before the block) followed by the block's own. `causal` affects
+    the block only: a context position is never after a query.
     """
     if kind.window is None and not kind.causal:
         return None
-    distance = query_positions[:, None] - key_positions[None, :]
+    distance = query_positions[..., None] - key_positions
     visible = torch.ones_like(distance, dtype=torch.bool)
     if kind.causal:
         visible &= distance >= 0
@@ -137,18 +142,6 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     seen = None if mask is None else mask[: q.shape[2], : q.shape[2]]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True)
     return out[0].transpose(0, 1)
-
-
-class PrefillAttention(PackedCausalAttention):
-    """Attention of whole prompts packed after one another; stores the K/V of each in its cache entry."""
-
-    def __init__(self, cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind]) -> None:
-        super().__init__([span.length for span in spans], kinds, cache.keys.device)
-        self.cache, self.spans = cache, spans
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.cache.write(layer, self.spans, k, v)
-        return super().__call__(layer, q, k, v)
 
 
 class PaddedAttention:
@@ -184,15 +177,12 @@ class PaddedAttention:
     def _mask(self, positions: Tensor, kind: AttentionKind, groups: int) -> Tensor:
         """Additive [N, 1, groups * W, length]; the query heads of a key head become its rows, as in `attend`."""
         keys = torch.arange(self.length, device=positions.device)
-        distance = positions[:, :, None] - keys
         # Positions behind the block hold values of earlier requests.
-        hidden = keys > positions[:, -1:, None]
-        if kind.causal:
-            hidden = hidden | (distance < 0)
-        if kind.window is not None:
-            hidden = hidden | (distance >= kind.window) | (distance <= -kind.window)
-        mask = torch.zeros_like(distance, dtype=self.cache.keys.dtype).masked_fill_(hidden, float("-inf"))
-        return mask.repeat(1, groups, 1)[:, None]
+        visible = (keys <= positions[:, -1:, None]).expand(*positions.shape, -1)
+        inside = block_mask(positions, keys, kind)
+        mask = fold_mask(visible if inside is None else visible & inside, groups, self.cache.keys.dtype)
+        assert mask is not None
+        return mask[:, None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.write_rows(layer, self.row_entries, self.row_positions, k, v)
@@ -209,15 +199,6 @@ class PaddedAttention:
 
 
 WORKSPACE = 128 * 2**20  # bytes of workspace that FlashInfer's planner needs
-
-
-def flashinfer_usable(cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind]) -> bool:
-    """FlashInfer's kernels serve this step: installed, on a GPU, in half precision (there are none for fp32).
-
-    Its windows limit the left side only, so a bidirectional block must not be longer than its window.
-    """
-    on_gpu = cache.keys.device.type == "cuda" and cache.keys.dtype in (torch.bfloat16, torch.float16)
-    return on_gpu and _flashinfer_installed() and windows_fit(spans, kinds)
 
 
 def windows_fit(spans: Sequence[Span], kinds: Sequence[AttentionKind]) -> bool:
