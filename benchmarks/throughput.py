@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.turns import in_turns
 from dflash_serve import LLM, SamplingParams
-from dflash_serve.outputs import RequestOutput
+from dflash_serve.backend import RequestOutput
 from dflash_serve.speculation.statistics import total
 from dflash_torch.engine import EmbeddedEngine
 from tests.support.prompts import word_problems

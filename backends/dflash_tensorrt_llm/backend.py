@@ -14,8 +14,7 @@ from dflash_serve.backend import Command
 from dflash_serve.checkpoint.config import DrafterConfig, Heads
 from dflash_serve.checkpoint.reader import DIALECTS
 from dflash_serve.common.settings import describe
-from dflash_serve.cost_table import COST_TABLE
-from dflash_serve.deployment import GIB, Deployment
+from dflash_serve.deployment import COST_TABLE, GIB, Deployment
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.server_adapter import DRAFT, Choice, DraftForm, PreparedFile, ServerAdapter
 

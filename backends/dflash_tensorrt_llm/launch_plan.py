@@ -19,8 +19,7 @@ from dflash_serve.checkpoint.reader import read_drafter
 from dflash_serve.checkpoint.source import drafter_source, local_folder, recorded_survival
 from dflash_serve.checkpoint.target import read_target_layout, target_configuration
 from dflash_serve.checkpoint.tensors import Quantization
-from dflash_serve.cost_table import COST_TABLE, SURVIVAL, given_cost, given_survival
-from dflash_serve.deployment import GIB, Deployment, Gpu, Model
+from dflash_serve.deployment import COST_TABLE, GIB, SURVIVAL, Deployment, Gpu, Model, given_cost, given_survival
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.server_adapter import LaunchPlan, ServerAdapter
 

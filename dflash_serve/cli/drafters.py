@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from dflash_serve.backend import DraftingBackend, backend, installed
+from dflash_serve.catalogue import CataloguedDrafter, catalogue, drafters_of, unknown_target
 from dflash_serve.cli import options
-
-if TYPE_CHECKING:
-    from dflash_serve.backend import DraftingBackend
-    from dflash_serve.catalogue import CataloguedDrafter
-    from dflash_serve.deployment import Deployment
 
 Verdicts = Mapping[str, str | None]  # By backend: why it does not serve a drafter; None = it does
 
@@ -27,30 +24,29 @@ def drafters(
 
     From a file of this release: nothing is fetched. A drafter named `auto` is chosen from it.
     """
-    from dflash_serve.catalogue import catalogue, drafters_of, unknown_target
-
     found = list(catalogue().drafters) if target is None else drafters_of(target)
     if not found and target is not None:
         raise unknown_target(target)
-    backends = _backends()
-    verdicts = [_verdicts(one, backends) for one in found]
+    backends = [served for served in map(backend, installed()) if isinstance(served, DraftingBackend)]
+    rows = [(one, _verdicts(one, backends)) for one in found]
     if as_json:
-        rows = [_as_json(one, each) for one, each in zip(found, verdicts, strict=True)]
         releases = {backend.name: backend.releases for backend in backends}
-        typer.echo(json.dumps({"gathered": catalogue().gathered, "releases": releases, "drafters": rows}, indent=2))
+        listed = [
+            {
+                **one.model_dump(mode="json"),
+                "kind": one.heads.family,
+                "engines": {name: {"serves": why is None, "why_not": why} for name, why in verdicts.items()},
+            }
+            for one, verdicts in rows
+        ]
+        typer.echo(json.dumps({"gathered": catalogue().gathered, "releases": releases, "drafters": listed}, indent=2))
         return
-    for one, each in zip(found, verdicts, strict=True):
-        typer.echo(one.repository if quiet else _text(one, each))
+    for one, verdicts in rows:
+        typer.echo(one.repository if quiet else _text(one, verdicts))
     if not quiet:
         engines = ", ".join(f"{backend.facts.title} {backend.releases}" for backend in backends)
         typer.echo(f"{len(found)} drafters, looked up on {catalogue().gathered}. Engines: {engines}")
         typer.echo("Whether an engine runs the target itself, `dflash-serve serve --dry-run` says.")
-
-
-def _backends() -> list[DraftingBackend]:
-    from dflash_serve.backend import DraftingBackend, backend, installed
-
-    return [found for name in installed() if isinstance(found := backend(name), DraftingBackend)]
 
 
 def _verdicts(drafter: CataloguedDrafter, backends: list[DraftingBackend]) -> Verdicts:
@@ -58,11 +54,6 @@ def _verdicts(drafter: CataloguedDrafter, backends: list[DraftingBackend]) -> Ve
         return {backend.name: drafter.unsupported for backend in backends}
     found = {backend.name: backend.head_problems(drafter.heads) for backend in backends}
     return {name: problems[0].what if problems else None for name, problems in found.items()}
-
-
-def _as_json(drafter: CataloguedDrafter, verdicts: Verdicts) -> dict[str, Any]:
-    served = {name: {"serves": why is None, "why_not": why} for name, why in verdicts.items()}
-    return {**drafter.model_dump(mode="json"), "kind": drafter.heads.family, "engines": served}
 
 
 def _text(drafter: CataloguedDrafter, verdicts: Verdicts) -> str:
@@ -78,18 +69,3 @@ def _text(drafter: CataloguedDrafter, verdicts: Verdicts) -> str:
         *([f"  published acceptance length: {'; '.join(figures)}"] if figures else []),
     ]
     return "\n".join(lines) + "\n"
-
-
-def name_drafter(deployment: Deployment, backend: object, *, quiet: bool = False) -> Deployment:
-    """The deployment with `drafter: auto` replaced by the best drafter that the backend serves, which is said.
-
-    Raises:
-        UserError: there is none.
-    """
-    from dflash_serve.backend import choose_drafter
-    from dflash_serve.common.json_log import remark
-
-    found, told = choose_drafter(deployment, backend)
-    if told is not None and not quiet:
-        typer.echo(remark(told, deployment.serving.log_format), err=True)
-    return found

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
 
-from dflash_serve.backend import Engine, Prompt, embedded_backend
+from dflash_serve.backend import Chunk, Engine, Prompt, embedded_backend
+from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.cli import options
-from dflash_serve.cli.drafters import name_drafter
-from dflash_serve.cli.figures import compare_with_plain, number, survival_text, time_run
+from dflash_serve.cli.generate import compare_with_plain, time_run
+from dflash_serve.cli.options import described_pair, number, survival_text
 from dflash_serve.common.extras import need
+from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import Environment, environment
-from dflash_serve.common.settings import Frozen, overlay
-from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.common.settings import Frozen
+from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
+from dflash_serve.prompts import task_prompts
 from dflash_serve.speculation.params import SamplingParams
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from dflash_serve.outputs import Chunk
+from dflash_serve.speculation.statistics import total
 
 TASKS = "Task: gsm8k, math500, mbpp, mt-bench (from the hub), humaneval, or NAME=FILE.jsonl; once for each."
 Tasks = Annotated[list[str], typer.Option(help=TASKS)]
@@ -79,12 +81,10 @@ def evaluate(
 ) -> None:
     """Measure a drafter task by task: the bundled pair, that of a deployment, or a named one."""
     need("torch", "safetensors", "torch", "transformers")
-    from dflash_serve.prompts import task_prompts
-
     tasks = {name: _messages(texts[:num_prompts]) for name, texts in map(task_prompts, task)}
     if width == "auto" and controls:
         raise UserError("controls need a fixed width", where="--controls", do="give --width a number, or leave it out")
-    described = _described(deployment, context.params)
+    described = _with_width(deployment, context.params)
     engine, chosen = embedded_backend().engine(described), described.speculation.width
     assert described.drafter is not None and chosen != "off"  # noqa: PT018
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
@@ -99,44 +99,36 @@ def evaluate(
         environment=environment(),
         tasks={name: evaluation.task(name, asked, controls is not False, speed) for name, asked in tasks.items()},
     )
-    _put(report, output, as_json)
+    if output is not None:
+        write_whole(output, report.model_dump_json(indent=1) + "\n", do="name another --output")
+    if as_json:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        Console().print(_table(report))
 
 
 def _messages(texts: list[str]) -> list[Prompt]:
     return [[{"role": "user", "content": text}] for text in texts]
 
 
-def _described(path: Path | None, given: Mapping[str, Any]) -> Deployment:
+def _with_width(path: Path | None, given: Mapping[str, Any]) -> Deployment:
     """The pair with its width: the flag's, else the file's, else the whole block.
 
     Raises:
         UserError: anything about them that does not fit, or a width without speculation.
     """
-    from dflash_serve.checkpoint.reader import read_config
-
-    flags = options.deployment_flags(given)
-    if path is None and given["target"] is None:
-        flags |= {"target": {"model": options.BUNDLED}, "drafter": {"model": given["drafter"] or options.BUNDLED}}
-    described = name_drafter(load_deployment(path, flags), embedded_backend(), quiet=given["quiet"])
-    drafter = described.drafter
+    found = described_pair(path, options.deployment_flags(given), embedded_backend(), quiet=given["quiet"])
+    drafter, speculation, limits = found.drafter, found.speculation, found.limits
     if drafter is None:
         raise UserError("there is no drafter", where="evaluate", do="give --drafter")
-    if "width" not in described.speculation.model_fields_set:
-        block = described.speculation.block_size or read_config(drafter.model, drafter.revision)[0].block_size
-        named = {"drafter": {"model": drafter.model, "revision": drafter.revision}}
-        described = load_deployment(path, overlay(flags, {**named, "speculation": {"width": block}}))
-    if described.limits.max_batch_size is None:
-        limits = described.limits.model_copy(update={"max_batch_size": AT_ONCE})
-        described = described.model_copy(update={"limits": limits})
-    if described.speculation.width in ("off", 1):
+    if "width" not in speculation.model_fields_set:
+        block = speculation.block_size or read_config(drafter.model, drafter.revision)[0].block_size
+        speculation = speculation.model_copy(update={"width": block})
+    if speculation.width in ("off", 1):
         raise UserError("without speculation nothing is accepted", where="--width", do="give 2 or more, or auto")
-    return described
-
-
-def speed_up(engine: Engine, prompts: list[Prompt], params: SamplingParams) -> float | None:
-    """Tokens/s with speculation by those without, each a median over the prompts, one at a time."""
-    time_run(engine, prompts[0], params)  # warm-up
-    return compare_with_plain(engine, prompts, params).ratio
+    if limits.max_batch_size is None:
+        limits = limits.model_copy(update={"max_batch_size": AT_ONCE})
+    return found.model_copy(update={"speculation": speculation, "limits": limits})
 
 
 @dataclass(frozen=True)
@@ -156,7 +148,9 @@ class _Evaluation:
         engine = self.engine if self.width == "auto" else self.engine.fixed(self.width)
         sound = self._measure(engine, name, asked)
         if speed:
-            sound = sound.model_copy(update={"speed_up": speed_up(self.engine, asked[:speed], self.params)})
+            time_run(self.engine, asked[0], self.params)  # warm-up
+            ratio = compare_with_plain(self.engine, asked[:speed], self.params).ratio
+            sound = sound.model_copy(update={"speed_up": ratio})
         rows = {AS_IT_IS: sound}
         if self.width != "auto" and controls:
             for control in self.engine.controls:
@@ -165,11 +159,6 @@ class _Evaluation:
         return rows
 
     def _measure(self, engine: Engine, label: str, asked: list[Prompt]) -> TaskFigures:
-        from rich.console import Console
-        from rich.progress import track
-
-        from dflash_serve.speculation.statistics import total
-
         stream = engine.stream(asked, [self.params] * len(asked))
         finished: Iterable[Chunk] = (chunk for chunk in stream if chunk.finish_reason is not None)
         console = Console(stderr=True, quiet=self.quiet)
@@ -187,22 +176,7 @@ class _Evaluation:
         )
 
 
-def _put(report: EvaluationReport, output: Path | None, as_json: bool) -> None:
-    from rich.console import Console
-
-    from dflash_serve.common.files import write_whole
-
-    if output is not None:
-        write_whole(output, report.model_dump_json(indent=1) + "\n", do="name another --output")
-    if as_json:
-        typer.echo(report.model_dump_json(indent=2))
-    else:
-        Console().print(_table(report))
-
-
 def _table(report: EvaluationReport) -> Table:
-    from rich.table import Table
-
     columns = ("task", "features", "prompts", "τ", "survival by slot", "speed-up")
     table = Table(*columns, caption=f"width {report.width}")
     for task, rows in report.tasks.items():

@@ -1,29 +1,29 @@
-"""`dflash-serve generate`: stream one answer, and say what speculation was worth."""
+"""`dflash-serve generate`: streams one answer, and measures it with and without speculation."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
+from rich.console import Console
 
+from dflash_serve.backend import Engine, Prompt, RequestOutput, embedded_backend
 from dflash_serve.cli import options
-from dflash_serve.cli.drafters import name_drafter
+from dflash_serve.cli.options import described_pair, number, survival_text
 from dflash_serve.common.extras import need
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from dflash_serve.backend import Prompt
-    from dflash_serve.cli.figures import SpeedComparison, TimedRun
-    from dflash_serve.llm import LLM
-    from dflash_serve.speculation.params import SamplingParams
-
+from dflash_serve.common.settings import describe
+from dflash_serve.errors import UserError
+from dflash_serve.llm import LLM
+from dflash_serve.speculation.params import SamplingParams
 
 Compare = Annotated[bool, typer.Option("--compare", help="Measure the same prompt without speculation, side by side.")]
+ROUNDS = 3  # Answers with speculation and without, in a comparison
 
 
 def generate(
@@ -47,73 +47,102 @@ def generate(
 ) -> None:
     """Stream an answer, then print acceptance length, survival and speed."""
     need("torch", "safetensors", "torch", "transformers")
-    from rich.console import Console
-
     console = Console(stderr=as_json, highlight=False)
-    params = _params(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
-    llm = _load(console, deployment, context.params, quiet=quiet)
+    try:
+        params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
+    except ValidationError as error:
+        raise UserError(describe(error)) from None
+    flags = options.deployment_flags({**context.params, "max_batch_size": 1})
+    described = described_pair(deployment, flags, embedded_backend(), quiet=quiet)
+    with console.status(f"loading {described.target.model} (the first time it is converted and measured)"):
+        llm = LLM(described)
     asked: Prompt = prompt if raw else [{"role": "user", "content": prompt}]
-    run = _answer(llm, asked, params, console, show=not as_json)
-    comparison = _compare(llm, asked, params, console) if compare else None
+
+    def show(text: str) -> None:
+        console.print(text, end="", markup=False, soft_wrap=True)
+
+    run = time_run(llm.engine, asked, params, None if as_json else show)
+    comparison = None
+    if compare:
+        with console.status("the same prompt with and without speculation, in turns"):
+            comparison = compare_with_plain(llm.engine, [asked] * ROUNDS, params)
     if as_json:
         typer.echo(json.dumps(_report(run, comparison), indent=2))
-    elif not quiet:
-        for line in _summary(llm, run, comparison):
+    else:
+        show("\n\n")
+        for line in () if quiet else _summary(described.speculation.width, run, comparison):
             console.print(line, soft_wrap=True)
     if comparison is not None and not comparison.same_tokens and temperature == 0:
         console.print("[yellow]The two answers differ: in bfloat16 a near-tie may, in float32 it is a fault.")
         raise typer.Exit(1)
 
 
-def _params(**given: Any) -> SamplingParams:
-    from pydantic import ValidationError
+@dataclass(frozen=True)
+class TimedRun:
+    """One answer and how fast it came."""
 
-    from dflash_serve.common.settings import describe
-    from dflash_serve.errors import UserError
-    from dflash_serve.speculation.params import SamplingParams
+    output: RequestOutput
+    seconds: float  # Time from the first chunk to the last: decoding without the prompt
+    tokens: int  # Tokens that came in that time
 
-    try:
-        return SamplingParams(**given)
-    except ValidationError as error:
-        raise UserError(describe(error)) from None
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None where there was nothing to time."""
+        return self.tokens / self.seconds if self.tokens and self.seconds else None
 
-
-def _load(console: Console, path: Path | None, given: Mapping[str, Any], *, quiet: bool) -> LLM:
-    from dflash_serve.backend import embedded_backend
-    from dflash_serve.deployment import load_deployment
-    from dflash_serve.llm import LLM
-
-    flags = options.deployment_flags({**given, "max_batch_size": 1})
-    if path is None and given["target"] in (None, options.BUNDLED):
-        flags |= {"target": {"model": options.BUNDLED}, "drafter": {"model": given["drafter"] or options.BUNDLED}}
-    described = name_drafter(load_deployment(path, flags), embedded_backend(), quiet=quiet)
-    with console.status(f"loading {described.target.model} (the first time it is converted and measured)"):
-        return LLM(described)
+    @property
+    def survival(self) -> list[float | None]:
+        """Survival of every slot that a step has verified."""
+        statistics = self.output.statistics
+        return statistics.survival(max(statistics.widths or (), default=1))
 
 
-def _answer(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console, *, show: bool) -> TimedRun:
-    from dflash_serve.cli.figures import time_run
+@dataclass(frozen=True)
+class SpeedComparison:
+    """Speed with and without speculation: medians over interleaved rounds. An unknown figure is None."""
 
-    def echo(text: str) -> None:
+    tokens_per_second: float | None
+    plain_tokens_per_second: float | None
+    ratio: float | None
+    rounds: int
+    same_tokens: bool
+
+
+def time_run(
+    engine: Engine, prompt: Prompt, params: SamplingParams, show: Callable[[str], None] | None = None
+) -> TimedRun:
+    """Runs one prompt, handing each piece of text to `show` as it comes."""
+    first = end = 0.0
+    tokens = -1
+    stream = engine.stream([prompt], [params])
+    for chunk in stream:
+        end = perf_counter()
+        if tokens < 0:
+            first, tokens = end, 0
+        else:
+            tokens += len(chunk.token_ids)
         if show:
-            console.print(text, end="", markup=False, soft_wrap=True)
-
-    run = time_run(llm.engine, prompt, params, echo)
-    echo("\n\n")
-    return run
+            show(chunk.text)
+    return TimedRun(stream.outputs()[0], end - first, max(tokens, 0))
 
 
-def _compare(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console) -> SpeedComparison:
-    from dflash_serve.cli.figures import ROUNDS, compare_with_plain
+def compare_with_plain(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> SpeedComparison:
+    """Each prompt with and without speculation, in turns, so that a busy machine slows both alike.
 
-    with console.status("the same prompt with and without speculation, in turns"):
-        return compare_with_plain(llm.engine, [prompt] * ROUNDS, params)
+    The engine should have run before: its first run pays for more than itself. `params` should fix the seed where it
+    samples: the same seed gives the same tokens with any width.
+    """
+    plain = engine.plain()
+    pairs = [(time_run(engine, prompt, params), time_run(plain, prompt, params)) for prompt in prompts]
 
+    def median_speed(runs: Sequence[TimedRun]) -> float | None:
+        speeds = [run.tokens_per_second for run in runs if run.tokens_per_second is not None]
+        return median(speeds) if speeds else None
 
-def _survival(run: TimedRun) -> list[float | None]:
-    """Survival of every slot that a step has verified."""
-    statistics = run.output.statistics
-    return statistics.survival(max(statistics.widths or (), default=1))
+    speed, plain_speed = (median_speed(runs) for runs in zip(*pairs, strict=True))
+    ratio = speed / plain_speed if speed and plain_speed else None
+    same = all(run.output.token_ids == plain_run.output.token_ids for run, plain_run in pairs)
+    return SpeedComparison(speed, plain_speed, ratio, len(pairs), same)
 
 
 def _report(run: TimedRun, comparison: SpeedComparison | None) -> dict[str, Any]:
@@ -125,22 +154,20 @@ def _report(run: TimedRun, comparison: SpeedComparison | None) -> dict[str, Any]
         "tokens_per_second": run.tokens_per_second,
         "acceptance_length": output.statistics.acceptance_length,
         "tokens_per_step": output.statistics.tokens_per_step,
-        "survival": _survival(run),
+        "survival": run.survival,
         "widths": dict(sorted((output.statistics.widths or {}).items())),
     }
     return report if comparison is None else report | {"comparison": asdict(comparison)}
 
 
-def _summary(llm: LLM, run: TimedRun, comparison: SpeedComparison | None) -> Iterator[str]:
-    from dflash_serve.cli.figures import number, survival_text
-
+def _summary(setting: int | str, run: TimedRun, comparison: SpeedComparison | None) -> Iterator[str]:
     statistics = run.output.statistics
     yield f"{len(run.output.token_ids)} tokens, {number(run.tokens_per_second, 1)} tokens/s"
     if statistics.acceptance_length is not None:
-        survival = survival_text(_survival(run))
         widths = ", ".join(f"{width}: {steps}" for width, steps in sorted((statistics.widths or {}).items()))
+        survival = survival_text(run.survival)
         yield f"acceptance length τ = {statistics.acceptance_length:.2f}; survival by slot {survival}"
-        yield f"width ({llm.deployment.speculation.width}) x steps: {widths}"
+        yield f"width ({setting}) x steps: {widths}"
     if comparison is not None:
         same = "identical tokens" if comparison.same_tokens else "DIFFERENT tokens"
         yield (

@@ -138,21 +138,29 @@ def page_status(url: str, *, timeout: float = 30.0) -> int | None:
         return None
 
 
-def read_api_key(file: Path | None) -> str | None:
-    """The API key on the first line of a file, else the environment's; None if neither is given.
+def read_keys(file: str | Path) -> list[str]:
+    """API keys, one a line; empty lines and lines that begin with # are skipped.
 
     Raises:
-        UserError: the file cannot be read, or is empty.
+        UserError: the file cannot be read, or has none.
     """
-    if file is None:
-        return os.environ.get(API_KEY_ENV) or None
     try:
-        key = file.read_text(encoding="utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError):
-        raise UserError("cannot be read", where=str(file), do="give a text file with the key") from None
-    if not key:
-        raise UserError("it is empty", where=str(file), do="put the key on its first line")
-    return key
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read ({error})", where=str(file), do="give a file with one key a line") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise UserError("has no key", where=str(file), do="write one key a line, or leave the file out")
+    return keys
+
+
+def read_api_key(file: Path | None) -> str | None:
+    """The first API key of a file, else the environment's; None if neither is given.
+
+    Raises:
+        UserError: as `read_keys`.
+    """
+    return os.environ.get(API_KEY_ENV) or None if file is None else read_keys(file)[0]
 
 
 def _unreachable(error: Exception, where: str) -> UserError:

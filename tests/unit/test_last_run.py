@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.checkpoint.source import record_survival
-from dflash_serve.cost_table import SURVIVAL
+from dflash_serve.deployment import SURVIVAL
 from dflash_serve.last_run import EVERY, LEAST, KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel, LearntCosts
 from dflash_serve.speculation.policy import Step

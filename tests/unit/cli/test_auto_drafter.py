@@ -83,7 +83,7 @@ def test_doctor_examines_it_at_its_commit(pair: tuple[Path, Path], monkeypatch: 
         fetched.append((name, revision))
         return pair[1]
 
-    monkeypatch.setattr("dflash_serve.checkpoint.source.drafter_folder", fetch)
+    monkeypatch.setattr(doctor, "drafter_folder", fetch)
     assert doctor._examined_pair(None, {**given, "target": "a/target"}, ()).drafter == str(pair[1])
     assert fetched == [("a/other", "0" * 40)]
 
@@ -95,8 +95,8 @@ def test_evaluate_reads_the_block_of_the_commit(monkeypatch: pytest.MonkeyPatch)
         asked.append((name, revision))
         raise UserError("seen")
 
-    monkeypatch.setattr("dflash_serve.checkpoint.reader.read_config", read)
+    monkeypatch.setattr(evaluate, "read_config", read)
     given = {"target": "a/target", "drafter": AUTO, "quiet": True, "width": None}
     with pytest.raises(UserError, match="seen"):
-        evaluate._described(None, given)
+        evaluate._with_width(None, given)
     assert asked == [("a/other", "0" * 40)]

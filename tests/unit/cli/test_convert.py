@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from dflash_serve.checkpoint.reader import DIALECTS, read_config
-from dflash_serve.cli.convert import To, convert
+from dflash_serve.cli.checkpoints import To, convert
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter
 from tests.support.tiny import FULL, SLIDING, tiny_drafter_config, write_tiny_drafter

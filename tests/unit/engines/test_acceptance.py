@@ -16,10 +16,10 @@ from dflash_engines import acceptance, calibration
 from dflash_engines.acceptance import measure, measure_drafter, ratio_of, standard_error
 from dflash_engines.pipeline import Work
 from dflash_engines.recipe import Acceptance
+from dflash_serve.backend import RequestOutput
 from dflash_serve.checkpoint.reader import load_weights, read_config
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from tests.support.tiny import tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
