@@ -33,18 +33,6 @@ def _published(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("dflash_serve.catalogue.catalogue", lambda: made)
 
 
-def test_generate_answers_with_it_and_says_which(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ("generate", "the fox", "--raw", "--target", pair[0], "--drafter", AUTO, "--max-tokens", 4)
-    assert call(monkeypatch, *asked, "--width", 3) == 0
-    said = capsys.readouterr()
-    assert f"dflash-serve: drafter: {pair[1]} (DFlash, B 4), the best known of {pair[0]}" in said.err
-    assert "acceptance length" in said.out
-    assert call(monkeypatch, *asked, "--quiet") == 0
-    assert "best known" not in capsys.readouterr().err
-
-
 def test_evaluate_measures_it_by_its_name(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
