@@ -60,7 +60,6 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        """The target's tokenizer (transformers)."""
         return self.engine.tokenizer
 
     def generate(

@@ -139,7 +139,6 @@ class MemoryEstimate:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the pool holds."""
         return max(0, self.pool // self.token)
 
     def fraction(self, share: float) -> float:
@@ -161,7 +160,6 @@ class LaunchPlan(Launch):
 
     @property
     def engine_args(self) -> EngineArgs:
-        """The user's own arguments for the engine."""
         return self.deployment.engine_args.get(self.adapter.name, {})
 
     @property
@@ -178,12 +176,10 @@ class LaunchPlan(Launch):
 
     @property
     def gpu(self) -> Gpu | None:
-        """None where the deployment does not name one."""
         return GPUS.get(self.deployment.hardware.gpu or "none")
 
     @property
     def on_cpu(self) -> bool:
-        """Served without a GPU."""
         return self.deployment.hardware.gpu == "none"
 
     @property
@@ -209,7 +205,6 @@ class LaunchPlan(Launch):
 
     @cached_property
     def problems(self) -> list[Problem]:
-        """Problems of the plan, in the order in which a user would fix them."""
         return self.adapter.problems(self)
 
     def prepare(self, folder: Path) -> None:
@@ -319,10 +314,6 @@ class ServerAdapter(ABC, Generic[Plan]):
         """Reasons why the engine does not serve a drafter with such heads."""
 
     @abstractmethod
-    def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
-        """Arguments of the server that keys of the deployment stand for, with those keys."""
-
-    @abstractmethod
     def draft_form(self, drafter: DrafterConfig, target: str) -> DraftForm:
         """The form in which the engine reads this drafter."""
 
@@ -346,7 +337,6 @@ class ServerAdapter(ABC, Generic[Plan]):
             yield PreparedFile(f"{DRAFT}/{PROVENANCE}", told)
 
     def shared_files(self, plan: Plan) -> Iterator[PreparedFile]:
-        """API keys and log configuration."""
         if plan.deployment.serving.api_key_file is not None:
             told = "the API key, readable by its owner alone"
             told = told if self.one_key else "the API keys, readable by their owner alone"
@@ -372,7 +362,6 @@ class ServerAdapter(ABC, Generic[Plan]):
         record_survival(folder, recorded_survival(plan.checkpoint.folder))
 
     def write(self, plan: Plan, folder: Path) -> None:
-        """Writes all files of a plan without problems."""
         files = [*self.own_files(plan, folder), *self.shared_files(plan)]
         if plan.drafter is not None:
             self.write_draft(plan, folder / DRAFT)
@@ -385,7 +374,6 @@ class ServerAdapter(ABC, Generic[Plan]):
             write_whole(folder / SECRETS, yaml.safe_dump(secret), private=True)
 
     def shared_environment(self, plan: Plan, folder: Path) -> dict[str, str]:
-        """Variable of the log configuration, where there is one."""
         return {self.logging_variable: str(folder / LOGGING)} if plan.deployment.serving.log_format == "json" else {}
 
 

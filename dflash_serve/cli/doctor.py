@@ -59,7 +59,6 @@ class ExaminedPair:
 
     @property
     def drafter_block_size(self) -> int:
-        """B as the drafter was trained."""
         return read_config(self.drafter)[0].block_size
 
 

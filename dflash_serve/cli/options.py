@@ -74,7 +74,6 @@ class TakesEngineArguments(TyperCommand):
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The usage line names them."""
         return [*super().collect_usage_pieces(ctx), "[-- ENGINE ARGUMENTS]"]
 
 

@@ -116,5 +116,4 @@ class LiveFigures:
         return sum(width * share for width, share in self.widths.items()) if self.widths else None
 
     def as_json(self) -> dict[str, Any]:
-        """The figures for scripts."""
         return {**asdict(self), "mean_width": self.mean_width}

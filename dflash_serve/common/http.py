@@ -17,18 +17,13 @@ if TYPE_CHECKING:
     import httpx
 
 API_KEY_ENV = "DFLASH_SERVE_API_KEY"
-BUSY, PATIENCE = (429, 503), 8
-"""Status codes of a busy server, and the number of retries (after 1/4, 1/2, 1, ... at most 4 seconds)."""
-RECONNECTS = 2
-"""Number of retries over a new connection."""
+BUSY = (429, 503)  # Status codes of a busy server
+PATIENCE = 8  # Number of retries (after 1/4, 1/2, 1, ... at most 4 seconds)
+RECONNECTS = 2  # Number of retries over a new connection
 
 
 class RefusedError(UserError):
-    """The server answered and refused the request.
-
-    Args:
-        status: of the HTTP response.
-    """
+    """The server answered and refused the request; `status` is that of its response."""
 
     def __init__(self, what: str, *, where: str, do: str = "", status: int) -> None:
         super().__init__(what, where=where, do=do)
@@ -63,7 +58,6 @@ class Connection:
 
     @property
     def base(self) -> str:
-        """The URL without /v1."""
         return self.url.rstrip("/").removesuffix("/v1")
 
     def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:

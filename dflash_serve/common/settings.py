@@ -21,10 +21,8 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from dflash_serve.errors import UserError, did_you_mean
 
 ENV_PREFIX = "DFLASH_SERVE_"
-NESTED = "__"
-"""Separator of a section and its key in the name of an environment variable."""
-VARIABLE = re.compile(r"\$\{(\w+)(:-([^}]*))?\}")
-"""${NAME} or ${NAME:-default} in a recipe."""
+NESTED = "__"  # Separator of a section and its key in the name of an environment variable
+VARIABLE = re.compile(r"\$\{(\w+)(:-([^}]*))?\}")  # ${NAME} or ${NAME:-default} in a recipe
 PositiveInt = Annotated[int, Field(gt=0)]
 Settings = TypeVar("Settings", bound=BaseModel)
 

@@ -110,7 +110,7 @@ def another_architecture(folder: Path) -> None:
     edit_json(folder / "config.json", {"architectures": ["DFlash2DraftModel"]})
 
 
-FAULTS = {
+FAULTS: dict[Callable[[Path], None], tuple[str, ...]] = {
     nan_and_renamed: ("tensor fc.weight [32, 96] is missing", "tensor extra [32, 96]", "norm.weight has 1 values that"),
     zeros: ("nothing but zeros",),
     another_architecture: ("DFlash2",),

@@ -107,7 +107,10 @@ def test_answers_come_in_the_order_of_what_was_asked() -> None:
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        *(((200, body), "OpenAI-compatible") for body in (b"<html>", {"choices": []}, {"hello": 1}, [1])),
+        ((200, b"<html>"), "OpenAI-compatible"),
+        ((200, {"choices": []}), "OpenAI-compatible"),
+        ((200, {"hello": 1}), "OpenAI-compatible"),
+        ((200, [1]), "OpenAI-compatible"),
         ((400, {"error": {"message": "temperature:\n no"}}), "400: temperature: no"),
     ],
 )

@@ -241,7 +241,7 @@ LATER = (
 )
 RESTARTED = OURS.replace('num_drafts_total{model_name="tiny"} 50', 'num_drafts_total{model_name="tiny"} 1')
 FIRST = "".join(f"{line.rsplit(' ')[0]} 0.0\n" for line in VLLM.splitlines() if "num_drafts_total{" in line)
-NOTHING_KNOWN = ("dflash-serve", None, None, None, None, [])
+NOTHING_KNOWN: tuple[Any, ...] = ("dflash-serve", None, None, None, None, [])
 SPANS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "what happened in between": (OURS, LATER, ("dflash-serve", 10, 30, 12, 2.2, [0.8, 0.4, 0.0])),
     "since the beginning": ("", VLLM, ("vLLM", 100, 300, 150, 2.5, [0.8, 0.5, 0.2])),
