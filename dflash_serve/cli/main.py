@@ -13,13 +13,11 @@ import typer
 
 from dflash_serve import __version__
 from dflash_serve.cli import options
+from dflash_serve.cli.answers import evaluate, generate
 from dflash_serve.cli.bench import bench
-from dflash_serve.cli.checkpoints import convert, inspect, train
 from dflash_serve.cli.deploy import deploy
 from dflash_serve.cli.doctor import doctor
-from dflash_serve.cli.drafters import drafters
-from dflash_serve.cli.evaluate import evaluate
-from dflash_serve.cli.generate import generate
+from dflash_serve.cli.drafters import convert, drafters, inspect, train
 from dflash_serve.cli.plan import plan
 from dflash_serve.cli.serve import serve
 from dflash_serve.cli.top import top

@@ -94,8 +94,7 @@ def verify(
             pair = engine_in_process(described)
         else:
             pair = server_started_twice(server_backend(backend_name), described, concurrency=concurrency)
-    plan = _plan(context.params, asked, pair)
-    raise typer.Exit(_run(plan, asked, pair, output, resume=resume, as_json=as_json, quiet=quiet))
+    raise typer.Exit(_run(_plan(context.params, asked, pair), asked, pair, context.params))
 
 
 def _servers(given: Mapping[str, Any]) -> SubjectPair:
@@ -140,21 +139,13 @@ def _plan(given: Mapping[str, Any], asked: Sequence[Prompt], pair: SubjectPair) 
     )
 
 
-def _run(
-    plan: VerifyPlan,
-    prompts: Sequence[Prompt],
-    pair: SubjectPair,
-    output: Path,
-    *,
-    resume: bool,
-    as_json: bool,
-    quiet: bool,
-) -> int:
+def _run(plan: VerifyPlan, prompts: Sequence[Prompt], pair: SubjectPair, given: Mapping[str, Any]) -> int:
     from dflash_serve.verify.report import EXIT_CODES, report_of, show, write_report
     from dflash_serve.verify.verification import Verification
 
+    output, as_json, quiet = given["output"], given["as_json"], given["quiet"]
     belongs_to = {"plan": plan.model_dump(mode="json"), "subjects": pair.descriptions}
-    with resumable(output, belongs_to, "finished answers", resume=resume) as store:
+    with resumable(output, belongs_to, "finished answers", resume=given["resume"]) as store:
         with _progress(quiet=quiet) as progress:
             findings = Verification(plan, prompts, pair, store, progress).run()
         report = report_of(plan, pair.descriptions, findings)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.catalogue import AUTO, Catalogue
-from dflash_serve.cli import doctor, evaluate
+from dflash_serve.cli import answers, doctor
 from dflash_serve.errors import UserError
 from tests.support.command_line import call
 from tests.support.tiny_target import write_tiny_pair
@@ -83,8 +83,8 @@ def test_evaluate_reads_the_block_of_the_commit(monkeypatch: pytest.MonkeyPatch)
         asked.append((name, revision))
         raise UserError("seen")
 
-    monkeypatch.setattr(evaluate, "read_config", read)
+    monkeypatch.setattr(answers, "read_config", read)
     given = {"target": "a/target", "drafter": AUTO, "quiet": True, "width": None}
     with pytest.raises(UserError, match="seen"):
-        evaluate._with_width(None, given)
+        answers._with_width(None, given)
     assert asked == [("a/other", "0" * 40)]
