@@ -1,7 +1,7 @@
-"""Protocols of backends, facts about engines, and the registry of installed backends (entry points).
+"""Engines and their answers, protocols of backends, facts about engines, and the registry of installed backends.
 
-Every backend has a name, checks and facts. One whose engine runs as its own server is a `ServerBackend`; one whose
-engine runs in this process is an `InProcessBackend`; the embedded backend is both.
+Every backend is found by its entry point, and has a name, checks and facts. One whose engine runs as its own server is
+a `ServerBackend`; one whose engine runs in this process is an `InProcessBackend`; the embedded backend is both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from dflash_serve.catalogue import AUTO, best_drafter, drafters_of, unknown_target
 from dflash_serve.checkpoint.config import Heads
@@ -19,7 +19,6 @@ from dflash_serve.common.extras import absent
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.deployment import Deployment, Model
 from dflash_serve.errors import Problem, UserError, did_you_mean
-from dflash_serve.outputs import Chunk, RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
@@ -28,6 +27,42 @@ EMBEDDED = "torch"  # The backend that runs in this process
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Plain text, token ids, or chat messages for the target's own template."""
+
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log probabilities of a token from the target's raw logits, before bias, penalties, temperature and grammar."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most probable tokens at its position with their log probabilities, as many as the request wants."""
+
+
+@dataclass
+class Chunk:
+    """Text and tokens that one step brought one request."""
+
+    index: int  # Number of its prompt
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None  # None before the last chunk
+    logprobs: list[TokenLogprob] | None = None  # One for each of `token_ids`; None unless requested
+
+
+@dataclass
+class RequestOutput:
+    """A finished request."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    statistics: AcceptanceStatistics = field(repr=False)  # Acceptance in its decoding steps
+    logprobs: list[TokenLogprob] | None = None  # One for each of `token_ids`; None unless requested
 
 
 class Stream(Protocol):
@@ -320,31 +355,24 @@ def embedded_backend() -> InProcessBackend:
     return cast(InProcessBackend, backend(EMBEDDED))
 
 
-def choose_drafter(deployment: Deployment, chosen: object) -> tuple[Deployment, str | None]:
-    """`with_drafter` for a backend; one without `head_problems` gets plain DFlash only.
-
-    Raises:
-        UserError: as `with_drafter`.
-    """
-    if isinstance(chosen, DraftingBackend):
-        return with_drafter(deployment, lambda heads: not chosen.head_problems(heads), chosen.untried)
-    return with_drafter(deployment, lambda heads: not heads.words)
-
-
-def with_drafter(
-    deployment: Deployment, serves: Callable[[Heads], bool], untried: Collection[str] = ()
-) -> tuple[Deployment, str | None]:
+def choose_drafter(deployment: Deployment, chosen: Backend) -> tuple[Deployment, str | None]:
     """The deployment with `drafter: auto` replaced by a published drafter, and a line about the choice.
+
+    A backend that says nothing about heads gets plain DFlash only.
 
     Raises:
         UserError: no published drafter of the target is known, or none that the backend serves.
     """
     if deployment.drafter is None or deployment.drafter.model != AUTO:
         return deployment, None
+
+    def serves(heads: Heads) -> bool:
+        return not (chosen.head_problems(heads) if isinstance(chosen, DraftingBackend) else heads.words)
+
     target = deployment.target.model
     if not drafters_of(target):
         raise unknown_target(target)
-    found = best_drafter(target, serves, untried)
+    found = best_drafter(target, serves, chosen.untried if isinstance(chosen, DraftingBackend) else ())
     if found is None:
         do = f"`dflash-serve drafters {target}` says why; use another --backend, or name one"
         raise UserError(f"no drafter of {target} is served by this backend", where="drafter.model", do=do)

@@ -1,19 +1,26 @@
-"""Deployment: the frozen description of a server, with all defaults."""
+"""Deployment: the frozen description of a server, with all defaults; and what variables beside it give."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import BeforeValidator, Field, JsonValue, ValidationError
 
 from dflash_serve.common.settings import ENV_PREFIX, Frozen, PositiveInt, merged_settings
+from dflash_serve.errors import UserError, first_line
 
-__all__ = ["ENV_PREFIX"]
-OTHER_VARIABLES = ("API_KEY", "COST_TABLE", "SURVIVAL")
-"""Variables of ours that are not keys of a deployment."""
+if TYPE_CHECKING:
+    from dflash_serve.speculation.costs import CostModel
+
+COST_TABLE = f"{ENV_PREFIX}COST_TABLE"  # Environment variable: a JSON file of measured step costs
+SURVIVAL = f"{ENV_PREFIX}SURVIVAL"
+"""Environment variable: survival of slots 1, 2, ..., separated by commas (`doctor`, `verify` and `bench` measure it).
+With a cost table, it gives the widths before launch: a table by batch size."""
+OTHER_VARIABLES = ("API_KEY", "COST_TABLE", "SURVIVAL")  # Variables of ours that are not keys of a deployment
 GIB = 1 << 30
 PER_NODE = 8
 """Largest number of GPUs in one node; an NVL72 rack counts as several nodes."""
@@ -204,3 +211,40 @@ def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = 
         UserError: a file that cannot be read, an unknown key or an impossible value: the first one, and where it is.
     """
     return merged_settings(Deployment, path, flags or {}, start="target: {model: ...}", others=OTHER_VARIABLES)
+
+
+def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
+    """The user's cost table; None = not given.
+
+    Raises:
+        UserError: the file cannot be read or is not a cost table.
+    """
+    path = environment.get(COST_TABLE)
+    if path is None:
+        return None
+    from dflash_serve.speculation.costs import CostModel  # numpy, which not every install has
+
+    try:
+        return CostModel.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValidationError) as error:
+        do = "give seconds by rows (target) and by requests (draft), or leave it out"
+        raise UserError(f"no cost table ({first_line(error)})", where=path, do=do) from None
+
+
+def given_survival(environment: Mapping[str, str] = os.environ) -> tuple[float, ...] | None:
+    """The user's survival; None = not given.
+
+    Raises:
+        UserError: the text is not a survival.
+    """
+    text = environment.get(SURVIVAL)
+    if text is None:
+        return None
+    try:
+        found = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(1 >= early >= late >= 0 for early, late in zip((1.0, *found), found, strict=False)):
+        do = "give each slot's share of accepted drafts, never rising, such as 0.63,0.35,0.2"
+        raise UserError(f"{text!r} is no survival", where=SURVIVAL, do=do)
+    return found

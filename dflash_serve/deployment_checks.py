@@ -10,6 +10,7 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.files import verify
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import TargetLayout, TargetShape
+from dflash_serve.common.http import read_keys
 from dflash_serve.deployment import GIB, GPUS, Deployment
 from dflash_serve.errors import Problem, UserError
 
@@ -103,22 +104,6 @@ def key_problems(file: str, most: int | None = None) -> Iterator[Problem]:
         return
     if most is not None and len(keys) > most:
         yield Problem(f"{file} has {len(keys)} keys, this engine takes {most}", where, "leave one in it")
-
-
-def read_keys(file: str) -> list[str]:
-    """API keys, one a line; empty lines and lines that begin with # are skipped.
-
-    Raises:
-        UserError: the file cannot be read, or has none.
-    """
-    try:
-        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read ({error})", where=file, do="give a file with one key a line") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise UserError("has no key", where=file, do="write one key a line, or leave the file out")
-    return keys
 
 
 def tracing_problems(deployment: Deployment) -> Iterator[Problem]:

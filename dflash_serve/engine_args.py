@@ -30,7 +30,6 @@ class EngineParser(argparse.ArgumentParser):
         super().__init__(add_help=False)
 
     def error(self, message: str) -> Any:
-        """Raises what argparse would print."""
         raise ValueError(message)
 
     def complaint(self, words: Sequence[str]) -> str | None:
@@ -99,12 +98,13 @@ class ArgumentTable:
 
     def words(self, given: EngineArgs) -> list[str]:
         """Words of a command line, each under the engine's own spelling."""
-        parser = self.parser() if given else None
+        if not given:
+            return []
+        parser = self.parser()
         return [word for name, value in given.items() for word in _words(parser, name, value)]
 
     @property
     def where(self) -> str:
-        """The key that they stand under."""
         return f"engine_args.{self.backend}"
 
     def _problems_of(self, name: str, parser: EngineParser) -> Iterator[Problem]:
@@ -161,12 +161,11 @@ def parser_problems(
     return found
 
 
-def _words(parser: EngineParser | None, name: str, value: JsonValue) -> list[str]:
-    action, known = (parser.action(name), parser.flag(name)) if parser else (None, None)
-    flag = known or f"--{name}"
+def _words(parser: EngineParser, name: str, value: JsonValue) -> list[str]:
+    action, flag = parser.action(name), parser.flag(name) or f"--{name}"
     if value is True and (action is None or action.nargs in (0, "?")):
         return [flag]
-    if value is False and parser is not None and action is not None and action.nargs == 0:
+    if value is False and action is not None and action.nargs == 0:
         opposite = parser.opposite(flag)
         return [opposite] if opposite else []  # off is what it is unless given
     if isinstance(value, list):
@@ -198,11 +197,7 @@ def from_words(words: Sequence[str]) -> dict[str, JsonValue]:
             raise UserError("not a flag", where=word, do="after `--` come the engine's own flags, in their long form")
         else:
             found[name].append(word)
-    return {name: _value(values) for name, values in found.items()}
-
-
-def _value(values: Sequence[str]) -> JsonValue:
-    return True if not values else values[0] if len(values) == 1 else list(values)
+    return {name: values[0] if len(values) == 1 else list(values) or True for name, values in found.items()}
 
 
 def pinned_parser(path: Path) -> EngineParser:

@@ -34,7 +34,6 @@ class Problem:
         return str(self.error())
 
     def error(self) -> UserError:
-        """The problem as an error to raise."""
         return UserError(self.what, where=self.where, do=self.do)
 
 

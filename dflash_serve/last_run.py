@@ -12,7 +12,7 @@ from typing import Final
 
 from dflash_serve.checkpoint.source import recorded_survival
 from dflash_serve.common.files import cache_home, read_record, write_whole
-from dflash_serve.cost_table import given_survival
+from dflash_serve.deployment import given_survival
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts
 from dflash_serve.speculation.policy import Step

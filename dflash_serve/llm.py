@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dflash_serve.backend import Engine, Prompt, Stream, choose_drafter, embedded_backend
+from dflash_serve.backend import Engine, Prompt, RequestOutput, Stream, choose_drafter, embedded_backend
 from dflash_serve.deployment import Deployment, load_deployment
-from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -61,7 +60,6 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        """The target's tokenizer (transformers)."""
         return self.engine.tokenizer
 
     def generate(

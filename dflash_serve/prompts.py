@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -78,14 +78,13 @@ def jsonl_prompts(path: Path, *, where: str | None = None, do: str = "check the 
     Raises:
         UserError: no such file, no prompt in it, a line that is not JSON, or one without a prompt.
     """
-    return [_text(entry, place) for place, entry in _read_lines(path, where=where or str(path), do=do)]
-
-
-def _text(entry: object, place: str) -> str:
-    prompt = entry.get("prompt") if isinstance(entry, dict) else None
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise UserError('not {"prompt": text}', where=place, do="give one JSON object a line")
-    return prompt
+    prompts = []
+    for place, entry in _read_lines(path, where=where or str(path), do=do):
+        prompt = entry.get("prompt") if isinstance(entry, dict) else None
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise UserError('not {"prompt": text}', where=place, do="give one JSON object a line")
+        prompts.append(prompt)
+    return prompts
 
 
 def read_prompt_set(path: Path | None = None, *, raw: bool = False) -> list[Prompt]:
@@ -149,7 +148,7 @@ def hub_prompts(
     Raises:
         UserError: `datasets` is not installed, it cannot load the dataset, or that column has no prompts.
     """
-    rows = _rows(_loader(where), repository, subset, split, where)
+    rows = _rows(repository, subset, split, where)
     name = column or next((known for known in COLUMNS if rows and known in rows[0]), "")
     prompts = [turn for row in rows if (turn := _user_turn(row.get(name)))]
     if not prompts:
@@ -160,31 +159,21 @@ def hub_prompts(
 
 def _user_turn(value: Any) -> str:
     # A text, the first of several texts, or the user's first message in a conversation.
-    if isinstance(value, str):
-        return value.strip()
-    turns: Iterable[Any] = value if isinstance(value, list) else ()
-    for turn in turns:
+    for turn in value if isinstance(value, list) else [value]:
         if isinstance(turn, str):
             return turn.strip()
-        if isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in ("user", "human"):
+        if isinstance(turn, dict) and turn.get("role", turn.get("from")) in ("user", "human"):
             return str(turn.get("content", turn.get("value", ""))).strip()
     return ""
 
 
-def _loader(where: str) -> Callable[..., Any]:
+def _rows(repository: str, subset: str | None, split: str, where: str) -> list[dict[str, Any]]:
     try:
         from datasets import load_dataset  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
         raise UserError("needs the datasets package", where=where, do="pip install 'dflash-serve[train]'") from None
-    loader: Callable[..., Any] = load_dataset
-    return loader
-
-
-def _rows(
-    load: Callable[..., Any], repository: str, subset: str | None, split: str, where: str
-) -> list[dict[str, Any]]:
     try:
-        return [dict(row) for row in load(repository, subset, split=split)]
+        return [dict(row) for row in load_dataset(repository, subset, split=split)]
     except Exception as error:  # the package raises what its many formats raise
         raise UserError(f"cannot be loaded ({first_line(error)})", where=where) from None
 

@@ -25,10 +25,11 @@ from dflash_serve.checkpoint.source import PROVENANCE, drafter_source, record_su
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import write_whole
+from dflash_serve.common.http import read_keys
 from dflash_serve.common.json_log import logging_config
 from dflash_serve.common.processes import PATIENCE_SECONDS, free_port, require_program, running
 from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu
-from dflash_serve.deployment_checks import changed_files, read_keys, uses_drafter
+from dflash_serve.deployment_checks import changed_files, uses_drafter
 from dflash_serve.engine_args import EngineArgs
 from dflash_serve.errors import Problem, raise_problems
 
@@ -66,31 +67,6 @@ class Preview:
     notes: Sequence[str] = ()  # Limits of this backend that no key of the deployment mentions
 
 
-class Launch(Protocol):
-    """A deployment that was read, ready to be prepared and started."""
-
-    @property
-    def problems(self) -> list[Problem]:
-        """All problems that are found without starting anything."""
-        ...
-
-    def prepare(self, folder: Path) -> None:
-        """Writes into `folder` the files that the engine reads.
-
-        Raises:
-            UserError: the deployment has problems, or a checkpoint cannot be read.
-        """
-        ...
-
-    def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        """The engine's command line, for a folder that `prepare` has written."""
-        ...
-
-    def preview(self, folder: Path) -> Preview:
-        """Files that `prepare` would write, choices and notes; nothing is written."""
-        ...
-
-
 @runtime_checkable
 class PreviewingBackend(ServerBackend, Protocol):
     """A backend that tells beforehand what it writes and chooses; another one shows its command and problems only."""
@@ -104,34 +80,38 @@ class PreviewingBackend(ServerBackend, Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class UnresolvedLaunch:
-    """A `Launch` of a backend without plans, which reads the deployment at every step."""
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A deployment on its way to a server. This one lets the backend read the models anew at every step."""
 
-    backend: ServerBackend
+    adapter: ServerBackend = field(repr=False, compare=False)
     deployment: Deployment
 
     @cached_property
     def problems(self) -> list[Problem]:
-        """Problems of the deployment."""
-        return self.backend.check(self.deployment)
+        """All problems that are found without starting anything."""
+        return self.adapter.check(self.deployment)
 
     def prepare(self, folder: Path) -> None:
-        """Writes the files that the engine reads."""
-        self.backend.prepare(self.deployment, folder)
+        """Writes into `folder` the files that the engine reads.
+
+        Raises:
+            UserError: the deployment has problems, or a checkpoint cannot be read.
+        """
+        self.adapter.prepare(self.deployment, folder)
 
     def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        """The engine's command line."""
-        return self.backend.command(self.deployment, folder, host=host, port=port)
+        """The engine's command line, for a folder that `prepare` has written."""
+        return self.adapter.command(self.deployment, folder, host=host, port=port)
 
     def preview(self, folder: Path) -> Preview:
-        """Files, choices and notes; nothing is written."""
-        found = self.backend
+        """Files that `prepare` would write, choices and notes; nothing is written."""
+        found = self.adapter
         return found.preview(self.deployment, folder) if isinstance(found, PreviewingBackend) else Preview()
 
 
 def resolve(backend: ServerBackend, deployment: Deployment) -> Launch:
-    """The launch of a deployment; target and drafter are read here, and not again.
+    """The launch of a deployment; a `ServerAdapter` reads target and drafter here, and not again.
 
     Raises:
         UserError: target or drafter cannot be found or read at all.
@@ -139,7 +119,7 @@ def resolve(backend: ServerBackend, deployment: Deployment) -> Launch:
     if isinstance(backend, ServerAdapter):
         plan: Launch = backend.resolve(deployment)
         return plan
-    return UnresolvedLaunch(backend, deployment)
+    return Launch(adapter=backend, deployment=deployment)
 
 
 @dataclass(frozen=True)
@@ -159,7 +139,6 @@ class MemoryEstimate:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the pool holds."""
         return max(0, self.pool // self.token)
 
     def fraction(self, share: float) -> float:
@@ -169,11 +148,10 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchPlan:
-    """A deployment with its target and its drafter, as their files describe them: the `Launch` of a `ServerAdapter`."""
+class LaunchPlan(Launch):
+    """The launch of a `ServerAdapter`: a deployment with its target and its drafter, as their files describe them."""
 
     adapter: ServerAdapter[Any] = field(repr=False, compare=False)
-    deployment: Deployment
     target: TargetLayout
     drafter: DrafterConfig | None
     """None = no speculation, or a drafter that cannot be understood (its checkpoint's problems say why)."""
@@ -182,7 +160,6 @@ class LaunchPlan:
 
     @property
     def engine_args(self) -> EngineArgs:
-        """The user's own arguments for the engine."""
         return self.deployment.engine_args.get(self.adapter.name, {})
 
     @property
@@ -199,12 +176,10 @@ class LaunchPlan:
 
     @property
     def gpu(self) -> Gpu | None:
-        """None where the deployment does not name one."""
         return GPUS.get(self.deployment.hardware.gpu or "none")
 
     @property
     def on_cpu(self) -> bool:
-        """Served without a GPU."""
         return self.deployment.hardware.gpu == "none"
 
     @property
@@ -230,7 +205,6 @@ class LaunchPlan:
 
     @cached_property
     def problems(self) -> list[Problem]:
-        """Problems of the plan, in the order in which a user would fix them."""
         return self.adapter.problems(self)
 
     def prepare(self, folder: Path) -> None:
@@ -240,11 +214,9 @@ class LaunchPlan:
         self.adapter.write(self, folder.resolve())
 
     def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        """The engine's command line."""
         return self.adapter.launch(self, folder.resolve(), host, port)
 
     def preview(self, folder: Path) -> Preview:
-        """Files, choices and notes; nothing is written."""
         adapter, folder = self.adapter, folder.resolve()
         files = [*adapter.own_files(self, folder), *adapter.draft_files(self), *adapter.shared_files(self)]
         return Preview(files, list(adapter.choices(self)), list(adapter.notes(self)))
@@ -310,19 +282,15 @@ class ServerAdapter(ABC, Generic[Plan]):
         return self.plan(adapter=self, deployment=deployment, target=target, drafter=drafter, checkpoint=checkpoint)
 
     def check(self, deployment: Deployment) -> list[Problem]:
-        """Problems of a deployment."""
         return self.resolve(deployment).problems
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
-        """Writes the files that the engine reads."""
         self.resolve(deployment).prepare(folder)
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        """The engine's command line, for a folder that `prepare` has written."""
         return self.resolve(deployment).command(folder, host=host, port=port)
 
     def preview(self, deployment: Deployment, folder: Path) -> Preview:
-        """Files, choices and notes; nothing is written."""
         return self.resolve(deployment).preview(folder)
 
     @abstractmethod
@@ -344,10 +312,6 @@ class ServerAdapter(ABC, Generic[Plan]):
     @abstractmethod
     def head_problems(self, heads: Heads) -> list[Problem]:
         """Reasons why the engine does not serve a drafter with such heads."""
-
-    @abstractmethod
-    def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
-        """Arguments of the server that keys of the deployment stand for, with those keys."""
 
     @abstractmethod
     def draft_form(self, drafter: DrafterConfig, target: str) -> DraftForm:
@@ -373,7 +337,6 @@ class ServerAdapter(ABC, Generic[Plan]):
             yield PreparedFile(f"{DRAFT}/{PROVENANCE}", told)
 
     def shared_files(self, plan: Plan) -> Iterator[PreparedFile]:
-        """API keys and log configuration."""
         if plan.deployment.serving.api_key_file is not None:
             told = "the API key, readable by its owner alone"
             told = told if self.one_key else "the API keys, readable by their owner alone"
@@ -399,7 +362,6 @@ class ServerAdapter(ABC, Generic[Plan]):
         record_survival(folder, recorded_survival(plan.checkpoint.folder))
 
     def write(self, plan: Plan, folder: Path) -> None:
-        """Writes all files of a plan without problems."""
         files = [*self.own_files(plan, folder), *self.shared_files(plan)]
         if plan.drafter is not None:
             self.write_draft(plan, folder / DRAFT)
@@ -412,7 +374,6 @@ class ServerAdapter(ABC, Generic[Plan]):
             write_whole(folder / SECRETS, yaml.safe_dump(secret), private=True)
 
     def shared_environment(self, plan: Plan, folder: Path) -> dict[str, str]:
-        """Variable of the log configuration, where there is one."""
         return {self.logging_variable: str(folder / LOGGING)} if plan.deployment.serving.log_format == "json" else {}
 
 

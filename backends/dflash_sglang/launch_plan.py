@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dflash_serve.deployment import ENV_PREFIX, GIB
+from dflash_serve.common.settings import ENV_PREFIX
+from dflash_serve.deployment import GIB
 from dflash_serve.server_adapter import LaunchPlan
 
 from .heads import DFLASH, algorithm_of, verifies_whole_blocks

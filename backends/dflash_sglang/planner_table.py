@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.config import Heads
-from dflash_serve.cost_table import given_cost
+from dflash_serve.deployment import given_cost
 
 if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel

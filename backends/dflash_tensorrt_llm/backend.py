@@ -17,8 +17,7 @@ from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, SINGLE
 from dflash_serve.checkpoint.reader import DIALECTS, HINT, Checkpoint, read_tensors
 from dflash_serve.common.files import whole_folder
 from dflash_serve.common.settings import describe
-from dflash_serve.cost_table import COST_TABLE
-from dflash_serve.deployment import GIB, Deployment
+from dflash_serve.deployment import COST_TABLE, GIB, Deployment
 from dflash_serve.errors import Problem, UserError, raise_problems
 from dflash_serve.server_adapter import DRAFT, Choice, DraftForm, PreparedFile, ServerAdapter
 

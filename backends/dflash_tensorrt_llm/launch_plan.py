@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes
 from dflash_serve.checkpoint.source import recorded_survival
 from dflash_serve.checkpoint.tensors import Quantization
-from dflash_serve.cost_table import COST_TABLE, SURVIVAL, given_cost, given_survival
-from dflash_serve.deployment import GIB
+from dflash_serve.deployment import COST_TABLE, GIB, SURVIVAL, given_cost, given_survival
 from dflash_serve.engine_args import EngineArgs
 from dflash_serve.server_adapter import LaunchPlan
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from dflash_serve.backend import Prompt
+from dflash_serve.backend import Chunk, Prompt, RequestOutput
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import uses_drafter
@@ -25,7 +25,6 @@ from dflash_serve.errors import UserError
 from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
-from dflash_serve.outputs import Chunk, RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
 from dflash_serve.speculation.statistics import AcceptanceStatistics

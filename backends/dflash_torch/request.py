@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dflash_serve.outputs import FinishReason
+from dflash_serve.backend import FinishReason
 from dflash_serve.speculation.noise import fresh_seed
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dflash_serve.outputs import TokenLogprob
+from dflash_serve.backend import TokenLogprob
 from dflash_serve.speculation.acceptance import Acceptance, accept_matching, accept_sampled
 from dflash_serve.speculation.noise import BlockNoise
 from dflash_serve.speculation.params import SamplingParams

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from dflash_serve.checkpoint.tensors import plain_only
+from dflash_serve.common.http import read_keys
 from dflash_serve.deployment_checks import (
     block_problems,
     device_problems,
@@ -13,7 +14,6 @@ from dflash_serve.deployment_checks import (
     head_problems,
     key_problems,
     length_problems,
-    read_keys,
     tracing_problems,
 )
 from dflash_serve.engine_args import parser_problems

@@ -7,8 +7,7 @@ import os
 from dataclasses import dataclass
 
 from dflash_serve.checkpoint.config import BF16, weight_bytes
-from dflash_serve.cost_table import given_cost, given_survival
-from dflash_serve.deployment import GIB
+from dflash_serve.deployment import GIB, given_cost, given_survival
 from dflash_serve.server_adapter import LaunchPlan
 
 from .drafter_rules import V1_VARIABLE

@@ -1,7 +1,7 @@
 """vLLM's tables of widths: a static one, worked out before launch, and one that only names every width.
 
 The static one is what vLLM can follow without any code of ours in it: it follows the load, and neither requests nor
-the machine (`dflash_serve.cost_table`, `speculation.allocation`).
+the machine (`dflash_serve.deployment`, `speculation.allocation`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dflash_serve.deployment import ENV_PREFIX
+from dflash_serve.common.settings import ENV_PREFIX
 
 if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel

@@ -13,13 +13,12 @@ import yaml
 
 from dflash_serve.backend import installed, server_backend
 from dflash_serve.cli import options
-from dflash_serve.cli.drafters import name_drafter
+from dflash_serve.cli.options import name_drafter
 from dflash_serve.cli.serve import prepared, tell_choices
 from dflash_serve.common.files import write_whole
-from dflash_serve.cost_table import COST_TABLE, SURVIVAL
 from dflash_serve.deploying.chart import Form, render
 from dflash_serve.deploying.workload import Workload, workload_of
-from dflash_serve.deployment import load_deployment
+from dflash_serve.deployment import COST_TABLE, SURVIVAL, load_deployment
 from dflash_serve.errors import UserError, did_you_mean, raise_problems
 from dflash_serve.server_adapter import HINT, resolve
 
@@ -81,7 +80,7 @@ def deploy(
     else:
         write_whole(output, text, do="name another --output")
     if not quiet:
-        tell_choices(launch.preview(Path()), workload.deployment)
+        tell_choices(launch, Path())
 
 
 def _require_deployable(workload: Workload) -> None:

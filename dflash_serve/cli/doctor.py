@@ -10,20 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from dflash_serve.backend import Engine, Prompt, embedded_backend
+from dflash_serve.checkpoint.files import file_entries
+from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.source import drafter_folder, target_folder
+from dflash_serve.checkpoint.target import read_target_config
 from dflash_serve.cli import options
-from dflash_serve.cli.drafters import name_drafter
-from dflash_serve.cli.figures import number, survival_text
+from dflash_serve.cli.options import described_pair, number, survival_text
+from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.extras import need
+from dflash_serve.common.files import write_whole
+from dflash_serve.common.http import read_api_key
 from dflash_serve.common.store import resumable
+from dflash_serve.deployment import load_deployment
+from dflash_serve.doctor.diagnosis import Verdict
+from dflash_serve.doctor.evidence import DiagnosableBackend, Interview, Observation, interview
 from dflash_serve.errors import UserError
+from dflash_serve.prompts import prompts_digest, read_prompt_set
 from dflash_serve.speculation.params import SamplingParams
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from dflash_serve.doctor.evidence import DiagnosableBackend, Interview
     from dflash_serve.doctor.examination import PairReport, SuspectReport
 
 URL = "Address of a running server of this pair. It must have no other clients meanwhile."
@@ -44,20 +53,12 @@ class ExaminedPair:
     target: str
     drafter: str
     block_size: int | None
-    dtype: str | None
+    dtype: str
     prompts: tuple[Prompt, ...]
-    max_tokens: int
-
-    @property
-    def params(self) -> SamplingParams:
-        """Greedy."""
-        return SamplingParams(temperature=0, max_tokens=self.max_tokens)
+    params: SamplingParams  # Greedy
 
     @property
     def drafter_block_size(self) -> int:
-        """B as the drafter was trained."""
-        from dflash_serve.checkpoint.reader import read_config
-
         return read_config(self.drafter)[0].block_size
 
 
@@ -82,11 +83,6 @@ def doctor(
 ) -> None:
     """Explain low acceptance: of a server, or of a pair whose checkpoint may have a wrong setting."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
-    from dflash_serve.client.endpoint import Endpoint
-    from dflash_serve.common.http import read_api_key
-    from dflash_serve.doctor.evidence import interview
-    from dflash_serve.prompts import read_prompt_set
-
     if url is not None and observed is not None:
         raise UserError("the server reports it", where="--observed", do="leave it out, or --url")
     asked = tuple(read_prompt_set(prompts)[:num_prompts])
@@ -99,36 +95,37 @@ def doctor(
 
         told = interview(endpoint, asked, pair.params, pair.drafter_block_size, answered) if endpoint else None
         report = _examine(pair, told, observed, output, resume, advance)
-    _show(report, output, as_json=as_json)
+    if as_json:
+        typer.echo(output.read_text(encoding="utf-8"), nl=False)
+    else:
+        _show(report, output)
     raise typer.Exit(report.verdict.exit_code)
 
 
 def _examined_pair(path: Path | None, given: Mapping[str, Any], prompts: tuple[Prompt, ...]) -> ExaminedPair:
-    from dflash_serve.checkpoint.source import drafter_folder
-    from dflash_serve.deployment import load_deployment
-
-    flags = options.deployment_flags({**given, "api_key_file": None})
-    if path is None and given["target"] in (None, options.BUNDLED):
-        flags |= {"target": {"model": options.BUNDLED}, "drafter": {"model": given["drafter"] or options.BUNDLED}}
-    found = name_drafter(load_deployment(path, flags), embedded_backend(), quiet=given["quiet"])
+    flags = options.deployment_flags({**given, "api_key_file": None})  # the option's file is the key of the server
+    found = described_pair(path, flags, embedded_backend(), quiet=given["quiet"])
     if found.drafter is None:
         raise UserError("there is no drafter", where="doctor", do="give --drafter")
     drafter = found.drafter.model
     if found.drafter.revision is not None:  # the folder of that commit, and no other
         drafter = str(drafter_folder(drafter, found.drafter.revision))
-    block_size, dtype = found.speculation.block_size, found.hardware.dtype
-    return ExaminedPair(found.target.model, drafter, block_size, dtype, prompts, given["max_tokens"])
+    params = SamplingParams(temperature=0, max_tokens=given["max_tokens"])
+    return ExaminedPair(
+        found.target.model, drafter, found.speculation.block_size, found.hardware.dtype, prompts, params
+    )
 
 
 def _examine(
     pair: ExaminedPair, told: Interview | None, observed: float | None, output: Path, resume: bool, advance: Progress
 ) -> SuspectReport | PairReport:
-    from dflash_serve.common.files import write_whole
-    from dflash_serve.doctor.evidence import Observation
     from dflash_serve.doctor.examination import Examination
 
     advance("loading target and drafter", 1)
-    backend, block_size = _diagnosable_backend(), pair.block_size
+    backend, block_size = embedded_backend(), pair.block_size
+    if not isinstance(backend, DiagnosableBackend):
+        do = "install this dflash-serve with its extra [torch]"
+        raise UserError("it cannot be given faults on purpose", where=f"backend {backend.name}", do=do)
     width = told.width if told else block_size or pair.drafter_block_size
     if told is not None and block_size is None and told.engine != "dflash-serve":
         block_size = told.width  # other engines draft as many slots as they verify
@@ -157,44 +154,28 @@ def _examine(
     return report
 
 
-def _diagnosable_backend() -> DiagnosableBackend:
-    from dflash_serve.doctor.evidence import DiagnosableBackend
-
-    found = embedded_backend()
-    if not isinstance(found, DiagnosableBackend):
-        do = "install this dflash-serve with its extra [torch]"
-        raise UserError("it cannot be given faults on purpose", where=f"backend {found.name}", do=do)
-    return found
-
-
 def _engine(backend: DiagnosableBackend, pair: ExaminedPair, block_size: int | None, width: int) -> Engine:
-    # no more room than the prompts need: the target's whole context would fill a GPU
-    from dflash_serve.checkpoint.source import target_folder
-    from dflash_serve.checkpoint.target import read_target_config
-    from dflash_serve.deployment import load_deployment
-
-    characters = max(len(str(prompt)) for prompt in pair.prompts)  # no fewer than tokens; the template's come on top
+    # No more room than the prompts need: the target's whole context would fill a GPU. A prompt has no more tokens than
+    # characters, and its template's come on top.
+    room = max(len(str(prompt)) for prompt in pair.prompts) + 512 + (pair.params.max_tokens or 0)
     context = read_target_config(target_folder(pair.target)).max_position_embeddings
-    room = {
-        "max_batch_size": len(pair.prompts),
-        "max_model_len": min(context, characters + 512 + pair.max_tokens),
+    flags = {
+        "target": {"model": pair.target},
+        "drafter": {"model": pair.drafter},
+        "speculation": {"block_size": block_size, "width": width},
+        "hardware": {"dtype": pair.dtype},
+        "limits": {"max_batch_size": len(pair.prompts), "max_model_len": min(context, room)},
     }
-    given = {"target": pair.target, "drafter": pair.drafter, "dtype": pair.dtype, **room}
-    flags = options.deployment_flags({**given, "block_size": block_size, "width": width})
     return backend.engine(load_deployment(flags=flags))
 
 
 def _belongs_to(pair: ExaminedPair, engine: Engine, width: int) -> dict[str, object]:
     """The settings that a probe's counts depend on."""
-    from dflash_serve.checkpoint.files import file_entries
-    from dflash_serve.checkpoint.source import drafter_folder
-    from dflash_serve.prompts import prompts_digest
-
     return {
         "target": pair.target,
         "drafter": {name: entry.sha256 for name, entry in file_entries(drafter_folder(pair.drafter)).items()},
         "prompts": prompts_digest(pair.prompts),
-        "max_tokens": pair.max_tokens,
+        "max_tokens": pair.params.max_tokens,
         "block_size": engine.block_size,
         "width": width,
         "dtype": engine.dtype,
@@ -203,8 +184,6 @@ def _belongs_to(pair: ExaminedPair, engine: Engine, width: int) -> dict[str, obj
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Progress]:
-    from rich.console import Console
-
     with Console(stderr=True, quiet=quiet).status("starting") as status:
         done: list[str] = []
 
@@ -215,13 +194,7 @@ def _progress(*, quiet: bool) -> Iterator[Progress]:
         yield advance
 
 
-def _show(report: SuspectReport | PairReport, output: Path, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(output.read_text(encoding="utf-8"), nl=False)
-        return
-    from rich.console import Console
-
-    from dflash_serve.doctor.diagnosis import Verdict
+def _show(report: SuspectReport | PairReport, output: Path) -> None:
     from dflash_serve.doctor.examination import SuspectReport
 
     console = Console(highlight=False)
@@ -239,8 +212,6 @@ def _show(report: SuspectReport | PairReport, output: Path, *, as_json: bool) ->
 
 
 def _table(report: SuspectReport) -> Table:
-    from rich.table import Table
-
     table = Table("explanation", "τ", "survival by slot", "probability", "how it comes about")
     observed = report.observed
     table.add_row("(observed)", number(observed.acceptance_length, 3), survival_text(observed.survival), "", "")

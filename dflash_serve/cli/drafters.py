@@ -1,21 +1,63 @@
-"""`dflash-serve drafters`: the published drafters, of one target or all, and which engines serve them."""
+"""Verbs on drafters: `dflash-serve drafters` lists published ones, `inspect` describes a folder, `convert` rewrites it,
+`train` makes one.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, replace
+from enum import StrEnum
+from math import prod
+from pathlib import Path
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from dflash_serve.backend import DraftingBackend, backend, installed
+from dflash_serve.catalogue import CataloguedDrafter, catalogue, drafters_of, unknown_target
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.reader import Checkpoint, load_tensors, open_checkpoint, weight_problems
+from dflash_serve.checkpoint.source import PROVENANCE, drafter_source, target_source
+from dflash_serve.checkpoint.target import TargetShape, read_target_shape
+from dflash_serve.checkpoint.tensors import SCALES, Quantization
+from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.cli import options
+from dflash_serve.common.extras import need
+from dflash_serve.common.files import require_writable
+from dflash_serve.deployment_checks import check_pairing, pairing_notes
+from dflash_serve.errors import Problem, UserError, raise_problems
 
-if TYPE_CHECKING:
-    from dflash_serve.backend import DraftingBackend
-    from dflash_serve.catalogue import CataloguedDrafter
-    from dflash_serve.deployment import Deployment
-
+FULL = "Draft from all of the target's tokens, through its head: only where the drafter's head is a copy of its rows."
+MARKOV = "Add a Markov head that changes no draft: zero, as SGLang's DSPARK wants one, or fresh, to be trained."
 Verdicts = Mapping[str, str | None]  # By backend: why it does not serve a drafter; None = it does
+
+
+class To(StrEnum):
+    """The dialects there are; `zlab` is what SGLang, TensorRT-LLM, vLLM and z-lab's own code read."""
+
+    zlab = "zlab"
+    speculators = "speculators"
+    modelopt = "modelopt"
+    deepspec = "deepspec"
+    specforge = "specforge"
+
+
+class MarkovHeadKind(StrEnum):
+    """A Markov head to add, which changes no draft: all zeros, or one to be trained."""
+
+    zero = "zero"
+    fresh = "fresh"
+
+
+class Stage(StrEnum):
+    """The stages of a training run at which it can stop."""
+
+    data = "data"
+    all = "all"
 
 
 def drafters(
@@ -27,30 +69,132 @@ def drafters(
 
     From a file of this release: nothing is fetched. A drafter named `auto` is chosen from it.
     """
-    from dflash_serve.catalogue import catalogue, drafters_of, unknown_target
-
     found = list(catalogue().drafters) if target is None else drafters_of(target)
     if not found and target is not None:
         raise unknown_target(target)
-    backends = _backends()
-    verdicts = [_verdicts(one, backends) for one in found]
+    backends = [served for served in map(backend, installed()) if isinstance(served, DraftingBackend)]
+    rows = [(one, _verdicts(one, backends)) for one in found]
     if as_json:
-        rows = [_as_json(one, each) for one, each in zip(found, verdicts, strict=True)]
         releases = {backend.name: backend.releases for backend in backends}
-        typer.echo(json.dumps({"gathered": catalogue().gathered, "releases": releases, "drafters": rows}, indent=2))
+        listed = [
+            {
+                **one.model_dump(mode="json"),
+                "kind": one.heads.family,
+                "engines": {name: {"serves": why is None, "why_not": why} for name, why in verdicts.items()},
+            }
+            for one, verdicts in rows
+        ]
+        typer.echo(json.dumps({"gathered": catalogue().gathered, "releases": releases, "drafters": listed}, indent=2))
         return
-    for one, each in zip(found, verdicts, strict=True):
-        typer.echo(one.repository if quiet else _text(one, each))
+    for one, verdicts in rows:
+        typer.echo(one.repository if quiet else _published(one, verdicts))
     if not quiet:
         engines = ", ".join(f"{backend.facts.title} {backend.releases}" for backend in backends)
         typer.echo(f"{len(found)} drafters, looked up on {catalogue().gathered}. Engines: {engines}")
         typer.echo("Whether an engine runs the target itself, `dflash-serve serve --dry-run` says.")
 
 
-def _backends() -> list[DraftingBackend]:
-    from dflash_serve.backend import DraftingBackend, backend, installed
+def inspect(
+    drafter: Annotated[str, typer.Argument(metavar="PATH_OR_ID", help="Folder or hub id of a drafter.")],
+    target: options.Target = None,
+    revision: options.Revision = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Describe a drafter and list everything wrong with it, by itself or for a --target; exit code 1 if anything is."""
+    need("torch", "safetensors", "torch")
+    checkpoint = _opened(drafter, revision)
+    # Reading gigabytes of weights takes a while, so a terminal says it.
+    with Console(stderr=True, quiet=quiet or as_json).status(f"reading the weights of {drafter}"):
+        problems = checkpoint.problems + weight_problems(checkpoint)
+    notes: list[str] = []
+    if target is not None and checkpoint.config is not None:
+        shape = _shape(target)
+        problems += [*check_pairing(checkpoint.config, shape), *_own_head_problems(checkpoint, target)]
+        notes += pairing_notes(checkpoint.config, shape)
+    if as_json:
+        typer.echo(json.dumps(_as_json(checkpoint, problems, notes), indent=2))
+    else:
+        _print(checkpoint, problems, notes, quiet=quiet)
+    if problems:
+        raise typer.Exit(1)
 
-    return [found for name in installed() if isinstance(found := backend(name), DraftingBackend)]
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a drafter in any dialect.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
+    to: Annotated[To, typer.Option("--to", help="Dialect to write.")],
+    target: options.Target = None,
+    revision: options.Revision = None,
+    full_vocabulary: Annotated[bool, typer.Option("--full-vocabulary", help=FULL)] = False,
+    markov_head: Annotated[MarkovHeadKind | None, typer.Option("--markov-head", help=MARKOV)] = None,
+    markov_rank: Annotated[int, typer.Option(help="Rank of the Markov head that is added.", min=1)] = 16,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DST.")] = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write a drafter in another dialect. Weights keep their values and dtypes; nothing half-written is left behind.
+
+    A --target that is given is checked against the drafter, and named in what is written.
+    """
+    need("torch", "safetensors", "torch")
+    from dflash_serve.checkpoint.conversions import with_full_vocabulary, with_markov_head
+    from dflash_serve.models.loader import head_weight
+
+    checkpoint = _opened(source, revision)
+    tensors, config = load_tensors(checkpoint), checkpoint.config
+    assert config is not None
+    assert checkpoint.dialect is not None
+    if target is not None:
+        shape = _shape(target)
+        raise_problems(check_pairing(config, shape), hint="`dflash-serve inspect --target` shows all")
+        config = config.model_copy(update={"num_target_layers": shape.num_layers})
+    if full_vocabulary:
+        if target is None:
+            do = "give --target: its head is compared row by row"
+            raise UserError("the drafter's head must be the target's", where="--full-vocabulary", do=do)
+        config, tensors = with_full_vocabulary(config, tensors, head_weight(target))
+    if markov_head is not None:
+        fresh = markov_head is MarkovHeadKind.fresh
+        config, tensors = with_markov_head(config, tensors, rank=markov_rank, fresh=fresh)
+    write_drafter(destination, config, tensors, dialect=to.value, target=target, overwrite=overwrite)
+    note = _conversion_note(config, to, target)
+    if as_json:
+        report = {"source": str(checkpoint.folder), "from": checkpoint.dialect.name, "destination": str(destination)}
+        typer.echo(json.dumps({**report, "to": to.value, "tensors": len(tensors), "note": note}))
+    elif not quiet:
+        told = f"{destination}: {checkpoint.dialect.name} -> {to.value}, {len(tensors)} tensors"
+        typer.echo(told + (f"\nnote: {note}" if note else ""))
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe: target, data, drafter, training, seed.")],
+    output: Annotated[Path, typer.Option(help="Folder for data, checkpoints, log and the finished drafter.")] = Path(
+        "drafter"
+    ),
+    resume: options.Resume = False,
+    device: Annotated[str, typer.Option(help="Where to train: auto, cpu, cuda or cuda:N.")] = "auto",
+    stage: Annotated[Stage, typer.Option(help="How far to go; data: until the answers are there.")] = Stage.all,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Train a drafter for a target on answers the target writes itself.
+
+    JSON is the finished drafter's provenance.json, or null where the run has not ended.
+    """
+    need("train", "safetensors", "torch", "transformers")
+    from dflash_serve.training.recipe import load_recipe
+    from dflash_serve.training.run import DRAFTER, choose_device, run
+
+    settings = load_recipe(recipe)
+    require_writable(output)
+    data_only = stage is Stage.data
+    done = run(settings, output, device=choose_device(device), resume=resume, data_only=data_only, quiet=quiet)
+    if as_json:
+        provenance = output / DRAFTER / PROVENANCE
+        typer.echo(provenance.read_text(encoding="utf-8") if provenance.is_file() else "null", nl=False)
+    if not done:
+        raise typer.Exit(130)  # as after any other interruption
 
 
 def _verdicts(drafter: CataloguedDrafter, backends: list[DraftingBackend]) -> Verdicts:
@@ -60,12 +204,7 @@ def _verdicts(drafter: CataloguedDrafter, backends: list[DraftingBackend]) -> Ve
     return {name: problems[0].what if problems else None for name, problems in found.items()}
 
 
-def _as_json(drafter: CataloguedDrafter, verdicts: Verdicts) -> dict[str, Any]:
-    served = {name: {"serves": why is None, "why_not": why} for name, why in verdicts.items()}
-    return {**drafter.model_dump(mode="json"), "kind": drafter.heads.family, "engines": served}
-
-
-def _text(drafter: CataloguedDrafter, verdicts: Verdicts) -> str:
+def _published(drafter: CataloguedDrafter, verdicts: Verdicts) -> str:
     heads = f" ({drafter.heads.words})" if drafter.heads.words else ""
     serving = [name for name, why in verdicts.items() if why is None]
     figures = [f"{one.value:g} {one.benchmark} ({one.setting}; {one.source})" for one in drafter.acceptance_length]
@@ -80,16 +219,134 @@ def _text(drafter: CataloguedDrafter, verdicts: Verdicts) -> str:
     return "\n".join(lines) + "\n"
 
 
-def name_drafter(deployment: Deployment, backend: object, *, quiet: bool = False) -> Deployment:
-    """The deployment with `drafter: auto` replaced by the best drafter that the backend serves, which is said.
+def _opened(drafter: str, revision: str | None) -> Checkpoint:
+    if revision is not None and Path(drafter_source(drafter)).is_dir():
+        raise UserError(f"{drafter} is a folder, which has no revisions", where="--revision", do="leave it out")
+    return open_checkpoint(drafter, revision)
 
-    Raises:
-        UserError: there is none.
+
+def _shape(target: str) -> TargetShape:
+    return replace(read_target_shape(target_source(target)), name=target)
+
+
+def _conversion_note(config: DrafterConfig, to: To, target: str | None) -> str | None:
+    if to is To.speculators:
+        if len({kind.causal for kind in config.layers}) > 1:
+            return "vLLM 0.32 and 0.33 would make every layer causal, full-attention ones too: give vLLM `--to zlab`"
+        return None if target is not None else "the verifier is not named; vLLM serves it by that name: give --target"
+    if config.num_target_layers is not None:
+        return None
+    # z-lab's `DFlashDraftModel` reads num_target_layers whether it needs it or not (dflash 0.1.0).
+    return "num_target_layers is not known and so not written; z-lab's own code asks for it: give --target"
+
+
+def _own_head_problems(checkpoint: Checkpoint, target: str) -> list[Problem]:
+    """A head over the whole vocabulary that a checkpoint brings as a copy of the target's, and is none.
+
+    DeepSpec and speculators ship such copies; every engine leaves them out and drafts through the target's.
     """
-    from dflash_serve.backend import choose_drafter
-    from dflash_serve.common.json_log import remark
+    header, config = checkpoint.headers.get("lm_head.weight"), checkpoint.config
+    if header is None or config is None or header.shape != (config.vocab_size, config.hidden_size):
+        return []
+    import torch
+    from safetensors import safe_open
 
-    found, told = choose_drafter(deployment, backend)
-    if told is not None and not quiet:
-        typer.echo(remark(told, deployment.serving.log_format), err=True)
-    return found
+    from dflash_serve.checkpoint.conversions import differing_rows
+    from dflash_serve.models.loader import head_weight
+
+    with safe_open(header.file, framework="pt") as opened:
+        own, head = opened.get_tensor("lm_head.weight"), head_weight(target)
+    if own.shape != head.shape:
+        return []  # the pairing says so
+    differing = differing_rows(own, head, torch.arange(len(own)))
+    if not differing:
+        return []
+    what = f"{differing} of {len(own)} rows of its lm_head are not the target's, through which every engine drafts"
+    return [Problem(what, str(header.file), "use the target it was trained for, or a drafter without a head")]
+
+
+def _sizes(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Parameters and bytes of everything stored; scales are no parameters, and a byte of NVFP4 holds two."""
+    weights = [header for name, header in checkpoint.headers.items() if not name.endswith(SCALES)]
+    parameters = sum(prod(header.shape) * (2 if header.dtype == "U8" else 1) for header in weights)
+    return parameters, sum(header.bytes for header in checkpoint.headers.values())
+
+
+def _as_json(checkpoint: Checkpoint, problems: list[Problem], notes: list[str]) -> dict[str, object]:
+    parameters, size = _sizes(checkpoint)
+    config, dialect, quantization = checkpoint.config, checkpoint.dialect, checkpoint.quantization
+    return {
+        "path": str(checkpoint.folder),
+        "dialect": None if dialect is None else dialect.name,
+        "quantization": None if quantization is None else asdict(quantization),
+        "config": None if config is None else config.model_dump(mode="json"),
+        "parameters": parameters,
+        "bytes": size,
+        "problems": [asdict(problem) for problem in problems],
+        "notes": notes,
+    }
+
+
+def _print(checkpoint: Checkpoint, problems: list[Problem], notes: list[str], *, quiet: bool) -> None:
+    console = Console(soft_wrap=True)
+    if not quiet:
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for name, value in _rows(checkpoint):
+            table.add_row(Text(name, style="bold"), Text(value))
+        console.print(table)
+        for note in notes:
+            console.print(Text("note  ", style="bold yellow").append(note, style="default"))
+    for problem in problems:
+        console.print(Text("problem  ", style="bold red").append(str(problem), style="default"))
+    if not problems:
+        console.print(Text("no problems found", style="green"))
+
+
+def _rows(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    parameters, size = _sizes(checkpoint)
+    dialect = "unknown" if checkpoint.dialect is None else checkpoint.dialect.name
+    rows = [("drafter", str(checkpoint.folder)), ("dialect", dialect)]
+    rows += [] if checkpoint.quantization is None else [("quantisation", _quantization(checkpoint.quantization))]
+    rows += [] if checkpoint.config is None else _config_rows(checkpoint.config)
+    return [*rows, ("parameters", f"{parameters:,}"), ("size", f"{size / 2**20:,.1f} MiB")]
+
+
+def _quantization(found: Quantization) -> str:
+    left_out = f"; {', '.join(found.excluded)} in bf16" if found.excluded else ""
+    cache = f"; K/V cache {found.kv_cache}" if found.kv_cache else ""
+    return found.format.upper() + left_out + cache
+
+
+def _config_rows(config: DrafterConfig) -> list[tuple[str, str]]:
+    heads = f"{config.num_attention_heads} heads, {config.num_key_value_heads} K/V heads, head_dim {config.head_dim}"
+    sizes = f"hidden {config.hidden_size}, intermediate {config.intermediate_size}, vocabulary {config.vocab_size:,}"
+    mask = "its own mask_embedding" if config.has_mask_embedding else f"token {config.mask_token_id}"
+    rope = f"{config.rope.scaling or 'default'}, theta {config.rope.theta:g}"
+    rope += f", factor {config.rope.factor:g}" if config.rope.factor is not None else ""
+    ids = ", ".join(map(str, config.target_layer_ids))
+    depth = "a depth not given" if config.num_target_layers is None else f"{config.num_target_layers}"
+    # An anchor-first checkpoint counts its rows, which is one fewer.
+    anchor_first = f"drafted slots; block_size {config.rows()} in config.json"
+    slots = "masked slots" if config.slots == "fill-in" else anchor_first
+    scales = {"embedding scale": config.embedding_scale, "output multiplier": config.output_multiplier}
+    extras = [f"{name} {value:g}" for name, value in scales.items() if value != 1.0]
+    extras += [] if config.final_logit_softcap is None else [f"logit soft-cap {config.final_logit_softcap:g}"]
+    extras += ["attention bias"] if config.attention_bias else []
+    return [
+        *([("kind", f"{config.family}: {config.words}")] if config.words else []),
+        ("block size", f"{config.block_size} (the anchor and {config.block_size - 1} {slots})"),
+        ("mask", mask),
+        ("target layers", f"{ids} of {depth} (outputs, 0-based)"),
+        *((f"layer {index}", _kind(config, index)) for index in range(config.num_layers)),
+        ("attention", heads),
+        ("sizes", sizes),
+        ("RoPE", f"{rope}, {config.max_position_embeddings:,} positions"),
+        ("norm epsilon", f"{config.rms_norm_eps:g}"),
+        *([("extras", ", ".join(extras))] if extras else []),
+    ]
+
+
+def _kind(config: DrafterConfig, index: int) -> str:
+    kind = config.layers[index]
+    window = "full attention" if kind.window is None else f"window of {kind.window}"
+    return f"{window}, {'causal' if kind.causal else 'bidirectional'} in the block"

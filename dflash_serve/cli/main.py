@@ -1,4 +1,4 @@
-"""`dflash-serve`: one verb, one module. Nothing here imports torch, so `--help` answers at once.
+"""`dflash-serve`: the verbs. Nothing here imports torch, so `--help` answers at once.
 
 Verbs of rooms that the core does not know (`build`) are found by their entry points.
 """
@@ -6,24 +6,21 @@ Verbs of rooms that the core does not know (`build`) are found by their entry po
 from __future__ import annotations
 
 import sys
-from importlib.metadata import entry_points, version
-from typing import Annotated, NoReturn
+from importlib.metadata import entry_points
+from typing import Annotated
 
 import typer
 
+from dflash_serve import __version__
 from dflash_serve.cli import options
+from dflash_serve.cli.answers import evaluate, generate
 from dflash_serve.cli.bench import bench
-from dflash_serve.cli.convert import convert
 from dflash_serve.cli.deploy import deploy
 from dflash_serve.cli.doctor import doctor
-from dflash_serve.cli.drafters import drafters
-from dflash_serve.cli.evaluate import evaluate
-from dflash_serve.cli.generate import generate
-from dflash_serve.cli.inspect import inspect
+from dflash_serve.cli.drafters import convert, drafters, inspect, train
 from dflash_serve.cli.plan import plan
 from dflash_serve.cli.serve import serve
 from dflash_serve.cli.top import top
-from dflash_serve.cli.train import train
 from dflash_serve.cli.verify import verify
 from dflash_serve.common.extras import absent
 from dflash_serve.errors import UserError
@@ -39,7 +36,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"dflash-serve {version('dflash-serve')}")
+        typer.echo(f"dflash-serve {__version__}")
         raise typer.Exit
 
 
@@ -63,17 +60,11 @@ def run() -> None:
     """Entry point: a user's mistake, or an extra that is not installed, is one line on stderr and exit code 2."""
     try:
         app()
-    except UserError as error:
-        _give_up(error)
-    except ModuleNotFoundError as error:
-        told = absent(error)
+    except (UserError, ModuleNotFoundError) as error:
+        told = absent(error) if isinstance(error, ModuleNotFoundError) else error
         if told is None:
             raise
-        _give_up(told)
+        print(f"dflash-serve: {told}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _give_up(error: UserError) -> NoReturn:
-    print(f"dflash-serve: {error}", file=sys.stderr)
-    sys.exit(2)

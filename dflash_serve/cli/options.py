@@ -1,24 +1,27 @@
-"""Options that several verbs share: declared once, read alike everywhere. A verb adds its own default.
+"""Options that several verbs share, the deployment that they describe, and figures as they are printed.
 
-Where a verb has bounds of its own, it shares the wording alone.
+A verb adds its own default. Where it has bounds of its own, it shares the wording alone.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from dflash_serve.backend import Backend as InstalledBackend
+from dflash_serve.backend import choose_drafter
+from dflash_serve.common.json_log import remark
+from dflash_serve.common.settings import ENV_PREFIX
+from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.engine_args import from_words
 from dflash_serve.errors import UserError
 
 BUNDLED = "smollm2"  # The target and drafter that need no download
-
-LIMITS = ("max_batch_size", "max_model_len", "max_queued_requests")
-
 DEPLOYMENT = "YAML file that describes target, drafter and how to serve them."
 WIDTH = "Slots verified in a step: a number, auto or off."
 MAX_TOKENS = "Longest answer, in tokens."
@@ -71,7 +74,6 @@ class TakesEngineArguments(TyperCommand):
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The usage line names them."""
         return [*super().collect_usage_pieces(ctx), "[-- ENGINE ARGUMENTS]"]
 
 
@@ -81,8 +83,6 @@ def engine_arguments(context: typer.Context, backend: str, *named: str) -> dict[
     Raises:
         UserError: words that are no flags.
     """
-    from dflash_serve.engine_args import from_words
-
     own = {name.replace("_", "-"): context.params[name] for name in named if context.params[name] is not None}
     given = {**from_words(context.meta.get(ENGINE_WORDS, ())), **own}
     return {"engine_args": {backend: given}} if given else {}
@@ -94,8 +94,6 @@ def require_target(verb: str, path: Path | None, target: str | None) -> None:
     Raises:
         UserError: nothing does.
     """
-    from dflash_serve.common.settings import ENV_PREFIX
-
     if path is None and target is None and not any(name.startswith(f"{ENV_PREFIX}TARGET") for name in os.environ):
         raise UserError(f"nothing to {verb}", where=verb, do="give a deployment.yaml, or --target and --drafter")
 
@@ -106,6 +104,7 @@ def deployment_flags(given: Mapping[str, Any]) -> dict[str, Any]:
     None counts as not given, and so does a name that is not there.
     """
     keys = given.get("api_key_file")
+    limits = ("max_batch_size", "max_model_len", "max_queued_requests")
     return {
         "serving": {
             "served_model_name": given.get("served_model_name"),
@@ -116,5 +115,44 @@ def deployment_flags(given: Mapping[str, Any]) -> dict[str, Any]:
         "drafter": {"model": given.get("drafter")},
         "speculation": {name: given.get(name) for name in ("block_size", "width")},
         "hardware": {"dtype": given.get("dtype")},
-        "limits": {name: given.get(name) for name in LIMITS},
+        "limits": {name: given.get(name) for name in limits},
     }
+
+
+def described_pair(
+    path: Path | None, flags: Mapping[str, Any], backend: InstalledBackend, *, quiet: bool = False, **bundled: Any
+) -> Deployment:
+    """The deployment of a file and `deployment_flags`; the bundled target and drafter if nothing is named.
+
+    Args:
+        bundled: other keys of the deployment, for the bundled pair.
+
+    Raises:
+        UserError: as `load_deployment` and `name_drafter`.
+    """
+    if path is None and flags["target"]["model"] in (None, BUNDLED):
+        drafter = flags["drafter"]["model"] or BUNDLED
+        flags = {**flags, "target": {"model": BUNDLED}, "drafter": {"model": drafter}, **bundled}
+    return name_drafter(load_deployment(path, flags), backend, quiet=quiet)
+
+
+def name_drafter(deployment: Deployment, backend: InstalledBackend, *, quiet: bool = False) -> Deployment:
+    """The deployment with `drafter: auto` replaced by the best drafter that the backend serves; stderr says which.
+
+    Raises:
+        UserError: there is none.
+    """
+    found, told = choose_drafter(deployment, backend)
+    if told is not None and not quiet:
+        typer.echo(remark(told, deployment.serving.log_format), err=True)
+    return found
+
+
+def number(value: float | None, digits: int) -> str:
+    """The figure as it is printed; one that is not known is `unknown`."""
+    return "unknown" if value is None else f"{value:.{digits}f}"
+
+
+def survival_text(survival: Iterable[float | None]) -> str:
+    """Survival slot by slot, as it is printed; `?` = not known."""
+    return " ".join("?" if value is None else f"{value:.2f}" for value in survival) or "unknown"

@@ -11,7 +11,7 @@ from typer import Option
 
 from dflash_serve.backend import server_backend
 from dflash_serve.cli import options
-from dflash_serve.cli.drafters import name_drafter
+from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.extras import need
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError

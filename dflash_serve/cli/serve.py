@@ -8,7 +8,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -16,10 +16,10 @@ import typer
 
 from dflash_serve.backend import EMBEDDED, Command, server_backend
 from dflash_serve.cli import options
-from dflash_serve.cli.drafters import name_drafter
+from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.json_log import remark
 from dflash_serve.common.processes import require_program
-from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import Problem, UserError, raise_problems
 from dflash_serve.server_adapter import HINT, Launch, Preview, resolve
 
@@ -41,6 +41,7 @@ DryRun = Annotated[
     ),
 ]
 DRY_FOLDER = Path(tempfile.gettempdir(), "dflash-serve")
+INDENT = "  "
 DryJson = Annotated[bool, typer.Option("--json", help="With --dry-run: all of it as JSON.")]
 ShowFiles = Annotated[bool, typer.Option("--show-files", help="With --dry-run: what would stand in the files, too.")]
 
@@ -77,16 +78,14 @@ def serve(
     options.require_target("serve", deployment, target)
     backend = server_backend(backend_name)
     flags = {**options.deployment_flags(context.params), **options.engine_arguments(context, backend_name, *OWN)}
-    described = name_drafter(load_deployment(deployment, flags), backend, quiet=quiet)
-    launch = resolve(backend, described)
+    launch = resolve(backend, name_drafter(load_deployment(deployment, flags), backend, quiet=quiet))
     if dry_run:
-        report = rehearse(launch, backend.name, described, folder or DRY_FOLDER, host=host, port=port)
-        return report.show(as_json=as_json, quiet=quiet, show_files=show_files)
+        return show_launch(launch, folder or DRY_FOLDER, host, port, as_json=as_json, quiet=quiet, files=show_files)
     raise_problems(launch.problems, hint=HINT)
     require_program(launch.command(DRY_FOLDER, host=host, port=port).argv, backend.name)
     folder = prepared(launch, folder)
     if not quiet:
-        tell_choices(launch.preview(folder), described)
+        tell_choices(launch, folder)
     become(launch.command(folder, host=host, port=port), backend.name)
 
 
@@ -106,11 +105,12 @@ def prepared(launch: Launch, folder: Path | None) -> Path:
     return folder
 
 
-def tell_choices(told: Preview, deployment: Deployment) -> None:
+def tell_choices(launch: Launch, folder: Path) -> None:
     """Prints on stderr the choices and the notes of a launch."""
+    told, form = launch.preview(folder), launch.deployment.serving.log_format
     said = [f"{choice.key} = {choice.value}: {choice.why}" for choice in told.choices]
     for text in (*said, *(f"note: {note}" for note in told.notes)):
-        print(remark(text, deployment.serving.log_format), file=sys.stderr)
+        print(remark(text, form), file=sys.stderr)
     sys.stderr.flush()
 
 
@@ -128,92 +128,73 @@ def become(command: Command, backend_name: str) -> None:
         raise UserError(f"cannot be started ({error.strerror})", where=command.argv[0], do=do) from None
 
 
-INDENT = "  "
+def show_launch(launch: Launch, folder: Path, host: str, port: int, *, as_json: bool, quiet: bool, files: bool) -> None:
+    """Prints problems, command, files and choices of a launch; nothing is written or started.
 
+    Everything is text or JSON; with `quiet` it is the command alone, and problems go to stderr.
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """A launch that is shown and not carried out."""
-
-    backend: str
-    deployment: Deployment
-    folder: Path
-    problems: list[Problem]
-    command: Command | None  # None = a problem leaves no command
-    preview: Preview | None  # None = a problem leaves nothing to show
-
-    def show(self, *, as_json: bool, quiet: bool, show_files: bool) -> None:
-        """Prints it: everything as text or JSON, or with `quiet` the command alone; problems then go to stderr.
-
-        Raises:
-            typer.Exit: with code 2, where there are problems.
-        """
-        if as_json:
-            typer.echo(json.dumps(self.as_json(), indent=2))
-        elif quiet:
-            for problem in self.problems:
-                typer.echo(f"problem: {problem}", err=True)
-            if self.command is not None and not self.problems:
-                typer.echo(in_shell(self.command))
-        else:
-            typer.echo("\n".join(self._lines(show_files)))
-        if self.problems:
-            raise typer.Exit(2)
-
-    def as_json(self) -> dict[str, object]:
-        """A JSON object; a file without text is weights or a secret."""
-        told = self.preview or Preview()
-        return {
-            "backend": self.backend,
-            "command": list(self.command.argv) if self.command else None,
-            "environment": dict(self.command.env) if self.command else None,
-            "folder": str(self.folder),
-            "files": [asdict(file) for file in told.files],
-            "problems": [asdict(problem) for problem in self.problems],
-            "chosen": [asdict(choice) for choice in told.choices],
-            "notes": list(told.notes),
-            "deployment": self.deployment.model_dump(mode="json", exclude_defaults=True),
-        }
-
-    def _lines(self, show_files: bool) -> Iterator[str]:
-        told = self.preview
-        if not self.problems:
-            yield f"{self.backend}: no problem found"
-        else:
-            yield "problems"
-            yield from (f"{INDENT}{problem}" for problem in self.problems)
-        if self.command is not None:
-            yield "environment" if self.command.env else "environment: nothing is added"
-            yield from (f"{INDENT}{name}={value}" for name, value in self.command.env.items())
-            yield "command"
-            yield f"{INDENT}{shlex.join(self.command.argv)}"
-        if told is None:
-            return
-        yield f"files in {self.folder}" + ("" if show_files else " (--show-files shows what stands in them)")
-        for file in told.files:
-            yield f"{INDENT}{file.name}: {file.about}"
-            if show_files and file.text is not None:
-                yield from (f"{INDENT}{INDENT}| {line}" for line in file.text.splitlines())
-        yield "chosen, where the deployment leaves it open"
-        yield from (f"{INDENT}{choice.key} = {choice.value}: {choice.why}" for choice in told.choices)
-        if told.notes:
-            yield f"what {self.backend} does otherwise"
-            yield from (f"{INDENT}{note}" for note in told.notes)
-
-
-def rehearse(launch: Launch, backend: str, deployment: Deployment, folder: Path, *, host: str, port: int) -> Rehearsal:
-    """Problems, command, files and choices of a launch; nothing is written or started."""
+    Raises:
+        typer.Exit: with code 2, where there are problems.
+    """
     problems = launch.problems
-    command, told = None, None
+    command = told = None
     try:
         command = launch.command(folder, host=host, port=port)
         told = launch.preview(folder)
     except UserError as error:  # most often a problem has said it already
         problems = problems or [Problem(error.what, error.where, error.do)]
-    return Rehearsal(backend, deployment, folder, problems, command, told)
+    if as_json:
+        typer.echo(json.dumps(_as_json(launch, folder, problems, command, told or Preview()), indent=2))
+    elif quiet:
+        for problem in problems:
+            typer.echo(f"problem: {problem}", err=True)
+        if command is not None and not problems:
+            settings = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
+            typer.echo(" ".join([*settings, shlex.join(command.argv)]))
+    else:
+        typer.echo("\n".join(_lines(launch.adapter.name, folder, problems, command, told, files=files)))
+    if problems:
+        raise typer.Exit(2)
 
 
-def in_shell(command: Command) -> str:
-    """The command as one line for a POSIX shell, its own environment first."""
-    settings = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
-    return " ".join([*settings, shlex.join(command.argv)])
+def _as_json(
+    launch: Launch, folder: Path, problems: list[Problem], command: Command | None, told: Preview
+) -> dict[str, object]:
+    return {
+        "backend": launch.adapter.name,
+        "command": list(command.argv) if command else None,
+        "environment": dict(command.env) if command else None,
+        "folder": str(folder),
+        "files": [asdict(file) for file in told.files],  # one without text is weights or a secret
+        "problems": [asdict(problem) for problem in problems],
+        "chosen": [asdict(choice) for choice in told.choices],
+        "notes": list(told.notes),
+        "deployment": launch.deployment.model_dump(mode="json", exclude_defaults=True),
+    }
+
+
+def _lines(
+    backend: str, folder: Path, problems: list[Problem], command: Command | None, told: Preview | None, *, files: bool
+) -> Iterator[str]:
+    if not problems:
+        yield f"{backend}: no problem found"
+    else:
+        yield "problems"
+        yield from (f"{INDENT}{problem}" for problem in problems)
+    if command is not None:
+        yield "environment" if command.env else "environment: nothing is added"
+        yield from (f"{INDENT}{name}={value}" for name, value in command.env.items())
+        yield "command"
+        yield f"{INDENT}{shlex.join(command.argv)}"
+    if told is None:
+        return
+    yield f"files in {folder}" + ("" if files else " (--show-files shows what stands in them)")
+    for file in told.files:
+        yield f"{INDENT}{file.name}: {file.about}"
+        if files and file.text is not None:
+            yield from (f"{INDENT}{INDENT}| {line}" for line in file.text.splitlines())
+    yield "chosen, where the deployment leaves it open"
+    yield from (f"{INDENT}{choice.key} = {choice.value}: {choice.why}" for choice in told.choices)
+    if told.notes:
+        yield f"what {backend} does otherwise"
+        yield from (f"{INDENT}{note}" for note in told.notes)

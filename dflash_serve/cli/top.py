@@ -1,26 +1,25 @@
-"""`dflash-serve top`: what a server does now, of any engine, live in the terminal."""
+"""`dflash-serve top`: live figures of a running server, of any engine, in the terminal."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterable, Iterator
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from dflash_serve.cli import options
-from dflash_serve.cli.figures import number
+from dflash_serve.cli.options import number
+from dflash_serve.client.metrics import LiveFigures, read_server
 from dflash_serve.common.extras import need
+from dflash_serve.common.http import read_api_key
 from dflash_serve.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from dflash_serve.client.metrics import LiveFigures
 
 Url = Annotated[str, typer.Argument(help="Address of a running server, of any engine.", metavar="URL")]
 Interval = Annotated[float, typer.Option(help="Seconds between two looks at its metrics.", min=0.1)]
@@ -28,19 +27,6 @@ Once = Annotated[bool, typer.Option("--once", help="Look for one interval, print
 BARS = "▁▂▃▄▅▆▇█"
 REMEMBERED = 40  # Intervals of the small curves
 BAR = 24  # Characters of a full bar
-
-
-@dataclass
-class History:
-    """The last intervals' figures, for the small curves."""
-
-    rates: deque[float | None] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    lengths: deque[float | None] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-
-    def add(self, now: LiveFigures) -> None:
-        """Remembers them."""
-        self.rates.append(now.tokens_per_second)
-        self.lengths.append(now.acceptance_length)
 
 
 def top(
@@ -52,33 +38,29 @@ def top(
 ) -> None:
     """Watch a server: acceptance length, survival by slot, widths, tokens/s, users and queue. Ctrl-C ends it."""
     need("prove", "httpx", "prometheus_client")
-    from rich.console import Console
-
-    from dflash_serve.common.http import read_api_key
-
-    console, looks = Console(), _looks(url, read_api_key(api_key_file), interval)
+    console, looks = Console(), _looks(url, read_api_key(api_key_file), interval, once=once)
     try:
         if as_json:
             for now in looks:
                 typer.echo(json.dumps(now.as_json() if not isinstance(now, str) else {"error": now}))
-                if once:
-                    break
         elif once or not console.is_terminal:
-            _print(url, looks, console, once)
+            for page in _pages(url, looks):
+                console.print(page)
         else:
-            _watch(url, looks, console)
+            waiting = f"{url}: the first figures come after one interval; Ctrl-C ends this"
+            with Live(waiting, console=console, screen=True, auto_refresh=False) as live:
+                for page in _pages(url, looks):
+                    live.update(page, refresh=True)
     except KeyboardInterrupt:  # how one leaves it
         raise typer.Exit from None
 
 
-def _looks(url: str, key: str | None, interval: float) -> Iterator[LiveFigures | str]:
-    """Figures of interval after interval; a text where the server did not answer.
+def _looks(url: str, key: str | None, interval: float, *, once: bool) -> Iterator[LiveFigures | str]:
+    """Figures of interval after interval, or of one; a text where the server did not answer.
 
     Raises:
         UserError: nothing answers at first, or what answers has no metrics of an engine that we know.
     """
-    from dflash_serve.client.metrics import LiveFigures, read_server
-
     before = read_server(url, api_key=key)
     if before.engine is None:
         do = "start it with its metrics (SGLang: --enable-metrics)"
@@ -87,46 +69,34 @@ def _looks(url: str, key: str | None, interval: float) -> Iterator[LiveFigures |
         time.sleep(interval)
         try:
             now = read_server(url, api_key=key)
+            yield LiveFigures.between(before, now)
+            before = now
         except UserError as error:
             yield str(error)
-            continue
-        yield LiveFigures.between(before, now)
-        before = now
-
-
-def _print(url: str, looks: Iterator[LiveFigures | str], console: Console, once: bool) -> None:
-    history = History()
-    for now in looks:
-        if not isinstance(now, str):
-            history.add(now)
-        console.print(now if isinstance(now, str) else _page(url, now, history))
         if once:
             break
 
 
-def _watch(url: str, looks: Iterator[LiveFigures | str], console: Console) -> None:
-    from rich.live import Live
+def _pages(url: str, looks: Iterable[LiveFigures | str]) -> Iterator[Table | str]:
+    rates, lengths = deque[float | None](maxlen=REMEMBERED), deque[float | None](maxlen=REMEMBERED)
+    for now in looks:
+        if isinstance(now, str):
+            yield now
+            continue
+        rates.append(now.tokens_per_second)
+        lengths.append(now.acceptance_length)
+        yield _page(url, now, _curve(rates), _curve(lengths))
 
-    history, waiting = History(), f"{url}: the first figures come after one interval; Ctrl-C ends this"
-    with Live(waiting, console=console, screen=True, auto_refresh=False) as live:
-        for now in looks:
-            if not isinstance(now, str):
-                history.add(now)
-            live.update(now if isinstance(now, str) else _page(url, now, history), refresh=True)
 
-
-def _page(url: str, now: LiveFigures, history: History) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
+def _page(url: str, now: LiveFigures, rates: str, lengths: str) -> Table:
     page = Table.grid(padding=(0, 2))
     page.add_row(Text(now.engine or "", style="bold"), url)
-    page.add_row("tokens/s", f"{number(now.tokens_per_second, 1):>9}  {_curve(history.rates)}")
+    page.add_row("tokens/s", f"{number(now.tokens_per_second, 1):>9}  {rates}")
     page.add_row("  a user", f"{number(now.tokens_per_second_per_user, 1):>9}")
     page.add_row("users", f"{number(now.running, 0):>9}  and {number(now.queued, 0)} in the queue")
     share = None if now.kv_cache_usage is None else 100 * now.kv_cache_usage
     page.add_row("K/V cache", f"{number(share, 1):>9}" + ("" if share is None else " %"))
-    page.add_row("acceptance τ", f"{number(now.acceptance_length, 2):>9}  {_curve(history.lengths)}")
+    page.add_row("acceptance τ", f"{number(now.acceptance_length, 2):>9}  {lengths}")
     page.add_row("tokens/step", f"{number(now.tokens_per_step, 2):>9}")
     page.add_row("mean width", f"{number(now.mean_width, 2):>9}")
     for slot, survival in enumerate(now.survival, start=1):
@@ -140,8 +110,9 @@ def _bar(share: float | None) -> str:
     return ("█" * round(BAR * (share or 0))).ljust(BAR, "·")
 
 
-def _curve(values: deque[float | None]) -> str:
+def _curve(values: Iterable[float | None]) -> str:
     """One character for each value, from 0 to the highest; a gap for an unknown value."""
-    most = max((value for value in values if value is not None), default=0) or 1
-    heights = (None if value is None else round(value / most * (len(BARS) - 1)) for value in values)
+    known = list(values)
+    most = max((value for value in known if value is not None), default=0) or 1
+    heights = (None if value is None else round(value / most * (len(BARS) - 1)) for value in known)
     return "".join(" " if height is None else BARS[height] for height in heights)

@@ -6,22 +6,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from dflash_serve.backend import EMBEDDED, Prompt, backend, server_backend
 from dflash_serve.cli import options
-from dflash_serve.cli.drafters import name_drafter
+from dflash_serve.cli.options import described_pair
+from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.extras import need
+from dflash_serve.common.http import read_api_key
 from dflash_serve.common.store import resumable
-from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import read_prompt_set
-
-if TYPE_CHECKING:
-    from dflash_serve.verify.questions import Precision, VerifyPlan
-    from dflash_serve.verify.subjects import SubjectPair
+from dflash_serve.prompts import prompts_digest, read_prompt_set
+from dflash_serve.verify.questions import FEWEST, VerifyPlan
+from dflash_serve.verify.subjects import SubjectPair, engine_in_process, server_started_twice, two_servers
 
 BUNDLED_LIMITS = {"max_batch_size": 16, "max_model_len": 1024}
 EMBEDDED_SAMPLES, SERVER_SAMPLES = 256, 1024
@@ -79,121 +80,87 @@ def verify(
 ) -> None:
     """Test that speculation changes no answer, on any engine; or show the changes."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
-    _check_samples(samples)
-    asked = read_prompt_set(prompts, raw=raw)
-    if with_url or without_url:
-        _refuse(context.params)
-        pair = _servers(with_url, without_url, model, api_key_file, concurrency)
-    else:
-        served = {**context.params, "api_key_file": None}  # it is that of a server that runs
-        flags = {**options.deployment_flags(served), **options.engine_arguments(context, backend_name)}
-        pair = _deployed(_described(deployment, flags, backend_name), backend_name, concurrency)
-    raise typer.Exit(_run(_plan(context.params, asked, pair), asked, pair, output, resume, Told(as_json, quiet)))
-
-
-def _check_samples(samples: int | None) -> None:
-    from dflash_serve.verify.questions import FEWEST
-
     if samples and samples < FEWEST:
         do = f"give {FEWEST} or more, or 0 to verify greedy decoding alone"
         raise UserError(f"{samples} samples a side show nothing", where="--samples", do=do)
+    asked = read_prompt_set(prompts, raw=raw)
+    if with_url or without_url:
+        pair = _servers(context.params)
+    else:
+        served = {**context.params, "api_key_file": None}  # the option's file is the key of a running server
+        flags = {**options.deployment_flags(served), **options.engine_arguments(context, backend_name)}
+        described = _speculating(deployment, flags, backend_name)
+        if backend_name == EMBEDDED:
+            pair = engine_in_process(described)
+        else:
+            pair = server_started_twice(server_backend(backend_name), described, concurrency=concurrency)
+    raise typer.Exit(_run(_plan(context.params, asked, pair), asked, pair, context.params))
 
 
-def _servers(
-    with_url: str | None, without_url: str | None, model: str | None, api_key_file: Path | None, concurrency: int
-) -> SubjectPair:
-    from dflash_serve.client.endpoint import Endpoint
-    from dflash_serve.common.http import read_api_key
-    from dflash_serve.verify.subjects import two_servers
+def _servers(given: Mapping[str, Any]) -> SubjectPair:
+    """The two running servers.
 
-    if with_url is None or without_url is None:
-        missing = "--without" if with_url else "--with"
-        raise UserError("two servers are compared", where="verify", do=f"give {missing}, too")
-    key = read_api_key(api_key_file)
-    return two_servers(*(Endpoint(url, model, key, concurrency=concurrency) for url in (with_url, without_url)))
-
-
-def _refuse(given: Mapping[str, object]) -> None:
+    Raises:
+        UserError: only one is given, or an option that running servers cannot follow.
+    """
     for name in ("deployment", "target", "drafter", "block_size", "width"):
         if given[name] is not None:
             where = "deployment.yaml" if name == "deployment" else f"--{name.replace('_', '-')}"
             raise UserError("running servers have their own", where=where, do="leave it out, or --with and --without")
+    urls = (given["with_url"], given["without_url"])
+    if None in urls:
+        missing = "--without" if urls[0] else "--with"
+        raise UserError("two servers are compared", where="verify", do=f"give {missing}, too")
+    key = read_api_key(given["api_key_file"])
+    return two_servers(*(Endpoint(url, given["model"], key, concurrency=given["concurrency"]) for url in urls))
 
 
-def _described(path: Path | None, flags: dict[str, Any], backend_name: str) -> Deployment:
-    """The deployment; the bundled pair if nothing is named."""
-    if path is None and flags["target"]["model"] in (None, options.BUNDLED):
-        drafter = flags["drafter"]["model"] or options.BUNDLED
-        flags |= {"target": {"model": options.BUNDLED}, "drafter": {"model": drafter}, "limits": BUNDLED_LIMITS}
-    found = name_drafter(load_deployment(path, flags), backend(backend_name))
+def _speculating(path: Path | None, flags: Mapping[str, Any], backend_name: str) -> Deployment:
+    found = described_pair(path, flags, backend(backend_name), limits=BUNDLED_LIMITS)
     if found.drafter is None or found.speculation.width in ("off", 1):
         raise UserError("it does not speculate", where=str(path or "verify"), do="name a drafter, and no width of off")
     return found
 
 
-def _deployed(deployment: Deployment, backend_name: str, concurrency: int) -> SubjectPair:
-    from dflash_serve.verify.subjects import engine_in_process, server_started_twice
-
-    if backend_name == EMBEDDED:
-        return engine_in_process(deployment)
-    return server_started_twice(server_backend(backend_name), deployment, concurrency=concurrency)
-
-
 def _plan(given: Mapping[str, Any], asked: Sequence[Prompt], pair: SubjectPair) -> VerifyPlan:
-    from dflash_serve.prompts import prompts_digest
-    from dflash_serve.verify.questions import VerifyPlan
-
-    dtype, samples, same_seeds = pair.dtype or _dtype(given["dtype"]), given["samples"], given["same_seeds"]
+    dtype = pair.dtype or given["dtype"]
+    if dtype not in (None, "auto", "float32", "bfloat16"):
+        raise UserError(f"{dtype!r} is not float32 or bfloat16", where="--dtype")
+    exact, samples, same_seeds = dtype == "float32", given["samples"], given["same_seeds"]
     if samples is None:
         samples = EMBEDDED_SAMPLES if pair.embedded else SERVER_SAMPLES
     return VerifyPlan(
         prompts=min(given["num_prompts"] or len(asked), len(asked)),
         prompts_sha256=prompts_digest(asked),
         samples=samples,
-        dtype=dtype,
-        same_seeds=pair.embedded and dtype == "float32" if same_seeds is None else same_seeds,
+        dtype="float32" if exact else "bfloat16",
+        same_seeds=pair.embedded and exact if same_seeds is None else same_seeds,
         **{name: given[name] for name in ("max_tokens", "false_alarm", "penalties")},
     )
 
 
-def _dtype(given: str | None) -> Precision:
-    if given not in (None, "auto", "float32", "bfloat16"):
-        raise UserError(f"{given!r} is not float32 or bfloat16", where="--dtype")
-    return "float32" if given == "float32" else "bfloat16"
-
-
-class Told(NamedTuple):
-    """Form of the output."""
-
-    as_json: bool
-    quiet: bool
-
-
-def _run(plan: VerifyPlan, prompts: Sequence[Prompt], pair: SubjectPair, output: Path, resume: bool, told: Told) -> int:
-    from rich.console import Console
-
+def _run(plan: VerifyPlan, prompts: Sequence[Prompt], pair: SubjectPair, given: Mapping[str, Any]) -> int:
     from dflash_serve.verify.report import EXIT_CODES, report_of, show, write_report
     from dflash_serve.verify.verification import Verification
 
+    output, as_json, quiet = given["output"], given["as_json"], given["quiet"]
     belongs_to = {"plan": plan.model_dump(mode="json"), "subjects": pair.descriptions}
-    with resumable(output, belongs_to, "finished answers", resume=resume) as store:
-        with _progress(quiet=told.quiet) as progress:
+    with resumable(output, belongs_to, "finished answers", resume=given["resume"]) as store:
+        with _progress(quiet=quiet) as progress:
             findings = Verification(plan, prompts, pair, store, progress).run()
         report = report_of(plan, pair.descriptions, findings)
         write_report(report, output)
-    console = Console(highlight=False, quiet=told.as_json)
+    console = Console(highlight=False, quiet=as_json)
     show(report, console)
-    if told.as_json:
+    if as_json:
         typer.echo(output.read_text(encoding="utf-8"), nl=False)
-    elif not told.quiet:
+    elif not quiet:
         console.print(f"report: {output}", soft_wrap=True)
     return EXIT_CODES[findings.verdict]
 
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Any]:
-    from rich.console import Console
-
     with Console(stderr=True, quiet=quiet).status("verifying") as status:
         counts = Counter[str]()
 

@@ -23,8 +23,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WAYS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     COMPLETIONS: ({"return_token_ids": True}, {"detokenize": False}, {"logprobs": 1}, {}),
     CHAT: ({"return_token_ids": True}, {"logprobs": True, "top_logprobs": 1}, {}),
-}
-"""Path -> request fields that ask for tokens, best first; the last asks for text only."""
+}  # Path -> request fields that ask for tokens, best first; the last asks for text only
 ALWAYS = {"temperature", "top_p"}
 """Parameters sent even at their defaults, because some servers would use the model's own; others are sent if set."""
 
@@ -56,7 +55,6 @@ class Reply:
 
     @property
     def unit(self) -> str:
-        """Name of the units of `pieces`."""
         if self.token_ids is not None:
             return "token ids"
         return "characters" if self.logprobs is None else "tokens"
@@ -90,7 +88,6 @@ class Endpoint:
 
     @property
     def base(self) -> str:
-        """The URL without /v1."""
         return self._connection.base
 
     @cached_property

@@ -6,11 +6,10 @@ The installed backends know their engine's metric names; the first one that reco
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dflash_serve.backend import EngineFacts, backend, installed
+from dflash_serve.backend import backend, installed
 from dflash_serve.common.http import Connection
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.speculation.statistics import AcceptanceStatistics
@@ -20,83 +19,57 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics
 class ServerReading:
     """A server's metrics at one moment; None = not reported."""
 
-    seconds: float
-    """Time of the reading by a monotonic clock."""
-    acceptance: AcceptanceStatistics
-    """Counts since the server started."""
-    engine: str | None = None
-    """The engine with these metrics; None = no installed backend recognises them."""
-    generated: float | None = None
-    """Tokens since the server started."""
-    running: float | None = None
-    """Requests in the batch."""
-    queued: float | None = None
-    """Waiting requests."""
-    kv_cache_usage: float | None = None
-    """Share of the K/V cache in use, 0 to 1."""
+    seconds: float  # Time of the reading by a monotonic clock
+    acceptance: AcceptanceStatistics  # Counts since the server started
+    engine: str | None = None  # The engine with these metrics; None = no installed backend recognises them
+    generated: float | None = None  # Tokens since the server started
+    running: float | None = None  # Requests in the batch
+    queued: float | None = None  # Waiting requests
+    kv_cache_usage: float | None = None  # Share of the K/V cache in use, 0 to 1
 
 
 def read_acceptance(url: str, *, api_key: str | None = None, timeout: float = 30.0) -> AcceptanceStatistics:
-    """Reads a server's acceptance from its metrics, by the first installed backend that recognises them.
+    """A server's acceptance; arguments and errors as for `read_server`.
+
+    All counts are unknown if the server has no metrics (SGLang without --enable-metrics).
+    """
+    return read_server(url, api_key=api_key, timeout=timeout).acceptance
+
+
+def read_server(url: str, *, api_key: str | None = None, timeout: float = 30.0) -> ServerReading:
+    """Reads acceptance, load and tokens from a server's metrics.
 
     Args:
         url: of the server, with or without `/v1`.
         api_key: sent as a bearer token.
         timeout: seconds.
 
-    Returns:
-        The counts; all unknown if the server has no metrics (SGLang without --enable-metrics).
-
     Raises:
         UserError: no server answers, or its metrics cannot be read.
     """
-    return recognised(_scrape(url, api_key, timeout))
-
-
-def read_server(url: str, *, api_key: str | None = None, timeout: float = 30.0) -> ServerReading:
-    """Reads acceptance, load and tokens at once; arguments and errors as for `read_acceptance`."""
-    return reading_of(_scrape(url, api_key, timeout))
+    connection = Connection(url, api_key, timeout)
+    return reading_of(Scrape(connection.text, connection.base))
 
 
 def reading_of(scrape: Scrape) -> ServerReading:
     """The reading of a scrape, by the first backend that recognises it."""
-    facts, acceptance = _recognise(scrape)
-    now = time.monotonic()
-    if facts is None:
-        return ServerReading(now, acceptance)
-    names, samples = facts.metrics, scrape.samples(facts.metrics.path)
-    return ServerReading(
-        seconds=now,
-        acceptance=acceptance,
-        engine=acceptance.engine or facts.title,
-        generated=samples.total(names.generated),
-        running=samples.total(names.running) if names.running else None,
-        queued=samples.total(names.queued),
-        kv_cache_usage=_mean([value for _, value in samples.named(names.kv_cache_usage or "")]),
-    )
-
-
-def recognised(scrape: Scrape) -> AcceptanceStatistics:
-    """The acceptance in a scrape, by the first backend that recognises it; unknown if none does."""
-    return _recognise(scrape)[1]
-
-
-def _recognise(scrape: Scrape) -> tuple[EngineFacts | None, AcceptanceStatistics]:
     for name in installed():
         facts = backend(name).facts
-        found = facts.read_acceptance(scrape)
-        if found is not None:
-            return facts, found
-    return None, AcceptanceStatistics.unknown()
-
-
-def _mean(shares: Sequence[float]) -> float | None:
-    return sum(shares) / len(shares) if shares else None
-
-
-def _scrape(url: str, api_key: str | None, timeout: float) -> Scrape:
-    connection = Connection(url, api_key, timeout)
-    return Scrape(connection.text, connection.base)
+        acceptance = facts.read_acceptance(scrape)
+        if acceptance is None:
+            continue
+        names, samples = facts.metrics, scrape.samples(facts.metrics.path)
+        usage = [value for _, value in samples.named(names.kv_cache_usage or "")]
+        return ServerReading(
+            seconds=time.monotonic(),
+            acceptance=acceptance,
+            engine=acceptance.engine or facts.title,
+            generated=samples.total(names.generated),
+            running=samples.total(names.running) if names.running else None,
+            queued=samples.total(names.queued),
+            kv_cache_usage=sum(usage) / len(usage) if usage else None,
+        )
+    return ServerReading(time.monotonic(), AcceptanceStatistics.unknown())
 
 
 @dataclass(frozen=True)
@@ -104,25 +77,16 @@ class LiveFigures:
     """A server's figures between two readings; None = not reported, or nothing was counted."""
 
     engine: str | None
-    seconds: float
-    """Time between the readings."""
+    seconds: float  # Time between the readings
     tokens_per_second: float | None
-    tokens_per_second_per_user: float | None
-    """Divided by the requests in the batch at the second reading."""
-    running: float | None
-    """Requests in the batch."""
-    queued: float | None
-    """Waiting requests."""
-    kv_cache_usage: float | None
-    """Share in use, 0 to 1."""
-    acceptance_length: float | None
-    """τ."""
-    tokens_per_step: float | None
-    """Mean over all steps, also those without speculation."""
-    survival: list[float | None]
-    """Survival of slots 1, 2, ..., over the steps whose width covered them."""
-    widths: dict[int, float] | None
-    """Width with the anchor -> its share of the steps; 1 = nothing was drafted."""
+    tokens_per_second_per_user: float | None  # Divided by the requests in the batch at the second reading
+    running: float | None  # Requests in the batch
+    queued: float | None  # Waiting requests
+    kv_cache_usage: float | None  # Share in use, 0 to 1
+    acceptance_length: float | None  # τ
+    tokens_per_step: float | None  # Mean over all steps, also those without speculation
+    survival: list[float | None]  # Survival of slots 1, 2, ..., over the steps whose width covered them
+    widths: dict[int, float] | None  # Width with the anchor -> its share of the steps; 1 = nothing was drafted
 
     @classmethod
     def between(cls, before: ServerReading, now: ServerReading) -> LiveFigures:
@@ -152,5 +116,4 @@ class LiveFigures:
         return sum(width * share for width, share in self.widths.items()) if self.widths else None
 
     def as_json(self) -> dict[str, Any]:
-        """The figures for scripts; the keys of `widths` become strings in JSON."""
         return {**asdict(self), "mean_width": self.mean_width}

@@ -10,6 +10,10 @@ from typing import Any
 
 from dflash_serve.errors import UserError
 
+LEAST_FIRST = ("torch", "serve", "prove", "bench", "train", "engines")
+"""Extras in the order of their size: a later one may include an earlier one."""
+_REQUIREMENT = re.compile(r"""(?P<name>[\w.-]+).*extra == ['"](?P<extra>[\w-]+)['"]""")
+
 
 def need(extra: str, *modules: str) -> None:
     """Checks that modules are installed, without importing them.
@@ -42,29 +46,17 @@ def absent(error: ModuleNotFoundError, extra: str | None = None) -> UserError | 
         extra: the missing extra, if known; None = the smallest one that brings the module.
     """
     module = (error.name or "").partition(".")[0]
-    bringing = [found[1] for line in _requirements() if (found := _EXTRA.search(line)) and _brings(line, module)]
+    try:
+        requirements = requires("dflash-serve") or []
+    except PackageNotFoundError:  # a checkout that was never installed
+        return None
+    # A distribution's name differs from its module's in dashes and capitals at most.
+    found = (_REQUIREMENT.match(line) for line in requirements)
+    bringing = [one["extra"] for one in found if one and re.sub(r"[-_.]+", "_", one["name"]).lower() == module.lower()]
     if not bringing:
         return None
     chosen = extra or next((least for least in LEAST_FIRST if least in bringing), bringing[0])
     return UserError(f"not installed: {module}", where=f"extra [{chosen}]", do=_install(chosen))
-
-
-LEAST_FIRST = ("torch", "serve", "prove", "bench", "train", "engines")
-"""Extras in the order of their size: a later one may include an earlier one."""
-_EXTRA = re.compile(r"""extra == ['"]([\w-]+)['"]""")
-
-
-def _requirements() -> list[str]:
-    try:
-        return requires("dflash-serve") or []
-    except PackageNotFoundError:  # a checkout that was never installed
-        return []
-
-
-def _brings(requirement: str, module: str) -> bool:
-    # A distribution's name differs from its module's in dashes and capitals at most.
-    named = re.match(r"[\w.-]+", requirement)
-    return named is not None and re.sub(r"[-_.]+", "_", named[0]).lower() == module.lower()
 
 
 def _install(extra: str) -> str:

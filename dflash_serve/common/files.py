@@ -67,11 +67,25 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch(folder)
+    old = scratch.with_name(f"{scratch.name}.old")
     scratch.mkdir()
     try:
         yield scratch
-        _readable(scratch)
-        _take_place(scratch, folder)
+        # safetensors' writer makes files private: give them the mode that the umask gives new files.
+        mode = scratch.stat().st_mode & 0o666
+        for path in scratch.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                path.chmod(mode)
+        if folder.exists():
+            folder.rename(old)
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if old.exists():
+                old.rename(folder)
+            raise
+        if old.exists():
+            shutil.rmtree(old)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -116,27 +130,5 @@ def require_writable(folder: Path, *, do: str = "name another --output") -> None
     (folder / ".writable").unlink()
 
 
-def _readable(folder: Path) -> None:
-    # safetensors' writer makes files private: give them the mode that the umask gives new files.
-    mode = folder.stat().st_mode & 0o666
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            path.chmod(mode)
-
-
 def _scratch(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-
-
-def _take_place(scratch: Path, folder: Path) -> None:
-    if not folder.exists():
-        scratch.rename(folder)
-        return
-    old = scratch.with_name(f"{scratch.name}.old")
-    folder.rename(old)
-    try:
-        scratch.rename(folder)
-    except OSError:
-        old.rename(folder)
-        raise
-    shutil.rmtree(old)

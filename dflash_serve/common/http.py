@@ -17,18 +17,13 @@ if TYPE_CHECKING:
     import httpx
 
 API_KEY_ENV = "DFLASH_SERVE_API_KEY"
-BUSY, PATIENCE = (429, 503), 8
-"""Status codes of a busy server, and the number of retries (after 1/4, 1/2, 1, ... at most 4 seconds)."""
-RECONNECTS = 2
-"""Number of retries over a new connection."""
+BUSY = (429, 503)  # Status codes of a busy server
+PATIENCE = 8  # Number of retries (after 1/4, 1/2, 1, ... at most 4 seconds)
+RECONNECTS = 2  # Number of retries over a new connection
 
 
 class RefusedError(UserError):
-    """The server answered and refused the request.
-
-    Args:
-        status: of the HTTP response.
-    """
+    """The server answered and refused the request; `status` is that of its response."""
 
     def __init__(self, what: str, *, where: str, do: str = "", status: int) -> None:
         super().__init__(what, where=where, do=do)
@@ -63,7 +58,6 @@ class Connection:
 
     @property
     def base(self) -> str:
-        """The URL without /v1."""
         return self.url.rstrip("/").removesuffix("/v1")
 
     def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -138,21 +132,29 @@ def page_status(url: str, *, timeout: float = 30.0) -> int | None:
         return None
 
 
-def read_api_key(file: Path | None) -> str | None:
-    """The API key on the first line of a file, else the environment's; None if neither is given.
+def read_keys(file: str | Path) -> list[str]:
+    """API keys, one a line; empty lines and lines that begin with # are skipped.
 
     Raises:
-        UserError: the file cannot be read, or is empty.
+        UserError: the file cannot be read, or has none.
     """
-    if file is None:
-        return os.environ.get(API_KEY_ENV) or None
     try:
-        key = file.read_text(encoding="utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError):
-        raise UserError("cannot be read", where=str(file), do="give a text file with the key") from None
-    if not key:
-        raise UserError("it is empty", where=str(file), do="put the key on its first line")
-    return key
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read ({error})", where=str(file), do="give a file with one key a line") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise UserError("has no key", where=str(file), do="write one key a line, or leave the file out")
+    return keys
+
+
+def read_api_key(file: Path | None) -> str | None:
+    """The first API key of a file, else the environment's; None if neither is given.
+
+    Raises:
+        UserError: as `read_keys`.
+    """
+    return os.environ.get(API_KEY_ENV) or None if file is None else read_keys(file)[0]
 
 
 def _unreachable(error: Exception, where: str) -> UserError:

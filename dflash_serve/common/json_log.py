@@ -11,7 +11,6 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as one line of JSON. Engines import it by the path in `logging_config`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line; times are in UTC."""
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,

@@ -16,12 +16,9 @@ from pathlib import Path
 from dflash_serve.common.http import page_status
 from dflash_serve.errors import UserError
 
-PATIENCE_SECONDS = 3600.0
-"""Time until a server must be ready; large models take long to load and compile."""
-GRACE_SECONDS = 30.0
-"""Time from SIGTERM to SIGKILL."""
-TAIL = 5
-"""Lines of a failed server's log that are shown."""
+PATIENCE_SECONDS = 3600.0  # Time until a server must be ready; large models take long to load and compile
+GRACE_SECONDS = 30.0  # Time from SIGTERM to SIGKILL
+TAIL = 5  # Lines of a failed server's log that are shown
 
 
 @contextmanager

@@ -33,7 +33,6 @@ class Samples:
         return ((sample.labels, sample.value) for sample in self.all if sample.name == name)
 
     def knows(self, prefix: str) -> bool:
-        """A sample's name starts with `prefix`."""
         return any(sample.name.startswith(prefix) for sample in self.all)
 
     def total(self, name: str) -> float | None:

@@ -20,14 +20,12 @@ GEMM_FLAGS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
 class Environment(BaseModel, frozen=True, extra="forbid"):
     """Hardware and software of one run; None = unknown."""
 
-    hardware: str | None
-    """The machine that did the work; for servers elsewhere, the user's description."""
+    hardware: str | None  # The machine that did the work; for servers elsewhere, the user's description
     python: str
     versions: dict[str, str]
     omp_wait_policy: str | None
     commit: str | None
-    date: str
-    """UTC."""
+    date: str  # UTC
 
 
 def environment(hardware: str | None = None, *, local: bool = True) -> Environment:

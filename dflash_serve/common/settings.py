@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -21,10 +21,8 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from dflash_serve.errors import UserError, did_you_mean
 
 ENV_PREFIX = "DFLASH_SERVE_"
-NESTED = "__"
-"""Separator of a section and its key in the name of an environment variable."""
-VARIABLE = re.compile(r"\$\{(\w+)(:-([^}]*))?\}")
-"""${NAME} or ${NAME:-default} in a recipe."""
+NESTED = "__"  # Separator of a section and its key in the name of an environment variable
+VARIABLE = re.compile(r"\$\{(\w+)(:-([^}]*))?\}")  # ${NAME} or ${NAME:-default} in a recipe
 PositiveInt = Annotated[int, Field(gt=0)]
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -59,26 +57,23 @@ def read_recipe_file(path: Path) -> object:
     Raises:
         UserError: it cannot be read, is not YAML, or names a variable that is not set.
     """
-    return _fill(read_yaml(path), path)
 
+    def variable(found: re.Match[str]) -> str:
+        name, has_default, default = found.groups()
+        if name not in os.environ and not has_default:
+            raise UserError(f"${{{name}}} is not set", where=str(path), do=f"export {name}=...")
+        return os.environ.get(name) or default or ""
 
-def _fill(value: object, path: Path) -> object:
-    if isinstance(value, dict):
-        return {key: _fill(inner, path) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_fill(inner, path) for inner in value]
-    if isinstance(value, str) and VARIABLE.search(value):
-        return VARIABLE.sub(lambda found: _variable(found, path), value) or None
-    return value
+    def fill(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: fill(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [fill(inner) for inner in value]
+        if isinstance(value, str) and VARIABLE.search(value):
+            return VARIABLE.sub(variable, value) or None
+        return value
 
-
-def _variable(found: re.Match[str], path: Path) -> str:
-    name, has_default, default = found.groups()
-    if has_default:
-        return os.environ.get(name) or default
-    if name not in os.environ:
-        raise UserError(f"${{{name}}} is not set", where=str(path), do=f"export {name}=...")
-    return os.environ[name]
+    return fill(read_yaml(path))
 
 
 def describe(error: ValidationError, model: type[BaseModel] | None = None) -> str:
@@ -87,7 +82,7 @@ def describe(error: ValidationError, model: type[BaseModel] | None = None) -> st
     Args:
         model: the model that was read; with it, a similar key is suggested for an unknown one.
     """
-    first = first_mistake(error)
+    first = _first_mistake(error)
     parts = [str(part) for part in first["loc"] if not str(part).startswith(("constrained", "literal", "int"))]
     field = ".".join(parts)
     if first["type"] == "extra_forbidden":
@@ -96,14 +91,14 @@ def describe(error: ValidationError, model: type[BaseModel] | None = None) -> st
     return f"{field}: {first['msg'].removeprefix('Value error, ')} (given: {first['input']!r})"
 
 
-def first_mistake(error: ValidationError) -> ErrorDetails:
-    """The first unknown key, else the first error: a missing key is often an unknown one, misspelt."""
+def _first_mistake(error: ValidationError) -> ErrorDetails:
+    # The first unknown key, else the first error: a missing key is often an unknown one, misspelt.
     found = error.errors()
     return next((one for one in found if one["type"] == "extra_forbidden"), found[0])
 
 
-def fields_below(field: FieldInfo) -> Mapping[str, FieldInfo] | None:
-    """The keys of a section; None if the field is a plain value."""
+def _fields_below(field: FieldInfo) -> Mapping[str, FieldInfo] | None:
+    # The keys of a section; None if the field is a plain value.
     kinds = (field.annotation, *get_args(field.annotation))
     sections = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
     return next((section.model_fields for section in sections), None)
@@ -112,7 +107,7 @@ def fields_below(field: FieldInfo) -> Mapping[str, FieldInfo] | None:
 def _keys(model: type[BaseModel] | None, path: Sequence[str]) -> list[str]:
     fields: Mapping[str, FieldInfo] | None = model.model_fields if model else None
     for part in path:
-        fields = fields_below(fields[part]) if fields and part in fields else None
+        fields = _fields_below(fields[part]) if fields and part in fields else None
     return list(fields or ())
 
 
@@ -130,15 +125,22 @@ def merged_settings(
     Raises:
         UserError: a file that cannot be read, an unknown key or an impossible value (the first one).
     """
-    _refuse_misspelt(model, others)
-    layers = [_read_mapping(path, start) if path else {}, _environment(model), overlay({}, flags)]
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        merged = overlay(merged, layer)
+    refuse_misspelt(ENV_PREFIX, {*_variables(model), *others}, "names no key of the deployment")
+    described = read_yaml(path) if path else {}
+    if not isinstance(described, dict):
+        raise UserError("not a mapping", where=str(path), do=f"start with `{start}`")
+    environment, given = _environment(model), overlay({}, flags)
     try:
-        return model.model_validate(merged)
+        return model.model_validate(overlay(overlay(overlay({}, described), environment), given))
     except ValidationError as error:
-        raise UserError(describe(error, model), where=_where(error, layers[1:], path)) from None
+        # The source of the first mistake: the layer of highest priority that has the key.
+        place = [str(part) for part in _first_mistake(error)["loc"]]
+        where = str(path or "deployment")
+        if _has(given, place):
+            where = "command line"
+        elif _has(environment, place):
+            where = ENV_PREFIX + NESTED.join(place[:2]).upper()
+        raise UserError(describe(error, model), where=where) from None
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,13 +157,6 @@ def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _read_mapping(path: Path, start: str) -> dict[str, Any]:
-    raw = read_yaml(path)
-    if not isinstance(raw, dict):
-        raise UserError("not a mapping", where=str(path), do=f"start with `{start}`")
-    return raw
-
-
 def _environment(model: type[BaseModel]) -> dict[str, Any]:
     config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter=NESTED, extra="ignore")
     fields: dict[str, Any] = {name: (field.annotation, field) for name, field in model.model_fields.items()}
@@ -171,53 +166,35 @@ def _environment(model: type[BaseModel]) -> dict[str, Any]:
     return found
 
 
-def _refuse_misspelt(model: type[BaseModel], others: Sequence[str]) -> None:
-    # A misspelt variable would silently have no effect. One without `__` may have another origin (Kubernetes makes
-    # DFLASH_SERVE_PORT of a service's name), so it is refused only if it is similar to one of ours.
-    known = {*_variables(model), *others}
-    for variable in sorted(os.environ):
-        name = variable.upper().removeprefix(ENV_PREFIX)
-        if name == variable.upper() or any(
-            name == one or (one.endswith(NESTED) and name.startswith(one)) for one in known
-        ):
-            continue
-        hint = did_you_mean(name, [one for one in known if not one.endswith(NESTED)], prefix=ENV_PREFIX)
-        if hint or NESTED in name:
-            raise UserError("names no key of the deployment", where=variable, do=hint or "unset it")
+def refuse_misspelt(prefix: str, known: Collection[str], what: str = "names no setting") -> None:
+    """Refuses variables of a prefix that name nothing known and are similar to a known name, or have `__`.
 
+    A misspelt variable would silently have no effect. Others may have another origin: Kubernetes makes
+    DFLASH_SERVE_PORT of a service's name.
 
-def refuse_near_misses(prefix: str, known: Sequence[str]) -> None:
-    """Refuses variables of a prefix with a name similar to a known one; others may belong to other programs.
+    Args:
+        known: names without the prefix; one that ends in `__` may have any continuation.
 
     Raises:
         UserError: the first such variable.
     """
-    for variable in sorted(name for name in os.environ if name.startswith(prefix)):
+    sections = tuple(one for one in known if one.endswith(NESTED))
+    for variable in sorted(name for name in map(str.upper, os.environ) if name.startswith(prefix)):
         name = variable.removeprefix(prefix)
-        hint = "" if name in known else did_you_mean(name, known, prefix=prefix)
-        if hint:
-            raise UserError("names no setting", where=variable, do=hint)
+        if name in known or name.startswith(sections):
+            continue
+        hint = did_you_mean(name, sorted({*known} - {*sections}), prefix=prefix)
+        if hint or NESTED in name:
+            raise UserError(what, where=variable, do=hint or "unset it")
 
 
 def _variables(model: type[BaseModel]) -> Iterator[str]:
-    # Names without the prefix; a name that ends in `__` may have any continuation.
     for name, field in model.model_fields.items():
         yield name.upper()
-        below = fields_below(field)
+        below = _fields_below(field)
         yield from (f"{name}{NESTED}{key}".upper() for key in below or ())
         if below is None and "dict" in str(field.annotation):
             yield f"{name}{NESTED}".upper()
-
-
-def _where(error: ValidationError, layers: list[dict[str, Any]], path: Path | None) -> str:
-    # The source of the first mistake: the layer of highest priority that has the key.
-    place = [str(part) for part in first_mistake(error)["loc"]]
-    environment, flags = layers
-    if _has(flags, place):
-        return "command line"
-    if _has(environment, place):
-        return ENV_PREFIX + NESTED.join(place[:2]).upper()
-    return str(path or "deployment")
 
 
 def _has(layer: Any, place: list[str]) -> bool:

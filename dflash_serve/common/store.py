@@ -23,10 +23,8 @@ from dflash_serve.common.files import mend_folder, whole_folder
 from dflash_serve.common.processes import sigterm_interrupts
 from dflash_serve.errors import UserError
 
-FIRST = '{"key": "'
-"""Beginning of a store's file."""
-KEY_LENGTH = 12
-"""Hexadecimal digits of a key in a folder's name: 48 bits."""
+FIRST = '{"key": "'  # Beginning of a store's file
+KEY_LENGTH = 12  # Hexadecimal digits of a key in a folder's name: 48 bits
 
 
 def digest(made_by: object) -> str:
@@ -73,7 +71,6 @@ class Store:
         return self.values[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value under a name, or `default`."""
         return self.values.get(name, default)
 
     def put(self, name: str, value: Any) -> None:
@@ -169,7 +166,6 @@ class ResultFolders:
         self.root = root
 
     def path(self, name: str, key: str) -> Path:
-        """The folder of a result, finished or not."""
         return self.root / f"{name}-{key[:KEY_LENGTH]}"
 
     def get(self, name: str, key: str) -> Path | None:
@@ -200,9 +196,4 @@ def _differences(mine: Mapping[str, Any], kept: Mapping[str, Any], above: str) -
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             yield from _differences(one, other, f"{path}.")
         elif one != other:
-            yield f"{path}: {_short(other)} there, {_short(one)} here"
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+            yield f"{path}: {other!s:.60} there, {one!s:.60} here"

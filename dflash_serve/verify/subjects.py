@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from dflash_serve.backend import EMBEDDED, Engine, ServerBackend, embedded_backend
+from dflash_serve.backend import EMBEDDED, Engine, ServerBackend, TokenLogprob, embedded_backend
 from dflash_serve.client.endpoint import Endpoint, Reply, ScoredToken
 from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.common.processes import PATIENCE_SECONDS
 from dflash_serve.deployment import Deployment, Speculation
 from dflash_serve.errors import UserError, raise_problems
-from dflash_serve.outputs import TokenLogprob
 from dflash_serve.server_adapter import running_server
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.questions import WITH, WITHOUT, Precision, Question

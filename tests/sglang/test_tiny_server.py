@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.cost_table import COST_TABLE
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import COST_TABLE, Deployment
 from dflash_sglang.facts import ACCEPTED, DRAFT_SECONDS, FACTS, STEPS
 from tests.support.promql import exported, missing
 from tests.support.sglang_server import Berth, OnCpu, Server, fleet

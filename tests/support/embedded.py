@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from dflash_serve.backend import Engine, Prompt
+from dflash_serve.backend import Engine, Prompt, RequestOutput
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
-from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
 from dflash_torch.engine import EmbeddedEngine

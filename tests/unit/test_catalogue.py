@@ -8,13 +8,28 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
-from dflash_serve.backend import DraftingBackend, backend, installed, with_drafter
+from dflash_serve.backend import DraftingBackend, backend, choose_drafter, installed
 from dflash_serve.catalogue import best_drafter, catalogue, drafters_of
 from dflash_serve.checkpoint.config import Heads
-from dflash_serve.cli.drafters import name_drafter
 from dflash_serve.cli.main import app
 from dflash_serve.deployment import Deployment
-from dflash_serve.errors import UserError
+from dflash_serve.errors import Problem, UserError
+from dflash_torch.facts import FACTS
+
+
+class Picky:
+    """A backend that serves every drafter, or none."""
+
+    name, facts, releases, untried = "picky", FACTS, "1.0", ()
+
+    def __init__(self, *refusals: str) -> None:
+        self.refusals = refusals
+
+    def check(self, deployment: Deployment) -> list[Problem]:
+        return []
+
+    def head_problems(self, heads: Heads) -> list[Problem]:
+        return [Problem(refusal) for refusal in self.refusals]
 
 
 @pytest.fixture(autouse=True)
@@ -29,17 +44,8 @@ def auto(target: str) -> Deployment:
     return Deployment.model_validate({"target": {"model": target}, "drafter": {"model": "auto"}})
 
 
-def chosen(target: str, engine: str) -> str:
-    found = name_drafter(auto(target), backend(engine), quiet=True).drafter
-    assert found is not None
-    return found.model
-
-
-def test_every_backend_can_tell() -> None:
+def test_every_backend_can_tell_and_a_target_is_found_by_its_id_in_any_case_and_by_its_name() -> None:
     assert all(isinstance(backend(name), DraftingBackend) for name in installed())
-
-
-def test_a_target_is_found_by_its_id_in_any_case_and_by_its_name() -> None:
     wanted = {drafter.repository for drafter in drafters_of("Qwen/Qwen3-8B")}
     assert {"z-lab/Qwen3-8B-DFlash-b16", "deepseek-ai/dspark_qwen3_8b_block7"} <= wanted
     assert {one.repository for one in drafters_of("qwen3-8b")} == wanted
@@ -57,23 +63,19 @@ def test_a_target_is_found_by_its_id_in_any_case_and_by_its_name() -> None:
     ],
 )
 def test_auto_takes_the_best_that_the_backend_serves(target: str, engine: str, repository: str) -> None:
-    assert chosen(target, engine) == repository
+    found = choose_drafter(auto(target), backend(engine))[0].drafter
+    assert found is not None
+    assert found.model == repository
 
 
 def test_what_auto_took_is_said_with_its_revision_or_that_it_has_none() -> None:
-    found, told = with_drafter(auto("Qwen/Qwen3-4B"), lambda _: True)
+    found, told = choose_drafter(auto("Qwen/Qwen3-4B"), Picky())
     assert found.drafter is not None
     assert found.drafter.revision == "e3e7a18e4f541fa3841c2fb0666a7759079ab6fd"
-    assert told is not None
-    assert "mgoin/Qwen3-4B-speculator.dflash2 at e3e7a18e" in told
-    _, told = with_drafter(auto("Qwen/Qwen3-14B"), lambda _: True)
-    assert told is not None
-    assert "its revision is not pinned" in told
-
-
-def test_a_drafter_that_is_named_is_left_alone() -> None:
+    assert "mgoin/Qwen3-4B-speculator.dflash2 at e3e7a18e" in str(told)
+    assert "its revision is not pinned" in str(choose_drafter(auto("Qwen/Qwen3-14B"), Picky())[1])
     named = Deployment.model_validate({"target": {"model": "Qwen/Qwen3-4B"}, "drafter": {"model": "a/b"}})
-    assert with_drafter(named, lambda _: True) == (named, None)
+    assert choose_drafter(named, Picky()) == (named, None)
 
 
 def test_auto_never_takes_a_restricted_licence_nor_what_nothing_runs() -> None:
@@ -85,16 +87,16 @@ def test_auto_never_takes_a_restricted_licence_nor_what_nothing_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "serves", "words"),
+    ("target", "refusals", "words"),
     [
-        ("Qwen/Qwen3-8", True, "did you mean Qwen/Qwen3-8B?"),
-        ("no/such", True, "no published drafter of it is known"),
-        ("Qwen/Qwen3-8B", False, "no drafter of Qwen/Qwen3-8B is served by this backend"),
+        ("Qwen/Qwen3-8", (), "did you mean Qwen/Qwen3-8B?"),
+        ("no/such", (), "no published drafter of it is known"),
+        ("Qwen/Qwen3-8B", ("no",), "no drafter of Qwen/Qwen3-8B is served by this backend"),
     ],
 )
-def test_auto_without_an_answer_is_one_line(target: str, serves: bool, words: str) -> None:
+def test_auto_without_an_answer_is_one_line(target: str, refusals: tuple[str, ...], words: str) -> None:
     with pytest.raises(UserError) as caught:
-        with_drafter(auto(target), lambda _: serves)
+        choose_drafter(auto(target), Picky(*refusals))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -43,7 +43,6 @@ def test_it_cannot_be_changed(file: Path) -> None:
 
 
 MISTAKES = {
-    "targt: {model: x}": "target",
     "target: {model: x, quantisation: fp8}": "unknown key target.quantisation",
     "target: {model: x, quantization: int3}": "target.quantization",
     "target: {model: x}\nspeculation: {width: 0}": "width",
@@ -52,33 +51,7 @@ MISTAKES = {
     "target: {model: x}\nparallel: {tensor: 0}": "parallel.tensor",
     "target: {model: x": "not valid YAML",
     "- a list": "not a mapping",
-}
-
-
-@pytest.mark.parametrize("text", MISTAKES)
-def test_a_mistake_is_one_line_that_names_file_and_field(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    with pytest.raises(UserError) as caught:
-        load_deployment(path)
-    assert str(path) in str(caught.value)
-    assert MISTAKES[text] in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_file_of_bytes_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "deployment.yaml"
-    path.write_bytes(b"\xff\xfe\x00model")
-    with pytest.raises(UserError, match="not UTF-8 text"):
-        load_deployment(path)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.yaml"):
-        load_deployment(tmp_path / "nowhere.yaml")
-
-
-MISSPELT = {
+    b"\xff\xfe\x00model": "not UTF-8 text",
     "target: {model: x}\nparalel: {tensor: 1}": "unknown key paralel; did you mean parallel?",
     "target: {model: x}\nparallel: {tensr: 1}": "unknown key parallel.tensr; did you mean parallel.tensor?",
     "targt: {model: x}": "unknown key targt; did you mean target?",
@@ -86,13 +59,19 @@ MISSPELT = {
 }
 
 
-@pytest.mark.parametrize("text", MISSPELT)
-def test_a_misspelt_key_is_told_the_one_that_was_meant(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_is_one_line_that_names_file_and_field_and_the_key_that_was_meant(
+    tmp_path: Path, text: str | bytes
+) -> None:
     path = tmp_path / "bad.yaml"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError) as caught:
         load_deployment(path)
-    assert str(caught.value) == f"{path}: {MISSPELT[text]}"
+    assert str(caught.value).startswith(f"{path}: ")
+    assert MISTAKES[text] in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"nowhere\.yaml"):
+        load_deployment(tmp_path / "nowhere.yaml")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.checkpoint.source import record_survival
-from dflash_serve.cost_table import SURVIVAL
+from dflash_serve.deployment import SURVIVAL
 from dflash_serve.last_run import EVERY, LEAST, KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel, LearntCosts
 from dflash_serve.speculation.policy import Step
@@ -45,17 +45,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_what_training_told_decides_the_first_step(drafter: Path) -> None:
-    record_survival(drafter, [0.1] * 7)
-    assert begin(drafter).widths(["a"]) == [1]
-    record_survival(drafter, [0.9] * 7)
-    assert begin(drafter).widths(["a"]) == [8]
-
-
 def test_the_last_run_tells_more_than_training_and_the_user_more_than_both(
     drafter: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    record_survival(drafter, [0.9] * 7)
+    assert begin(drafter).widths(["a"]) == [8]
     record_survival(drafter, [0.1] * 7)
+    assert begin(drafter).widths(["a"]) == [1]
     learn(begin(drafter), 7, clock)
     assert begin(drafter).widths(["a"]) == [8]
     monkeypatch.setenv(SURVIVAL, "0.1,0.1")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.backend import ServerBackend, server_backend
-from dflash_serve.common.json_log import JsonFormatter, logging_config
+from dflash_serve.common.json_log import JsonFormatter
 from dflash_serve.deployment import Deployment
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 
@@ -97,8 +97,3 @@ def test_a_traceback_stays_on_the_line() -> None:
     found = json.loads(text)
     assert (found["message"], found["exception"].splitlines()[-1]) == ("it failed", "ValueError: bad")
     assert found["time"].endswith("+00:00")
-
-
-def test_an_engines_loggers_hand_on_to_the_root() -> None:
-    config = json.loads(logging_config("vllm"))
-    assert config["loggers"]["vllm"] == {"level": "INFO", "handlers": [], "propagate": True}

@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from dflash_serve.cost_table import given_cost, given_survival
+from dflash_serve.deployment import given_cost, given_survival
 from dflash_serve.errors import Problem, UserError, refuse
 from dflash_sglang.facts import RELEASES
 from dflash_sglang.launch_plan import NATIVE

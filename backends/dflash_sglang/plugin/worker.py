@@ -14,7 +14,7 @@ from typing import Any
 from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
-from dflash_serve.cost_table import given_cost
+from dflash_serve.deployment import given_cost
 from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy

@@ -19,13 +19,12 @@ from random import Random
 import torch
 from torch import Tensor
 
-from dflash_serve.backend import Prompt
+from dflash_serve.backend import Prompt, RequestOutput
 from dflash_serve.checkpoint.config import uniform_target_layer_ids
 from dflash_serve.doctor.evidence import Prediction, Steps, distance
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.target import TargetModel
-from dflash_serve.outputs import RequestOutput
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 

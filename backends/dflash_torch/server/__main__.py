@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from dflash_serve.common.extras import need
 from dflash_serve.common.json_log import JsonFormatter
-from dflash_serve.common.settings import describe, refuse_near_misses
+from dflash_serve.common.settings import describe, refuse_misspelt
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 
@@ -105,7 +105,7 @@ def serve(deployment: Deployment, settings: ServerSettings, keys: Sequence[str],
 
 
 def _settings() -> ServerSettings:
-    refuse_near_misses(SETTINGS_PREFIX, [name.upper() for name in ServerSettings.model_fields])
+    refuse_misspelt(SETTINGS_PREFIX, [name.upper() for name in ServerSettings.model_fields])
     try:
         return ServerSettings()
     except ValidationError as error:

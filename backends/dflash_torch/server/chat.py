@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from dflash_serve.backend import FinishReason
 from dflash_serve.errors import UserError
-from dflash_serve.outputs import FinishReason
 
 from ..grammar import WHITESPACE, checked_schema
 from .api import ChatRequest, Function

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
-from dflash_serve.outputs import Chunk, FinishReason, TokenLogprob
+from dflash_serve.backend import Chunk, FinishReason, TokenLogprob
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from ..grammar import Grammars

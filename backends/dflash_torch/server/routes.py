@@ -20,8 +20,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from dflash_serve.backend import Chunk
 from dflash_serve.errors import UserError
-from dflash_serve.outputs import Chunk
 from dflash_serve.speculation.params import SamplingParams
 
 from ..answer import Answer

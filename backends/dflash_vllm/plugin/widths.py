@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from dflash_serve.cost_table import given_cost
+from dflash_serve.deployment import given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts
 from dflash_serve.speculation.policy import FixedWidth, Step, WidthPolicy

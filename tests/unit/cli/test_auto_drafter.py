@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.catalogue import AUTO, Catalogue
-from dflash_serve.cli import doctor, evaluate
+from dflash_serve.cli import answers, doctor
 from dflash_serve.errors import UserError
 from tests.support.command_line import call
 from tests.support.tiny_target import write_tiny_pair
@@ -31,18 +31,6 @@ def _published(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None
     unknown = {"revision": None, "licence": None, "acceptance_length": (), "source": "a test"}
     made = Catalogue.model_validate({"gathered": "2026-11-22", "drafters": [{**unknown, **row} for row in rows]})
     monkeypatch.setattr("dflash_serve.catalogue.catalogue", lambda: made)
-
-
-def test_generate_answers_with_it_and_says_which(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ("generate", "the fox", "--raw", "--target", pair[0], "--drafter", AUTO, "--max-tokens", 4)
-    assert call(monkeypatch, *asked, "--width", 3) == 0
-    said = capsys.readouterr()
-    assert f"dflash-serve: drafter: {pair[1]} (DFlash, B 4), the best known of {pair[0]}" in said.err
-    assert "acceptance length" in said.out
-    assert call(monkeypatch, *asked, "--quiet") == 0
-    assert "best known" not in capsys.readouterr().err
 
 
 def test_evaluate_measures_it_by_its_name(
@@ -83,7 +71,7 @@ def test_doctor_examines_it_at_its_commit(pair: tuple[Path, Path], monkeypatch: 
         fetched.append((name, revision))
         return pair[1]
 
-    monkeypatch.setattr("dflash_serve.checkpoint.source.drafter_folder", fetch)
+    monkeypatch.setattr(doctor, "drafter_folder", fetch)
     assert doctor._examined_pair(None, {**given, "target": "a/target"}, ()).drafter == str(pair[1])
     assert fetched == [("a/other", "0" * 40)]
 
@@ -95,8 +83,8 @@ def test_evaluate_reads_the_block_of_the_commit(monkeypatch: pytest.MonkeyPatch)
         asked.append((name, revision))
         raise UserError("seen")
 
-    monkeypatch.setattr("dflash_serve.checkpoint.reader.read_config", read)
+    monkeypatch.setattr(answers, "read_config", read)
     given = {"target": "a/target", "drafter": AUTO, "quiet": True, "width": None}
     with pytest.raises(UserError, match="seen"):
-        evaluate._described(None, given)
+        answers._with_width(None, given)
     assert asked == [("a/other", "0" * 40)]

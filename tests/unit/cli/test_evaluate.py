@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dflash_serve.backend import Engine
 from dflash_serve.speculation.params import SamplingParams
-from dflash_torch.engine import CONTROLS, EmbeddedEngine
+from dflash_serve.speculation.statistics import total
+from dflash_torch.engine import CONTROLS
 from tests.support.command_line import call
 from tests.support.embedded import answers, tiny_engine
 from tests.support.tiny_target import write_tiny_pair
@@ -48,11 +49,6 @@ def test_each_task_is_shown_with_all_controls(
     assert all(line.strip() for line in told.out.splitlines()), "and no blank lines"
 
 
-def widths_of(engine: Engine) -> dict[int, float] | None:
-    """Of the steps of one short answer."""
-    return answers(engine, ["the fox"], SamplingParams(temperature=0, max_tokens=12))[0].statistics.widths
-
-
 @pytest.mark.parametrize(("given", "stated"), [((), 4), (("--width", 3), 3), (("--width", "auto"), "auto")])
 def test_the_acceptance_length_and_the_speed_up_are_at_the_one_width_that_is_stated(
     given: tuple[object, ...],
@@ -60,35 +56,30 @@ def test_the_acceptance_length_and_the_speed_up_are_at_the_one_width_that_is_sta
     monkeypatch: pytest.MonkeyPatch,
     pair: tuple[Path, Path],
     prompts: Path,
-    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    measured: list[Engine] = []
     timed: list[Engine] = []
-    stream = EmbeddedEngine.stream
 
-    def streaming(self: EmbeddedEngine, *args: Any) -> Any:
-        measured.append(self)
-        return stream(self, *args)
-
-    def timing(engine: Engine, *_: object) -> float:
+    def compare(engine: Engine, *_: object) -> SimpleNamespace:
         timed.append(engine)
-        return 2.0
+        return SimpleNamespace(ratio=2.0)
 
-    monkeypatch.setattr(EmbeddedEngine, "stream", streaming)
-    monkeypatch.setattr("dflash_serve.cli.evaluate.speed_up", timing)
-    output = tmp_path / "out.json"
-    pair_given = ("--target", pair[0], "--drafter", pair[1], "--max-tokens", 12, "--output", output)
-    assert call(monkeypatch, "evaluate", "--task", f"mine={prompts}", *pair_given, *given) == 0
-    report = json.loads(output.read_text())
+    monkeypatch.setattr("dflash_serve.cli.answers.compare_with_plain", compare)
+    asked = ("--target", pair[0], "--drafter", pair[1], "--max-tokens", 12, "--max-batch-size", 2, "--json")
+    assert call(monkeypatch, "evaluate", "--task", f"mine={prompts}", *asked, *given) == 0
+    report = json.loads(capsys.readouterr().out)
     assert report["width"] == stated
-    assert set(report["tasks"]["mine"]) == {"as it is", *(CONTROLS if stated != "auto" else ())}
+    rows = report["tasks"]["mine"]
+    assert set(rows) == {"as it is", *(CONTROLS if stated != "auto" else ())}
+    assert rows["as it is"]["speed_up"] == 2.0
     if stated == "auto":
-        assert measured == timed  # one engine, which chooses its widths itself
         return
-    monkeypatch.undo()
-    expected = widths_of(tiny_engine(pair, width=int(stated)))
-    assert max(expected or ()) == stated
-    assert [widths_of(engine) for engine in (*measured, *timed)] == [expected] * (1 + len(CONTROLS) + 1)
+    texts = [[{"role": "user", "content": text}] for text in ("the fox", "a dog", "over")]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    for engine in (tiny_engine(pair, width=int(stated)), *timed):
+        statistics = total(output.statistics for output in answers(engine, texts, params))
+        assert (rows["as it is"]["prompts"], rows["as it is"]["steps"]) == (3, statistics.steps)
+        assert max(statistics.widths or ()) == stated
 
 
 @pytest.mark.parametrize(
@@ -98,6 +89,7 @@ def test_the_acceptance_length_and_the_speed_up_are_at_the_one_width_that_is_sta
         (("--width", "off"), "without speculation"),
         (("--width", "1"), "without speculation"),
         (("--width", "wide"), "speculation.width"),
+        (("--task", "nonsense"), "nonsense"),
     ],
 )
 def test_a_width_that_measures_nothing_is_one_line(
@@ -127,20 +119,3 @@ def test_controls_change_the_context_and_not_the_answer(pair: tuple[Path, Path])
         assert scheduler.speculator is not None
         contexts.append(scheduler.speculator.cache.keys[0, 0, 0, :6].clone())
     assert not any(torch.equal(a, b) for n, a in enumerate(contexts) for b in contexts[:n])
-
-
-def test_every_prompt_is_counted_once(
-    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], prompts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    drafter = ("--target", pair[0], "--drafter", pair[1], "--max-batch-size", 2, "--max-tokens", 8)
-    only = ("--no-controls", "--speed", 0, "--json")
-    assert call(monkeypatch, "evaluate", "--task", f"mine={prompts}", *drafter, *only) == 0
-    (row,) = json.loads(capsys.readouterr().out)["tasks"]["mine"].values()
-    texts = [[{"role": "user", "content": text}] for text in ("the fox", "a dog", "over")]
-    outputs = answers(tiny_engine(pair, width=4), texts, SamplingParams(temperature=0, max_tokens=8))
-    assert (row["prompts"], row["steps"]) == (3, sum(output.statistics.steps or 0 for output in outputs))
-
-
-def test_what_is_no_task_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(monkeypatch, "evaluate", "--task", "nonsense") == 2
-    assert "nonsense" in capsys.readouterr().err

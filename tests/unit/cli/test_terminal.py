@@ -1,4 +1,4 @@
-"""The command as a process: in a real terminal, and in a pipe that nobody reads to its end."""
+"""`top` on a real server, and commands as processes: in a real terminal, and in a pipe that is not read to its end."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from dflash_serve.cli.main import app
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running
+from tests.support.site import site
 from tests.support.tiny_target import write_tiny_pair
 
 COMMAND = [sys.executable, "-c", "from dflash_serve.cli.main import run; run()"]
@@ -30,8 +33,13 @@ PATIENCE = 120
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tiny_engine(write_tiny_pair(tmp_path_factory.mktemp("pair")), width=4)) as server:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def server(pair: tuple[Path, Path]) -> Iterator[Running]:
+    with running(tiny_engine(pair, width=4)) as server:
         yield server
 
 
@@ -75,25 +83,28 @@ class Terminal:
         return self.child.wait(PATIENCE)
 
 
-def ask(server: Running, over: threading.Event) -> None:
-    while not over.is_set():
-        httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE)
-
-
-def test_top_draws_one_page_in_a_terminal_and_gives_the_screen_back(server: Running) -> None:
+@pytest.fixture
+def busy(server: Running) -> Iterator[str]:
+    """The server's address, while one user asks without a pause."""
     over = threading.Event()
-    user = threading.Thread(target=ask, args=(server, over))
+
+    def ask() -> None:
+        while not over.is_set():
+            httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE)
+
+    user = threading.Thread(target=ask)
     user.start()
-    terminal = Terminal("top", server.url, "--interval", "0.3")
-    try:
-        terminal.until("acceptance")
-        for word in ("tokens/s", "users", "slot 3", "survival"):
-            terminal.until(word)
-        terminal.child.send_signal(signal.SIGINT)
-        assert terminal.end() == 0
-    finally:
-        over.set()
-        user.join(PATIENCE)
+    yield server.url
+    over.set()
+    user.join(PATIENCE)
+
+
+def test_top_draws_one_page_in_a_terminal_and_gives_the_screen_back(busy: str) -> None:
+    terminal = Terminal("top", busy, "--interval", "0.3")
+    for word in ("acceptance", "tokens/s", "users", "in the queue", "K/V cache", "survival", "slot 3", "% of steps"):
+        terminal.until(word)
+    terminal.child.send_signal(signal.SIGINT)
+    assert terminal.end() == 0
     assert "\x1b[?1049h" in terminal.seen, "the other screen"
     assert terminal.seen.rindex("\x1b[?1049l") > terminal.seen.rindex("\x1b[?1049h"), "what was there before is back"
     assert terminal.seen.rindex("\x1b[?25h") > terminal.seen.rindex("\x1b[?25l"), "and the cursor"
@@ -109,10 +120,29 @@ def test_top_in_a_terminal_survives_a_server_that_goes_away(tmp_path: Path) -> N
     assert terminal.end() == 0
 
 
-def test_top_once_is_plain_json_even_in_a_terminal(server: Running) -> None:
-    terminal = Terminal("top", server.url, "--once", "--json", "--interval", "0.1")
+def test_top_once_is_one_json_object_even_in_a_terminal(busy: str) -> None:
+    terminal = Terminal("top", busy, "--once", "--json", "--interval", "1")
     assert terminal.end() == 0
-    assert json.loads(terminal.seen)["engine"] == "dflash-serve"
+    figures = json.loads(terminal.seen)
+    assert figures["engine"] == "dflash-serve"
+    assert figures["tokens_per_second"] > 0
+    assert 1 <= figures["acceptance_length"] <= 4
+    assert len(figures["survival"]) == 3
+    assert sum(figures["widths"].values()) == pytest.approx(1)
+    assert figures["queued"] == 0
+    assert figures["running"] in (0, 1)
+
+
+def test_top_of_a_server_that_does_nothing_says_unknown_and_not_nought(server: Running) -> None:
+    result = CliRunner().invoke(app, ["top", server.url, "--once", "--json", "--interval", "0.1"])
+    figures = json.loads(result.output)
+    assert (figures["acceptance_length"], figures["widths"], figures["tokens_per_second"]) == (None, None, 0)
+
+
+def test_top_of_no_server_or_of_one_without_metrics_is_one_line() -> None:
+    with site(lambda *_: (404, "")) as url:
+        assert "shows no metrics of an engine" in str(CliRunner().invoke(app, ["top", url, "--once"]).exception)
+    assert "no answer" in str(CliRunner().invoke(app, ["top", "http://127.0.0.1:9", "--once"]).exception)
 
 
 PIPED = {
@@ -125,46 +155,43 @@ PIPED = {
 }
 
 
+def in_a_pipe(*words: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def stop_reading(child: subprocess.Popen[str]) -> tuple[int, str]:
+    """Its exit code, and what it says on stderr."""
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.close()
+    said = child.stderr.read()
+    return child.wait(PATIENCE), said
+
+
 @pytest.mark.parametrize("case", PIPED)
 def test_a_reader_that_has_seen_enough_is_no_traceback(case: str, pair: tuple[Path, Path]) -> None:
     """`| head -1`: the pipe is closed while the command still writes, or before it begins."""
-    words = [word.format(target=pair[0], drafter=pair[1]) for word in PIPED[case]]
-    child = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    child.stdout.close()
-    assert child.stderr is not None
-    said = child.stderr.read()
-    assert child.wait(PATIENCE) in (0, 1)
-    assert said == ""
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
+    code, said = stop_reading(in_a_pipe(*(word.format(target=pair[0], drafter=pair[1]) for word in PIPED[case])))
+    assert (code in (0, 1), said) == (True, "")
 
 
 def test_top_that_goes_on_ends_with_its_reader(server: Running) -> None:
-    words = ["top", server.url, "--json", "--interval", "0.1"]
-    child = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = in_a_pipe("top", server.url, "--json", "--interval", "0.1")
     assert child.stdout is not None
     assert json.loads(child.stdout.readline())["engine"] == "dflash-serve"
-    child.stdout.close()
-    assert child.wait(PATIENCE) == 1
-    assert child.stderr is not None
-    assert child.stderr.read() == ""
+    assert stop_reading(child) == (1, "")
 
 
-def test_evaluate_in_a_closed_pipe_has_done_its_work_and_says_nothing(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_evaluate_in_a_closed_pipe_has_done_its_work_and_says_nothing(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the quick brown fox"}\n')
     words = ["evaluate", "--task", f"own={tmp_path / 'prompts.jsonl'}", "--target", str(pair[0])]
     words += ["--drafter", str(pair[1]), "--max-tokens", "4", "--speed", "0", "--output", str(tmp_path / "out.json")]
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-    assert child.stdout is not None
-    child.stdout.close()
-    assert child.stderr is not None
-    said = child.stderr.read()
-    assert child.wait(PATIENCE) in (0, 1)
+    code, said = stop_reading(in_a_pipe(*words))
+    assert code in (0, 1)
     assert "Traceback" not in said
     assert "BrokenPipe" not in said
     assert "own" in json.loads((tmp_path / "out.json").read_text())["tasks"]

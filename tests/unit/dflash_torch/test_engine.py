@@ -10,9 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 from dflash_serve import SamplingParams
-from dflash_serve.backend import InProcessBackend, ServerBackend
+from dflash_serve.backend import Chunk, InProcessBackend, ServerBackend
 from dflash_serve.errors import UserError
-from dflash_serve.outputs import Chunk
 from dflash_torch.backend import EmbeddedBackend
 from dflash_torch.engine import EmbeddedEngine, EngineStream
 from tests.support.embedded import PROMPTS, tiny_engine

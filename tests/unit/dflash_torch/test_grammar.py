@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dflash_serve import SamplingParams
+from dflash_serve.backend import Chunk
 from dflash_serve.errors import UserError
-from dflash_serve.outputs import Chunk
 from dflash_torch.answer import Answer
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.grammar import Grammar, Grammars

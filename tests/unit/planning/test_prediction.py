@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.cost_table import COST_TABLE, given_cost
+from dflash_serve.deployment import COST_TABLE, given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.planning.prediction import Load, Predictor, from_length
 from dflash_serve.planning.step_times import (

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_serve.checkpoint.writer import write_drafter
-from dflash_serve.cost_table import COST_TABLE
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import COST_TABLE, Deployment
 from dflash_serve.speculation.costs import CostModel
 from dflash_sglang import SGLangBackend
 from dflash_sglang.plugin.drafts import draft_problems

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.cost_table import COST_TABLE, given_cost
+from dflash_serve.deployment import COST_TABLE, given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.policy import FixedWidth

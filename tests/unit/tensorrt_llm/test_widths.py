@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_serve.cost_table import COST_TABLE, SURVIVAL
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment
 from dflash_serve.speculation.costs import CostModel
 from dflash_tensorrt_llm.launch_plan import draft_lengths, starving_from
 from dflash_tensorrt_llm.upstream import LlmArgs

@@ -12,9 +12,9 @@ from unittest.mock import Mock
 import pytest
 
 from dflash_serve import LLM
+from dflash_serve.backend import Chunk
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_tokenizer
-from dflash_serve.outputs import Chunk
 from dflash_serve.prompts import jsonl_prompts
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.training import answers

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.cost_table import COST_TABLE, SURVIVAL
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment
 from dflash_vllm import VLLMBackend
 from dflash_vllm.checks import PLUG_INS_VARIABLE
 from dflash_vllm.drafter_rules import V1_VARIABLE

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.checkpoint.reader import open_checkpoint
-from dflash_serve.cost_table import COST_TABLE, SURVIVAL, given_survival
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment, given_survival
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_vllm import VLLMBackend

@@ -1,0 +1,45 @@
+"""An HTTP server on a real socket that answers what a test says."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@contextmanager
+def site(answer: Callable[[str, Any, str | None], tuple[int, Any]]) -> Iterator[str]:
+    """The address of a server until the block ends.
+
+    Args:
+        answer: (path, JSON body or None, Authorization) -> (status, text, bytes or JSON).
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            length = int(self.headers["Content-Length"] or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            status, reply = answer(self.path, body, self.headers["Authorization"])
+            text = reply if isinstance(reply, str | bytes) else json.dumps(reply)
+            data = text.encode() if isinstance(text, str) else text
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
