@@ -1,6 +1,5 @@
 """Step times from `aiconfigurator-core`'s operator tables, measured by NVIDIA for each GPU and engine. This is the
-only module that uses that library (0.12.0, pinned: some names lie outside its stable facade). The import name of its
-successor is accepted, too, but untested.
+only module that uses that library (0.12.0, pinned: some names lie outside its stable facade).
 
     verify(b, w, ctx) = the target's generation operators at b*w rows + decode attention at (b, ctx)
     draft(b, B, ctx)  = the drafter's matrix products at b*B rows + its attention over ctx + B + the head at b*(B-1)
@@ -26,18 +25,16 @@ from dflash_serve.checkpoint.config import context_bytes, weight_bytes
 from dflash_serve.common.extras import import_extra
 from dflash_serve.planning.step_times import Milliseconds, Pair, Specification, Split
 
-NAMES = ("aisimulate_core", "aiconfigurator_core")
-ENGINES = {"sglang": "sglang", "vllm": "vllm", "tensorrt-llm": "trtllm"}
-"""Backend -> the engine whose kernels the tables were measured with."""
+LIBRARY = "aiconfigurator_core"
 MEMORY_SHARE = 0.85
 QUANTIZED = {"fp8": ("fp8", "fp8"), "nvfp4": ("nvfp4", "nvfp4")}
 """A number format -> the library's words for matrix products and experts."""
 SOURCES = {"silicon": "measured", "empirical": "roofline", "sol": "roofline"}
 
 
-def installed() -> str | None:
-    """The library's import name; None = it is not here."""
-    return next((name for name in NAMES if find_spec(name) is not None), None)
+def installed() -> bool:
+    """True where the library is installed."""
+    return find_spec(LIBRARY) is not None
 
 
 def library(*parts: str) -> Any:
@@ -46,7 +43,7 @@ def library(*parts: str) -> Any:
     Raises:
         UserError: it cannot be imported.
     """
-    return import_extra("plan", ".".join([installed() or NAMES[-1], *parts]))
+    return import_extra("plan", ".".join([LIBRARY, *parts]))
 
 
 @contextlib.contextmanager
@@ -64,7 +61,7 @@ def quiet() -> Iterator[None]:
 
 def shipped_configuration(name: str) -> Path | None:
     """A folder with the config.json that the library has of a hub model; None where it has none."""
-    if installed() is None:
+    if not installed():
         return None
     folder = Path(library().__file__).parent / "model_configs"
     found = folder / f"{name.replace('/', '--')}_config.json"
@@ -98,7 +95,7 @@ class Tables:
 
     @cached_property
     def basis(self) -> str:
-        name = (installed() or NAMES[-1]).replace("_", "-")
+        name = LIBRARY.replace("_", "-")
         return f"operator tables of {name} {version(name)}, {self.engine} kernels on {self.on.system}"
 
     def _verify_uncached(self, batch: int, width: int, context: int) -> Milliseconds:
