@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
+from math import floor, log10
 from pathlib import Path
 from typing import Any
 
 from dflash_serve.bench.aiperf import RequestSettings
-from dflash_serve.bench.pareto import FrontierComparison, Spot, at_every_spot, colours, cut, draw_pareto
-from dflash_serve.bench.results import LoadRatio, Point, Run, load_ratios, points_of
+from dflash_serve.bench.results import (
+    FrontierComparison,
+    LoadRatio,
+    Point,
+    Run,
+    compare,
+    frontier,
+    load_ratios,
+    points_of,
+)
 from dflash_serve.bench.settings import AUTO, OFF, Settings, Variant
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import Environment
@@ -22,6 +31,8 @@ JSON, HTML, TEMPLATE = "bench.json", "report.html", "report.html.jinja"
 UNKNOWN = "\N{EN DASH}"
 SIDE_BY_SIDE = "over all concurrencies, at each all variants in turn, another one first each time; servers side by side"
 IN_TURN = "over all variants, one server at a time, for each all concurrencies; another one first in each round"
+KNOWN_COLOURS = {OFF: "#7b8794", AUTO: "#0b6bcb"}
+OTHER_COLOURS = ("#d9730d", "#0f8a5f", "#9b3fb5", "#c0392b", "#8a6d00", "#00838f")
 SWEEP = {"concurrency", "rounds", "requests_per_user", "min_requests", "warm_up"}
 
 
@@ -43,11 +54,11 @@ class ReportData:
         return points_of(self.runs, self.devices, list(self.variants))
 
     @cached_property
-    def curves(self) -> dict[str, list[Spot]]:
-        """The spots of every variant that was measured."""
-        found: dict[str, list[Spot]] = {}
+    def curves(self) -> dict[str, list[Point]]:
+        """The points of every variant that was measured; those whose interactivity is unknown are left out."""
+        found: dict[str, list[Point]] = {}
         for point in self.points:
-            found.setdefault(point.variant, []).extend([] if point.spot is None else [point.spot])
+            found.setdefault(point.variant, []).extend([] if point.interactivity is None else [point])
         return found
 
     @property
@@ -57,9 +68,15 @@ class ReportData:
 
     @cached_property
     def comparison(self) -> FrontierComparison | None:
-        """At the one interactivity that was asked for; None = none was."""
+        """At the interactivity that was asked for: of `auto` if there is one, else of the variant with the highest
+        ratio. None = none was asked for, or there is nothing to compare.
+        """
         at = self.settings.interactivity
-        return None if at is None else cut(self.curves, self.baseline, at)
+        others = [name for name, points in self.curves.items() if points and name != self.baseline]
+        if at is None or not self.curves.get(self.baseline):
+            return None
+        found = [compare(self.curves, name, self.baseline, at) for name in ([AUTO] if AUTO in others else others)]
+        return max(found, key=lambda each: each.ratio or 0.0, default=None)
 
     @cached_property
     def loads(self) -> dict[str, list[LoadRatio]]:
@@ -83,8 +100,10 @@ class ReportData:
 
     @cached_property
     def ratios(self) -> list[list[FrontierComparison]]:
-        """The other variants at every interactivity of the baseline's frontier."""
-        return at_every_spot(self.curves, self.baseline)
+        """The other variants at every interactivity of the baseline's frontier, lowest first."""
+        others = [name for name in self.curves if name != self.baseline]
+        line = [point.interactivity or 0.0 for point in frontier(self.curves.get(self.baseline, ()))]
+        return [[compare(self.curves, name, self.baseline, at) for name in others] for at in line]
 
     @cached_property
     def deployed(self) -> dict[str, Deployment]:
@@ -155,12 +174,11 @@ def write_report(report: ReportData, folder: Path) -> list[Path]:
 
 def as_json(report: ReportData) -> dict[str, Any]:
     """All figures, for programs."""
-    comparison = report.comparison
     return {
         "sentence": report.sentence,
         "loads": {name: [each.model_dump() for each in ratios] for name, ratios in report.loads.items()},
-        "comparison": comparison and {**asdict(comparison), "ratio": comparison.ratio},
-        "ratios": [[{**asdict(each), "ratio": each.ratio} for each in row] for row in report.ratios],
+        "comparison": report.comparison and report.comparison.model_dump(),
+        "ratios": [[each.model_dump() for each in row] for row in report.ratios],
         "served": dict(report.served),
         "request": report.request.model_dump(),
         "sweep": report.settings.model_dump(mode="json", include=SWEEP),
@@ -185,19 +203,34 @@ def as_html(report: ReportData) -> str:
 
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.filters.update(figure=_figure, counted=_counted)
-    colour = colours(report.variants)
     best = {
         users: max((p.throughput_per_device for p in report.points if p.concurrency == users), default=None)
         for users in report.settings.concurrency
     }
+    spots = [point for points in report.curves.values() for point in points]
     return jinja.from_string((files(__package__) / TEMPLATE).read_text(encoding="utf-8")).render(
         report=report,
-        plot=draw_pareto(report.curves, colour, report.comparison),
-        colours=colour,
+        colours=colours(report.variants),
         best=best,
         caveats=list(caveats(report)),
         unknown=UNKNOWN,
+        frontier=frontier,
+        right=_end_of_axis(point.interactivity or 0.0 for point in spots),
+        top=_end_of_axis(point.throughput_per_device for point in spots),
     )
+
+
+def colours(variants: Collection[str]) -> dict[str, str]:
+    """A colour for each variant, the same in the plot and in the tables."""
+    spare = iter(OTHER_COLOURS * (1 + len(variants) // len(OTHER_COLOURS)))
+    return {name: KNOWN_COLOURS.get(name) or next(spare) for name in variants}
+
+
+def _end_of_axis(values: Iterable[float]) -> float:
+    # 1, 1.5, 2, 3, 5 or 8 times a power of ten, at least 5 % beyond the largest value.
+    largest = max(values, default=0.0) or 1.0
+    power = 10.0 ** floor(log10(largest))
+    return power * next(step for step in (1, 1.5, 2, 3, 5, 8, 10, 15) if step * power >= 1.05 * largest)
 
 
 def _figure(value: float | None, digits: int = 1, unit: str = "") -> str:
@@ -210,12 +243,16 @@ def _counted(count: int, word: str) -> str:
 
 def caveats(report: ReportData) -> Iterator[str]:
     """Warnings about these runs, one sentence each."""
-    done, others = len(report.runs), [point for point in report.points if point.variant != report.baseline]
+    done = len(report.runs)
     if done < report.planned:
         yield f"Incomplete: {done} of {report.planned} runs are done. The same command continues it."
     if report.settings.rounds == 1:
         yield "One round: the scatter of the figures is unknown."
-    yield from _scatter(report.points)
+    spreads = {(p.variant, p.concurrency): (p.highest - p.lowest) / p.throughput_per_device for p in report.points}
+    noisiest = max(spreads, key=lambda cell: spreads[cell], default=None)
+    if noisiest is not None and spreads[noisiest] > 0.1:
+        where = f"“{noisiest[0]}”, {noisiest[1]} users"
+        yield f"Rounds scatter by up to {spreads[noisiest]:.0%} of their median ({where}): the machine was not quiet."
     errors = sum(point.errors for point in report.points)
     if errors:
         yield f"{errors} requests failed; figures are of those that were answered."
@@ -224,23 +261,5 @@ def caveats(report: ReportData) -> Iterator[str]:
     if any(commit.endswith("-dirty") for commit in report.commits):
         yield "Files of the source tree differed from its commit."
     if report.deployed:
-        yield ("aiperf ran on the same machine as the servers and used its processor; that affects all variants alike.")
-    if not report.request.ignore_eos:
-        yield "Answers end where the model ends them; with fixed lengths (--ignore-eos) a text goes on past its end."
-    yield (
-        "Prompts come in the same order in every run, so prefix caches help from the second run on, all variants alike."
-    )
-    yield (
-        "Acceptance at different concurrencies is over different numbers of the same prompts: compare variants, not "
-        "rows."
-    )
-    if any(point.acceptance.acceptance_length is None for point in others):
-        yield f"Where acceptance is “{UNKNOWN}”, the engine does not tell it, or nothing was drafted."
-
-
-def _scatter(points: Sequence[Point]) -> Iterator[str]:
-    spreads = [((point.highest - point.lowest) / point.throughput_per_device, point) for point in points]
-    spread, point = max(spreads, key=lambda pair: pair[0], default=(0.0, None))
-    if point is not None and spread > 0.1:
-        where = f"“{point.variant}”, {point.concurrency} users"
-        yield f"Rounds scatter by up to {spread:.0%} of their median ({where}): the machine was not quiet."
+        yield "aiperf ran on the same machine as the servers and used its processor; that affects all variants alike."
+    yield "Acceptance at different concurrencies is over different prompts: compare variants, not rows."

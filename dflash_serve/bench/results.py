@@ -1,24 +1,23 @@
-"""Finished runs of a bench on disk, and the medians over rounds."""
+"""Runs of a bench, their medians over rounds, and the comparisons of variants at equal load and equal interactivity.
+
+A published ratio such as NVIDIA's "15x" compares the curves of tokens/s/GPU against tokens/s/user at one tokens/s/user
+(500 to 600 there), where the baseline can run only few users at once. It depends on that choice, so the report gives
+the ratio at every point of the baseline's frontier.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from statistics import median
 
-from pydantic import ValidationError
+import numpy
+from pydantic import computed_field
 
-from dflash_serve.bench.aiperf import Figures, RequestSettings
-from dflash_serve.bench.pareto import Spot
-from dflash_serve.bench.settings import Cell, Variant, slug
-from dflash_serve.common.files import require_writable
+from dflash_serve.bench.aiperf import Figures
+from dflash_serve.bench.settings import Cell
 from dflash_serve.common.settings import Frozen
-from dflash_serve.common.store import Store
-from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
-
-RUNS = "runs"
 
 
 class Run(Figures):
@@ -60,13 +59,6 @@ class Point(Frozen):
     """Over all rounds."""
 
     @property
-    def spot(self) -> Spot | None:
-        """Its point in the plot; None if its interactivity is unknown."""
-        if self.interactivity is None:
-            return None
-        return Spot(self.interactivity, self.throughput_per_device, self.concurrency)
-
-    @property
     def survival(self) -> list[float]:
         """P(slot k is accepted) from slot 1 on, up to the first slot that was never offered."""
         known = []
@@ -81,6 +73,10 @@ class Point(Frozen):
         """Slots verified a step, the anchor counted, steps without speculation included; None where it is not told."""
         widths, steps = self.acceptance.widths or {}, self.acceptance.steps
         return sum(width * count for width, count in widths.items()) / steps if steps else None
+
+
+Curves = Mapping[str, Sequence[Point]]
+"""The points of each variant whose interactivity is known."""
 
 
 def points_of(runs: Iterable[Run], devices: int, variants: Sequence[str]) -> list[Point]:
@@ -155,55 +151,71 @@ def load_ratios(runs: Iterable[Run], variant: str, baseline: str) -> list[LoadRa
     ]
 
 
-class Identity(Frozen):
-    """Settings that runs must share to stand side by side."""
+class FrontierComparison(Frozen):
+    """A variant against the baseline at one interactivity. Unknown is None."""
 
-    request: RequestSettings
-    backend: str | None
-    variant: Variant
+    variant: str
+    baseline: str
+    interactivity: float
+    throughput: float | None
+    """None = the variant does not reach that interactivity."""
+    baseline_throughput: float | None
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def ratio(self) -> float | None:
+        """Throughput over the baseline's."""
+        if self.throughput is None or not self.baseline_throughput:
+            return None
+        return self.throughput / self.baseline_throughput
 
-class Runs:
-    """Finished runs of a bench on disk, in one store for each variant.
-
-    Args:
-        output: the bench's folder.
-        request: settings of every request.
-
-    Attributes:
-        changed: by variant, the settings in which its kept runs differ from this bench, which measures it anew.
-
-    Raises:
-        UserError: the folder cannot be written, or holds a file that is not a store.
-    """
-
-    def __init__(
-        self, output: Path, request: RequestSettings, backend: str | None, variants: Mapping[str, Variant]
-    ) -> None:
-        require_writable(output / RUNS)
-        self._stores = {
-            name: Store(
-                output / RUNS / f"{slug(name)}.jsonl",
-                Identity(request=request, backend=backend, variant=variant).model_dump(mode="json"),
+    def sentence(self) -> str:
+        """The comparison in one sentence."""
+        variant, baseline, at = self.variant, self.baseline, f"{self.interactivity:.1f} tokens/s/user"
+        if self.ratio is not None:
+            return (
+                f"At {at}, “{variant}” serves {self.ratio:.2f} times the tokens/s/device of “{baseline}” "
+                f"({self.throughput:.1f} against {self.baseline_throughput:.1f})."
             )
-            for name, variant in variants.items()
-        }
-        self.changed = {name: store.changed for name, store in self._stores.items() if store.changed}
+        if self.throughput is None and self.baseline_throughput is None:
+            return f"Neither “{variant}” nor “{baseline}” reaches {at}."
+        slower, other = (variant, baseline) if self.throughput is None else (baseline, variant)
+        given = self.baseline_throughput if self.throughput is None else self.throughput
+        return f"“{slower}” does not reach {at}; “{other}” serves {given:.1f} tokens/s/device there."
 
-    def keep(self, run: Run) -> None:
-        """Writes a run."""
-        self._stores[run.variant].put(f"c{run.concurrency}-r{run.round + 1}", run.model_dump(mode="json"))
 
-    def all(self) -> list[Run]:
-        """All finished runs with this bench's settings.
+def frontier(points: Iterable[Point]) -> list[Point]:
+    """Points that no other beats in both figures, by rising interactivity (and so by falling throughput)."""
+    best: list[Point] = []
+    for point in sorted(points, key=_figures, reverse=True):
+        if not best or point.throughput_per_device > best[-1].throughput_per_device:
+            best.append(point)
+    return best[::-1]
 
-        Raises:
-            UserError: a run of another version.
-        """
-        found = []
-        for store in self._stores.values():
-            try:
-                found += [Run.model_validate(value) for value in store.values.values()]
-            except ValidationError:
-                raise UserError("not runs of this version", where=str(store.path), do="remove it") from None
-        return found
+
+def _figures(point: Point) -> tuple[float, float]:
+    return point.interactivity or 0.0, point.throughput_per_device
+
+
+def throughput_at(points: Iterable[Point], interactivity: float) -> float | None:
+    """The highest throughput per device that still gives every user that many tokens/s; None where none does.
+
+    Between two points of the frontier it is interpolated on the straight line that joins them.
+    """
+    line = frontier(points)
+    if not line or interactivity > (line[-1].interactivity or 0.0):
+        return None
+    users, devices = zip(*map(_figures, line), strict=True)
+    return float(numpy.interp(interactivity, users, devices))  # below the first point: that point's throughput
+
+
+def compare(curves: Curves, variant: str, baseline: str, interactivity: float) -> FrontierComparison:
+    """Both variants at one interactivity, interpolated on their frontiers."""
+    reached, reference = (throughput_at(curves.get(name, ()), interactivity) for name in (variant, baseline))
+    return FrontierComparison(
+        variant=variant,
+        baseline=baseline,
+        interactivity=interactivity,
+        throughput=reached,
+        baseline_throughput=reference,
+    )
