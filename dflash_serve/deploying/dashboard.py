@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from dflash_serve.backend import EngineFacts, Line, backend, installed
 from dflash_serve.common.prometheus import gauge, quantile, rate
 
-from .workload import Document
-
+Document = Mapping[str, object]
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDE, HIGH = 8, 8  # of a panel; Grafana's grid is 24 wide
 

@@ -16,7 +16,6 @@ import pytest
 from dockerfile_parse import DockerfileParser
 from packaging.requirements import Requirement
 
-import dflash_serve
 from dflash_serve.backend import backend
 from dflash_serve.deploying.chart import KNOWN as BACKENDS
 from tests.support.chart import render, server, server_pod, values
@@ -120,23 +119,6 @@ def test_it_asks_the_server_how_it_is(name: str) -> None:
 def test_it_sets_what_the_pod_sets(name: str) -> None:
     wanted = {variable["name"]: variable["value"] for variable in charts_server(name)["env"]}
     assert wanted.items() <= variables(name).items()
-
-
-@EVERY
-def test_it_says_what_it_is(name: str) -> None:
-    labels = " ".join(last_stage(name)["LABEL"])
-    assert all(f"org.opencontainers.image.{label}=" in labels for label in LABELS)
-    assert dflash_serve.__version__ in " ".join(last_stage(name)["ARG"])
-
-
-@EVERY
-def test_nothing_is_fetched_from_a_url_and_no_cache_is_kept(name: str) -> None:
-    steps = parsed(name)
-    assert not [value for instruction, value in steps if instruction == "ADD" or "curl " in value or "wget " in value]
-    for instruction, value in steps:
-        if instruction == "RUN" and "pip install" in value:
-            cached = "--no-cache-dir" in value or any("PIP_NO_CACHE_DIR=1" in v for i, v in steps if i == "ENV")
-            assert cached, value
 
 
 def copied(name: str) -> set[str]:

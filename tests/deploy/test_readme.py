@@ -56,23 +56,6 @@ def test_every_block_is_a_file_or_commands_that_run_or_say_what_they_need() -> N
         assert all(line.startswith("$ ") for line in lines[block.needs is not None :])
 
 
-def test_nothing_but_what_cannot_be_here_is_marked() -> None:
-    marked = [command for block in BLOCKS if block.needs for command in block.commands]
-    outside = ("kubectl", "docker", "curl", "export")
-    assert [
-        c for c in marked if not c.startswith(outside) and not re.match(r"helm .*(install|upgrade|test|rollback)", c)
-    ] == []
-
-
-def test_it_names_what_a_node_and_a_cluster_must_have_and_upgrades_take_new_defaults() -> None:
-    text = README.read_text()
-    for need in ("Fabric Manager", "LimitMEMLOCK=infinity", "LeaderWorkerSet 0.6", "KEDA", "pidfd_getfd", "DRA driver"):
-        assert need in text
-    upgrades = [command for block in BLOCKS for command in block.commands if command.startswith("helm upgrade")]
-    assert len(upgrades) > 2
-    assert [command for command in upgrades if "--reset-then-reuse-values" not in command] == []
-
-
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which any process finds the hub's models, offline."""

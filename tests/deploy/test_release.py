@@ -37,17 +37,6 @@ def test_zizmor_finds_no_hole_in_it() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_it_runs_nothing_that_can_move_and_has_no_right_that_it_does_not_name() -> None:
-    steps = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
-    used = [step["uses"] for step in steps if "uses" in step]
-    assert used
-    assert [action for action in used if not re.fullmatch(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}", action)] == []
-    assert WORKFLOW["permissions"] == {}
-    assert all("permissions" in job for job in WORKFLOW["jobs"].values())
-    # What a tag's name could inject goes through the environment.
-    assert [step["run"] for step in steps if "${{" in step.get("run", "")] == []
-
-
 def test_it_builds_signs_and_describes_every_image_for_both_architectures() -> None:
     job = WORKFLOW["jobs"]["images"]
     built = {entry["image"] for entry in job["strategy"]["matrix"]["include"]}
