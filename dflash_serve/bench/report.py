@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -131,6 +131,13 @@ class ReportData:
         return list(dict.fromkeys(run.commit for run in self.runs if run.commit))
 
     @property
+    def noisiest(self) -> tuple[float, Point] | None:
+        """The point whose rounds differ most, and their spread over their median; None where that is at most 10 %."""
+        spreads = [((point.highest - point.lowest) / point.throughput_per_device, point) for point in self.points]
+        widest = max(spreads, key=lambda pair: pair[0], default=None)
+        return widest if widest is not None and widest[0] > 0.1 else None
+
+    @property
     def dates(self) -> list[str]:
         """Days of the runs, UTC."""
         return sorted({run.started[:10] for run in self.runs})
@@ -212,7 +219,6 @@ def as_html(report: ReportData) -> str:
         report=report,
         colours=colours(report.variants),
         best=best,
-        caveats=list(caveats(report)),
         unknown=UNKNOWN,
         frontier=frontier,
         right=_end_of_axis(point.interactivity or 0.0 for point in spots),
@@ -239,27 +245,3 @@ def _figure(value: float | None, digits: int = 1, unit: str = "") -> str:
 
 def _counted(count: int, word: str) -> str:
     return f"{count} {word}" + ("" if count == 1 else "s")
-
-
-def caveats(report: ReportData) -> Iterator[str]:
-    """Warnings about these runs, one sentence each."""
-    done = len(report.runs)
-    if done < report.planned:
-        yield f"Incomplete: {done} of {report.planned} runs are done. The same command continues it."
-    if report.settings.rounds == 1:
-        yield "One round: the scatter of the figures is unknown."
-    spreads = {(p.variant, p.concurrency): (p.highest - p.lowest) / p.throughput_per_device for p in report.points}
-    noisiest = max(spreads, key=lambda cell: spreads[cell], default=None)
-    if noisiest is not None and spreads[noisiest] > 0.1:
-        where = f"“{noisiest[0]}”, {noisiest[1]} users"
-        yield f"Rounds scatter by up to {spreads[noisiest]:.0%} of their median ({where}): the machine was not quiet."
-    errors = sum(point.errors for point in report.points)
-    if errors:
-        yield f"{errors} requests failed; figures are of those that were answered."
-    if len(report.commits) > 1:
-        yield f"The runs were made at {len(report.commits)} commits: {', '.join(report.commits)}."
-    if any(commit.endswith("-dirty") for commit in report.commits):
-        yield "Files of the source tree differed from its commit."
-    if report.deployed:
-        yield "aiperf ran on the same machine as the servers and used its processor; that affects all variants alike."
-    yield "Acceptance at different concurrencies is over different prompts: compare variants, not rows."
