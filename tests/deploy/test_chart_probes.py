@@ -222,6 +222,8 @@ def test_helm_tests_commands_get_whole_and_streamed_answers(pair: tuple[Path, Pa
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     manifests = render(case("torch-on-a-cpu"))
+    mounted = config(manifests)
+    assert (mounted["ready.py"], mounted["ask.py"]) == (READY.read_text(), ASK.read_text())
     commands = [pod["spec"]["containers"][0]["command"] for name, pod in pods(manifests) if name.startswith("Pod ")]
     assert [command[:2] for command in commands] == [["python3", "/etc/dflash-serve/ask.py"]] * 2
     with running(tiny_engine(pair, width=4), api_key_file=keys) as tiny:
@@ -248,11 +250,6 @@ def test_verify_is_asked_in_words_it_knows(name: str, more: str) -> None:
     assert {flag.split("=")[0] for flag in flags} == {"--with", "--without", "--output", more}
     assert {flag.split("=")[0] for flag in flags} <= known
     assert flags[0].startswith("--with=http://trial-dflash-serve.serving:80")
-
-
-def test_what_is_mounted_is_what_is_tested() -> None:
-    mounted = config(render(case("torch-on-a-cpu")))
-    assert (mounted["ready.py"], mounted["ask.py"]) == (READY.read_text(), ASK.read_text())
 
 
 def test_the_acceptance_gate_opens_at_the_baseline_and_not_below(pair: tuple[Path, Path]) -> None:
