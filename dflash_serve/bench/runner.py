@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from dflash_serve.backend import LookingBackend
 from dflash_serve.bench.aiperf import Aiperf, Job, RequestSettings, find_aiperf, load_dataset
-from dflash_serve.bench.report import ReportData, write_report
-from dflash_serve.bench.results import Run
+from dflash_serve.bench.results import ReportData, Run, write_report
 from dflash_serve.bench.settings import Cell, Settings, find_variants, read_deployment, schedule, slug
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.client.endpoint import Endpoint

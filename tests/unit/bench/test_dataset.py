@@ -15,10 +15,13 @@ from dflash_serve.errors import UserError
 
 
 def test_aiperf_gets_them_as_its_single_turns(tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "wie geht\\u0027s, Jürgen?"}\n')
-    arguments = load_dataset(str(tmp_path / "prompts.jsonl")).arguments(tmp_path)
-    assert arguments == ["--input-file", str(tmp_path / "prompts.jsonl"), "--custom-dataset-type", "single_turn"]
-    assert json.loads((tmp_path / "prompts.jsonl").read_text()) == {"text": "wie geht's, Jürgen?"}
+    text = "wie geht's,\u2028Jürgen?"  # not the end of a line
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\n")
+    dataset = load_dataset(str(path))
+    assert (dataset.name, dataset.prompts) == ("prompts.jsonl", (text,))
+    assert dataset.arguments(tmp_path) == ["--input-file", str(path), "--custom-dataset-type", "single_turn"]
+    assert json.loads(path.read_text()) == {"text": text}
 
 
 @pytest.mark.parametrize(("first", "order"), [(0, "abc"), (2, "cab"), (4, "bca"), (-1, "cab")])

@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from dflash_serve.bench.aiperf import RequestSettings
-from dflash_serve.bench.report import ReportData, as_html, as_json, colours
-from dflash_serve.bench.results import Run
+from dflash_serve.bench.results import ReportData, Run, as_html, as_json, colours
 from dflash_serve.common.provenance import Environment, environment
 from dflash_serve.deployment import Deployment, Model
 from dflash_serve.speculation.statistics import AcceptanceStatistics
