@@ -116,14 +116,6 @@ def test_tensorrt_llm_documents_all_that_is_asked_of_it() -> None:
     assert for_routers("tensorrt-llm") <= set(TENSORRT_LLM)
 
 
-def test_a_name_that_is_misspelt_or_a_label_that_is_not_there_is_found(server: Running) -> None:
-    has = exported(httpx.get(server.url + backend("torch").facts.metrics.path).text)
-    survival = has.pop("dflash:spec_decode_survival")
-    assert missing("torch", has) == ["dflash:spec_decode_survival['slot']"]
-    has["dflash:spec_decode_survival"] = survival - {"slot"}
-    assert missing("torch", has) == ["dflash:spec_decode_survival['slot']"]
-
-
 def test_the_variables_look_where_every_engine_is() -> None:
     for metrics, _ in variables():
         assert metrics == {backend(name).facts.metrics.running for name in installed()}
