@@ -221,5 +221,6 @@ def _yaml(document: Document) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m dflash_serve.deploying.chart FOLDER")
+        print("usage: python -m dflash_serve.deploying.chart FOLDER", file=sys.stderr)
+        sys.exit(2)
     write_chart(Path(sys.argv[1]))
