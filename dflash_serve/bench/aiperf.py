@@ -84,7 +84,12 @@ def load_dataset(text: str) -> Dataset:
         repository, options = hub_options(text, where)
         return Dataset(repository, tuple(hub_prompts(repository, where=where, **options)))
     if name.startswith(AIPERF_FILES):
-        return _speed_bench(name, rest)
+        source = Path(rest)
+        if not source.is_file():
+            do = "give speed_bench_CATEGORY=FILE.jsonl; specdec_bench of NVIDIA's Model-Optimizer fetches the prompts"
+            raise UserError(f"cannot be read ({rest or 'no file given'})", where=f"--dataset {name}", do=do)
+        flags = ("--input-file", rest, "--custom-dataset-type", name)
+        return Dataset(f"SPEED-Bench, {name.removeprefix(AIPERF_FILES)}", flags=flags, source=source)
     if text.startswith(AIPERF_PUBLIC):
         return Dataset(text, flags=("--public-dataset", text))
     if text == HUMAN_EVAL:
@@ -93,28 +98,16 @@ def load_dataset(text: str) -> Dataset:
     return Dataset(Path(text).name, tuple(jsonl_prompts(Path(text), where=where, do=do)))
 
 
-def _speed_bench(name: str, file: str) -> Dataset:
-    source = Path(file)
-    if not file or not source.is_file():
-        do = "give speed_bench_CATEGORY=FILE.jsonl; specdec_bench of NVIDIA's Model-Optimizer fetches the prompts"
-        raise UserError(f"cannot be read ({file or 'no file given'})", where=f"--dataset {name}", do=do)
-    flags = ("--input-file", file, "--custom-dataset-type", name)
-    return Dataset(f"SPEED-Bench, {name.removeprefix(AIPERF_FILES)}", flags=flags, source=source)
-
-
 class RequestSettings(Frozen):
     """Settings of every request. Runs with different settings are never compared."""
 
     dataset: str
-    """Name of the dataset in the report."""
     prompts_sha256: str | None
-    """Checksum of the prompts; None where aiperf fetches them itself."""
+    """None where aiperf fetches the prompts itself."""
     output_tokens: PositiveInt
-    """Length of the longest answer."""
+    """Length of the longest answer; with `ignore_eos`, of every answer."""
     ignore_eos: bool
-    """Every answer is as long as that."""
     temperature: Annotated[float, Field(ge=0)]
-    """0 is greedy."""
 
 
 class Figures(Frozen):
@@ -129,11 +122,9 @@ class Figures(Frozen):
     """Output tokens/s of the server."""
     interactivity: float | None
     """Tokens/s that one user sees while an answer comes: the median of 1 / inter-token latency over requests."""
-    first_token_ms: float | None
-    """Median."""
+    first_token_ms: float | None  # medians, like inter_token_ms
     first_token_p99_ms: float | None
     inter_token_ms: float | None
-    """Median."""
 
 
 @dataclass(frozen=True)
@@ -195,13 +186,8 @@ class Aiperf:
         return [
             *(*find_aiperf(), "profile", "--model", job.model, "--url", job.url),
             *("--endpoint-type", "chat", "--streaming", "--use-server-token-count", "--use-legacy-max-tokens"),
-            *(
-                *self.dataset.arguments(job.folder, job.first),
-                "--dataset-sampling-strategy",
-                "sequential",
-                "--random-seed",
-                "0",
-            ),
+            *(*self.dataset.arguments(job.folder, job.first), "--dataset-sampling-strategy", "sequential"),
+            *("--random-seed", "0"),
             *("--osl", str(self.request.output_tokens), "--extra-inputs", json.dumps(more)),
             *("--concurrency", str(job.concurrency), "--request-count", str(job.requests)),
             *("--request-rate", str(LOOKS_PER_SECOND), "--arrival-pattern", "constant"),
@@ -235,9 +221,12 @@ def read_figures(export: Mapping[str, Any], *, where: str) -> Figures:
 
     requests, seconds, tokens = get("request_count"), get("benchmark_duration"), get("total_output_tokens")
     throughput = get("output_token_throughput")
-    errors = sum(int(entry.get("count", 0)) for entry in export.get("error_summary") or [])
+    failed = export.get("error_summary") or []
+    errors = sum(int(entry.get("count", 0)) for entry in failed)
     if not requests or seconds is None or tokens is None or throughput is None:
-        raise UserError(f"no request was answered, {errors} failed ({_first_failure(export)})", where=where)
+        details = next((entry.get("error_details") or {} for entry in failed), {})
+        why = " ".join(str(details.get("message") or details or "no reason given")[:200].split())
+        raise UserError(f"no request was answered, {errors} failed ({why})", where=where)
     return Figures(
         requests=int(requests),
         errors=errors,
@@ -249,13 +238,6 @@ def read_figures(export: Mapping[str, Any], *, where: str) -> Figures:
         first_token_p99_ms=get("time_to_first_token", "p99"),
         inter_token_ms=get("inter_token_latency", "p50"),
     )
-
-
-def _first_failure(export: Mapping[str, Any]) -> str:
-    for entry in export.get("error_summary") or []:
-        details = entry.get("error_details") or {}
-        return " ".join(str(details.get("message") or details)[:200].split())
-    return "no reason given"
 
 
 def _last_error(log: Path) -> str:

@@ -7,30 +7,30 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from dflash_serve.backend import LookingBackend
 from dflash_serve.bench.aiperf import Aiperf, Job, RequestSettings, find_aiperf, load_dataset
-from dflash_serve.bench.report import ReportData, write_report
-from dflash_serve.bench.results import Run, Runs
+from dflash_serve.bench.results import ReportData, Run, write_report
 from dflash_serve.bench.settings import Cell, Settings, find_variants, read_deployment, schedule, slug
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_acceptance
+from dflash_serve.common.files import require_writable
 from dflash_serve.common.http import read_api_key
 from dflash_serve.common.processes import sigterm_interrupts
 from dflash_serve.common.provenance import commit, environment, now
+from dflash_serve.common.store import Store
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.server_adapter import running_server
 
-WORK = "work"
-"""Folder of the output for the files of aiperf and the servers; not needed later."""
+RUNS, WORK = "runs", "work"
+"""Folders of the output: finished runs, and the files of aiperf and the servers, which are not needed later."""
 
 
 class Bench:
     """One bench, in one folder.
-
-    Args:
-        settings: what is asked for.
 
     Raises:
         UserError: a mistake in the settings; nothing is written then.
@@ -50,10 +50,10 @@ class Bench:
         )
         self.api_key = read_api_key(settings.api_key_file)
         own = str(target_source(deployment.target.model)) if deployment is not None else None
-        self.tokenizer = settings.tokenizer or own
-        self.runs: Runs | None = None
-        """Finished runs; None until the bench runs, so that a mistake in the settings writes nothing."""
+        self.aiperf = Aiperf(self.dataset, self.request, settings.tokenizer or own, self.api_key)
         self.cells = schedule(list(self.variants), settings)
+        self.stores: dict[str, Store] = {}
+        """Finished runs by variant; empty until the bench runs, so that a mistake in the settings writes nothing."""
         self.env: Mapping[str, str] = {}
         """Environment of all servers that the bench starts."""
 
@@ -70,54 +70,66 @@ class Bench:
             UserError: the folder cannot be used, a server or aiperf failed; finished runs are kept.
             KeyboardInterrupt: finished runs are kept, and a report of them is written.
         """
-        name = self.backend.name if self.backend is not None else None
-        self.runs = Runs(self.settings.output, self.request, name, self.variants)
-        for variant, why in self.runs.changed.items():
-            print(f"{variant}: its runs were made with other settings ({why}); measured anew", file=sys.stderr)
+        self._open_stores()
         try:
             with sigterm_interrupts():
-                if self.missing():
+                if self._missing():
                     find_aiperf()  # before minutes of starting servers
-                    self.measure(report_run)
+                    self._measure_missing(report_run)
         except (UserError, KeyboardInterrupt):
             if self.finished():
-                write_report(self.report(), self.settings.output)
+                write_report(self._report(), self.settings.output)
             raise
-        return write_report(self.report(), self.settings.output)
+        return write_report(self._report(), self.settings.output)
 
     def finished(self) -> list[Run]:
-        """Runs that are kept."""
-        return self.runs.all() if self.runs is not None else []
+        """Runs that are kept, made with this bench's settings.
 
-    def missing(self) -> list[Cell]:
-        """Runs that are not kept yet, in order."""
+        Raises:
+            UserError: a run of another version.
+        """
+        found = []
+        for store in self.stores.values():
+            try:
+                found += [Run.model_validate(value) for value in store.values.values()]
+            except ValidationError:
+                raise UserError("not runs of this version", where=str(store.path), do="remove it") from None
+        return found
+
+    def _open_stores(self) -> None:
+        folder = self.settings.output / RUNS
+        require_writable(folder)
+        for name, variant in self.variants.items():
+            made_by = {
+                "request": self.request.model_dump(mode="json"),
+                "backend": self.backend.name if self.backend is not None else None,
+                "variant": variant.model_dump(mode="json") if isinstance(variant, Deployment) else variant,
+            }
+            self.stores[name] = store = Store(folder / f"{slug(name)}.jsonl", made_by)
+            if store.changed:
+                told = f"its runs were made with other settings ({store.changed}); measured anew"
+                print(f"{name}: {told}", file=sys.stderr)
+
+    def _missing(self) -> list[Cell]:
         done = {run.cell for run in self.finished()}
         return [cell for cell in self.cells if cell not in done]
 
-    def measure(self, report_run: Callable[[Run, int, int], None]) -> None:
-        """Makes the runs that are missing.
-
-        Raises:
-            UserError: a server or aiperf failed.
-        """
-        assert self.runs is not None
+    def _measure_missing(self, report_run: Callable[[Run, int, int], None]) -> None:
         self.work.mkdir(parents=True, exist_ok=True)
-        aiperf = Aiperf(self.dataset, self.request, self.tokenizer, self.api_key)
         self.env = self.backend.look() if isinstance(self.backend, LookingBackend) else {}
         running: dict[str, Endpoint] = {}
         with ExitStack() as servers:
-            for cell in self.missing():
+            for cell in self._missing():
                 if cell.variant not in running:
                     if self.settings.one_at_a_time:
                         servers.close()
                         running.clear()
-                    running[cell.variant] = self._start(cell.variant, servers, aiperf)
-                run = self._measure(cell, running[cell.variant], aiperf)
-                self.runs.keep(run)
-                report_run(run, len(self.cells) - len(self.missing()), len(self.cells))
+                    running[cell.variant] = self._start(cell.variant, servers)
+                run = self._measure(cell, running[cell.variant])
+                self.stores[run.variant].put(f"c{run.concurrency}-r{run.round + 1}", run.model_dump(mode="json"))
+                report_run(run, len(self.cells) - len(self._missing()), len(self.cells))
 
-    def report(self) -> ReportData:
-        """The report of the runs that are finished."""
+    def _report(self) -> ReportData:
         planned = set(self.cells)
         return ReportData(
             settings=self.settings,
@@ -128,7 +140,7 @@ class Bench:
             environment=environment(self.settings.hardware, local=self.backend is not None),
         )
 
-    def _start(self, name: str, servers: ExitStack, aiperf: Aiperf) -> Endpoint:
+    def _start(self, name: str, servers: ExitStack) -> Endpoint:
         # A server that the bench starts ends with `servers`.
         url = self.variants[name]
         if isinstance(url, Deployment):
@@ -139,15 +151,15 @@ class Bench:
         if self.settings.warm_up:
             users = max(self.settings.concurrency)
             folder = self.work / f"{slug(name)}-warm-up"
-            aiperf.run(Job(url, endpoint.served_model, users, users, folder, first=-users))
+            self.aiperf.run(Job(url, endpoint.served_model, users, users, folder, first=-users))
         return endpoint
 
-    def _measure(self, cell: Cell, server: Endpoint, aiperf: Aiperf) -> Run:
+    def _measure(self, cell: Cell, server: Endpoint) -> Run:
         requests = self.settings.requests(cell.concurrency)
         first = self.settings.prompts_before(cell)
         job = Job(server.base, server.served_model, cell.concurrency, requests, self.work / cell.slug, first)
         started, before = now(), read_acceptance(server.base, api_key=self.api_key)
-        figures = aiperf.run(job)
+        figures = self.aiperf.run(job)
         acceptance = read_acceptance(server.base, api_key=self.api_key).since(before)
         made = {"acceptance": acceptance, "started": started, "commit": commit()}
         return Run(**cell._asdict(), **made, **figures.model_dump())

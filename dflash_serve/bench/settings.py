@@ -33,22 +33,18 @@ def _several(given: Any) -> Any:
 
 
 class Settings(Frozen):
-    """A field for each option of `dflash-serve bench`, with the same name."""
+    """A field for each option of `dflash-serve bench`, with the same name, and its `engine_args`."""
 
     deployment: Path | None
-    """YAML file of what is served in each of `variants`; None = target and drafter say it, or nothing is started."""
+    """None = target and drafter say what is served, or nothing is started."""
     target: str | None
     drafter: str | None
     backend: str
     variants: Annotated[tuple[str, ...], BeforeValidator(_words)]
-    """Widths of the deployment: `off`, `fixed`, `auto` or numbers of slots."""
     variant: Annotated[tuple[str, ...], BeforeValidator(_several)]
-    """`NAME=FILE.yaml`: the deployment with the keys of that file on top; null removes a key."""
     endpoint: Annotated[tuple[str, ...], BeforeValidator(_several)]
-    """`NAME=http://host:port` of servers that run already."""
     dataset: str
     concurrency: Annotated[tuple[PositiveInt, ...], BeforeValidator(_user_counts)]
-    """Users at once, one run each; ascending."""
     rounds: PositiveInt
     requests_per_user: PositiveInt
     min_requests: PositiveInt
@@ -56,22 +52,17 @@ class Settings(Frozen):
     ignore_eos: bool
     temperature: Annotated[float, Field(ge=0)]
     interactivity: float | None
-    """Tokens/s/user at which variants are compared, too; None = at each load alone."""
     baseline: str | None
-    """Variant that the others are compared with; None = `off`, else the first."""
     api_key_file: Path | None
     tokenizer: str | None
     hardware: str | None
     devices: int | None
-    """Throughput is divided by that; None = the deployment's hardware.count, else 1."""
     in_turn: bool | None
     """One server at a time, for servers that take all of a GPU's memory; otherwise all run side by side, where an idle
     one costs only memory. None = true unless the embedded backend serves."""
     warm_up: bool
-    """Each server answers a request for each user before it is measured."""
     output: Path
     engine_args: dict[str, dict[str, JsonValue]] = Field(default={})
-    """On top of the deployment's."""
 
     def requests(self, concurrency: int) -> int:
         """Requests of one run."""
@@ -177,6 +168,22 @@ def deployed_variants(deployment: Deployment, asked: Sequence[str], backend: Bac
     return found
 
 
+def _width(deployment: Deployment, word: str) -> int | str:
+    if word in (OFF, AUTO):
+        return word
+    if word.isdecimal() and int(word) >= 1:
+        return int(word)
+    if word != FIXED:
+        do = "use off, fixed, auto or a number of slots; other methods are overlays, --variant NAME=FILE"
+        raise UserError(f"{word!r} is no variant of serving", where="--variants", do=f"{do} (examples/bench/)")
+    if deployment.speculation.block_size is not None:
+        return deployment.speculation.block_size
+    from dflash_serve.checkpoint.reader import read_config
+
+    assert deployment.drafter is not None
+    return read_config(deployment.drafter.model, deployment.drafter.revision)[0].block_size
+
+
 def overlay_variants(deployment: Deployment, asked: Sequence[str], backend: Backend) -> dict[str, Deployment]:
     """The deployment under each overlay, by name; each given as `NAME=FILE.yaml`.
 
@@ -184,12 +191,7 @@ def overlay_variants(deployment: Deployment, asked: Sequence[str], backend: Back
         UserError: not of that form, a name given twice, a file that is no overlay, or one that is for other engines.
     """
     found: dict[str, Deployment] = {}
-    for text in asked:
-        name, _, file = text.partition("=")
-        where = f"--variant {text}"
-        if not name or not file:
-            raise UserError("not NAME=FILE.yaml", where=where, do="examples: examples/bench/")
-        _refuse_twice({name} & found.keys(), where)
+    for name, file in _named(asked, "--variant", "FILE.yaml", do="examples: examples/bench/").items():
         over = read_recipe_file(Path(file))
         if not isinstance(over, dict):
             raise UserError("not a mapping", where=file, do="give keys of a deployment, such as `drafter: null`")
@@ -204,8 +206,37 @@ def overlay_variants(deployment: Deployment, asked: Sequence[str], backend: Back
     return found
 
 
+def endpoint_variants(asked: Sequence[str]) -> dict[str, str]:
+    """URLs of running servers, each given as `NAME=http://host:port`.
+
+    Raises:
+        UserError: not of that form, or a name given twice.
+    """
+    found = _named(asked, "--endpoint", "http://host:port", starts=("http://", "https://"))
+    return {name: url.rstrip("/").removesuffix("/v1") for name, url in found.items()}
+
+
+def _named(
+    asked: Sequence[str], option: str, form: str, *, starts: tuple[str, ...] = ("",), do: str = ""
+) -> dict[str, str]:
+    # NAME=VALUE for each; a value begins with one of `starts`.
+    found: dict[str, str] = {}
+    for text in asked:
+        name, _, value = text.partition("=")
+        if not name or not value or not value.startswith(starts):
+            raise UserError(f"not NAME={form}", where=f"{option} {text}", do=do)
+        _refuse_twice({name} & found.keys(), f"{option} {text}")
+        found[name] = value
+    return found
+
+
+def _refuse_twice(names: Collection[str], where: str) -> None:
+    if names:
+        raise UserError(f"two variants are called {min(names)!r}", where=where, do="give another name")
+
+
 def _patched(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, key by key; null removes a key (RFC 7386)."""
+    # `over` on top of `base`, key by key; null removes a key (RFC 7386).
     out = {key: value for key, value in base.items() if key not in over}
     for key, value in over.items():
         if isinstance(value, Mapping):
@@ -214,27 +245,6 @@ def _patched(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
         elif value is not None:
             out[key] = value
     return out
-
-
-def _refuse_twice(names: Collection[str], where: str) -> None:
-    if names:
-        raise UserError(f"two variants are called {min(names)!r}", where=where, do="give another name")
-
-
-def endpoint_variants(asked: Sequence[str]) -> dict[str, str]:
-    """URLs of running servers, each given as `name=http://host:port`.
-
-    Raises:
-        UserError: not of that form, or a name given twice.
-    """
-    found: dict[str, str] = {}
-    for text in asked:
-        name, _, url = text.partition("=")
-        if not name or not url.startswith(("http://", "https://")):
-            raise UserError("not NAME=http://host:port", where=f"--endpoint {text}")
-        _refuse_twice({name} & found.keys(), f"--endpoint {text}")
-        found[name] = url.rstrip("/").removesuffix("/v1")
-    return found
 
 
 def schedule(variants: Sequence[str], settings: Settings) -> list[Cell]:
@@ -255,24 +265,3 @@ def schedule(variants: Sequence[str], settings: Settings) -> list[Cell]:
 def _rotated(names: Sequence[str], by: int) -> list[str]:
     start = by % len(names)
     return [*names[start:], *names[:start]]
-
-
-def _width(deployment: Deployment, word: str) -> int | str:
-    if word in (OFF, AUTO):
-        return word
-    if word == FIXED:
-        return _block_size(deployment)
-    if word.isdecimal() and int(word) >= 1:
-        return int(word)
-    do = "use off, fixed, auto or a number of slots; other methods are overlays, --variant NAME=FILE (examples/bench/)"
-    raise UserError(f"{word!r} is no variant of serving", where="--variants", do=do)
-
-
-def _block_size(deployment: Deployment) -> int:
-    if deployment.speculation.block_size is not None:
-        return deployment.speculation.block_size
-    from dflash_serve.checkpoint.reader import read_config
-
-    assert deployment.drafter is not None
-    config, _ = read_config(deployment.drafter.model, deployment.drafter.revision)
-    return config.block_size

@@ -16,8 +16,7 @@ from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.cli.serve import prepared, tell_choices
 from dflash_serve.common.files import write_whole
-from dflash_serve.deploying.chart import Form, render
-from dflash_serve.deploying.workload import Workload, workload_of
+from dflash_serve.deploying.chart import Form, Workload, render, workload_of
 from dflash_serve.deployment import COST_TABLE, SURVIVAL, load_deployment
 from dflash_serve.errors import UserError, did_you_mean, raise_problems
 from dflash_serve.server_adapter import HINT, resolve

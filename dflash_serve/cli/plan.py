@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +17,7 @@ from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
     from dflash_serve.planning.plan import Plan
-    from dflash_serve.planning.prediction import Calibration, ExpectedAcceptance
+    from dflash_serve.planning.prediction import ExpectedAcceptance
     from dflash_serve.planning.question import PlanQuestion
 
 TOP = 12  # Lines of a front in the terminal, at most
@@ -34,7 +33,6 @@ Length = Annotated[float | None, Option(help="Tokens gained a step, the bonus to
 Survival = Annotated[Path | None, Option(help="Report of evaluate or bench: survival measured.")]
 Task = Annotated[str | None, Option(help="Task: of --survival's report, else as published (gsm8k, mt-bench).")]
 ConstantsOf = Annotated[str | None, Option("--constants", help="Engine constants: a known set, or a JSON file.")]
-Calibrate = Annotated[Path | None, Option(help="bench.json of a sweep: fit the engine constants to it.")]
 Output = Annotated[Path, Option(help="Folder for the plan.")]
 
 
@@ -57,33 +55,36 @@ def plan(
     survival: Survival = None,
     task: Task = None,
     constants: ConstantsOf = None,
-    calibrate: Calibrate = None,
     output: Output = Path("plan"),
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Say which split, width and batch to run on which GPUs, and what to expect. Nothing is run."""
-    need("plan", "numpy", "scipy")
+    need("plan", "numpy")
     options.require_target("plan", deployment, target)
     chosen = server_backend(backend)
     described = name_drafter(load_deployment(deployment, _flags(context.params)), chosen, quiet=quiet)
-    question, calibration = _calibrated(_question(described, context.params), calibrate)
-    _answer(question, calibration, output, as_json=as_json, quiet=quiet)
-
-
-def _answer(
-    question: PlanQuestion, calibration: Calibration | None, output: Path, *, as_json: bool, quiet: bool
-) -> None:
     from dflash_serve.common.files import require_writable
-    from dflash_serve.planning.plan import JSON, can_follow, make_plan, write_plan
+    from dflash_serve.planning.plan import JSON, make_plan, write_plan
 
-    answer = make_plan(question, can_follow=can_follow(question.backend, question.deployment))
+    answer = make_plan(_question(described, context.params))
     require_writable(output)
-    files = write_plan(answer, output, calibration)
+    files = write_plan(answer, output)
     if as_json:
         typer.echo((output / JSON).read_text(encoding="utf-8"), nl=False)
         return
-    _print(answer, calibration, output, files, quiet=quiet)
+    for line in answer.verdict():
+        typer.echo(line)
+    if quiet:
+        return
+    from rich.console import Console
+
+    Console().print(_table(answer))
+    for caution in answer.cautions():
+        typer.echo(f"note: {caution}")
+    for step in answer.next_steps(output):
+        typer.echo(f"next: {step}")
+    typer.echo(f"written: {', '.join(str(file) for file in files)}")
 
 
 def _flags(given: dict[str, Any]) -> dict[str, Any]:
@@ -98,30 +99,28 @@ def _flags(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _question(described: Deployment, given: dict[str, Any]) -> PlanQuestion:
-    from dflash_serve.planning.prediction import Load
+    from dflash_serve.planning.prediction import Load, constants_of
     from dflash_serve.planning.question import Objective, PlanQuestion, read_pair, specification
-    from dflash_serve.planning.step_times import constants_of
 
     on = specification(described.hardware.gpu)
-    backend = given["backend"]
-    known = constants_of(backend, given["constants"])
+    constants = constants_of(given["backend"], given["constants"])
     pair = read_pair(described)
     block = described.speculation.block_size or pair.drafter.block_size
     return PlanQuestion(
         deployment=described,
-        backend=backend,
+        backend=given["backend"],
         on=on,
         pair=pair,
         block_size=block,
         load=Load(given["isl"], given["osl"]),
         objective=Objective(given["slo_interactivity"], given["slo_ttft"]),
         acceptances=tuple(_acceptances(given, described.target.model, block)),
-        constants=known,
+        constants=constants,
     )
 
 
 def _acceptances(given: dict[str, Any], target: str, block_size: int) -> list[ExpectedAcceptance]:
-    from dflash_serve.planning.prediction import band, from_length, from_report, of_task
+    from dflash_serve.planning.question import band, from_length, from_report, of_task
 
     length, report, task = given["acceptance_length"], given["survival"], given["task"]
     if length is not None and (report is not None or task is not None):
@@ -133,53 +132,14 @@ def _acceptances(given: dict[str, Any], target: str, block_size: int) -> list[Ex
     return band(block_size) if task is None else [of_task(task, target, block_size)]
 
 
-def _calibrated(question: PlanQuestion, report: Path | None) -> tuple[PlanQuestion, Calibration | None]:
-    # The question with constants fitted to a bench of the split that the deployment has.
-    if report is None:
-        return question, None
-    from dflash_serve.planning.prediction import Predictor, calibrate
-    from dflash_serve.planning.question import step_times_of
-    from dflash_serve.planning.step_times import Split
-
-    parallel = question.deployment.parallel
-    split = Split(parallel.tensor, parallel.expert)
-    times, _ = step_times_of(question, split)
-    predictor = Predictor(times, question.constants, question.load, question.block_size, split)
-    found = calibrate(report, predictor, question.deployment.target.model, parallel.data)
-    return replace(question, constants=found.constants), found
-
-
-def _print(answer: Plan, calibration: Calibration | None, output: Path, files: list[Path], *, quiet: bool) -> None:
-    from dflash_serve.planning.plan import next_steps, refusals
-
-    for line in answer.verdict():
-        typer.echo(line)
-    if quiet:
-        return
-    from rich.console import Console
-
-    Console().print(_table(answer))
-    for line in calibration.lines() if calibration else []:
-        typer.echo(f"calibrated: {line}")
-    for caution in answer.cautions():
-        typer.echo(f"note: {caution}")
-    for problem in refusals(answer):
-        typer.echo(f"note: `serve` would refuse the deployment here: {problem}")
-    for step in next_steps(answer, str(output)):
-        typer.echo(f"next: {step}")
-    typer.echo(f"written: {', '.join(str(file) for file in files)}")
-
-
 def _table(answer: Plan) -> Any:
     from rich import box
     from rich.table import Table
 
-    from dflash_serve.planning.plan import fronts
-
     table = Table("", "split", "batch", "width", "tokens/s/GPU", "tokens/s/user", "TTFT ms", box=box.SIMPLE)
     for column in table.columns[2:]:
         column.justify = "right"
-    for name, points in fronts(answer).items():
+    for name, points in answer.fronts().items():
         every = max(1, -(-len(points) // TOP))
         for place, point in enumerate(points[::every]):
             figures = (f"{point.throughput:,.0f}", f"{point.interactivity:,.0f}", f"{point.first_token_ms:,.0f}")

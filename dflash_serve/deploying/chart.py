@@ -1,8 +1,7 @@
-"""The Helm chart: its values for a workload, the manifests that helm makes of them, and the chart ready to be packaged.
+"""The Helm chart: its values for a deployment, the manifests that helm makes of them, and the chart to be packaged.
 
-`python -m dflash_serve.deploying.chart FOLDER` writes the whole chart, with the schema of its values, to a new folder.
-Without a folder it writes the generated files of this checkout again: the engines that the chart knows, and Grafana's
-dashboard.
+`python -m dflash_serve.deploying.chart FOLDER` writes the whole chart to a new folder, with the files that are made
+from the code: the schema of its values, the engines that it knows, and Grafana's dashboard.
 """
 
 from __future__ import annotations
@@ -13,37 +12,78 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
-from dflash_serve.backend import EngineFacts, backend
+from dflash_serve.backend import EngineFacts, backend, server_backend
+from dflash_serve.checkpoint.config import weight_bytes
+from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.source import drafter_source
+from dflash_serve.checkpoint.target import read_target_layout, target_configuration
+from dflash_serve.deployment import Deployment
+from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.errors import UserError
 
 from .dashboard import dashboard
 from .values_schema import values_schema
-from .workload import Document, Workload, yaml_text
 
+Document = Mapping[str, Any]
 Form = Literal["helm", "manifests"]
 
 CHART = "deploy/helm/dflash-serve"
 KNOWN = ("torch", "sglang", "tensorrt-llm", "vllm")
 """Backends that the chart has images and acceptance probes for; the values of another one contain its `engine`."""
 SCHEMA, ENGINES, DASHBOARD = "values.schema.json", "files/engines.yaml", "dashboards/dflash-serve.json"
+"""Files of the whole chart that are made from the code."""
 UNITS = {"": 1, **{f"{prefix}i": 2 ** (10 * power) for power, prefix in enumerate("KMGT", 1)}}
 
 
+@dataclass(frozen=True)
+class Workload:
+    """One kind of server: a deployment on one engine, with its image and its number of replicas."""
+
+    name: str
+    """Name of the Helm release."""
+    backend: str
+    """An installed backend that has a server."""
+    deployment: Deployment
+    image: str | None = None
+    """REPOSITORY@sha256:DIGEST; None leaves the image out of the values."""
+    replicas: int = 1
+    """Servers of this deployment, each on GPUs of its own."""
+
+
+def workload_of(name: str, backend: str, deployment: Deployment, image: str | None = None) -> Workload:
+    """The workload of a deployment. An engine that holds one copy of the model gets a replica for each copy.
+
+    Raises:
+        UserError: the backend is not installed or has no server, or the GPUs cannot be shared evenly by the replicas.
+    """
+    copies, count = deployment.parallel.data, deployment.hardware.count
+    if copies == 1 or server_backend(backend).facts.data_parallel:
+        return Workload(name, backend, deployment, image)
+    if count % copies:
+        what = f"{count} GPUs (hardware.count) cannot be shared evenly by {copies} copies"
+        raise UserError(what, where="parallel.data", do="use a divisor")
+    one = {
+        "parallel": deployment.parallel.model_copy(update={"data": 1}),
+        "hardware": deployment.hardware.model_copy(update={"count": count // copies}),
+    }
+    return Workload(name, backend, deployment.model_copy(update=one), image, copies)
+
+
 def render(workload: Workload, form: Form) -> str:
-    """The chart's values, or the manifests of a release, as YAML documents separated by `---`.
+    """The chart's values, or the manifests of a release, as YAML.
 
     Raises:
         UserError: the image is not pinned by its digest, or helm is not installed or refuses the values.
     """
-    documents = [values(workload)] if form == "helm" else manifests(workload)
-    return "---\n".join(yaml_text(document) for document in documents)
+    given = values(workload)
+    return _yaml(given) if form == "helm" else template(workload.name, given)
 
 
 def values(workload: Workload) -> Document:
@@ -52,22 +92,26 @@ def values(workload: Workload) -> Document:
     Raises:
         UserError: the image is not pinned by its digest.
     """
+    facts, deployment = server_backend(workload.backend).facts, workload.deployment
+    # llm-d's endpoint picker reads the engine, and the half of a pair that a server is.
+    labels = {"llm-d.ai/inference-serving": "true", "llm-d.ai/engine-type": facts.engine_type}
+    gigabytes = _gigabytes(deployment)
     found = {
         "backend": workload.backend,
-        "engine": {} if workload.backend in KNOWN else _engine(workload.facts),
-        "deployment": workload.fields,
+        "engine": {} if workload.backend in KNOWN else _engine(facts),
+        "deployment": deployment.model_dump(mode="json", exclude_defaults=True),
         "image": _image(workload.image),
         "replicas": workload.replicas,
-        "models": _room(workload.gigabytes),
-        "startup": {"gigabytes": workload.gigabytes},
-        "podLabels": workload.pod_labels,
-        "podAnnotations": workload.pod_annotations,
+        "models": _room(gigabytes),
+        "startup": {} if gigabytes is None else {"gigabytes": gigabytes},
+        "podLabels": labels if deployment.role == "whole" else {**labels, "llm-d.ai/role": deployment.role},
+        "podAnnotations": dict(facts.prefill_annotations) if deployment.role == "prefill" else {},
     }
-    return {name: value for name, value in found.items() if value not in ({}, {"gigabytes": None}, 1)}
+    return {name: value for name, value in found.items() if value not in ({}, 1)}
 
 
 def _engine(facts: EngineFacts) -> Document:
-    """An engine's facts under the names by which the chart's templates read them."""
+    # An engine's facts under the names by which the chart's templates read them.
     metrics, lines = facts.metrics, facts.speculation
     return {
         "probes": asdict(facts.probes),
@@ -86,8 +130,20 @@ def _engine(facts: EngineFacts) -> Document:
     }
 
 
+def _gigabytes(deployment: Deployment) -> int | None:
+    # Size of both models' weights, rounded up; None if no config.json tells it (the bundled target).
+    try:
+        size = read_target_layout(target_configuration(deployment.target), deployment.target).weight_bytes
+    except UserError:
+        return None
+    if uses_drafter(deployment) and deployment.drafter is not None:
+        source = drafter_source(deployment.drafter.model)
+        size += weight_bytes(read_config(source, deployment.drafter.revision)[0])
+    return math.ceil(size / 1e9)
+
+
 def _room(gigabytes: int | None) -> dict[str, str]:
-    """A larger volume than the chart's default where the weights, and a tenth more for downloads, do not fit it."""
+    # A larger volume than the chart's default where the weights, and a tenth more for downloads, do not fit it.
     default = str(yaml.safe_load((chart() / "values.yaml").read_text(encoding="utf-8"))["models"]["size"])
     number = default.rstrip("KMGTi")
     needed = math.ceil((gigabytes or 0) * 1.1)
@@ -104,17 +160,8 @@ def _image(image: str | None) -> dict[str, str]:
     return {"repository": repository, "digest": digest}
 
 
-def manifests(workload: Workload) -> Iterator[Document]:
-    """The objects that `helm install` would apply.
-
-    Raises:
-        UserError: helm is not installed, or refuses the values.
-    """
-    yield from (document for document in yaml.safe_load_all(template(workload.name, values(workload))) if document)
-
-
 def template(name: str, given: Document) -> str:
-    """The output of `helm template` on the chart with its schema.
+    """The objects that `helm install` would apply: the output of `helm template` on the whole chart.
 
     Raises:
         UserError: helm is not installed, or refuses the values.
@@ -125,7 +172,7 @@ def template(name: str, given: Document) -> str:
         raise UserError("helm is not installed; it makes the manifests from the chart", where="helm", do=do)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "values.yaml")
-        file.write_text(yaml.safe_dump(dict(given), sort_keys=False), encoding="utf-8")
+        file.write_text(_yaml(given), encoding="utf-8")
         argv = [helm, "template", name, str(write_chart(Path(folder, "chart"))), "--values", str(file)]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)  # noqa: S603 - found on PATH
     if done.returncode:
@@ -147,7 +194,7 @@ def chart() -> Path:
 
 
 def write_chart(folder: Path) -> Path:
-    """Writes the chart with the schema of its values to a folder that is not there yet, and returns the folder.
+    """Writes the whole chart to a folder that is not there yet, and returns the folder.
 
     Raises:
         UserError: the folder is there already, or cannot be written.
@@ -157,25 +204,23 @@ def write_chart(folder: Path) -> Path:
     except OSError as error:
         do = "name a folder that is not there yet"
         raise UserError(f"cannot be written: {error.strerror or error}", where=str(folder), do=do) from error
-    schema = json.dumps(values_schema(folder / "values.yaml"), indent=2) + "\n"
-    (folder / SCHEMA).write_text(schema, encoding="utf-8")
+    made = {
+        SCHEMA: json.dumps(values_schema(folder / "values.yaml"), indent=2),
+        ENGINES: _yaml({name: _engine(backend(name).facts) for name in KNOWN}),
+        DASHBOARD: json.dumps(dashboard(), indent=1),
+    }
+    for name, text in made.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text + "\n", encoding="utf-8")
     return folder
 
 
-def generated_files() -> Mapping[str, str]:
-    """Path in the chart and text of every file that is made from the backends' facts."""
-    engines = {name: _engine(backend(name).facts) for name in KNOWN}
-    made = "# Made by `python -m dflash_serve.deploying.chart` from the backends' facts.\n"
-    return {ENGINES: made + yaml_text(engines), DASHBOARD: json.dumps(dashboard(), indent=1) + "\n"}
-
-
-def _main(arguments: list[str]) -> None:
-    if arguments:
-        write_chart(Path(arguments[0]))
-        return
-    for name, text in generated_files().items():
-        (chart() / name).write_text(text, encoding="utf-8")
+def _yaml(document: Document) -> str:
+    return yaml.safe_dump(dict(document), sort_keys=False, width=120)
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    if len(sys.argv) != 2:
+        print("usage: python -m dflash_serve.deploying.chart FOLDER", file=sys.stderr)
+        sys.exit(2)
+    write_chart(Path(sys.argv[1]))

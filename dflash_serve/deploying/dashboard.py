@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from dflash_serve.backend import EngineFacts, Line, backend, installed
 from dflash_serve.common.prometheus import gauge, quantile, rate
 
-from .workload import Document
-
+Document = Mapping[str, object]
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDE, HIGH = 8, 8  # of a panel; Grafana's grid is 24 wide
 
@@ -23,20 +22,16 @@ class Panel:
     """One graph: a line for each engine that reports the figure."""
 
     title: str
-    about: str
     unit: str
-    lines: Sequence[Line]
+    lines: Iterable[Line | None]
+    """None = that engine does not report the figure."""
+    about: str
 
 
 def dashboard() -> Document:
     """The whole dashboard, from the facts of all installed backends."""
     engines = [backend(name).facts for name in installed()]
-    rows = {
-        "Speculation": _speculation(engines),
-        "Latency": _experience(engines),
-        "Load": _load(engines),
-        "Failures": _failures(engines),
-    }
+    rows = {**_speculation_and_latency(engines), **_load_and_failures(engines)}
     return {
         "uid": "dflash-serve",
         "title": "dflash-serve",
@@ -50,108 +45,69 @@ def dashboard() -> Document:
     }
 
 
-def _speculation(engines: Sequence[EngineFacts]) -> list[Panel]:
-    lines = [engine.speculation for engine in engines]
-    return [
-        Panel(
-            "Acceptance length",
-            "Tokens gained per verification, the bonus token counted; 1 = speculation gains nothing.",
-            "short",
-            [each.acceptance_length for each in lines],
-        ),
-        Panel(
-            "Survival by slot",
-            "Probability that a drafted token is accepted, by its slot in the block. A slot 1 near 0 is a drafter that "
-            "does not fit: `dflash-serve doctor`.",
-            "percentunit",
-            [each.survival for each in lines if each.survival is not None],
-        ),
-        Panel(
-            "Width",
-            "Verifications a second by slots verified, the anchor counted; 1 = speculation would not pay. "
-            "TensorRT-LLM does not report widths.",
-            "ops",
-            [each.widths for each in lines if each.widths is not None],
-        ),
-    ]
-
-
-def _experience(engines: Sequence[EngineFacts]) -> list[Panel]:
-    between = [engine.metrics.inter_token_latency for engine in engines]
-    return [
-        Panel(
-            "Interactivity",
-            "Tokens a second that one user sees: one over the median time between tokens.",
-            "short",
-            [("tokens/s a user", f"1 / {quantile(0.5, name)}") for name in between],
-        ),
-        Panel("Time between tokens", "Inter-token latency; of a request, over its answer.", "s", _quantiles(between)),
-        Panel(
-            "Time to the first token",
-            "From arrival; includes the time in the queue.",
-            "s",
-            _quantiles(engine.metrics.time_to_first_token for engine in engines),
-        ),
-    ]
-
-
-def _load(engines: Sequence[EngineFacts]) -> list[Panel]:
-    metrics = [engine.metrics for engine in engines]
-    running = [("{{pod}}", gauge(each.running)) for each in metrics if each.running]
-    used = [("{{pod}}", gauge(each.kv_cache_usage, fold="max")) for each in metrics if each.kv_cache_usage]
-    return [
-        Panel(
-            "Queue",
-            "Waiting requests; autoscaling reads them.",
-            "short",
-            [("{{pod}}", gauge(each.queued)) for each in metrics],
-        ),
-        Panel("Running", "Requests in the batch.", "short", running),
-        Panel(
-            "Time in the queue",
-            "From arrival to the first step.",
-            "s",
-            _quantiles(each.queue_time for each in metrics),
-        ),
-        Panel(
-            "Tokens", "Generated a second.", "short", [("{{pod}}", rate(each.generated, by="pod")) for each in metrics]
-        ),
-        Panel("K/V in use", "Share of the cache; near 1, requests are put back into the queue.", "percentunit", used),
-        Panel(
-            "Whole answers",
-            "From arrival to the last token.",
-            "s",
-            _quantiles(each.request_latency for each in metrics),
-        ),
-    ]
+def _speculation_and_latency(engines: Sequence[EngineFacts]) -> dict[str, list[Panel]]:
+    lines, metrics = [engine.speculation for engine in engines], [engine.metrics for engine in engines]
+    acceptance = "Tokens gained per verification, the bonus token counted; 1 = speculation gains nothing."
+    survival = (
+        "Probability that a drafted token is accepted, by its slot in the block. A slot 1 near 0 is a drafter that "
+        "does not fit: `dflash-serve doctor`."
+    )
+    width = (
+        "Verifications a second by slots verified, the anchor counted; 1 = speculation would not pay. "
+        "TensorRT-LLM does not report widths."
+    )
+    user = "Tokens a second that one user sees: one over the median time between tokens."
+    speeds = [("tokens/s a user", f"1 / {quantile(0.5, each.inter_token_latency)}") for each in metrics]
+    between = _quantiles(each.inter_token_latency for each in metrics)
+    first = _quantiles(each.time_to_first_token for each in metrics)
+    return {
+        "Speculation": [
+            Panel("Acceptance length", "short", [each.acceptance_length for each in lines], acceptance),
+            Panel("Survival by slot", "percentunit", [each.survival for each in lines], survival),
+            Panel("Width", "ops", [each.widths for each in lines], width),
+        ],
+        "Latency": [
+            Panel("Interactivity", "short", speeds, user),
+            Panel("Time between tokens", "s", between, "Inter-token latency; of a request, over its answer."),
+            Panel("Time to the first token", "s", first, "From arrival; includes the time in the queue."),
+        ],
+    }
 
 
 RESTARTS = 'kube_pod_container_status_restarts_total{container="server", namespace=~"$namespace", pod=~"$release-.+"}'
 """A metric of kube-state-metrics, which has labels of pods, not of releases."""
 
 
-def _failures(engines: Sequence[EngineFacts]) -> list[Panel]:
-    return [
-        Panel(
-            "Errors",
-            "Requests a second that failed, by status where the engine tells it.",
-            "reqps",
-            [engine.errors for engine in engines if engine.errors is not None],
-        ),
-        Panel(
-            "Refused",
-            "Requests refused a second, 429 and 503: the queue is full, or the server not ready. vLLM and "
-            "TensorRT-LLM count them as errors.",
-            "reqps",
-            [engine.refused for engine in engines if engine.refused is not None],
-        ),
-        Panel(
-            "Restarts",
-            "Of engines within an hour, by kube-state-metrics.",
-            "short",
-            [("{{pod}}", f"sum by (pod) (increase({RESTARTS}[1h]))")],
-        ),
-    ]
+def _load_and_failures(engines: Sequence[EngineFacts]) -> dict[str, list[Panel]]:
+    metrics = [engine.metrics for engine in engines]
+    queued = [("{{pod}}", gauge(each.queued)) for each in metrics]
+    running = [("{{pod}}", gauge(each.running)) for each in metrics if each.running]
+    generated = [("{{pod}}", rate(each.generated, by="pod")) for each in metrics]
+    used = [("{{pod}}", gauge(each.kv_cache_usage, fold="max")) for each in metrics if each.kv_cache_usage]
+    waited = _quantiles(each.queue_time for each in metrics)
+    whole = _quantiles(each.request_latency for each in metrics)
+    restarts = [("{{pod}}", f"sum by (pod) (increase({RESTARTS}[1h]))")]
+    full = "Share of the cache; near 1, requests are put back into the queue."
+    errors = "Requests a second that failed, by status where the engine tells it."
+    refused = (
+        "Requests refused a second, 429 and 503: the queue is full, or the server not ready. vLLM and "
+        "TensorRT-LLM count them as errors."
+    )
+    return {
+        "Load": [
+            Panel("Queue", "short", queued, "Waiting requests; autoscaling reads them."),
+            Panel("Running", "short", running, "Requests in the batch."),
+            Panel("Time in the queue", "s", waited, "From arrival to the first step."),
+            Panel("Tokens", "short", generated, "Generated a second."),
+            Panel("K/V in use", "percentunit", used, full),
+            Panel("Whole answers", "s", whole, "From arrival to the last token."),
+        ],
+        "Failures": [
+            Panel("Errors", "reqps", [engine.errors for engine in engines], errors),
+            Panel("Refused", "reqps", [engine.refused for engine in engines], refused),
+            Panel("Restarts", "short", restarts, "Of engines within an hour, by kube-state-metrics."),
+        ],
+    }
 
 
 def _quantiles(histograms: Iterable[str]) -> list[Line]:
@@ -185,29 +141,19 @@ def _graph(panel: Panel, number: int, top: int, index: int) -> Document:
         "options": {"tooltip": {"mode": "multi", "sort": "desc"}},
         "targets": [
             {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": expression, "legendFormat": legend}
-            for i, (legend, expression) in enumerate(panel.lines)
+            for i, (legend, expression) in enumerate(filter(None, panel.lines))
         ],
     }
 
 
 def _variables(engines: Sequence[EngineFacts]) -> list[Document]:
     running = "|".join(engine.metrics.running for engine in engines if engine.metrics.running)
+    metric = f'__name__=~"{running}"'
     many = {"type": "query", "datasource": SOURCE, "multi": True, "includeAll": True, "refresh": 2}
-    everything = {"text": "All", "value": "$__all"}
+    many["current"] = {"text": "All", "value": "$__all"}
+    releases = f'label_values({{{metric}, namespace=~"$namespace"}}, app_kubernetes_io_instance)'
     return [
         {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
-        {
-            **many,
-            "name": "namespace",
-            "label": "Namespace",
-            "query": f'label_values({{__name__=~"{running}"}}, namespace)',
-            "current": everything,
-        },
-        {
-            **many,
-            "name": "release",
-            "label": "Release",
-            "query": f'label_values({{__name__=~"{running}", namespace=~"$namespace"}}, app_kubernetes_io_instance)',
-            "current": everything,
-        },
+        {**many, "name": "namespace", "label": "Namespace", "query": f"label_values({{{metric}}}, namespace)"},
+        {**many, "name": "release", "label": "Release", "query": releases},
     ]

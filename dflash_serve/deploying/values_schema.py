@@ -47,12 +47,8 @@ def _optional(pattern: str) -> Schema:
 
 
 def _closed(properties: Mapping[str, Schema], *, required: tuple[str, ...] = ()) -> Schema:
-    return {
-        "type": "object",
-        "properties": dict(properties),
-        "additionalProperties": False,
-        **({"required": list(required)} if required else {}),
-    }
+    schema = {"type": "object", "properties": dict(properties), "additionalProperties": False}
+    return {**schema, "required": list(required)} if required else schema
 
 
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
@@ -67,24 +63,20 @@ VARIABLE = {
     **_closed({"name": TEXT, "value": TEXT, "valueFrom": VALUE_FROM}, required=("name",)),
     **{"minProperties": 2, "maxProperties": 2},  # name, and a value or a valueFrom
 }
-REQUIRED_OF_ENGINE = ("probes", "metricsPath", "queued", "needsGpu")
-OPTIONAL_OF_ENGINE = (
-    *("running", "generated", "interTokenLatency", "queueTime"),
-    *("acceptanceLength", "survival", "widths"),
-)
+PROBES = ("started", "live", "ready")
+METRICS = ("running", "generated", "interTokenLatency", "queueTime", "acceptanceLength", "survival", "widths")
 ENGINE = _closed(
     {
-        "probes": _closed(dict.fromkeys(("started", "live", "ready"), TEXT), required=("started", "live", "ready")),
+        "probes": _closed(dict.fromkeys(PROBES, TEXT), required=PROBES),
         "metricsPath": TEXT,
         "queued": TEXT,
-        **{name: {"type": ["string", "null"]} for name in OPTIONAL_OF_ENGINE},
+        **{name: {"type": ["string", "null"]} for name in METRICS},
         "needsGpu": {"type": "boolean"},
         "serverFlags": {"type": "array", "items": TEXT},
         "environment": {"type": "object", **TEXTS},
     },
-    required=REQUIRED_OF_ENGINE,
+    required=("probes", "metricsPath", "queued", "needsGpu"),
 )
-
 ADDED: Mapping[str, Schema] = {
     "global": {"type": "object", "description": "Helm gives these values to every subchart; this chart reads none."},
     "engine": {

@@ -1,12 +1,13 @@
-"""The answer of `dflash-serve plan`: the chosen way of running, its figures and errors, and the files of a plan."""
+"""The answer of `dflash-serve plan`: every split, width and batch priced, the best of them, and the files of a plan."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -18,82 +19,70 @@ from dflash_serve.common.provenance import commit, now, versions
 from dflash_serve.common.settings import overlay
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import Problem, UserError
-from dflash_serve.planning.prediction import Calibration, OperatingPoint
-from dflash_serve.planning.question import PlanQuestion
-from dflash_serve.planning.search import (
-    AUTO,
-    OFF,
-    Exploration,
-    best,
-    explore,
-    fastest,
-    fixed,
-    front,
-    require_met,
-    stops_paying,
-)
-from dflash_serve.planning.step_times import constants_json
-from dflash_serve.speculation.costs import CostModel
+from dflash_serve.planning.prediction import ExpectedAcceptance, OperatingPoint, Predictor
+from dflash_serve.planning.question import Objective, PlanQuestion, step_times_of
+from dflash_serve.planning.step_times import Split
 
-JSON, DEPLOYMENT, COSTS, CONSTANTS = "plan.json", "deployment.yaml", "costs.json", "constants.json"
+JSON, DEPLOYMENT, COSTS = "plan.json", "deployment.yaml", "costs.json"
+OFF, AUTO = "off", "auto"
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+WIDTHS = (2, 3, 4, 5, 6, 8, 10, 12, 14, 16)
 ALIKE = 0.99
+"""`auto` is preferred up to this share of the best throughput: it follows the load."""
 ROOFLINE_ERROR = 0.3
 """Mean relative error where the roofline prices, with constants that were fitted with the tables (plan-published.json:
 28 % of plain tokens/s, 16 % of speed-ups).
 """
+
+Curves = dict[str, list[OperatingPoint]]
+"""Variant -> points, split after split, by rising batch."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """The answer to a question, derived from all points that were priced."""
 
-    found: Exploration
-
-    @property
-    def question(self) -> PlanQuestion:
-        return self.found.question
-
-    @property
-    def _middle(self) -> int:
-        return len(self.question.acceptances) // 2
+    question: PlanQuestion
+    can_follow: bool
+    """True where the engine can run `width: auto`."""
+    predictors: dict[Split, Predictor]
+    room: dict[Split, int]
+    """Requests whose K/V fits, by split."""
+    notes: list[str]
+    curves: list[Curves]
+    """For each acceptance of the question."""
 
     @cached_property
-    def curves(self) -> dict[str, list[OperatingPoint]]:
+    def known(self) -> Curves:
         """Points at the known acceptance, or at the middle of the band."""
-        return self.found.curves[self._middle]
+        return self.curves[len(self.curves) // 2]
 
     @cached_property
     def chosen(self) -> OperatingPoint:
-        """The most tokens/s/GPU within the limits. `auto` is preferred up to 1 %: it follows the load."""
+        """The most tokens/s/GPU within the limits; at the highest acceptance of a band if the middle one meets none."""
         objective = self.question.objective
-        found = best((point for each in self.curves.values() for point in each), objective)
-        follows = best(self.curves.get(AUTO, ()), objective)
+        found = _best(_points(self.known), objective)
+        follows = _best(self.known.get(AUTO, ()), objective)
         if found is not None and follows is not None and follows.throughput >= ALIKE * found.throughput:
             return follows
-        return found or next(point for point in map(self._best_at, reversed(range(len(self.found.curves)))) if point)
-
-    def _best_at(self, place: int) -> OperatingPoint | None:
-        return best((point for each in self.found.curves[place].values() for point in each), self.question.objective)
+        return found or next(point for curves in reversed(self.curves) if (point := _best(_points(curves), objective)))
 
     @cached_property
     def plain(self) -> OperatingPoint | None:
         """The best without speculation within the same limits; None = it does not reach them."""
-        return best(self.curves[OFF], self.question.objective)
+        return _best(self.known[OFF], self.question.objective)
 
     @cached_property
     def plain_fastest(self) -> OperatingPoint:
         """The point of plain decoding with the most tokens/s/user."""
-        return fastest(self.curves[OFF])
+        return _fastest(self.known[OFF])
 
     @cached_property
-    def plain_beside(self) -> OperatingPoint:
-        """Without speculation at the chosen split and batch."""
-        chosen = self.chosen
-        return next(each for each in self.curves[OFF] if (each.split, each.batch) == (chosen.split, chosen.batch))
-
-    @property
     def equal_batch_gain(self) -> float:
-        return self.chosen.throughput / self.plain_beside.throughput
+        """Tokens/s/GPU by plain decoding's at the chosen split and batch."""
+        chosen = self.chosen
+        plain = next(each for each in self.known[OFF] if (each.split, each.batch) == (chosen.split, chosen.batch))
+        return chosen.throughput / plain.throughput
 
     @property
     def equal_interactivity_ratio(self) -> float | None:
@@ -102,9 +91,19 @@ class Plan:
 
     @property
     def stops_at(self) -> int | None:
-        """Number of requests from which the fixed width is slower than plain decoding, at the chosen split."""
-        points = self.curves[fixed(self.question.block_size)]
-        return stops_paying(points, self.curves[OFF], self.chosen.split)
+        """Number of requests from which the fixed width is slower than plain decoding, at the chosen split; None = it
+        never is.
+        """
+        wide, plain = (
+            {point.batch: point.throughput for point in self.known[name] if point.split == self.chosen.split}
+            for name in (_fixed(self.question.block_size), OFF)
+        )
+        losing = None
+        for batch in sorted(wide, reverse=True):
+            if wide[batch] >= plain[batch]:
+                break
+            losing = batch
+        return losing
 
     def error(self, point: OperatingPoint) -> float:
         """Relative error of its tokens/s: the mean error of such figures against published measurements."""
@@ -116,7 +115,7 @@ class Plan:
     @cached_property
     def range(self) -> tuple[float, float]:
         """Tokens/s/GPU, lowest and highest: the error, and the band of acceptances where that is not known."""
-        within = [point for place in range(len(self.found.curves)) if (point := self._best_at(place))]
+        within = [p for curves in self.curves if (p := _best(_points(curves), self.question.objective))]
         low, high = (f(within, key=lambda point: point.throughput) for f in (min, max))
         return low.throughput * (1 - self.error(low)), high.throughput * (1 + self.error(high))
 
@@ -126,18 +125,58 @@ class Plan:
         return self.question.count // self.chosen.split.tensor
 
     @property
-    def cost_model(self) -> CostModel:
-        """The cost table that `width: auto` starts from."""
-        return self.found.predictors[self.chosen.split].cost_model(self.chosen.batch, self.found.widths)
+    def copies_in_one_server(self) -> int:
+        """Copies of the model in one server. All other copies are replicas of that server."""
+        return self.copies if backend(self.question.backend).facts.data_parallel else 1
+
+    @property
+    def basis(self) -> str:
+        """The sources of all step times."""
+        return "; ".join(dict.fromkeys(each.times.basis for each in self.predictors.values()))
+
+    @cached_property
+    def deployment(self) -> Deployment | None:
+        """The given deployment with the chosen split, width and limits; None = no drafter was named."""
+        asked, chosen, copies = self.question.deployment, self.chosen, self.copies_in_one_server
+        if asked.drafter is None:
+            return None
+        width: int | str = chosen.width if chosen.variant.startswith("fixed") else chosen.variant
+        update: dict[str, Any] = {
+            "speculation": {"width": width},
+            "parallel": {"tensor": chosen.split.tensor, "expert": chosen.split.expert, "data": copies},
+            "limits": {"max_batch_size": chosen.batch * copies},
+            "hardware": {"count": chosen.split.tensor * copies},
+        }
+        return Deployment.model_validate(overlay(asked.model_dump(exclude_unset=True), update))
+
+    def refusals(self) -> list[Problem]:
+        """Problems that the engine's checks find in the deployment."""
+        if self.deployment is None:
+            return []
+        try:
+            return server_backend(self.question.backend).check(self.deployment)
+        except UserError as error:
+            return [Problem(error.what, error.where, error.do)]
+
+    def fronts(self) -> Curves:
+        """The Pareto front of each variant, by rising interactivity: points that no other beats in both figures."""
+        fronts: Curves = {}
+        for name, points in self.known.items():
+            kept: list[OperatingPoint] = []
+            for point in sorted(points, key=lambda each: (-each.interactivity, -each.throughput)):
+                if not kept or point.throughput > kept[-1].throughput:
+                    kept.append(point)
+            fronts[name] = kept[::-1]
+        return fronts
 
     def verdict(self) -> list[str]:
-        """Three lines."""
+        """Three lines: what to run, what it gives, and where that comes from."""
         return [self._what(), self._gives(), self._trust()]
 
     def _what(self) -> str:
         chosen, asked = self.chosen, self.question
         width = "without speculation" if chosen.variant == OFF else f"width {chosen.variant.removeprefix('fixed ')}"
-        wide = f" (about {chosen.width} at full load)" if chosen.variant == "auto" else ""
+        wide = f" (about {chosen.width} at full load)" if chosen.variant == AUTO else ""
         copies = f", {self.copies} copies on {asked.count} GPUs" if self.copies > 1 else ""
         return (
             f"Run {asked.pair.layout.shape.name} on {asked.on.gpu.name.upper()} with {chosen.split}{copies}, "
@@ -167,34 +206,27 @@ class Plan:
 
     def _trust(self) -> str:
         stop, block = self.stops_at, self.question.block_size
-        pays = f"A fixed width of {block} stops paying at {stop} requests" if stop else (
-            f"A fixed width of {block} pays at every batch that fits"
-        )  # fmt: skip
-        parts = ", ".join(f"{share:.0%} {name}" for name, share in self.chosen.step.shares().items())
-        return (
-            f"{pays}. Nothing was run: {self.found.basis}; engine constants {self.question.constants.name} ({parts})."
+        pays = f"A fixed width of {block} " + (
+            f"stops paying at {stop} requests" if stop else "pays at every batch that fits"
         )
+        parts = ", ".join(f"{share:.0%} {name}" for name, share in self.chosen.step.shares().items() if share)
+        return f"{pays}. Nothing was run: {self.basis}; engine constants {self.question.constants.name} ({parts})."
 
-    def cautions(self) -> list[str]:
+    def cautions(self) -> Iterator[str]:
         """Limits and assumptions of this plan, one sentence each."""
-        return list(self._cautions())
-
-    def _cautions(self) -> Iterator[str]:
-        asked, layout, constants = self.question, self.question.pair.layout, self.question.constants
-        yield from (f"Roofline: {note}." if "operator tables" in note else f"{note}." for note in self.found.notes)
+        asked, constants = self.question, self.question.constants
+        yield from (f"Roofline: {note}." if "operator tables" in note else f"{note}." for note in self.notes)
         if asked.pair.assumed:
-            yield f"{asked.pair.assumed[0].upper()}{asked.pair.assumed[1:]}."
+            yield f"{_capital(asked.pair.assumed)}."
         if len(asked.acceptances) > 1:
-            taus = ", ".join(each.name for each in asked.acceptances)
-            yield f"{asked.acceptances[0].source[0].upper()}{asked.acceptances[0].source[1:]} ({taus})."
+            yield f"{_capital(asked.acceptances[0].source)} ({', '.join(each.name for each in asked.acceptances)})."
         if constants.evidence in ("implied", "assumed"):
-            told = f"The engine constants are {constants.evidence}: {constants.source}."
-            yield f"{told} Measure with `bench`, then --calibrate."
-        if layout.experts:
+            yield f"The engine constants are {constants.evidence}: {constants.source}. Measure with `bench`."
+        if asked.pair.layout.experts:
             missed = "; on Hopper, published gpt-oss-120b cells were missed by -35 to +35 %"
             where = "" if asked.on.gpu.is_blackwell else missed
             yield f"Experts are taken as chosen independently by every slot of a block{where}."
-        if not self.found.can_follow:
+        if not self.can_follow:
             yield f"{asked.backend} cannot run `width: auto` for this pair: only fixed widths and off were compared."
         ratio = self.equal_interactivity_ratio
         if ratio is not None and ratio > 3 * self.equal_batch_gain:
@@ -206,96 +238,133 @@ class Plan:
             f"Prompts of {asked.load.isl} and answers of {asked.load.osl} tokens are means; nothing waits in a queue, "
             "and limits hold for means, not for tails."
         )
+        for problem in self.refusals():
+            yield f"`serve` would refuse the deployment here: {problem}."
+
+    def next_steps(self, folder: Path) -> Iterator[str]:
+        """Commands that serve and measure the plan, in order."""
+        chosen, asked = self.chosen, self.question
+        if self.deployment is None:
+            yield "name --drafter, and a deployment.yaml is written"
+            return
+        environment = "" if chosen.variant == OFF else f"DFLASH_SERVE_COST_TABLE={folder}/{COSTS} "
+        yield f"{environment}dflash-serve serve {folder}/{DEPLOYMENT} --backend {asked.backend}"
+        loads = sorted({1, *(max(1, chosen.batch >> shift) for shift in range(0, 7, 2))})
+        variants = "off,fixed" + (",auto" if chosen.variant == AUTO else "")
+        words = [
+            *("dflash-serve", "bench", f"{folder}/{DEPLOYMENT}", "--backend", asked.backend, "--variants", variants),
+            *("--concurrency", ",".join(str(load * self.copies_in_one_server) for load in loads)),
+            *("--max-tokens", str(asked.load.osl), "--output", f"{folder}/bench"),
+        ]
+        yield shlex.join(words)
 
 
-def make_plan(question: PlanQuestion, *, can_follow: bool = True) -> Plan:
-    """Answers a question.
+def make_plan(question: PlanQuestion) -> Plan:
+    """Prices every split, width and batch that a question leaves open.
 
     Raises:
-        UserError: nothing fits, or nothing meets the limits.
+        UserError: not one request fits, or nothing meets the limits.
     """
-    found = explore(question, can_follow=can_follow)
-    require_met(found, question.objective)
-    return Plan(found)
+    predictors: dict[Split, Predictor] = {}
+    room: dict[Split, int] = {}
+    notes: dict[str, None] = {}
+    for split in question.splits():
+        times, why = step_times_of(question, split)
+        if why:
+            notes[why] = None
+        fits = times.kv_tokens() // (question.load.isl + question.load.osl)
+        if fits < 1:
+            notes[f"{split}: weights leave no room for one request's K/V"] = None
+            continue
+        predictors[split] = Predictor(times, question.constants, question.load, question.block_size, split)
+        room[split] = fits
+    if not predictors:
+        what = f"{question.pair.layout.shape.name} does not fit {question.count} x {question.on.gpu.name}"
+        raise UserError(what, where="--count", do="give more GPUs, a larger kind, or a quantised target")
+    follows = _can_follow(question)
+    curves = [_curves(question, predictors, room, each, follows=follows) for each in question.acceptances]
+    _require_met([point for each in curves for point in _points(each)], question.objective)
+    return Plan(question, follows, predictors, room, list(notes), curves)
 
 
-def copies_in_one_server(plan: Plan) -> int:
-    """Copies of the model in one server. All other copies are replicas of that server."""
-    return plan.copies if backend(plan.question.backend).facts.data_parallel else 1
-
-
-def deployment_of(plan: Plan) -> Deployment | None:
-    """The given deployment with the chosen split, width and limits; None = no drafter was named."""
-    asked, chosen = plan.question.deployment, plan.chosen
-    if asked.drafter is None:
-        return None
-    copies = copies_in_one_server(plan)
-    width: int | str = chosen.width if chosen.variant.startswith("fixed") else chosen.variant
-    update: dict[str, Any] = {
-        "speculation": {"width": width},
-        "parallel": {"tensor": chosen.split.tensor, "expert": chosen.split.expert, "data": copies},
-        "limits": {"max_batch_size": chosen.batch * copies},
-        "hardware": {"count": chosen.split.tensor * copies},
-    }
-    return Deployment.model_validate(overlay(asked.model_dump(exclude_unset=True), update))
-
-
-def as_yaml(deployment: Deployment, plan: Plan) -> str:
-    """YAML for `serve`; defaults are left out."""
-    told = "".join(f"# {line}\n" for line in plan.verdict())
-    replicas = plan.copies - copies_in_one_server(plan)
-    told += f"# One of {plan.copies} servers alike: `dflash-serve deploy` makes replicas.\n" if replicas else ""
-    return told + yaml.safe_dump(deployment.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
-
-
-def refusals(plan: Plan) -> list[Problem]:
-    """Problems that the engine's checks find in the Deployment."""
-    deployment = deployment_of(plan)
-    if deployment is None:
-        return []
-    try:
-        return server_backend(plan.question.backend).check(deployment)
-    except UserError as error:
-        return [Problem(error.what, error.where, error.do)]
-
-
-def can_follow(backend_name: str, deployment: Deployment) -> bool:
-    """True where the engine can run `width: auto` for this pair."""
-    if deployment.drafter is None:
+def _can_follow(question: PlanQuestion) -> bool:
+    # True where the engine can run `width: auto` for this pair.
+    if question.deployment.drafter is None:
         return True
-    automatic = Deployment.model_validate(
-        overlay(deployment.model_dump(exclude_unset=True), {"speculation": {"width": "auto"}})
-    )
+    given = question.deployment.model_dump(exclude_unset=True)
+    automatic = Deployment.model_validate(overlay(given, {"speculation": {"width": AUTO}}))
     try:
-        problems = server_backend(backend_name).check(automatic)
+        problems = server_backend(question.backend).check(automatic)
     except UserError:
         return True
     return not any(problem.where == "speculation.width" for problem in problems)
 
 
-def bench_command(plan: Plan, folder: str) -> str:
-    """The command that measures the planned deployment; `--calibrate` reads its report."""
-    chosen, asked = plan.chosen, plan.question
-    loads = sorted({1, *(max(1, chosen.batch >> shift) for shift in range(0, 7, 2))})
-    variants = "off,fixed" + (",auto" if chosen.variant == "auto" else "")
-    words = [
-        *("dflash-serve", "bench", f"{folder}/{DEPLOYMENT}", "--backend", asked.backend, "--variants", variants),
-        *("--concurrency", ",".join(str(load * copies_in_one_server(plan)) for load in loads)),
-        *("--max-tokens", str(asked.load.osl), "--output", f"{folder}/bench"),
-    ]
-    return shlex.join(words)
+def _curves(
+    question: PlanQuestion,
+    predictors: dict[Split, Predictor],
+    room: dict[Split, int],
+    acceptance: ExpectedAcceptance,
+    *,
+    follows: bool,
+) -> Curves:
+    block, deployment = question.block_size, question.deployment
+    curves: Curves = {OFF: [], _fixed(block): [], **({AUTO: []} if follows else {})}
+    for split, predictor in predictors.items():
+        asked = (deployment.limits.max_batch_size or 0) // deployment.parallel.data  # a server's, shared by its copies
+        most = min(room[split], asked or BATCHES[-1], BATCHES[-1])
+        batches = sorted({*(batch for batch in BATCHES if batch < most), most})
+        curves[OFF] += predictor.curve(OFF, batches, 1, acceptance)
+        curves[_fixed(block)] += predictor.curve(_fixed(block), batches, block, acceptance)
+        if follows:  # at each batch, the width that the policy chooses
+            chosen = [predictor.auto(batch, _widths(block), acceptance) for batch in batches]
+            by_width = {width: predictor.curve(AUTO, batches, width, acceptance) for width in sorted(set(chosen))}
+            curves[AUTO] += [by_width[width][place] for place, width in enumerate(chosen)]
+    return curves
 
 
-def next_steps(plan: Plan, folder: str) -> Iterator[str]:
-    """Commands, in order."""
-    if plan.question.deployment.drafter is None:
-        yield "name --drafter, and a deployment.yaml is written"
+def _fixed(block_size: int) -> str:
+    # The variant that verifies the whole block in every step.
+    return f"fixed {block_size}"
+
+
+def _widths(block_size: int) -> list[int]:
+    # Widths among which `auto` chooses.
+    return sorted({*(width for width in WIDTHS if width < block_size), block_size})
+
+
+def _points(curves: Curves) -> list[OperatingPoint]:
+    return [point for points in curves.values() for point in points]
+
+
+def _best(points: Iterable[OperatingPoint], objective: Objective) -> OperatingPoint | None:
+    # The most tokens/s/GPU of those that meet it; among equals, the more interactive. None = none does.
+    fit = [point for point in points if objective.is_met(point)]
+    return max(fit, key=lambda point: (point.throughput, point.interactivity), default=None)
+
+
+def _fastest(points: Iterable[OperatingPoint]) -> OperatingPoint:
+    return max(points, key=lambda point: point.interactivity)
+
+
+def _require_met(points: Sequence[OperatingPoint], objective: Objective) -> None:
+    # Refuses limits that no point meets, and names the nearest limit that is met.
+    if any(map(objective.is_met, points)):
         return
-    environment = "" if plan.chosen.variant == OFF else f"DFLASH_SERVE_COST_TABLE={folder}/{COSTS} "
-    yield f"{environment}dflash-serve serve {folder}/{DEPLOYMENT} --backend {plan.question.backend}"
-    yield bench_command(plan, folder)
-    again = f"dflash-serve plan {folder}/{DEPLOYMENT} --backend {plan.question.backend}"
-    yield f"{again} --calibrate {folder}/bench/bench.json"
+    user, late = objective.interactivity, objective.first_token_ms
+    in_time = [point for point in points if late is None or point.first_token_ms <= late]
+    if in_time:
+        near = _fastest(in_time)
+        what, limit = f"no way of running gives {user:g} tokens/s/user", f"interactivity {int(near.interactivity)}"
+    else:
+        near = min(points, key=lambda point: point.first_token_ms)
+        what, limit = f"no way of running has its first token after {late:g} ms", f"ttft {ceil(near.first_token_ms)}"
+    how = f"--slo-{limit} ({near.variant}, {near.split}, batch {near.batch})"
+    raise UserError(what, where="the SLO", do=f"the nearest that is met is {how}; or more GPUs, or another GPU")
+
+
+def _capital(sentence: str) -> str:
+    return sentence[0].upper() + sentence[1:]
 
 
 def row(plan: Plan, point: OperatingPoint) -> dict[str, Any]:
@@ -314,23 +383,18 @@ def row(plan: Plan, point: OperatingPoint) -> dict[str, Any]:
         "tokens_per_s_per_user": round(point.interactivity, 3),
         "first_token_ms": round(point.first_token_ms, 2),
         "step_ms": round(point.step.total, 4),
-        **{f"share_{name}": round(share, 4) for name, share in _all_shares(point).items()},
+        **{f"share_{name}": round(share, 4) for name, share in point.step.shares().items()},
     }
 
 
-def _all_shares(point: OperatingPoint) -> dict[str, float]:
-    return {"measured": 0.0, "interpolated": 0.0, "roofline": 0.0, "constants": 0.0} | point.step.shares()
-
-
-def as_json(plan: Plan, calibration: Calibration | None = None) -> dict[str, Any]:
+def as_json(plan: Plan) -> dict[str, Any]:
     """All figures, for programs."""
-    asked, low_high = plan.question, plan.range
-    shape = asked.pair.layout.shape
+    asked, (low, high) = plan.question, plan.range
     return {
         "verdict": plan.verdict(),
-        "cautions": [*plan.cautions(), *_refused(plan)],
+        "cautions": list(plan.cautions()),
         "question": {
-            "target": shape.name,
+            "target": asked.pair.layout.shape.name,
             "drafter": asked.deployment.drafter.model if asked.deployment.drafter else None,
             "block_size": asked.block_size,
             "backend": asked.backend,
@@ -341,54 +405,42 @@ def as_json(plan: Plan, calibration: Calibration | None = None) -> dict[str, Any
             "slo_interactivity": asked.objective.interactivity,
             "slo_ttft_ms": asked.objective.first_token_ms,
         },
-        "chosen": row(plan, plan.chosen) | {"lowest": low_high[0], "highest": low_high[1]},
+        "chosen": row(plan, plan.chosen) | {"lowest": low, "highest": high},
         "plain": plan.plain and row(plan, plan.plain),
         "plain_fastest": row(plan, plan.plain_fastest),
         "equal_batch_gain": plan.equal_batch_gain,
         "equal_interactivity_ratio": plan.equal_interactivity_ratio,
         "fixed_width_stops_paying_at": plan.stops_at,
-        "requests_that_fit": {str(split): room for split, room in plan.found.room.items()},
-        "basis": plan.found.basis,
+        "requests_that_fit": {str(split): room for split, room in plan.room.items()},
+        "basis": plan.basis,
         "constants": asked.constants.model_dump(),
-        "calibration": calibration and calibration.lines(),
-        "acceptances": [
-            {"name": each.name, "survival": each.survival, "source": each.source} for each in asked.acceptances
-        ],
+        "acceptances": [asdict(each) for each in asked.acceptances],
         "environment": {"versions": versions("dflash-serve", "aiconfigurator-core"), "commit": commit(), "date": now()},
         "points": [
             {"acceptance": acceptance.name} | row(plan, point)
-            for acceptance, curves in zip(asked.acceptances, plan.found.curves, strict=True)
-            for points in curves.values()
-            for point in points
+            for acceptance, curves in zip(asked.acceptances, plan.curves, strict=True)
+            for point in _points(curves)
         ],
     }
 
 
-def _refused(plan: Plan) -> list[str]:
-    return [f"`serve` would refuse the deployment here: {problem}." for problem in refusals(plan)]
-
-
-def fronts(plan: Plan) -> dict[str, list[OperatingPoint]]:
-    """The Pareto front of each variant, by rising interactivity."""
-    return {name: front(points)[::-1] for name, points in plan.curves.items()}
-
-
-def write_plan(plan: Plan, folder: Path, calibration: Calibration | None = None) -> list[Path]:
+def write_plan(plan: Plan, folder: Path) -> list[Path]:
     """Writes every file, each whole or not at all, and returns their paths.
 
     Raises:
         UserError: one cannot be written.
     """
-    told = as_json(plan, calibration)
-    contents: dict[str, str] = {
-        JSON: json.dumps(told, indent=1, ensure_ascii=False) + "\n",
-        COSTS: plan.cost_model.model_dump_json(indent=1) + "\n",
+    costs = plan.predictors[plan.chosen.split].cost_model(plan.chosen.batch, _widths(plan.question.block_size))
+    contents = {
+        JSON: json.dumps(as_json(plan), indent=1, ensure_ascii=False) + "\n",
+        COSTS: costs.model_dump_json(indent=1) + "\n",
     }
-    deployment = deployment_of(plan)
-    if deployment is not None:
-        contents[DEPLOYMENT] = as_yaml(deployment, plan)
-    if calibration is not None:
-        contents[CONSTANTS] = constants_json(calibration.constants)
+    if plan.deployment is not None:
+        told = plan.verdict()
+        if plan.copies > plan.copies_in_one_server:
+            told.append(f"One of {plan.copies} servers alike: `dflash-serve deploy` makes replicas.")
+        fields = plan.deployment.model_dump(mode="json", exclude_defaults=True)
+        contents[DEPLOYMENT] = "".join(f"# {line}\n" for line in told) + yaml.safe_dump(fields, sort_keys=False)
     for name, content in contents.items():
         write_whole(folder / name, content, do="name another --output")
     return [folder / name for name in contents]

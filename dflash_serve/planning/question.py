@@ -1,9 +1,11 @@
-"""The question of a plan: pair, GPUs, load and limits. All mistakes in it are found here."""
+"""The question of a plan: pair, GPUs, load, limits and expected acceptance. All mistakes in it are found here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ from dflash_serve.checkpoint.files import load_object
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
-from dflash_serve.deployment import PER_NODE, Deployment, Model
+from dflash_serve.deployment import PER_NODE, Deployment
 from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems
 from dflash_serve.errors import Problem, UserError, did_you_mean, first_line, raise_problems
 from dflash_serve.planning import tables
-from dflash_serve.planning.prediction import ExpectedAcceptance, Load
-from dflash_serve.planning.step_times import SPECIFICATIONS, Constants, Pair, Roofline, Specification, Split, StepTimes
+from dflash_serve.planning.prediction import Constants, ExpectedAcceptance, Load, OperatingPoint
+from dflash_serve.planning.step_times import SPECIFICATIONS, Pair, Roofline, Specification, Split, StepTimes
 
 USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
 """Shape of most published DFlash drafters (z-lab)."""
@@ -31,6 +33,12 @@ class Objective:
     """Tokens/s/user at least."""
     first_token_ms: float | None = None
     """TTFT at most."""
+
+    def is_met(self, point: OperatingPoint) -> bool:
+        """True where every limit holds."""
+        slow = self.interactivity is not None and point.interactivity < self.interactivity
+        late = self.first_token_ms is not None and point.first_token_ms > self.first_token_ms
+        return not (slow or late)
 
 
 @dataclass(frozen=True)
@@ -66,12 +74,13 @@ class PlanQuestion:
         else:
             sizes = [size for size in (1, 2, 4, 8, 16) if size <= min(self.count, PER_NODE)]
             tensors = [size for size in sizes if not list(self._split_problems(size))]
-        asked = parallel.expert if "expert" in parallel.model_fields_set else None
-        found = []
-        for tensor in tensors:
-            wanted = {1, tensor} if asked is None else {asked}
-            found += [Split(tensor, ep) for ep in sorted(wanted) if ep == 1 or not layout.experts % ep]
-        found = [each for each in found if each.expert == 1 or layout.experts]
+        asked = {parallel.expert} if "expert" in parallel.model_fields_set else None
+        found = [
+            Split(tensor, expert)
+            for tensor in tensors
+            for expert in sorted(asked or {1, tensor})
+            if expert == 1 or (layout.experts and not layout.experts % expert)
+        ]
         if not found:
             what = f"no split of {layout.shape.name} over {self.count} GPUs is possible"
             raise UserError(what, where="--count", do="give another number of GPUs")
@@ -108,7 +117,9 @@ def read_pair(deployment: Deployment) -> Pair:
         UserError: one cannot be had, or they do not fit.
     """
     model = deployment.target
-    folder = _target_folder(model)
+    folder = None if Path(model.model).is_dir() else tables.shipped_configuration(model.model)
+    if folder is None:
+        folder = target_configuration(model.model_copy(update={"model": str(target_source(model.model))}))
     layout = read_target_layout(folder, model)
     if deployment.drafter is None:
         block = deployment.speculation.block_size or USUAL_BLOCK
@@ -118,13 +129,6 @@ def read_pair(deployment: Deployment) -> Pair:
         raise_problems([*check_pairing(drafter, layout.shape), *block_problems(deployment, drafter)])
     bytes_each = 1.0 if deployment.kv_cache.dtype == "fp8" else 2.0
     return Pair(model, folder, layout, drafter, assumed, bytes_each)
-
-
-def _target_folder(model: Model) -> Path:
-    shipped = None if Path(model.model).is_dir() else tables.shipped_configuration(model.model)
-    if shipped is not None:
-        return shipped
-    return target_configuration(model.model_copy(update={"model": str(target_source(model.model))}))
 
 
 def usual_drafter(layout: TargetLayout, raw: Mapping[str, Any], block_size: int) -> tuple[DrafterConfig, str]:
@@ -147,11 +151,116 @@ def usual_drafter(layout: TargetLayout, raw: Mapping[str, Any], block_size: int)
     return config, words
 
 
+PRESETS = "published_acceptance.json"
+BAND = (3.0, 4.5, 6.0)
+"""Acceptance lengths of a whole block that published drafters have, from chat to mathematics."""
+AS_IT_IS = "as it is"
+"""Name of a drafter with its own features in reports of `evaluate`."""
+
+
+def from_length(length: float, block_size: int, source: str, *, measured_at: int | None = None) -> ExpectedAcceptance:
+    """Geometric survival p, p^2, ... with 1 + p + ... + p^(M-1) = length, M the block it was measured with.
+
+    Checked on published pairs of widths (16 -> 8; 10 -> 6, 4): within -5 to +3 % in 13 of 13.
+
+    Raises:
+        UserError: it is not between 1 and M.
+    """
+    most = measured_at or block_size
+    if not 1 < length < most:
+        do = f"tokens gained a step, the bonus token counted: more than 1, less than {most}"
+        raise UserError(f"{length:g} is no acceptance length of a block of {most}", where="--acceptance-length", do=do)
+    low, high = 0.0, 1.0
+    for _ in range(60):  # bisection: the sum rises with p
+        share = (low + high) / 2
+        low, high = (share, high) if sum(share**slot for slot in range(most)) < length else (low, share)
+    return _expected([low**slot for slot in range(1, block_size)], source)
+
+
+def band(block_size: int) -> list[ExpectedAcceptance]:
+    """A low, middle and high acceptance, for a drafter that has not been measured."""
+    source = "nothing is known of this drafter's acceptance: a band, not a prediction"
+    return [from_length(min(length, 0.9 * block_size), block_size, source) for length in BAND]
+
+
+def of_task(task: str, target: str, block_size: int) -> ExpectedAcceptance:
+    """A published acceptance length of this target's own drafter.
+
+    Raises:
+        UserError: none was published; says which were.
+    """
+    presets = json.loads((files(__package__) / PRESETS).read_text(encoding="utf-8"))
+    name = target.rstrip("/").rpartition("/")[2].lower()
+    key = max((each for each in presets if name.startswith(each.lower())), key=len, default=None)
+    if key is None:
+        what = f"no acceptance was published for {target} (there is: {', '.join(presets)})"
+        do = "give --acceptance-length, or --survival a report of `evaluate`"
+        raise UserError(what, where=f"--task {task}", do=do)
+    row = presets[key]
+    if task not in row["tasks"]:
+        do = did_you_mean(task, row["tasks"]) or f"there are: {', '.join(row['tasks'])}"
+        raise UserError(f"no acceptance was published for this task of {key}", where=f"--task {task}", do=do)
+    source = f"published for {key}, {task}, block size {row['block_size']}, greedy ({row['source']})"
+    return from_length(row["tasks"][task], block_size, source, measured_at=row["block_size"])
+
+
+def from_report(path: Path, task: str | None, block_size: int) -> ExpectedAcceptance:
+    """Survival measured by `evaluate --output` or by `bench`; slots that were not measured survive as the last one did.
+
+    Raises:
+        UserError: it is no such report, has no such task, or tells no survival.
+    """
+    where = f"--survival {path}"
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"cannot be read ({error})", where=where) from None
+    try:
+        if "points" in report:
+            survival, measured = _of_bench(report["points"]), "bench"
+        else:
+            measured = _task_of(report["tasks"], task, where)
+            survival = report["tasks"][measured][AS_IT_IS]["survival"]
+    except (KeyError, TypeError, AttributeError):
+        do = "give the JSON of `evaluate --output` or of `bench`"
+        raise UserError("no report", where=where, do=do) from None
+    known = [float(share) for share in survival[: block_size - 1] if share is not None]
+    if not known:
+        raise UserError("it tells no survival", where=where, do="measure with a fixed width")
+    conditional = known[-1] / known[-2] if len(known) > 1 and known[-2] else known[-1]
+    while len(known) < block_size - 1:
+        known.append(known[-1] * conditional)
+    return _expected(known, f"measured: {measured} of {path.name}")
+
+
+def _expected(survival: Sequence[float], source: str) -> ExpectedAcceptance:
+    return ExpectedAcceptance(f"\N{GREEK SMALL LETTER TAU} {1 + sum(survival):.2f}", tuple(survival), source)
+
+
+def _task_of(tasks: Mapping[str, Any], task: str | None, where: str) -> str:
+    name = task or (next(iter(tasks)) if len(tasks) == 1 else None)
+    if name is None or name not in tasks:
+        do = f"give --task one of: {', '.join(tasks)}"
+        raise UserError("which task?" if task is None else f"no task {task!r}", where=where, do=do)
+    return name
+
+
+def _of_bench(points: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+    # A fixed width before others; then the point that verified most slots, then the one with most verifications.
+    def order(point: Mapping[str, Any]) -> tuple[bool, int, float]:
+        acceptance = point["acceptance"]
+        return point["variant"].startswith("fixed"), len(acceptance["survival"]), acceptance["verifications"] or 0
+
+    told = [point for point in points if point["acceptance"].get("survival")]
+    survival: Sequence[float] = max(told, key=order)["acceptance"]["survival"] if told else ()
+    return survival
+
+
 def step_times_of(question: PlanQuestion, split: Split) -> tuple[StepTimes, str | None]:
     """The operator tables where they can price this, else the roofline; and why, where it is that."""
     pair, on, context = question.pair, question.on, question.load.context
     by_hand = Roofline(pair, on, split)
-    if tables.installed() is None:
+    if not tables.installed():
         return by_hand, "the operator tables are not installed (pip install 'dflash-serve[plan]')"
     try:
         measured = tables.Tables(pair, on, split, question.constants.tables)

@@ -1,25 +1,19 @@
-"""Step times: milliseconds that know where they come from, the roofline, and an engine's own time between kernels.
+"""Step times without the engine's own time, with the provenance of each millisecond.
 
 `StepTimes` has two providers: `tables.Tables` (operators that were measured on a GPU) and `Roofline` (bytes, arithmetic
-and the data sheet). The roofline knows nothing of kernels: it is optimistic about small batches, and says little of TP
-and quantised formats.
+and the data sheet), for machines without the tables and models that they do not have. The roofline knows nothing of
+kernels: it is optimistic about small batches, and says little of TP and quantised formats.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from importlib.resources import files
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
-
-from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationError
+from typing import Protocol
 
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.target import TargetLayout
-from dflash_serve.common.settings import Frozen, describe
 from dflash_serve.deployment import GPUS, Gpu, Model
-from dflash_serve.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -40,23 +34,15 @@ class Milliseconds:
         return self.measured + self.interpolated + self.roofline + self.constants
 
     def __add__(self, other: Milliseconds) -> Milliseconds:
-        return Milliseconds(
-            self.measured + other.measured,
-            self.interpolated + other.interpolated,
-            self.roofline + other.roofline,
-            self.constants + other.constants,
-        )
+        return Milliseconds(*(mine + more for mine, more in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, factor: float) -> Milliseconds:
         """All parts alike."""
-        return Milliseconds(
-            self.measured * factor, self.interpolated * factor, self.roofline * factor, self.constants * factor
-        )
+        return Milliseconds(*(part * factor for part in astuple(self)))
 
     def shares(self) -> dict[str, float]:
-        """Provenance -> its share of the time; 0 is left out."""
-        parts = {name: getattr(self, name) for name in ("measured", "interpolated", "roofline", "constants")}
-        return {name: part / self.total for name, part in parts.items() if part and self.total}
+        """Provenance -> its share of the time."""
+        return {name: part / self.total if self.total else 0.0 for name, part in asdict(self).items()}
 
 
 @dataclass(frozen=True)
@@ -161,7 +147,9 @@ class Roofline:
     def verify(self, batch: int, width: int, context: int) -> Milliseconds:
         layout = self.pair.layout
         cached = layout.kv_bytes(self.pair.kv_bytes_each) * batch * context
-        return self._pass(self._weights(batch * width), self._active_parameters, batch * width, cached, 1.0)
+        return self._pass(
+            self._weights(batch * width), self._active_parameters, batch * width, cached, layout.shape.num_layers
+        )
 
     def draft(self, batch: int, block_size: int, context: int) -> Milliseconds:
         drafter = self.pair.drafter
@@ -169,7 +157,7 @@ class Roofline:
         read, rows = weight_bytes(drafter) + head, batch * block_size
         cached = sum(min(context + block_size, kind.window or context + block_size) for kind in drafter.layers)
         per_layer = context_bytes(drafter) / drafter.num_layers
-        return self._pass(read, read / 2, rows, batch * cached * per_layer, drafter.num_layers / self._layers)
+        return self._pass(read, read / 2, rows, batch * cached * per_layer, drafter.num_layers)
 
     def prefill(self, prompts: int, tokens: int) -> Milliseconds:
         return self.verify(prompts, tokens, tokens // 2)
@@ -183,10 +171,6 @@ class Roofline:
         return max(0, int(free / (each + own)))
 
     @property
-    def _layers(self) -> int:
-        return self.pair.layout.shape.num_layers
-
-    @property
     def _precision(self) -> str:
         asked = self.pair.model.quantization
         return asked if asked != "none" else self.pair.layout.native_quantization or "none"
@@ -194,12 +178,10 @@ class Roofline:
     @property
     def _active_parameters(self) -> float:
         # Parameters that one token is multiplied with.
-        layout = self.pair.layout
+        layout, bits = self.pair.layout, BITS.get(self._precision, 16.0)
         chosen = layout.experts_per_token / layout.experts if layout.experts else 0.0
-        dense = layout.weight_bytes - layout.expert_bytes
-        outside = 16.0 if self._precision == "mxfp4" else BITS.get(self._precision, 16.0)
-        inside = BITS.get(self._precision, 16.0)
-        return 8 * (dense / outside + layout.expert_bytes * chosen / inside)
+        outside = 16.0 if self._precision == "mxfp4" else bits
+        return 8 * ((layout.weight_bytes - layout.expert_bytes) / outside + layout.expert_bytes * chosen / bits)
 
     def _weights(self, rows: int) -> float:
         # Bytes read. An expert is read where some row uses it; rows are taken as choosing independently.
@@ -209,8 +191,7 @@ class Roofline:
         touched = 1 - (1 - layout.experts_per_token / layout.experts) ** rows
         return layout.weight_bytes - layout.expert_bytes * (1 - touched)
 
-    def _pass(self, read: float, parameters: float, rows: int, cached: float, depth: float) -> Milliseconds:
-        # `depth`: number of layers relative to the target's.
+    def _pass(self, read: float, parameters: float, rows: int, cached: float, layers: int) -> Milliseconds:
         on, tensor = self.on, self.split.tensor
         speed = on.flops * (FASTER.get(self._precision, 1.0) if on.gpu.is_blackwell else 1.0)
         memory = (read + cached) / tensor / (OF_BANDWIDTH * on.bandwidth)
@@ -218,109 +199,5 @@ class Roofline:
         total = 1e3 * (memory + arithmetic)
         if tensor > 1:
             moved = 2 * rows * self.pair.layout.shape.hidden_size
-            total += 2 * self._layers * depth * (ALL_REDUCE_MS + 1e3 * moved / on.link)
+            total += 2 * layers * (ALL_REDUCE_MS + 1e3 * moved / on.link)
         return Milliseconds(roofline=total)
-
-
-FILE = "constants.json"
-Evidence = Literal["fitted", "implied", "assumed", "calibrated"]
-
-
-class Constants(Frozen):
-    """Own time of one engine in one mode, in milliseconds:
-
-    plain step = scale * verify(b, 1) + plain_step + plain_request * b
-    speculative step = scale * (verify(b, w) + draft(b, B)) + speculative_step + speculative_request * b
-    """
-
-    name: str
-    backend: str
-    engine_version: str
-    attention_backend: str
-    overlap: bool
-    """The engine prepares a step while the one before it runs."""
-    tables: str
-    """The engine whose operator tables these belong to."""
-    scale: PositiveFloat = 1.0
-    plain_step: NonNegativeFloat
-    speculative_step: NonNegativeFloat
-    plain_request: NonNegativeFloat
-    speculative_request: NonNegativeFloat
-    evidence: Evidence
-    """fitted: to published or measured rows; implied: by a few cells; assumed: bounded by cross-checks alone;
-    calibrated: to a bench of the user's."""
-    source: str
-    """The rows that were fitted, or another origin."""
-    plain_error: Annotated[float, Field(gt=0, lt=1)]
-    """Mean relative error of tokens/s without speculation, where it was held against measurements."""
-    error: Annotated[float, Field(gt=0, lt=1)]
-    """Mean relative error with speculation, on targets, engines or GPUs outside the fit where there are any."""
-
-    def of_step(self, batch: int, *, speculates: bool) -> Milliseconds:
-        """The engine's part of a step."""
-        step, request = (
-            (self.speculative_step, self.speculative_request) if speculates else (self.plain_step, self.plain_request)
-        )
-        return Milliseconds(constants=step + request * batch)
-
-
-class ConstantsFile(Frozen):
-    """Sets of constants; the first of a backend is its default."""
-
-    sets: Annotated[list[Constants], Field(min_length=1)]
-
-
-def known_constants() -> list[Constants]:
-    """Sets that come with this package."""
-    text = (files(__package__) / FILE).read_text(encoding="utf-8")
-    return ConstantsFile.model_validate_json(text).sets
-
-
-def constants_of(backend: str, asked: str | None) -> Constants:
-    """The constants of a backend.
-
-    Args:
-        asked: the name of a known set, or a JSON file of one (`plan --calibrate` writes it); None = the default.
-
-    Raises:
-        UserError: nothing is known of this engine, or there is no such set.
-    """
-    known = [each for each in known_constants() if each.backend == backend]
-    if asked is not None and Path(asked).suffix == ".json":
-        return read_constants(Path(asked))
-    if asked is not None:
-        names = [each.name for each in known]
-        found = [each for each in known if each.name == asked]
-        if not found:
-            do = (
-                did_you_mean(asked, names)
-                or f"known of {backend} are: {', '.join(names) or 'none'}; or give a JSON file"
-            )
-            raise UserError(f"no constants {asked!r}", where="--constants", do=do)
-        return found[0]
-    if not known:
-        have = ", ".join(dict.fromkeys(each.backend for each in known_constants()))
-        what = f"nothing is known of how long {backend} takes between kernels"
-        raise UserError(what, where=f"--backend {backend}", do=f"use one of {have}, or give --constants a JSON file")
-    return known[0]
-
-
-def read_constants(path: Path) -> Constants:
-    """One set from a file.
-
-    Raises:
-        UserError: it cannot be read, or is no set of constants.
-    """
-    try:
-        return Constants.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
-    except ValidationError as error:
-        raise UserError(
-            f"no constants ({describe(error)})", where=str(path), do="let `plan --calibrate` write it"
-        ) from None
-
-
-def constants_json(constants: Constants) -> str:
-    """For a file that `read_constants` reads."""
-    return json.dumps(constants.model_dump(), indent=1, ensure_ascii=False) + "\n"

@@ -1,6 +1,5 @@
 """Step times from `aiconfigurator-core`'s operator tables, measured by NVIDIA for each GPU and engine. This is the
-only module that uses that library (0.12.0, pinned: some names lie outside its stable facade). The import name of its
-successor is accepted, too, but untested.
+only module that uses that library (0.12.0, pinned: some names lie outside its stable facade).
 
     verify(b, w, ctx) = the target's generation operators at b*w rows + decode attention at (b, ctx)
     draft(b, B, ctx)  = the drafter's matrix products at b*B rows + its attention over ctx + B + the head at b*(B-1)
@@ -15,6 +14,7 @@ import io
 import logging
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from importlib.metadata import version
@@ -26,18 +26,16 @@ from dflash_serve.checkpoint.config import context_bytes, weight_bytes
 from dflash_serve.common.extras import import_extra
 from dflash_serve.planning.step_times import Milliseconds, Pair, Specification, Split
 
-NAMES = ("aisimulate_core", "aiconfigurator_core")
-ENGINES = {"sglang": "sglang", "vllm": "vllm", "tensorrt-llm": "trtllm"}
-"""Backend -> the engine whose kernels the tables were measured with."""
+LIBRARY = "aiconfigurator_core"
 MEMORY_SHARE = 0.85
 QUANTIZED = {"fp8": ("fp8", "fp8"), "nvfp4": ("nvfp4", "nvfp4")}
 """A number format -> the library's words for matrix products and experts."""
 SOURCES = {"silicon": "measured", "empirical": "roofline", "sol": "roofline"}
 
 
-def installed() -> str | None:
-    """The library's import name; None = it is not here."""
-    return next((name for name in NAMES if find_spec(name) is not None), None)
+def installed() -> bool:
+    """True where the library is installed."""
+    return find_spec(LIBRARY) is not None
 
 
 def library(*parts: str) -> Any:
@@ -46,7 +44,7 @@ def library(*parts: str) -> Any:
     Raises:
         UserError: it cannot be imported.
     """
-    return import_extra("plan", ".".join([installed() or NAMES[-1], *parts]))
+    return import_extra("plan", ".".join([LIBRARY, *parts]))
 
 
 @contextlib.contextmanager
@@ -64,7 +62,7 @@ def quiet() -> Iterator[None]:
 
 def shipped_configuration(name: str) -> Path | None:
     """A folder with the config.json that the library has of a hub model; None where it has none."""
-    if installed() is None:
+    if not installed():
         return None
     folder = Path(library().__file__).parent / "model_configs"
     found = folder / f"{name.replace('/', '--')}_config.json"
@@ -94,11 +92,10 @@ class Tables:
             self._handle = self._sdk.EngineHandle(compiled)
         self._decode = cache(self._decode_uncached)
         self.verify, self.draft = cache(self._verify_uncached), cache(self._draft_uncached)
-        self.prefill = cache(self._prefill_uncached)
 
     @cached_property
     def basis(self) -> str:
-        name = (installed() or NAMES[-1]).replace("_", "-")
+        name = LIBRARY.replace("_", "-")
         return f"operator tables of {name} {version(name)}, {self.engine} kernels on {self.on.system}"
 
     def _verify_uncached(self, batch: int, width: int, context: int) -> Milliseconds:
@@ -108,47 +105,39 @@ class Tables:
             rows = [half[op[0]] if "gdn_recurrence" in op[0] else op for op in rows]
         return _sum([*rows, *(op for op in self._decode(batch, context) if "attention" in op[0])])
 
-    def _prefill_uncached(self, prompts: int, tokens: int) -> Milliseconds:
-        with quiet():
-            ops = self._handle.evaluate_context_ops(self._context_ops, batch_size=prompts, s=tokens, prefix=0)
-        return _sum(ops)
+    @quiet()
+    def prefill(self, prompts: int, tokens: int) -> Milliseconds:
+        return _sum(self._handle.evaluate_context_ops(self._context_ops, batch_size=prompts, s=tokens, prefix=0))
 
+    @quiet()
     def kv_tokens(self) -> int:
         drafter, tensor = self.pair.drafter, self.split.tensor
-        with quiet():
-            found = self._sdk.estimate_kv_cache(
-                str(self.pair.folder), self.on.system, self.engine, "current", max_num_tokens=8192, max_batch_size=64,
-                memory_fraction_kind="of_total", memory_fraction_value=MEMORY_SHARE, **self._options,
-            )  # fmt: skip
+        found = self._sdk.estimate_kv_cache(
+            str(self.pair.folder), self.on.system, self.engine, "current", max_num_tokens=8192, max_batch_size=64,
+            memory_fraction_kind="of_total", memory_fraction_value=MEMORY_SHARE, **self._options,
+        )  # fmt: skip
         free = found["total_kv_size_bytes"] - weight_bytes(drafter) / tensor
         own = context_bytes(drafter, max(1, drafter.num_key_value_heads // tensor))
         return max(0, int(free / (found["kv_size_per_token_bytes"] + own)))
 
+    @quiet()
     def _decode_uncached(self, rows: int, context: int) -> list[tuple[str, float, float, str]]:
-        with quiet():
-            return list(self._handle.decode_step_per_op(rows, context, 2))
+        return list(self._handle.decode_step_per_op(rows, context, 2))
 
     @cached_property
     def _context_ops(self) -> list[int]:
-        with quiet():
-            config = library("sdk", "config_builders").build_model_config(
-                tp_size=self.split.tensor,
-                pp_size=1,
-                attention_dp_size=1,
-                moe_tp_size=self._options.get("moe_tp_size", 1),
-                moe_ep_size=self._options.get("moe_ep_size", 1),
-                moe_quant_mode=self._options.get("moe_quant_mode"),
-            )
-            model = library("sdk", "models").get_model(str(self.pair.folder), config, self.engine)
+        config = library("sdk", "config_builders").build_model_config(
+            tp_size=self.split.tensor,
+            pp_size=1,
+            attention_dp_size=1,
+            moe_tp_size=self._options.get("moe_tp_size", 1),
+            moe_ep_size=self._options.get("moe_ep_size", 1),
+            moe_quant_mode=self._options.get("moe_quant_mode"),
+        )
+        model = library("sdk", "models").get_model(str(self.pair.folder), config, self.engine)
         return list(range(len(model.context_ops)))
 
     def _draft_uncached(self, batch: int, block_size: int, context: int) -> Milliseconds:
-        dense, attention, head = self._drafter_ops(block_size, context)
-        done = self._evaluate(dense, batch * block_size) + self._evaluate(head, batch * max(1, block_size - 1))
-        return sum((self._evaluate([op], batch, seen) for op, seen in attention), start=done)
-
-    def _drafter_ops(self, block_size: int, context: int) -> tuple[list[Any], list[tuple[Any, int]], list[Any]]:
-        # (operators over all rows, attention of each window with the tokens it reads, the head)
         ops, common, drafter = library("sdk", "operations"), library("sdk", "common"), self.pair.drafter
         tensor, bf16 = self.split.tensor, common.GEMMQuantMode.bfloat16
         depth, hidden, wide = drafter.num_layers, drafter.hidden_size, drafter.intermediate_size // tensor
@@ -167,23 +156,21 @@ class Tables:
         ]
         if tensor > 1:
             dense.append(ops.CustomAllReduce("d_all_reduce", 2 * depth + 1, hidden, tensor))
-        attention = []
-        for window in {kind.window for kind in drafter.layers}:
-            layers = sum(kind.window == window for kind in drafter.layers)
-            kv_mode = common.KVCacheQuantMode.bfloat16
-            op = ops.GenerationAttention(
-                "generation_attention", layers, heads, kv_heads, kv_mode, head_size=drafter.head_dim
-            )
-            attention.append((op, min(context + block_size, window or context + block_size)))
-        return dense, attention, [ops.GEMM("d_head", 1, drafter.vocab_size // tensor, hidden, bf16)]
+        head = ops.GEMM("d_head", 1, drafter.vocab_size // tensor, hidden, bf16)
+        done = self._evaluate(dense, batch * block_size) + self._evaluate([head], batch * max(1, block_size - 1))
+        kv_mode, size = common.KVCacheQuantMode.bfloat16, drafter.head_dim
+        for window, layers in Counter(kind.window for kind in drafter.layers).items():
+            op = ops.GenerationAttention("generation_attention", layers, heads, kv_heads, kv_mode, head_size=size)
+            done += self._evaluate([op], batch, min(context + block_size, window or context + block_size))
+        return done
 
+    @quiet()
     def _evaluate(self, ops: Sequence[Any], rows: int, context: int = 0) -> Milliseconds:
         engine = library("sdk", "engine")
-        with quiet():
-            database = library("sdk", "perf_database").get_database(self.on.system, self.engine, "current")
-            engine._resolve_attention_lane_orders(ops, database, None)
-            text = engine.build_ops_json(ops)
-            return _sum(self._handle.evaluate_ops_json(text, is_context=False, batch_size=rows, s=context))
+        database = library("sdk", "perf_database").get_database(self.on.system, self.engine, "current")
+        engine._resolve_attention_lane_orders(ops, database, None)
+        text = engine.build_ops_json(ops)
+        return _sum(self._handle.evaluate_ops_json(text, is_context=False, batch_size=rows, s=context))
 
 
 def _sum(ops: Iterable[Sequence[Any]]) -> Milliseconds:

@@ -1,4 +1,6 @@
-"""Alerts fire when they should and are silent when they should: Prometheus' own promtool plays the time."""
+"""Alerts fire when they should and are silent when they should: Prometheus' own promtool plays the time. The gates of a
+new drafter are asked by `helm test` and again and again by a CronJob, and a failure is an alert.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,29 @@ import pytest
 import yaml
 
 from dflash_serve.backend import backend
-from tests.support.chart import BACKENDS, ROOT, Manifest, only, recipe_deployment, render, values
+from tests.support.chart import BACKENDS, ROOT, Manifest, of_kind, only, pods, recipe_deployment, render, values
 from tests.support.debian import promtool
 
 RUNBOOK = (ROOT / "docs" / "alerts.md").read_text()
 LABELS = 'namespace="serving", app_kubernetes_io_instance="trial"'
 
 
-def rules(name: str) -> Manifest:
+GATES = {
+    "verify": {"enabled": True, "without": "http://plain.serving", "schedule": "0 3 * * *"},
+    "acceptance": {"atLeast": 2.9, "schedule": "0 * * * *"},
+}
+
+
+def watched(name: str, **gates: Manifest) -> list[Manifest]:
     given = values(name, recipe_deployment("qwen3-8b-b200"), alerts={"enabled": True}, podMonitor={"enabled": True})
+    given |= {"tests": gates, "networkPolicy": {"namespaces": ["monitoring"]}}
     given["models"] = {"kind": "claim", "claim": "weights", "download": {"enabled": True}}
-    given["tests"] = {"acceptance": {"atLeast": 2, "schedule": "0 * * * *"}}
-    found: Manifest = only(render({**given, "networkPolicy": {"namespaces": ["monitoring"]}}), "PrometheusRule")["spec"]
-    return found
+    return render(given)
 
 
 @pytest.fixture(scope="module")
 def every() -> dict[str, Manifest]:
-    return {name: rules(name) for name in BACKENDS}
+    return {name: only(watched(name, **GATES), "PrometheusRule")["spec"] for name in BACKENDS}
 
 
 def test_promtool_takes_every_rule_and_each_has_its_page(every: dict[str, Manifest], tmp_path: Path) -> None:
@@ -85,7 +92,7 @@ WAITING = [
 RESTARTS = "kube_pod_container_status_restarts_total"
 CONTAINER = 'container="server", namespace="serving", pod="trial-dflash-serve-7d9c-x1"'
 RESTARTED = [{"series": f"{RESTARTS}{{{CONTAINER}}}", "values": "0x100 1 2 2x138"}]
-BUILD_FAILED = [{"series": JOB % "build", "values": "1x240"}]
+FAILED = {name: [{"series": JOB % name, "values": "1x240"}] for name in ("build", "verify-29384", "acceptance-29384")}
 IDLE_DRAFTER = [series(STEPS, "0+100x240", ', width="1"'), series(GENERATED, "0+100x240")]
 
 
@@ -97,9 +104,11 @@ IDLE_DRAFTER = [series(STEPS, "0+100x240", ', width="1"'), series(GENERATED, "0+
         (IDLE_DRAFTER, {"DFlashDraftsNothing"}),
         (WAITING, {"DFlashQueueOld"}),
         (RESTARTED, {"DFlashRestarts"}),
-        (BUILD_FAILED, {"DFlashJobFailed"}),
+        (FAILED["build"], {"DFlashJobFailed"}),
+        (FAILED["verify-29384"], {"DFlashGateFailed"}),
+        (FAILED["acceptance-29384"], {"DFlashGateFailed"}),
     ],
-    ids=["good", "bad", "idle", "waiting", "restarted", "build failed"],
+    ids=["good", "bad", "idle", "waiting", "restarted", "build failed", "verify failed", "acceptance failed"],
 )
 def test_what_fires_in_two_hours(
     played: list[dict[str, str]], firing: set[str], every: dict[str, Manifest], tmp_path: Path
@@ -119,3 +128,17 @@ def _fires(alert: str, played: list[dict[str, str]], folder: Path) -> bool:
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0 or "exp:[" in done.stdout + done.stderr, done.stdout + done.stderr
     return done.returncode != 0
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_cron_job_asks_what_helm_test_asks(name: str) -> None:
+    manifests = watched("sglang", **{name: GATES[name]})
+    job = only(manifests, "CronJob")
+    assert job["metadata"]["name"] == f"trial-dflash-serve-{name}"
+    assert (job["spec"]["schedule"], job["spec"]["concurrencyPolicy"]) == (GATES[name]["schedule"], "Forbid")
+    assert job["spec"]["jobTemplate"]["spec"]["backoffLimit"] == 0
+    (tested,) = [pod for label, pod in pods(manifests) if label == f"Pod trial-dflash-serve-test-{name}"]
+    asking = job["spec"]["jobTemplate"]["spec"]["template"]
+    assert asking["spec"] == tested["spec"]
+    assert asking["metadata"]["labels"]["app.kubernetes.io/component"] == "test"  # or the network policy shuts it in
+    assert of_kind(watched("sglang", **{name: {**GATES[name], "schedule": ""}}), "CronJob") == []

@@ -15,7 +15,6 @@ import yaml
 
 from tests.support.chart import CHART, DIGEST, RECIPES, Manifest, case, of_kind, only, render, server_pod, values
 from tests.support.offline_hub import offline_hub
-from tests.support.scheduler import Cluster, StuckError, without_hooks
 
 README = (CHART.parents[1] / "README.md").read_text()
 BUILT = "tensorrt-llm-with-a-built-drafter"
@@ -43,39 +42,21 @@ def manifests() -> list[Manifest]:
     return [block("claim.yaml"), *render(walk_through())]
 
 
-def test_the_walk_through_ends_with_a_ready_server(manifests: list[Manifest]) -> None:
-    node = Cluster(claims={"models"})
-    node.install(manifests)
-    name = "trial-dflash-serve"
-    assert node.events == [
-        *(f"Job {name}-download runs", f"Job {name}-download is done"),
-        *(f"Job {name}-build runs", f"Job {name}-build is done"),
-        *(f"Deployment {name} runs", f"Deployment {name} is ready"),
-    ]
-    assert node.free["nvidia.com/gpu"] == 0  # all eight serve
-
-
-def test_without_hooks_it_is_a_deadlock(manifests: list[Manifest]) -> None:
-    """The server would hold all GPUs while it waits for a build that needs one."""
-    node = Cluster(claims={"models"})
-    with pytest.raises(StuckError, match=r"Job trial-dflash-serve-build, Deployment .* wait for ever; free: 0 GPUs"):
-        node.install(without_hooks(manifests))
-
-
-def test_an_upgrade_on_one_node_that_serves_builds_on_cpus(manifests: list[Manifest]) -> None:
-    node = Cluster(claims={"models"})
-    node.install(manifests)
-    jobs = [m for m in manifests if m["kind"] == "Job"]
-    with pytest.raises(StuckError, match="build wait for ever"):
-        node.install(jobs)
+def test_a_build_takes_the_gpus_that_it_is_given_or_none(manifests: list[Manifest]) -> None:
+    """Without one, an upgrade on a node whose GPUs all serve builds on its CPUs."""
+    limits = server_pod(manifests)["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == "8"
     given = walk_through()
-    given["build"]["gpus"] = 0
-    beside = Cluster(claims={"models"})
-    beside.install(manifests)
-    beside.install([m for m in render(given) if m["kind"] == "Job"])
+    for gpus, wanted in ((1, "1"), (0, None)):
+        given["build"]["gpus"] = gpus
+        (build,) = [m for m in of_kind(render(given), "Job") if m["metadata"]["name"].endswith("-build")]
+        (container,) = build["spec"]["template"]["spec"]["containers"]
+        assert container["resources"]["limits"].get("nvidia.com/gpu") == wanted
 
 
 def test_what_a_job_reads_is_there_before_it_and_it_is_there_before_servers(manifests: list[Manifest]) -> None:
+    """helm waits for hooks, in the order of their weights, before it applies anything else."""
+
     def weight(manifest: Manifest) -> int:
         return int(manifest["metadata"]["annotations"]["helm.sh/hook-weight"])
 
@@ -89,6 +70,7 @@ def test_what_a_job_reads_is_there_before_it_and_it_is_there_before_servers(mani
             (read,) = [m for m in of_kind(manifests, kind) if m["metadata"]["name"] == name]
             assert weight(read) < weight(job)
         assert job["spec"]["activeDeadlineSeconds"] == 14400
+    assert "helm.sh/hook" not in only(manifests, "Deployment")["metadata"].get("annotations", {})
     policy = next(m for m in of_kind(manifests, "NetworkPolicy") if m["metadata"]["name"].endswith("-jobs"))
     (expression,) = policy["spec"]["podSelector"]["matchExpressions"]
     assert expression["values"] == ["download", "build"]

@@ -16,8 +16,9 @@ import pytest
 from typer.main import get_group
 
 from dflash_serve.cli.main import app
-from tests.support.chart import CHART, case, config, pods, render
+from tests.support.chart import CHART, case, config, pods, render, server
 from tests.support.embedded import tiny_engine
+from tests.support.fake_trtllm_serve import FakeTrtllmServe
 from tests.support.serving import MODEL, running
 from tests.support.tiny_target import write_tiny_pair
 
@@ -148,6 +149,32 @@ def test_an_engine_that_is_not_ready_is_asked_nothing(backend: str, tmp_path: Pa
     assert len(engine.asked) == 1
 
 
+def test_tensorrt_llm_is_ready_only_when_an_accepted_token_was_counted(tmp_path: Path) -> None:
+    """The counters come late: a gate that read them once would see nothing, and passed at the default width."""
+    command = server(render(case("tensorrt-llm-on-a-dgx")))["readinessProbe"]["exec"]["command"]
+    assert {"--ready=/health", "--width=auto"} <= set(command)
+    engine = FakeTrtllmServe(late=2.0)
+    with engine.listening() as url:
+        assert ready(url, tmp_path / "seen", "tensorrt-llm", route="/health", width="auto") == (0, "")
+    assert engine.asked.count("/v1/completions") == 1
+    assert engine.asked.count("/prometheus/metrics") > 2
+
+
+def test_a_full_queue_takes_no_readiness_from_tensorrt_llm(tmp_path: Path) -> None:
+    """Earlier requests have shown that the drafter accepts, so the probe sends none of its own."""
+    engine = FakeTrtllmServe(late=0.1)
+    with engine.listening() as url:
+        assert ready(url, tmp_path / "seen", "tensorrt-llm", route="/health", width="auto") == (0, "")
+        engine.seconds = 600.0  # an answer that is not over while we look, and a queue behind it
+        for _ in range(8):
+            threading.Thread(target=engine.answer, daemon=True).start()
+        engine.asked.clear()
+        assert ready(url, tmp_path / "seen", "tensorrt-llm", route="/health", width="auto") == (0, "")
+        assert ready(url, tmp_path / "another", "tensorrt-llm", route="/health", width="auto") == (0, "")
+    assert "/v1/completions" not in engine.asked
+    assert "/health_generate" not in engine.asked
+
+
 def test_a_process_that_was_started_again_must_show_it_again(tmp_path: Path) -> None:
     """The marker outlives a container in the pod's volume; the process that made it does not."""
     engine, seen = sglang(40, 12), tmp_path / "seen"
@@ -195,6 +222,8 @@ def test_helm_tests_commands_get_whole_and_streamed_answers(pair: tuple[Path, Pa
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     manifests = render(case("torch-on-a-cpu"))
+    mounted = config(manifests)
+    assert (mounted["ready.py"], mounted["ask.py"]) == (READY.read_text(), ASK.read_text())
     commands = [pod["spec"]["containers"][0]["command"] for name, pod in pods(manifests) if name.startswith("Pod ")]
     assert [command[:2] for command in commands] == [["python3", "/etc/dflash-serve/ask.py"]] * 2
     with running(tiny_engine(pair, width=4), api_key_file=keys) as tiny:
@@ -221,11 +250,6 @@ def test_verify_is_asked_in_words_it_knows(name: str, more: str) -> None:
     assert {flag.split("=")[0] for flag in flags} == {"--with", "--without", "--output", more}
     assert {flag.split("=")[0] for flag in flags} <= known
     assert flags[0].startswith("--with=http://trial-dflash-serve.serving:80")
-
-
-def test_what_is_mounted_is_what_is_tested() -> None:
-    mounted = config(render(case("torch-on-a-cpu")))
-    assert (mounted["ready.py"], mounted["ask.py"]) == (READY.read_text(), ASK.read_text())
 
 
 def test_the_acceptance_gate_opens_at_the_baseline_and_not_below(pair: tuple[Path, Path]) -> None:

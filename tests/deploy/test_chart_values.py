@@ -1,78 +1,121 @@
-"""values.yaml is the one place of a default, and its schema accepts no key that nothing reads."""
+"""Values: values.yaml is the one place of a default; impossible values are refused before anything is installed, by the
+schema or in a line that says where, what and what to do.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from dflash_serve.backend import backend as backend_named
-from dflash_serve.deploying.chart import ENGINES, generated_files, write_chart
+from dflash_serve.deploying.chart import DASHBOARD, ENGINES, write_chart
 from dflash_serve.deploying.values_schema import values_schema
 from dflash_serve.errors import UserError
-from tests.support.chart import (
-    BACKENDS,
-    CHART,
-    HELMS,
-    Manifest,
-    changed,
-    only,
-    recipe_deployment,
-    refusal,
-    render,
-    server,
-    values,
-)
+from tests.support.chart import BACKENDS, CHART, HELMS, case, changed, of_kind, refusal, render, whole_chart
 
-GENERATED = generated_files()
 SCHEMA = values_schema(CHART / "values.yaml")
-OPEN = {
-    *("global", "engine.environment", "deployment.engine_args", "resources.extra", "placement.nodeSelector"),
-    *("placement.tolerations[]", "extraVolumes[]", "extraVolumeMounts[]", "initContainers[]"),
-    *("service.annotations", "serviceAccount.annotations", "podAnnotations", "labels", "podLabels"),
-    *("podMonitor.labels", "alerts.labels", "dashboards.labels"),
-}
-"""Objects whose keys are the user's, Kubernetes' or an engine's."""
 MISSPELT = [
     *("replica", "deployment.targets", "deployment.speculation.widht", "image.tag", "models.kinds", "build.image.tag"),
-    *("secrets.apiKeys.value", "tests.verify.url"),
+    *("secrets.apiKeys.value", "tests.verify.url", "engine.probes.up", "models.download.on", "route.canary.to"),
 ]
 
 
-@pytest.mark.parametrize("name", GENERATED)
-def test_generated_files_are_what_the_facts_make(name: str) -> None:
-    """After a wanted change: python -m dflash_serve.deploying.chart"""
-    assert (CHART / name).read_text() == GENERATED[name]
-
-
-def test_the_chart_knows_the_backends_whose_drafters_its_probe_can_see_accept() -> None:
-    known = yaml.safe_load(GENERATED[ENGINES])
-    probe = (CHART / "files" / "ready.py").read_text().rpartition("ASK = {")[2].partition("}")[0]
-    assert set(known) == set(BACKENDS) == set(re.findall(r'"([\w-]+)":', probe))
-
-
-def objects(node: Any, path: str = "") -> Iterator[tuple[str, Manifest]]:
-    """Every object of the schema with its path of keys."""
-    if "$ref" in node:
-        node = SCHEMA["definitions"][node["$ref"].rsplit("/", 1)[1]]
-    for branch in node.get("anyOf", []):
-        yield from objects(branch, path)
-    if "items" in node:
-        yield from objects(node["items"], f"{path}[]")
-    if node.get("type") == "object":
-        yield path, node
-        for name, inner in node.get("properties", {}).items():
-            yield from objects(inner, f"{path}.{name}".lstrip("."))
-
-
-def test_every_object_is_closed_but_those_whose_keys_are_the_users() -> None:
-    found = dict(objects(SCHEMA))
-    assert {path for path, node in found.items() if node.get("additionalProperties") is not False} == OPEN
-    assert {"deployment.target", "deployment.speculation", "deployment.hardware", "engine.probes"} <= set(found)
+Changes = dict[str, Any]
+DGX, BUILT, TWO, IMAGE, DOMAIN = (
+    "tensorrt-llm-on-a-dgx",
+    "tensorrt-llm-with-a-built-drafter",
+    "sglang-on-two-nodes",
+    "sglang-from-a-model-image",
+    "sglang-in-one-nvlink-domain",
+)
+REFUSED: list[tuple[str, Changes, str]] = [
+    # an installation, what is changed in it, the beginning of the line
+    ("sglang", {"backend": "acme"}, 'backend: the chart does not know "acme"; give its `engine`'),
+    (BUILT, {"build.image.digest": ""}, "build.image: no image"),
+    (IMAGE, {"models.image": ""}, "models.image: kind is image, but none is named"),
+    ("sglang", {"models.kind": "claim"}, 'models.claim: "" and kind claim do not go together'),
+    ("sglang", {"models.claim": "weights"}, 'models.claim: "weights" and kind emptyDir do not go together'),
+    ("sglang", {"models.kind": "node"}, 'models.path: "" and kind node do not go together'),
+    (DGX, {"models.accessMode": "ReadWriteOnce"}, "models.accessMode: ReadWriteOnce serves one node, .* 8 pods"),
+    (TWO, {"models.accessMode": "ReadWriteOnce", "replicas": 1}, "models.accessMode: ReadWriteOnce .* 2 pods"),
+    ("sglang", {"cache.path": "/raid/cache"}, 'cache.path: "/raid/cache" and kind emptyDir do not go together'),
+    ("sglang", {"cache.kind": "models"}, "cache.kind: models of kind emptyDir keep nothing"),
+    (
+        DOMAIN,
+        {"models": {"kind": "volume", "download": {"enabled": True}}},
+        "models.download: the Job runs before the release exists, and models.kind volume comes with it",
+    ),
+    (BUILT, {"models": {"kind": "volume"}}, "build.enabled: the build writes before the release exists"),
+    (BUILT, {"models.accessMode": "ReadWriteOnce"}, "build.enabled: the build writes .* and while servers read"),
+    (BUILT, {"build.recipe": "a: b: c"}, "build.recipe: not a recipe"),
+    (BUILT, {"build.recipe": "target: {model: x}"}, "build.recipe: not a recipe"),
+    (BUILT, {"build.enabled": False}, "deployment.drafter.model: below /build, but nothing is built"),
+    (TWO, {"backend": "tensorrt-llm"}, "deployment.parallel.nodes: the chart starts tensorrt-llm on one node, not 2"),
+    (TWO, {"deployment.parallel.nodes": 3}, "deployment.parallel.nodes: 16 devices do not spread evenly over 3"),
+    ("sglang", {"deployment.role": "prefill"}, "deployment.role: prefill is one half of a pair"),
+    (DOMAIN, {"replicas": 2}, "placement.computeDomain: a domain belongs to one replica"),
+    (DGX, {"autoscaling.maxReplicas": 1}, "autoscaling.maxReplicas: 1 is less than minReplicas 2"),
+    (DGX, {"podMonitor.enabled": False}, "autoscaling.kind: keda reads the queue from Prometheus"),
+    (DGX, {"podMonitor.enabled": False}, "alerts.enabled: the alerts read metrics that are not scraped"),
+    (DGX, {"autoscaling.kind": "hpa"}, "autoscaling.prometheusAddress: .* and kind hpa do not go together"),
+    (
+        "sglang-on-two-nodes-alone",
+        {"autoscaling.interTokenSeconds": 0.1},
+        "autoscaling.interTokenSeconds: needs kind keda",
+    ),
+    (DGX, {"secrets.apiKeys.name": "clients"}, "secrets.apiKeys.name: tensorrt-llm has no API keys"),
+    ("sglang", {"service.type": "LoadBalancer"}, "service.type: LoadBalancer opens a server without keys"),
+    ("sglang", {"hostNetwork": True}, "hostNetwork: the network policy does not apply to it"),
+    (DGX, {"networkPolicy.namespaces": []}, "podMonitor.enabled: Prometheus comes from another namespace"),
+    ("sglang", {"inferencePool.enabled": True}, "inferencePool.endpointPicker: none"),
+    ("sglang", {"route.enabled": True}, "route.gateway: none"),
+    ("sglang", {"route.canary.service": "trial-dflash-serve"}, "route.canary.service: .* of this release"),
+    ("sglang", {"env": [{"name": "DFLASH_SERVE_X", "value": "off"}]}, "env: DFLASH_SERVE_X is set by the chart or by"),
+    ("sglang", {"env": [{"name": "LWS_GROUP_SIZE", "value": "1"}]}, "env: LWS_GROUP_SIZE is set by the chart"),
+    ("sglang", {"env": [{"name": "HF_TOKEN", "value": "x"}]}, "env: HF_TOKEN is a secret"),
+    ("sglang", {"env": [{"name": "TOKEN", "value": "hf_abcdefgh"}]}, "env: TOKEN is a secret"),
+    ("sglang", {"podLabels": {"app.kubernetes.io/component": "x"}}, "podLabels: .* selects the pods of the Service"),
+    (DGX, {"tests.acceptance.atLeast": 2}, "tests.acceptance.atLeast: needs one replica"),
+    ("sglang", {"tests.verify": {"enabled": True}}, "tests.verify.without: none"),
+]
+OF_OLD_KUBERNETES = [
+    (IMAGE, "1.32.0", "models.kind: image volumes need Kubernetes 1.33"),
+    (TWO, "1.30.0", "placement.topology.key: needs Kubernetes 1.31"),
+    (DOMAIN, "1.30.0", "placement.computeDomain: .* needs Kubernetes 1.32"),
+]
+NOT_IN_THE_SCHEMA: list[tuple[str, Changes]] = [
+    ("image.repository", {"image.repository": "registry.example:5000/engine:latest"}),
+    ("image.digest", {"image.digest": "sha256:0123"}),
+    ("image.pullPolicy", {"image.pullPolicy": "Sometimes"}),
+    ("build.gpus", {"build.gpus": -1}),
+    ("models.size", {"models.size": "much"}),
+    ("models.image", {"models.image": "registry.example/weights:1"}),
+    ("models.encodings", {"models.encodings": "/data"}),
+    ("models.download.deadlineSeconds", {"models.download.deadlineSeconds": 5}),
+    ("resources.memory", {"resources.memory": "64 GB"}),
+    ("resources.cpu", {"resources.cpu": "many"}),
+    ("placement.computeCapability", {"placement.computeCapability": "blackwell"}),
+    ("replicas", {"replicas": 0}),
+    ("replicas", {"replicas": "two"}),
+    ("autoscaling.prometheusAddress", {"autoscaling.prometheusAddress": "prometheus:9090"}),
+    ("drain.seconds", {"drain.seconds": -5}),
+    ("startup.gigabytes", {"startup.gigabytes": 0}),
+    ("networkPolicy.egressPorts.0", {"networkPolicy.egressPorts": [0]}),
+    ("service.port", {"service.port": 70000}),
+    ("user", {"user": 0}),
+    ("fullnameOverride", {"fullnameOverride": "Qwen"}),
+    ("tests.verify.without", {"tests.verify": {"enabled": True, "without": "plain"}}),
+    ("env.0", {"env": [{"name": "A"}]}),
+    ("env.0.valueFrom", {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "x"}}}]}),
+    ("engine.probes", {"engine": {"probes": {}}}),
+    ("deployment.hardware.gpu", {"deployment.hardware.gpu": "b100"}),
+    ("deployment.speculation.width", {"deployment.speculation.width": "widest"}),
+    ("deployment.parallel.tensor", {"deployment.parallel.tensor": 0}),
+]
+"""The key that the schema's message names, and the values that it refuses: one for each kind of rule."""
 
 
 def test_the_schema_has_the_defaults_and_comments_of_values_yaml() -> None:
@@ -86,11 +129,42 @@ def test_the_schema_has_the_defaults_and_comments_of_values_yaml() -> None:
     assert sum("description" in inner for inner in keys) > 50
 
 
-def test_a_rule_for_a_key_that_is_gone_is_an_error(tmp_path: Path) -> None:
-    text = (CHART / "values.yaml").read_text().replace("replicas: 1 #", "copies: 1 #")
-    (tmp_path / "values.yaml").write_text(text)
-    with pytest.raises(ValueError, match="has no replicas"):
-        values_schema(tmp_path / "values.yaml")
+@pytest.mark.parametrize(("name", "changes", "line"), REFUSED, ids=[line[:60] for _, _, line in REFUSED])
+def test_it_is_refused_in_a_line(name: str, changes: Changes, line: str) -> None:
+    for layer in HELMS:
+        said = refusal(changed(name, changes), layer)
+        assert re.search(f"^  {line}", said, re.MULTILINE), said
+
+
+@pytest.mark.parametrize(("key", "changes"), NOT_IN_THE_SCHEMA, ids=[str(each) for _, each in NOT_IN_THE_SCHEMA])
+def test_the_schema_refuses_it_and_names_the_key(key: str, changes: Changes) -> None:
+    for layer in HELMS:
+        said = refusal(changed("sglang", changes), layer)
+        assert "meet the specifications of the schema" in said
+        assert key in said or "/" + key.replace(".", "/") in said, said
+
+
+@pytest.mark.parametrize(("name", "kubernetes", "line"), OF_OLD_KUBERNETES)
+def test_what_needs_a_later_kubernetes_is_refused(name: str, kubernetes: str, line: str) -> None:
+    assert re.search(f"^  {line}", refusal(case(name), kubernetes=kubernetes), re.MULTILINE)
+
+
+def test_an_older_kubernetes_is_refused() -> None:
+    assert "incompatible with Kubernetes" in refusal(case("sglang"), kubernetes="1.29.0")
+
+
+def test_all_problems_are_told_at_once() -> None:
+    said = refusal(changed("sglang", {"backend": "acme", "hostNetwork": True, "route.enabled": True}))
+    lines = [line.split(":")[0].strip() for line in said.splitlines() if line.startswith("  ")]
+    assert lines[:3] == ["backend", "hostNetwork", "route.gateway"]
+
+
+def test_every_refusal_of_the_templates_is_tried_here() -> None:
+    text = (CHART / "templates" / "_validations.tpl").read_text()
+    wheres = {line.split(":")[0] for line in text.splitlines() if re.match(r"[a-zA-Z.]+: ", line)}
+    tried = {line.split(":")[0] for line in [line for _, _, line in REFUSED + OF_OLD_KUBERNETES]}
+    needs_an_engine_without_metrics = {"autoscaling.runningPerReplica"}
+    assert wheres - tried - needs_an_engine_without_metrics == set()
 
 
 @pytest.mark.parametrize("key", MISSPELT)
@@ -110,31 +184,19 @@ def test_a_parent_chart_may_hold_it() -> None:
     assert refusal(changed("sglang", {"global": {"imageRegistry": "x"}})) == ""
 
 
+def test_the_chart_knows_the_backends_whose_drafters_its_probe_can_see_accept() -> None:
+    known = yaml.safe_load((whole_chart() / ENGINES).read_text())
+    probe = (CHART / "files" / "ready.py").read_text().rpartition("ASK = {")[2].partition("}")[0]
+    assert set(known) == set(BACKENDS) == set(re.findall(r'"([\w-]+)":', probe))
+
+
+def test_the_dashboard_of_the_whole_chart_is_in_its_config_map() -> None:
+    found = [
+        m["data"] for m in of_kind(render(case(DGX)), "ConfigMap") if "grafana_dashboard" in m["metadata"]["labels"]
+    ]
+    assert found == [{"dflash-serve.json": (whole_chart() / DASHBOARD).read_text()}]
+
+
 def test_a_whole_chart_is_not_written_over_something(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="name a folder that is not there yet"):
         write_chart(tmp_path)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_probes_and_metrics_are_the_engines(backend: str) -> None:
-    given = values(
-        backend,
-        recipe_deployment("qwen3-8b-b200"),
-        podMonitor={"enabled": True},
-        networkPolicy={"namespaces": ["monitoring"]},
-        readiness={"acceptance": False},
-    )
-    scaled = {"kind": "keda", "prometheusAddress": "http://prometheus:9090"}
-    manifests = render({**given, "autoscaling": scaled})
-    facts = backend_named(backend).facts
-    container = server(manifests)
-    assert container["startupProbe"]["httpGet"]["path"] == facts.probes.started
-    assert container["livenessProbe"]["httpGet"]["path"] == facts.probes.live
-    assert container["readinessProbe"]["httpGet"]["path"] == facts.probes.ready
-    assert {"name": "HOME", "value": "/cache"} in container["env"]
-    assert facts.environment.items() <= {entry["name"]: entry["value"] for entry in container["env"]}.items()
-    assert only(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"][0]["path"] == facts.metrics.path
-    query = only(manifests, "ScaledObject")["spec"]["triggers"][0]["metadata"]["query"]
-    assert query == f'sum({facts.metrics.queued}{{namespace="serving", app_kubernetes_io_instance="trial"}})'
-    hpa = only(render({**given, "autoscaling": {"kind": "hpa"}}), "HorizontalPodAutoscaler")
-    assert hpa["spec"]["metrics"][0]["pods"]["metric"]["name"] == facts.metrics.queued

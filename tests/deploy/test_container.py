@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from dflash_serve.deploying.chart import template
-from tests.support.container import Container, Spec, container, spec_of, why_not
+from tests.support.container import Container, container, spec_of, why_not
 from tests.support.helm import HELM_4, helm
 from tests.support.images import Image
 from tests.support.tiny_target import write_tiny_pair
@@ -53,20 +53,6 @@ def started(
     with container(spec_of(pod, maps, given, image), folder) as running:
         running.wait_for(pod["containers"][0]["startupProbe"])
         yield running, pod
-
-
-def test_a_checkout_may_lie_below_a_folder_that_the_pod_mounts_anew(tmp_path: Path) -> None:
-    """Below /tmp, say: the container has a /tmp of its own."""
-    checkout = tmp_path / "mounted" / "checkout"
-    checkout.mkdir(parents=True)
-    (checkout / "file").write_text("here")
-    above = str(tmp_path / "mounted")
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    spec = Spec(command=sleep, environment={}, user=10001, writable=[above], files={})
-    with container(spec, tmp_path, checkout) as running:
-        assert running.run("cat", f"{checkout}/file").stdout == "here"
-        assert running.run("touch", f"{checkout}/new").returncode != 0
-        assert running.run("touch", f"{above}/new").returncode == 0
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The dashboard asks for nothing that the engine in question does not export: by name, and by label.
 
-SGLang's own server is asked in tests/sglang/test_tiny_server.py, in the environment that it needs.
+SGLang's and vLLM's own servers are asked in tests/sglang/test_tiny_server.py and tests/vllm/test_server.py.
 """
 
 from __future__ import annotations
@@ -16,29 +16,18 @@ import pytest
 from dflash_serve.backend import MetricNames, backend, installed
 from tests.support.debian import promtool
 from tests.support.embedded import PROMPTS, tiny_engine
-from tests.support.promql import DASHBOARD, PREFIXES, asked, engine_of, exported, expressions, missing, variables
+from tests.support.promql import BOARD, PREFIXES, asked, engine_of, exported, expressions, missing, variables
 from tests.support.serving import MODEL, Running, running
 from tests.support.tiny_target import write_tiny_pair
 
 HISTOGRAMS = {
-    "e2e_request_latency_seconds",
-    "iteration_latency_seconds",
-    "request_queue_time_seconds",
-    "time_per_output_token_seconds",
-    "time_to_first_token_seconds",
+    *("e2e_request_latency_seconds", "iteration_latency_seconds", "request_queue_time_seconds"),
+    *("time_per_output_token_seconds", "time_to_first_token_seconds"),
 }
 GAUGES_AND_COUNTERS = {
-    "generation_tokens_total",
-    "kv_cache_utilization",
-    "num_requests_running",
-    "num_requests_waiting",
-    "prompt_tokens_total",
-    "request_error_total",
-    "request_success_total",
-    "spec_decode_acceptance_length",
-    "spec_decode_draft_overhead",
-    "spec_decode_num_accepted_tokens_total",
-    "spec_decode_num_draft_tokens_total",
+    *("generation_tokens_total", "kv_cache_utilization", "num_requests_running", "num_requests_waiting"),
+    *("prompt_tokens_total", "request_error_total", "request_success_total", "spec_decode_acceptance_length"),
+    *("spec_decode_draft_overhead", "spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total"),
 }
 BY_POSITION = {"spec_decode_accepted_tokens_total", "spec_decode_drafted_tokens_total"}
 TENSORRT_LLM = {
@@ -48,37 +37,6 @@ TENSORRT_LLM = {
 }
 """Prometheus metrics that TensorRT-LLM documents, as far as a dashboard needs them: the docstring and labels of
 tensorrt_llm/metrics/collector.py, NVIDIA/TensorRT-LLM main @050f80def8df (2026). It was never scraped by us."""
-
-VLLM = {
-    **{
-        f"vllm:{name}_bucket": {"model_name", "engine", "le"}
-        for name in (
-            "time_to_first_token_seconds",
-            "inter_token_latency_seconds",
-            "request_queue_time_seconds",
-            "e2e_request_latency_seconds",
-        )
-    },
-    **{
-        f"vllm:{name}": {"model_name", "engine"}
-        for name in (
-            "num_requests_running",
-            "num_requests_waiting",
-            "kv_cache_usage_perc",
-            "generation_tokens_total",
-            "spec_decode_num_drafts_total",
-            "spec_decode_num_draft_tokens_total",
-            "spec_decode_num_accepted_tokens_total",
-        )
-    },
-    "vllm:spec_decode_num_accepted_tokens_per_pos_total": {"model_name", "engine", "position"},
-    "http_requests_total": {"handler", "method", "status"},
-    "dflash_vllm:steps_total": {"model_name", "engine", "width"},
-    "dflash_vllm:slots_offered_total": {"model_name", "engine", "slot"},
-    "dflash_vllm:slots_accepted_total": {"model_name", "engine", "slot"},
-}
-"""Prometheus metrics that vLLM documents (docs/design/metrics.md, vllm/v1/metrics/loggers.py and
-vllm/v1/spec_decode/metrics.py), and our plug-in's. The real server is asked in tests/vllm/test_server.py."""
 
 
 def test_every_expression_is_promql_over_the_chosen_namespace_and_release() -> None:
@@ -103,10 +61,9 @@ def test_promtool_takes_every_expression(tmp_path: Path) -> None:
 
 
 def test_every_engine_has_acceptance_survival_interactivity_queue_and_first_token() -> None:
-    board = json.loads(DASHBOARD.read_text())
     engines = {
         panel["title"]: {engine_of(name) for target in panel["targets"] for name in asked(target["expr"])}
-        for panel in board["panels"]
+        for panel in BOARD["panels"]
         if panel["type"] != "row"
     }
     everyone = set(PREFIXES.values())
@@ -120,7 +77,7 @@ def test_every_engine_has_acceptance_survival_interactivity_queue_and_first_toke
 
 
 def test_panels_neither_overlap_nor_share_a_number() -> None:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
+    panels = BOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
         (x, y)
@@ -159,24 +116,6 @@ def test_tensorrt_llm_documents_all_that_is_asked_of_it() -> None:
     assert for_routers("tensorrt-llm") <= set(TENSORRT_LLM)
 
 
-def test_vllm_documents_all_that_is_asked_of_it() -> None:
-    assert missing("vllm", VLLM) == []
-    assert for_routers("vllm") <= set(VLLM)
-
-
-def test_a_name_that_is_misspelt_or_a_label_that_is_not_there_is_found(server: Running) -> None:
-    has = exported(httpx.get(server.url + backend("torch").facts.metrics.path).text)
-    survival = has.pop("dflash:spec_decode_survival")
-    assert missing("torch", has) == ["dflash:spec_decode_survival['slot']"]
-    has["dflash:spec_decode_survival"] = survival - {"slot"}
-    assert missing("torch", has) == ["dflash:spec_decode_survival['slot']"]
-
-
 def test_the_variables_look_where_every_engine_is() -> None:
     for metrics, _ in variables():
         assert metrics == {backend(name).facts.metrics.running for name in installed()}
-
-
-def test_the_dashboard_is_where_the_chart_looks() -> None:
-    templates = DASHBOARD.parents[1] / "templates"
-    assert "dashboards/*.json" in Path(templates / "dashboards.yaml").read_text()

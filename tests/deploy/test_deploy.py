@@ -121,7 +121,7 @@ def test_weights_that_do_not_fit_the_default_volume_get_a_larger_one(
     write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "models" not in values(write(), *HELM)
-    monkeypatch.setattr("dflash_serve.deploying.workload.weight_bytes", lambda _: 600e9)
+    monkeypatch.setattr("dflash_serve.deploying.chart.weight_bytes", lambda _: 600e9)
     given = values(write(), *HELM)
     assert int(given["models"]["size"].removesuffix("G")) > given["startup"]["gigabytes"] >= 600
 
@@ -132,21 +132,18 @@ def test_prepare_writes_the_files_that_the_engine_reads(write: Any, tmp_path: Pa
     assert (tmp_path / "prepared" / "draft" / "config.json").is_file()
 
 
-def test_a_folder_of_this_machine_is_not_in_a_container(
-    pair: Fields, write: Any, monkeypatch: pytest.MonkeyPatch
+def test_files_of_this_machine_are_refused_or_noted(
+    pair: Fields, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = run(write(), *HELM)
     assert noted.exception is None
     assert f"note: target.model: mount {pair['target']['model']} at the same path" in noted.stderr
-    monkeypatch.chdir(Path(pair["target"]["model"]).parent)
-    assert "target.model: target is a folder of this machine" in refusal(write(target={"model": "target"}), *HELM)
-
-
-def test_a_file_of_keys_of_this_machine_is_refused(write: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n")
     line = refusal(write(serving={"api_key_file": str(tmp_path / "keys")}), *HELM)
     assert line.startswith("serving.api_key_file: ")
     assert "secrets.apiKeys.name" in line
+    monkeypatch.chdir(Path(pair["target"]["model"]).parent)
+    assert "target.model: target is a folder of this machine" in refusal(write(target={"model": "target"}), *HELM)
 
 
 def test_a_rendering_is_json_too_and_quiet(write: Any) -> None:
@@ -170,12 +167,10 @@ def test_values_become_manifests(write: Any, name: str, tmp_path: Path) -> None:
     assert not [*tmp_path.glob(".*")]
 
 
-def test_without_helm_one_line_says_what_to_do(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_helm_and_where_helm_refuses_it_is_one_line(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--render", "manifests", "--backend", "sglang")
+    assert "image" in refusal(write(), *words)
     monkeypatch.setenv("PATH", "/nowhere")
-    line = refusal(write(), "--render", "manifests", "--backend", "sglang")
+    line = refusal(write(), *words)
     assert line.startswith("helm: helm is not installed")
     assert "--render helm" in line
-
-
-def test_what_helm_refuses_is_one_line(write: Any) -> None:
-    assert "image" in refusal(write(), "--render", "manifests", "--backend", "sglang")

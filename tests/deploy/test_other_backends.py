@@ -102,11 +102,6 @@ def test_the_chart_runs_it_by_what_the_values_say_of_it(file: Path) -> None:
     assert metric["pods"]["metric"]["name"] == "acme:waiting"
 
 
-def test_backends_that_the_chart_knows_need_no_engine_in_their_values(file: Path) -> None:
-    (values,) = deploy(file, "helm", "torch")
-    assert "engine" not in values
-
-
 def test_an_engine_of_which_we_only_have_facts_is_refused_in_one_line(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,33 +46,6 @@ BLOCKS = [Block(*found) for found in re.findall(r"^```(.+?)\n(.*?)^```", README.
 RUN = [command for block in BLOCKS if block.info == "console" and block.needs is None for command in block.commands]
 
 
-def test_every_block_is_a_file_or_commands_that_run_or_say_what_they_need() -> None:
-    for block in BLOCKS:
-        if block.info != "console":
-            assert re.fullmatch(r"yaml file=[\w.-]+", block.info)
-            continue
-        assert block.needs is None or block.needs.startswith(("the cluster", "a registry"))
-        lines = block.text.replace("\\\n", " ").splitlines()
-        assert all(line.startswith("$ ") for line in lines[block.needs is not None :])
-
-
-def test_nothing_but_what_cannot_be_here_is_marked() -> None:
-    marked = [command for block in BLOCKS if block.needs for command in block.commands]
-    outside = ("kubectl", "docker", "curl", "export")
-    assert [
-        c for c in marked if not c.startswith(outside) and not re.match(r"helm .*(install|upgrade|test|rollback)", c)
-    ] == []
-
-
-def test_it_names_what_a_node_and_a_cluster_must_have_and_upgrades_take_new_defaults() -> None:
-    text = README.read_text()
-    for need in ("Fabric Manager", "LimitMEMLOCK=infinity", "LeaderWorkerSet 0.6", "KEDA", "pidfd_getfd", "DRA driver"):
-        assert need in text
-    upgrades = [command for block in BLOCKS for command in block.commands if command.startswith("helm upgrade")]
-    assert len(upgrades) > 2
-    assert [command for command in upgrades if "--reset-then-reuse-values" not in command] == []
-
-
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which any process finds the hub's models, offline."""
@@ -127,10 +100,6 @@ def documents(text: str) -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(text) if document]
 
 
-def test_all_its_commands_run(place: Path) -> None:
-    assert {"values.yaml", "manifests.yaml"} <= {p.name for p in place.iterdir()}
-
-
 def test_what_would_be_applied_serves_what_the_page_says(place: Path) -> None:
     """The drafter as it was published; quantised by a Job for those who ask for it."""
     plain, quantised = [
@@ -142,26 +111,19 @@ def test_what_would_be_applied_serves_what_the_page_says(place: Path) -> None:
     assert {"Deployment", "Job", "Service", "PodMonitor", "PrometheusRule", "NetworkPolicy"} <= kinds
     names = {document["metadata"]["name"] for document in plain}
     assert {"gpt-oss-dflash-serve", "gpt-oss-dflash-serve-download"} <= names  # the page's later commands name them
-    claim = yaml.safe_load((place / "claim.yaml").read_text())["metadata"]
+    claim = yaml.safe_load((place / "claim.yaml").read_text())["metadata"]["name"]
     (server,) = [document for document in plain if document["kind"] == "Deployment"]
-    claims = [v["persistentVolumeClaim"] for v in server["spec"]["template"]["spec"]["volumes"] if "persist" in str(v)]
-    assert claims == [{"claimName": claim["name"]}]
+    volumes = server["spec"]["template"]["spec"]["volumes"]
+    assert [v["persistentVolumeClaim"] for v in volumes if "persistentVolumeClaim" in v] == [{"claimName": claim}]
     assert served(plain)["drafter"] == {"model": "z-lab/gpt-oss-120b-DFlash"}
-    assert served(plain)["target"]["model"] == "openai/gpt-oss-120b"
-    (board,) = [data for data in configs(plain) if any(name.endswith(".json") for name in data)]
-    assert "Acceptance length" in next(iter(board.values()))
     assert "gpt-oss-dflash-serve-build" in {document["metadata"]["name"] for document in quantised}
     assert served(quantised)["drafter"] == {"model": "/build/drafter-fp8", "quantization": "fp8"}
 
 
-def configs(found: list[dict[str, Any]]) -> list[dict[str, str]]:
-    return [document["data"] for document in found if document["kind"] == "ConfigMap"]
-
-
 def served(found: list[dict[str, Any]]) -> dict[str, Any]:
     """The deployment that the pods read."""
-    text = next(data["deployment.yaml"] for data in configs(found) if "deployment.yaml" in data)
-    read: dict[str, Any] = yaml.safe_load(text)
+    maps = [document["data"] for document in found if document["kind"] == "ConfigMap"]
+    read: dict[str, Any] = yaml.safe_load(next(d["deployment.yaml"] for d in maps if "deployment.yaml" in d))
     return read
 
 

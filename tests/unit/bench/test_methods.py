@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dflash_serve.backend import ServerBackend, backend
-from dflash_serve.bench.report import ReportData
+from dflash_serve.bench.results import ReportData
 from dflash_serve.bench.settings import deployed_variants, overlay_variants
 from dflash_serve.common.provenance import Environment
 from dflash_serve.deployment import Deployment

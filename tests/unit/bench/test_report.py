@@ -11,9 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from dflash_serve.bench.aiperf import RequestSettings
-from dflash_serve.bench.pareto import colours
-from dflash_serve.bench.report import ReportData, as_html, as_json, caveats
-from dflash_serve.bench.results import Run
+from dflash_serve.bench.results import ReportData, Run, as_html, as_json, colours
 from dflash_serve.common.provenance import Environment, environment
 from dflash_serve.deployment import Deployment, Model
 from dflash_serve.speculation.statistics import AcceptanceStatistics
@@ -26,21 +24,11 @@ DEPLOYMENT = Deployment(target=Model(model="t"))
 
 
 def run(name: str, users: int, turn: int, rate: float, acceptance: AcceptanceStatistics, **more: object) -> Run:
-    figures: dict[str, object] = {"first_token_ms": 20.0, "first_token_p99_ms": 90.0, "inter_token_ms": 1e3 / rate}
-    return Run.model_validate(
-        {
-            **{
-                "variant": name,
-                "concurrency": users,
-                "round": turn,
-                "requests": 8,
-                "errors": 0,
-                "output_tokens": 512.0,
-            },
-            **{"seconds": 10.0, "throughput": rate * users, "interactivity": rate, "acceptance": acceptance},
-            **{"started": "2026-11-21T10:00:00+00:00", "commit": "abc", **figures, **more},
-        }
-    )
+    figures = {"first_token_ms": 20.0, "first_token_p99_ms": 90.0, "inter_token_ms": 1e3 / rate, "interactivity": rate}
+    figures |= {"output_tokens": 512.0, "seconds": 10.0, "throughput": rate * users}
+    which = {"variant": name, "concurrency": users, "round": turn, "requests": 8, "errors": 0}
+    made = {"acceptance": acceptance, "started": "2026-11-21T10:00:00+00:00", "commit": "abc"}
+    return Run.model_validate({**which, **figures, **made, **more})
 
 
 RUNS = [
@@ -101,12 +89,32 @@ def test_the_headline_is_the_ratio_at_each_load_with_its_spread_and_no_single_cu
     assert single.sentence == f"“auto <8>” against “off”, tokens/s: 2.00{TIMES} at 1 user, 1.62{TIMES} at 2."
 
 
-def test_a_cut_is_told_where_somebody_asks_for_one() -> None:
-    asked = report(RUNS)
-    asked = replace(asked, settings=asked.settings.model_copy(update={"interactivity": 20.0}))
+def at(interactivity: float, runs: list[Run] = RUNS) -> ReportData:
+    found = report(runs)
+    return replace(found, settings=found.settings.model_copy(update={"interactivity": interactivity}))
+
+
+def test_an_interactivity_that_was_asked_for_is_compared_too() -> None:
+    """`auto` is compared even where another variant is better; without it the best of the others is."""
+    asked = at(20.0)
     assert asked.comparison is not None
     assert asked.sentence.endswith(asked.comparison.sentence())
     assert f"1.95{TIMES} (1.91 to 2.00) at 1 user" in asked.sentence
+    better = [run("fixed", 1, turn, 99, NONE) for turn in range(3)]
+    every = [*better, *(one.model_copy(update={"variant": one.variant.removesuffix(" <8>")}) for one in RUNS)]
+    for names, expected in ((("off", "auto", "fixed"), "auto"), (("off", "fixed"), "fixed"), (("off",), None)):
+        found = replace(
+            at(20.0, [one for one in every if one.variant in names]), variants=dict.fromkeys(names, "http://a")
+        )
+        assert (found.comparison and found.comparison.variant) == expected
+    unknown = [one.model_copy(update={"interactivity": None}) if one.variant == "off" else one for one in RUNS]
+    assert at(20.0, unknown).comparison is None
+
+
+def test_every_point_of_the_baselines_frontier_is_a_row() -> None:
+    rows = report(RUNS).ratios
+    assert [[each.variant for each in row] for row in rows] == [["auto <8>"]] * 2
+    assert [row[0].interactivity for row in rows] == sorted(row[0].interactivity for row in rows)
 
 
 def test_a_load_that_only_one_variant_was_measured_at_has_no_ratio() -> None:
@@ -161,7 +169,7 @@ def test_unknown_figures_are_dashes_never_zeros() -> None:
 
 def test_caveats_follow_from_what_happened() -> None:
     def said(changed: ReportData) -> str:
-        return " ".join(caveats(changed))
+        return as_html(changed).partition("Read with care")[2]
 
     calm = report(RUNS)
     assert "Incomplete" not in said(calm)
@@ -185,8 +193,7 @@ def test_the_environment_is_looked_up_here_and_left_unknown_for_servers_elsewher
 
 
 def test_the_plot_has_a_line_a_mark_for_each_load_and_a_name_for_every_variant() -> None:
-    asked = report(RUNS)
-    asked = replace(asked, settings=asked.settings.model_copy(update={"interactivity": 20.0}))
+    asked = at(20.0)
     page = as_html(asked)
     plot = page[page.index("<svg viewBox") :].partition("</svg>")[0] + "</svg>"
     texts = [element.text for element in ElementTree.fromstring(plot).iter("text")]

@@ -61,21 +61,24 @@ def test_all_runs_and_a_report(url: str, tmp_path: Path, jobs: list[Job]) -> Non
     assert (point["verifications"], point["acceptance_length"], point["survival"]) == (200, 1.9, [0.6, 0.3])
 
 
-@pytest.mark.parametrize("after", [0, 1, 5])
-def test_what_is_interrupted_goes_on_with_what_is_missing(
-    url: str, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch, after: int
+FAILED = UserError("no request was answered", where="aiperf")
+
+
+@pytest.mark.parametrize(("after", "error"), [(0, KeyboardInterrupt()), (5, KeyboardInterrupt()), (3, FAILED)])
+def test_what_is_interrupted_or_fails_goes_on_with_what_is_missing(
+    url: str, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException
 ) -> None:
     going = Aiperf.run
 
     def stop(self: Aiperf, job: Job) -> Any:
         if len(jobs) == after and not job.folder.name.endswith("warm-up"):
-            raise KeyboardInterrupt
+            raise error
         return going(self, job)
 
     with monkeypatch.context() as patch:
         patch.setattr(Aiperf, "run", stop)
         result = bench(url, tmp_path)
-    assert result.exit_code == 130
+    assert result.exception is error if error is FAILED else result.exit_code == 130
     assert "the same command goes on with the rest" in result.output
     assert kept(tmp_path) == after
     if after:
@@ -124,23 +127,6 @@ def test_a_bench_that_measured_nothing_does_not_bind_the_next(url: str, tmp_path
     assert "no answer" in str(wrong.exception)
     assert bench(url, tmp_path, "--max-tokens", "32").exit_code == 0
     assert kept(tmp_path) == 8
-
-
-def test_a_server_that_fails_leaves_the_finished_runs(
-    url: str, tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    going = Aiperf.run
-
-    def fail(self: Aiperf, job: Job) -> Any:
-        if len(jobs) == 3:
-            raise UserError("no request was answered", where="aiperf")
-        return going(self, job)
-
-    monkeypatch.setattr(Aiperf, "run", fail)
-    result = bench(url, tmp_path)
-    assert isinstance(result.exception, UserError)
-    assert kept(tmp_path) == 3
-    assert "the same command goes on with the rest" in result.output
 
 
 def test_a_broken_run_file_is_named(url: str, tmp_path: Path, jobs: list[Job]) -> None:

@@ -31,21 +31,31 @@ def test_variants_are_the_deployment_at_each_width() -> None:
     assert all(deployment.target == DEPLOYMENT.target for deployment in variants.values())
 
 
-def test_a_word_that_is_no_variant_and_speculation_without_a_drafter_are_refused() -> None:
-    with pytest.raises(UserError, match="'fast' is no variant of serving"):
-        deployed_variants(DEPLOYMENT, ["fast"], backend("torch"))
-    with pytest.raises(UserError, match="there is no drafter"):
-        deployed_variants(Deployment(target=Model(model="t")), ["off", "auto"], backend("torch"))
-
-
-def test_endpoints() -> None:
+def test_endpoints_are_named_urls() -> None:
     variants = endpoint_variants(["ours=http://a:8000/v1", "sglang=https://b/"])
     assert variants == {"ours": "http://a:8000", "sglang": "https://b"}
-    for wrong in ("http://a:8000", "a=b", "=http://a"):
-        with pytest.raises(UserError, match="not NAME=http"):
-            endpoint_variants([wrong])
-    with pytest.raises(UserError, match="two variants are called 'a'"):
-        endpoint_variants(["a=http://a", "a=http://b"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["http://a:8000"], "not NAME=http"),
+        (["a=b"], "not NAME=http"),
+        (["=http://a"], "not NAME=http"),
+        (["a=http://a", "a=http://b"], "two variants are called 'a'"),
+    ],
+)
+def test_an_endpoint_without_name_or_url_is_refused(words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        endpoint_variants(words)
+
+
+@pytest.mark.parametrize(("word", "said"), [("fast", "'fast' is no variant of serving"), ("auto", "is no drafter")])
+def test_a_variant_that_cannot_be_served_is_refused(word: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        deployed_variants(
+            DEPLOYMENT if word == "fast" else Deployment(target=Model(model="t")), [word], backend("torch")
+        )
 
 
 def test_side_by_side_all_variants_take_turns_at_every_concurrency() -> None:
@@ -70,14 +80,6 @@ def test_every_run_is_made_once(in_turn: bool) -> None:
     cells = schedule(["off", "auto"], IN_TURN if in_turn else SETTINGS)
     assert len(cells) == len(set(cells)) == 2 * 3 * 3
     assert set(cells) == {Cell(w, c, r) for w in ("off", "auto") for c in (1, 4, 16) for r in range(3)}
-
-
-def test_a_run_is_a_file_by_its_variant_users_and_round() -> None:
-    assert Cell("fixed 8", 16, 0).slug == "fixed-8-c016-r1"
-
-
-def test_requests_grow_with_users() -> None:
-    assert [SETTINGS.requests(users) for users in SETTINGS.concurrency] == [5, 8, 32]
 
 
 def test_no_run_of_a_server_takes_a_prompt_that_another_took() -> None:
@@ -120,18 +122,15 @@ def test_a_key_is_never_on_the_command_line_nor_somebody_elses(monkeypatch: pyte
     assert "HF_HUB_OFFLINE" not in ours.environment()  # a folder needs no hub, and aiperf would take it for an id
 
 
-def test_without_aiperf_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_serve.bench.aiperf.find_spec", lambda _: None)
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match=r"aiperf: not installed; pip install 'dflash-serve\[bench\]'"):
-        find_aiperf()
-
-
-def test_an_aiperf_on_path_will_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "aiperf").write_text("#!/bin/sh\n")
-    (tmp_path / "aiperf").chmod(0o755)
+def test_an_aiperf_on_path_will_do_and_without_one_it_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("dflash_serve.bench.aiperf.find_spec", lambda _: None)
     monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"aiperf: not installed; pip install 'dflash-serve\[bench\]'"):
+        find_aiperf()
+    (tmp_path / "aiperf").write_text("#!/bin/sh\n")
+    (tmp_path / "aiperf").chmod(0o755)
     assert find_aiperf() == [str(tmp_path / "aiperf")]
 
 
@@ -150,19 +149,13 @@ REPORT: dict[str, Any] = {
 REFUSED = [{"error_details": {"code": 429, "type": "TooManyRequests", "message": "queue\n is full"}, "count": 3}]
 
 
-def test_figures_are_aiperfs() -> None:
+def test_figures_are_aiperfs_and_a_missing_one_is_unknown() -> None:
     found = read_figures(REPORT, where="x")
     assert (found.requests, found.errors, found.output_tokens, found.seconds) == (8, 0, 128, 0.54)
     assert (found.throughput, found.interactivity) == (235.7, 243.1)
     assert (found.first_token_ms, found.first_token_p99_ms, found.inter_token_ms) == (27.9, 34.5, 4.1)
-
-
-def test_a_figure_that_is_missing_is_unknown_and_failures_are_counted() -> None:
     found = read_figures({**REPORT, "inter_token_latency": None, "error_summary": REFUSED}, where="x")
     assert (found.inter_token_ms, found.errors) == (None, 3)
-
-
-def test_a_run_without_answers_says_why() -> None:
     with pytest.raises(UserError, match=r"no request was answered, 3 failed \(queue is full\)"):
         read_figures({"error_summary": REFUSED}, where="x")
 

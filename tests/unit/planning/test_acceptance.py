@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.errors import UserError
-from dflash_serve.planning.prediction import BAND, band, from_length, from_report, of_task
+from dflash_serve.planning.question import BAND, band, from_length, from_report, of_task
 from tests.house import ROOT
 
 MEASURED = ROOT / "benchmarks" / "results"
@@ -61,8 +61,12 @@ def test_survival_of_a_report_of_bench() -> None:
 
 def test_another_file_is_no_report(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    path.write_text("[]")
-    with pytest.raises(UserError, match="no report"):
+    for text in ("[]", '{"tasks": {"x": {}}}', '{"points": [{}]}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match="no report"):
+            from_report(path, None, 8)
+    path.write_text('{"points": [{"variant": "off", "acceptance": {"survival": null}}]}')
+    with pytest.raises(UserError, match="it tells no survival"):
         from_report(path, None, 8)
     with pytest.raises(UserError, match="cannot be read"):
         from_report(tmp_path / "none.json", None, 8)

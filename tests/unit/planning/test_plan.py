@@ -30,7 +30,7 @@ LIBRARY = tables.installed()
 
 @pytest.fixture(autouse=True)
 def by_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "installed", lambda: None)
+    monkeypatch.setattr(tables, "installed", lambda: False)
 
 
 def plan(folder: Path, *words: str) -> Any:
@@ -47,7 +47,7 @@ def answer(folder: Path, *words: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, hub: None) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "installed", lambda: None)
+        patch.setattr(tables, "installed", lambda: False)
         made = tmp_path_factory.mktemp("plan")
         done = plan(made, *PAIR, *LENGTH, "--gpu", "h200", "--count", "2", "--slo-interactivity", "60")
         assert done.exception is None, done.exception
@@ -101,7 +101,7 @@ def test_auto_is_nowhere_slower_than_off_or_fixed(folder: Path) -> None:
 def test_what_to_do_next_can_be_typed(folder: Path) -> None:
     said = (folder / "said.txt").read_text()
     commands = re.findall(r"^next: (?:\w+=\S+ )?dflash-serve (.*)$", said, re.MULTILINE)
-    assert [shlex.split(command)[0] for command in commands] == ["serve", "bench", "plan"]
+    assert [shlex.split(command)[0] for command in commands] == ["serve", "bench"]
     for command in commands:
         verb, *words = shlex.split(command)
         parsed = CliRunner().invoke(app, [verb, *words, "--help"])
@@ -166,15 +166,16 @@ def test_a_bad_question_gets_one_line_and_writes_nothing(tmp_path: Path, words: 
     assert not (tmp_path / "out").exists()
 
 
-def test_the_nearest_that_is_met_is_met(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [("--slo-interactivity", "9000"), ("--slo-ttft", "1")])
+def test_the_nearest_that_is_met_is_met(limit: tuple[str, str], tmp_path: Path) -> None:
     words = (*PAIR, *LENGTH, "--gpu", "b200")
-    error = str(plan(tmp_path / "a", *words, "--slo-interactivity", "9000").exception)
-    found = re.search(r"(--slo-interactivity) (\d+)", error)
+    error = str(plan(tmp_path / "a", *words, *limit).exception)
+    found = re.search(rf"({limit[0]}) (\d+)", error)
     assert found is not None
     assert plan(tmp_path / "b", *words, *found.groups()).exception is None
 
 
-@pytest.mark.skipif(LIBRARY is None, reason="pip install 'dflash-serve[plan]'")
+@pytest.mark.skipif(not LIBRARY, reason="pip install 'dflash-serve[plan]'")
 def test_a_plan_by_the_tables_says_how_much_of_a_step_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

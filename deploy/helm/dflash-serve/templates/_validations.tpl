@@ -100,7 +100,7 @@ alerts.enabled: the alerts read metrics that are not scraped; set podMonitor.ena
 
 {{- define "dflash-serve.problems.doors" -}}
 {{- if and .Values.secrets.apiKeys.name (not (has "api-key-file" (include "dflash-serve.engine" . | fromYaml).serverFlags)) }}
-secrets.apiKeys.name: {{ .Values.backend }} has no API keys; let a gateway ask for them, or use backend torch, sglang or vllm{{ end }}
+secrets.apiKeys.name: {{ .Values.backend }} has no API keys; check keys in a gateway before it, or use backend torch, sglang or vllm{{ end }}
 {{- if and (ne .Values.service.type "ClusterIP") (not .Values.secrets.apiKeys.name) }}
 service.type: {{ .Values.service.type }} opens a server without keys to the world; keep ClusterIP behind a gateway, or set secrets.apiKeys.name{{ end }}
 {{- if and .Values.hostNetwork .Values.networkPolicy.enabled }}

@@ -1,8 +1,7 @@
-"""Security: no root, no writable root file system, no open port, no secret in a manifest."""
+"""Volumes have bounds, no secret stands in a manifest, only the server's port is open; checkov judges containers."""
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -15,36 +14,11 @@ RESTRICTED_VOLUMES = {
 }
 """Volumes that Kubernetes' Pod Security Standard `restricted` allows."""
 
-DEFAULT = {"type": "RuntimeDefault"}
 EACH = pytest.mark.parametrize("name", CASES)
 
 
 def containers(spec: Manifest) -> list[Manifest]:
     return [*spec.get("initContainers", []), *spec["containers"]]
-
-
-@EACH
-def test_no_container_is_root_or_can_become_it_or_write_its_root(name: str) -> None:
-    for label, pod in pods(render(case(name))):
-        spec = pod["spec"]
-        assert spec["securityContext"]["runAsNonRoot"] is True, label
-        loosened = case(name).get("security", {})
-        assert spec["securityContext"].get("runAsUser") == (None if "domain" in name else 10001), label
-        assert spec["securityContext"]["seccompProfile"] == (
-            {"type": "Localhost", "localhostProfile": loosened["seccompProfile"]} if loosened else DEFAULT
-        ), label
-        assert spec["automountServiceAccountToken"] is False, label
-        assert spec["enableServiceLinks"] is False, label
-        assert not spec.keys() & {"hostNetwork", "hostPID", "hostIPC"}, label
-        for container in containers(spec):
-            security = container["securityContext"]
-            assert security["readOnlyRootFilesystem"] is True, label
-            assert security["allowPrivilegeEscalation"] is False, label
-            wanted = {"add": ["IPC_LOCK"]} if loosened else {}
-            assert security["capabilities"] == {"drop": ["ALL"], **wanted}, label
-            assert {"cpu", "memory"} <= container["resources"]["requests"].keys(), label
-            assert "memory" in container["resources"]["limits"], label
-            assert "@sha256:" in container["image"], label
 
 
 @EACH
@@ -106,7 +80,7 @@ def _is(peer: Manifest, labels: Manifest, namespace: str) -> bool:
 
 
 @EACH
-def test_everything_but_tests_is_denied_by_default(name: str) -> None:
+def test_everything_is_denied_but_tests_and_http_from_where_it_is_allowed(name: str) -> None:
     manifests = render(case(name))
     for label, pod in pods(manifests):
         denied = any(
@@ -114,11 +88,6 @@ def test_everything_but_tests_is_denied_by_default(name: str) -> None:
             for spec in policies(manifests, pod["metadata"]["labels"])
         )
         assert denied == (not label.startswith("Pod ")), label
-
-
-@EACH
-def test_only_http_is_reached_and_only_from_where_it_is_allowed(name: str) -> None:
-    manifests = render(case(name))
     server = {"app.kubernetes.io/name": "dflash-serve", "app.kubernetes.io/instance": "trial"}
     server["app.kubernetes.io/component"] = "server"
     assert open_ports(manifests, server, of={}) == {8000}
@@ -157,14 +126,3 @@ def test_the_service_and_prometheus_take_leaders_only() -> None:
             assert len(taken) == 1, (name, taken)
             assert taken[0].startswith(("Deployment", "LeaderWorkerSet"))
             assert "workerTemplate" not in taken[0]
-
-
-def test_dashboards_are_what_lies_beside_the_chart() -> None:
-    from tests.support.chart import CHART
-
-    given = case("tensorrt-llm-on-a-dgx")
-    (found,) = [
-        m for m in of_kind(render(given), "ConfigMap") if m["metadata"]["labels"].get("grafana_dashboard") == "1"
-    ]
-    files = {path.name: json.loads(path.read_text()) for path in (CHART / "dashboards").glob("*.json")}
-    assert {name: json.loads(text) for name, text in (found.get("data") or {}).items()} == files

@@ -12,26 +12,9 @@ from typer.testing import CliRunner
 from dflash_serve.cli.main import app
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from tests.support.chart import (
-    BACKENDS,
-    HELMS,
-    Manifest,
-    config,
-    lint,
-    of_kind,
-    pods,
-    recipe_deployment,
-    render,
-    server,
-    values,
-)
+from tests.support.chart import BACKENDS, Manifest, config, of_kind, pods, recipe_deployment, render, server, values
 from tests.support.offline_hub import offline_hub
 
-EACH = pytest.mark.parametrize(
-    ("recipe", "backend"),
-    [("qwen3-8b-b200", backend) for backend in BACKENDS]
-    + [("gpt-oss-120b-b300", backend) for backend in BACKENDS if backend != "torch"],
-)
 CONFIG = "/etc/dflash-serve/deployment.yaml"
 TWO_NODES = {
     "target": {"model": "openai/gpt-oss-120b", "quantization": "mxfp4"},
@@ -39,6 +22,7 @@ TWO_NODES = {
     "parallel": {"tensor": 16, "expert": 16, "nodes": 2},
     "limits": {"max_model_len": 131072, "max_queued_requests": 1048576},  # helm reads numbers as floats
     "hardware": {"gpu": "b300", "count": 16},
+    "engine_args": {"sglang": {"stream-interval": 4}},
 }
 
 
@@ -60,24 +44,6 @@ def dry_run(arguments: list[str]) -> str:
     return done.stdout
 
 
-def with_file(arguments: list[str], file: Path) -> list[str]:
-    """A container's arguments, with the deployment's file somewhere else."""
-    return [str(file) if argument == CONFIG else argument for argument in arguments]
-
-
-@EACH
-def test_helm_lints_it(recipe: str, backend: str) -> None:
-    given = values(backend, recipe_deployment(recipe))
-    assert [lint(given, layer) for layer in HELMS] == [""] * len(HELMS)
-
-
-@EACH
-def test_the_container_runs_what_serve_runs_for_the_recipe(recipe: str, backend: str, tmp_path: Path) -> None:
-    deployment = recipe_deployment(recipe)
-    manifests = render(values(backend, deployment))
-    check_command(manifests, deployment, backend, tmp_path)
-
-
 def check_command(manifests: list[Manifest], deployment: Manifest, backend: str, folder: Path) -> str:
     """The ConfigMap's document is the deployment, and the container's own arguments give the same command."""
     mounted, original = folder / "mounted.yaml", folder / "original.yaml"
@@ -86,22 +52,22 @@ def check_command(manifests: list[Manifest], deployment: Manifest, backend: str,
     assert Deployment.model_validate(yaml.safe_load(mounted.read_text())) == Deployment.model_validate(deployment)
     container = server(manifests)
     assert container["command"] == ["dflash-serve"]
-    served = [
-        "serve",
-        str(original),
-        "--backend",
-        backend,
-        "--host",
-        "0.0.0.0",
-        "--port",
-        "8000",
-        "--folder",
-        "/prepared",
-    ]
-    served += ["--drain-seconds", "120"] if backend == "torch" else []
+    served = ["serve", str(original), "--backend", backend, "--host", "0.0.0.0", "--port", "8000"]
+    served += ["--folder", "/prepared", *(["--drain-seconds", "120"] if backend == "torch" else [])]
     wanted = dry_run(served)
-    assert dry_run(with_file(container["args"], mounted)) == wanted
+    assert dry_run([str(mounted) if word == CONFIG else word for word in container["args"]]) == wanted
+    assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == (
+        deployment["hardware"]["count"] // deployment.get("parallel", {}).get("nodes", 1)
+    )
     return wanted
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"), [*(("qwen3-8b-b200", name) for name in BACKENDS), ("gpt-oss-120b-b300", "tensorrt-llm")]
+)
+def test_the_container_runs_what_serve_runs_for_the_recipe(recipe: str, backend: str, tmp_path: Path) -> None:
+    deployment = recipe_deployment(recipe)
+    check_command(render(values(backend, deployment)), deployment, backend, tmp_path)
 
 
 def test_each_node_of_several_runs_its_own_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -114,20 +80,14 @@ def test_each_node_of_several_runs_its_own_command(monkeypatch: pytest.MonkeyPat
         commands.append(check_command(manifests, TWO_NODES, "sglang", tmp_path))
     for number, command in enumerate(commands):
         assert f"--nnodes 2 --node-rank {number} --dist-init-addr trial-0.trial:20000" in command
+        assert "--stream-interval 4" in command
     templates = [pod["spec"]["containers"][0]["args"] for name, pod in pods(manifests) if "LeaderWorkerSet" in name]
     assert len(templates) == 2
     assert templates[0] == templates[1]
 
 
-@EACH
-def test_a_pod_gets_the_gpus_of_its_deployment(recipe: str, backend: str) -> None:
-    deployment = recipe_deployment(recipe)
-    container = server(render(values(backend, deployment)))
-    assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == deployment["hardware"]["count"]
-
-
-def test_what_is_not_installed_is_not_rendered() -> None:
-    """Custom resources only where they are asked for: the default installs on a bare cluster."""
+def test_custom_resources_are_rendered_only_where_they_are_asked_for() -> None:
+    """The default installs on a bare cluster."""
     kinds = {manifest["kind"] for manifest in render(values("sglang", recipe_deployment("qwen3-8b-b200")))}
     assert kinds == {
         *("ConfigMap", "Deployment", "NetworkPolicy", "Pod", "PodDisruptionBudget", "Service", "ServiceAccount"),
