@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from dflash_serve.backend import Prompt
@@ -23,16 +22,11 @@ SEEDS_A_CASE = 2**20
 SEEDED_TOKENS = 32  # Length of answers with the same seed on both sides
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A named setting of sampling."""
 
     name: str
     params: SamplingParams
-
-    @property
-    def penalised(self) -> bool:
-        return self.params.penalised
 
 
 class Question(NamedTuple):
@@ -57,7 +51,7 @@ SAMPLED = (
     ),
 )
 SEEDED = Case("same seeds", SamplingParams(temperature=0.8, top_p=0.95))
-PENALISED = {case.name for case in (*GREEDY, *SAMPLED) if case.penalised}
+PENALISED = {case.name for case in (*GREEDY, *SAMPLED) if case.params.penalised}
 
 
 class VerifyPlan(Frozen):
@@ -81,11 +75,11 @@ class VerifyPlan(Frozen):
 
     @property
     def greedy_cases(self) -> tuple[Case, ...]:
-        return tuple(case for case in GREEDY if self.penalties or not case.penalised)
+        return self._wanted(GREEDY)
 
     @property
     def sampled_cases(self) -> tuple[Case, ...]:
-        return tuple(case for case in SAMPLED if self.samples and (self.penalties or not case.penalised))
+        return self._wanted(SAMPLED) if self.samples else ()
 
     @property
     def token_cases(self) -> tuple[Case, ...]:
@@ -107,6 +101,9 @@ class VerifyPlan(Frozen):
         for share in LOOKS:
             yield max(1, round(share * self.samples)), self.false_alarm / len(SAMPLED) * (share - spent)
             spent = share
+
+    def _wanted(self, cases: tuple[Case, ...]) -> tuple[Case, ...]:
+        return tuple(case for case in cases if self.penalties or not case.params.penalised)
 
 
 def questions(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str) -> list[Question]:
