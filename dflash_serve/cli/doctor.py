@@ -23,8 +23,9 @@ from dflash_serve.speculation.params import SamplingParams
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dflash_serve.doctor.diagnosis import SuspectReport
     from dflash_serve.doctor.evidence import DiagnosableBackend, Interview
-    from dflash_serve.doctor.examination import PairReport, SuspectReport
+    from dflash_serve.doctor.examination import PairReport
 
 URL = "Address of a running server of this pair. It must have no other clients meanwhile."
 Url = Annotated[str | None, typer.Option(help=URL)]
@@ -221,8 +222,7 @@ def _show(report: SuspectReport | PairReport, output: Path, *, as_json: bool) ->
         return
     from rich.console import Console
 
-    from dflash_serve.doctor.diagnosis import Verdict
-    from dflash_serve.doctor.examination import SuspectReport
+    from dflash_serve.doctor.diagnosis import SuspectReport, Verdict
 
     console = Console(highlight=False)
     colour = {Verdict.HEALTHY: "green", Verdict.FAULT: "red", Verdict.UNCLEAR: "yellow"}[report.verdict]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,12 @@ def given(pair: tuple[Path, Path], tmp_path: Path) -> tuple[object, ...]:
     prompts.write_text("".join(json.dumps({"messages": prompt}) + "\n" for prompt in PROMPTS))
     report = tmp_path / "report.json"
     return "--target", pair[0], "--drafter", pair[1], "--prompts", prompts, "--max-tokens", 12, "--output", report
+
+
+def examined(monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path, url: str) -> tuple[int, Any]:
+    """Exit code and report of the command at a server."""
+    code = call(monkeypatch, *given(pair, tmp_path), "--url", url)
+    return code, json.loads((tmp_path / "report.json").read_text())
 
 
 def test_a_server_is_read_prompt_by_prompt(served: Running, pair: tuple[Path, Path]) -> None:
@@ -137,8 +144,7 @@ def test_a_server_whose_width_changes_is_examined(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     with running(tiny_engine(pair, width=Alternating(4))) as server:
-        code = call(monkeypatch, *given(pair, tmp_path), "--url", server.url)
-    report = json.loads((tmp_path / "report.json").read_text())
+        code, report = examined(monkeypatch, pair, tmp_path, server.url)
     assert code in (0, 3)  # a random drafter accepts nothing: this is what healthy looks like here
     assert report["evidence"] == "paired"
     assert any("chose its widths step by step" in note for note in report["notes"])
@@ -152,8 +158,7 @@ def test_a_server_of_width_auto_is_examined(
     cheap = CostModel(target={1: 1.0, 64: 1.0}, draft={1: 1e-3, 4: 1e-3})
     policy = AutoWidth(cheap, 4, known_survival=[0.9, 0.8, 0.7])
     with running(tiny_engine(pair, width=policy)) as server:
-        code = call(monkeypatch, *given(pair, tmp_path), "--url", server.url)
-    report = json.loads((tmp_path / "report.json").read_text())
+        code, report = examined(monkeypatch, pair, tmp_path, server.url)
     assert code in (0, 3)
     assert report["evidence"] == "paired"
     found = report["pair"]  # a policy that kept to one width is told as that width
@@ -163,8 +168,7 @@ def test_a_server_of_width_auto_is_examined(
 def test_a_server_of_the_pair_is_examined(
     monkeypatch: pytest.MonkeyPatch, served: Running, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    code = call(monkeypatch, *given(pair, tmp_path), "--url", served.url)
-    report = json.loads((tmp_path / "report.json").read_text())
+    code, report = examined(monkeypatch, pair, tmp_path, served.url)
     assert report["evidence"] == "paired"
     assert report["observed"]["acceptance_length"] == report["explanations"][0]["predicted"]["acceptance_length"]
     assert {"healthy": 0, "fault": 1, "could not tell": 3}[report["verdict"]] == code
