@@ -181,7 +181,7 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
 
 def _write_weights(trainer: Trainer) -> None:
     folder, config = trainer.output / DRAFTER, trainer.drafter.config
-    best = trainer.best or trainer.average.published()
+    best = trainer.best or trainer.published.state_dict()
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in best.items()}
     write_drafter(folder, config, tensors, dialect=dialect_of(config), overwrite=True)
     if trainer.loss.kept is not None and takes_hot_tokens(config):
@@ -265,7 +265,6 @@ class Display:
             "slot_accuracy": [round(share, 4) for share in accuracy],
             "simulated_tau": round(sum(t.simulated_tau for t in ticks) / len(ticks), 4),
             "context_tokens_per_second": round(sum(t.context_tokens for t in ticks) / seconds),
-            "anchors_per_second": round(sum(t.anchors for t in ticks) / seconds),
         }
         confidence = [t.confidence_loss for t in ticks if t.confidence_loss is not None]
         if confidence:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.common.settings import Frozen
@@ -73,7 +73,6 @@ class Tick:
     slots: Tensor
     simulated_tau: float
     context_tokens: int
-    anchors: int
     progress: float = 0.0  # share of the budget that is spent after the step
     seconds: float = 0.0  # seconds of training so far
     scores: Scores | None = None
@@ -200,14 +199,18 @@ class Trainer:
         dtype = torch.bfloat16 if self.settings.bf16 else torch.float32
         self.forward = SlotForward(drafter, target.embedding, dtype=dtype)
         alpha = self.settings.dpace_alpha if self.settings.weighting == "dpace" else None
-        weighting = Weighting(alpha, self.settings.decay_gamma)
-        least = self.settings.seen_at_least
-        kept = seen_vocabulary(training, least).to(self.head.device) if self.settings.reduced_vocabulary else None
-        soft = self.settings.soft_labels
-        self.whole_loss = SlotLoss(self.head, weighting, soft=soft)
-        self.loss = self.whole_loss if kept is None else SlotLoss(self.head, weighting, soft=soft, kept=kept)
+        weighting, soft = Weighting(alpha, self.settings.decay_gamma), self.settings.soft_labels
+        self.whole_loss = self.loss = SlotLoss(self.head, weighting, soft=soft)
+        if self.settings.reduced_vocabulary:
+            kept = seen_vocabulary(training, self.settings.seen_at_least).to(self.head.device)
+            self.loss = SlotLoss(self.head, weighting, soft=soft, kept=kept)
         self.optimizer = Optimizer(drafter, self.settings)
-        self.average = Average(drafter, self.settings.ema)
+        self.average: AveragedModel | None = None  # smooths the last steps' noise away
+        self.published = drafter  # has the weights to be validated and written
+        if self.settings.ema is not None:
+            self.average = AveragedModel(drafter, multi_avg_fn=get_ema_multi_avg_fn(self.settings.ema))
+            self.published = cast("Drafter", self.average.module)
+        self.published_forward = SlotForward(self.published, target.embedding, dtype=dtype)
         self.best: dict[str, Tensor] = {}  # weights of the best step; empty = nothing was validated yet
         made_by = recipe.model_dump(mode="json")
         made_by["training"] = {k: v for k, v in made_by["training"].items() if k not in ("steps", "minutes")}
@@ -247,17 +250,29 @@ class Trainer:
         features, labels = self.teacher(blocks, features)
         predictions = self.forward(blocks, features)
         loss, scores = self.loss(predictions, labels)
-        whole, of_confidence = loss, None
+        sum_of_losses, of_confidence = loss, None
         if predictions.confidence is not None:
             of_confidence = confidence_loss(predictions.confidence, scores)
-            whole = loss + self.settings.confidence_weight * of_confidence
-        whole.backward()
+            sum_of_losses = loss + self.settings.confidence_weight * of_confidence
+        sum_of_losses.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
         lr = learning_rate(self.fraction, self.settings)
         self.optimizer.step(lr)
-        self.average.update()
-        losses = float(loss.detach()), None if of_confidence is None else float(of_confidence.detach())
-        return self._tick(blocks, scores, lr, losses, float(norm))
+        if self.average is not None:
+            self.average.update_parameters(self.drafter)
+        whole, missing = blocks.valid.all(1), self.drafter.config.block_size - 1 - blocks.valid.shape[1]
+        accepted = scores.hit[whole].long().cumprod(1).sum(1).float() + 1
+        return Tick(
+            step=self.progress.step + 1,
+            lr=lr,
+            loss=float(loss.detach()),
+            confidence_loss=None if of_confidence is None else float(of_confidence.detach()),
+            gradient_norm=float(norm),
+            slot_hits=F.pad(scores.hit.sum(0), (0, missing)).cpu(),
+            slots=F.pad(blocks.valid.sum(0), (0, missing)).cpu(),
+            simulated_tau=float(accepted.mean()) if len(accepted) else 1.0,
+            context_tokens=sum(blocks.contexts),
+        )
 
     def _blocks(self, step: int) -> tuple[Blocks, list[Tensor]]:  # a function of seed, step and budget alone
         seed, answers = self.recipe.seed, self.features.answers
@@ -273,28 +288,11 @@ class Trainer:
         blocks = lay_out(sequences, anchors, size, config.rows(size))
         return replace(blocks, valid=blocks.valid & self.loss.knows(blocks.targets)), self.features.of(indexes)
 
-    def _tick(
-        self, blocks: Blocks, scores: SlotScores, lr: float, losses: tuple[float, float | None], norm: float
-    ) -> Tick:
-        whole, missing = blocks.valid.all(1), self.drafter.config.block_size - 1 - blocks.valid.shape[1]
-        accepted = scores.hit[whole].long().cumprod(1).sum(1).float() + 1
-        return Tick(
-            step=self.progress.step + 1,
-            lr=lr,
-            loss=losses[0],
-            confidence_loss=losses[1],
-            gradient_norm=norm,
-            slot_hits=F.pad(scores.hit.sum(0), (0, missing)).cpu(),
-            slots=F.pad(blocks.valid.sum(0), (0, missing)).cpu(),
-            simulated_tau=float(accepted.mean()) if len(accepted) else 1.0,
-            context_tokens=sum(blocks.contexts),
-            anchors=len(blocks.anchors),
-        )
-
     def validate(self) -> Scores:
         """Scores of the weights to be published, on all held-out answers."""
-        with self.average.in_place():
-            return held_out_scores(self.validation, self.teacher, self.drafter.config, self.forward, self.whole_loss)
+        return held_out_scores(
+            self.validation, self.teacher, self.drafter.config, self.published_forward, self.whole_loss
+        )
 
     def keep_best(self, step: int, scores: Scores) -> None:
         """Keeps the weights to be published if they score better than those of every earlier step."""
@@ -305,16 +303,18 @@ class Trainer:
             return
         best = Best(step=step, replayed_tau=scores.replayed_tau, scores=scores.as_json())
         self.progress = self.progress.model_copy(update={"best": best})
-        self.best = {name: weight.detach().cpu().clone() for name, weight in self.average.published().items()}
+        self.best = {name: weight.detach().cpu().clone() for name, weight in self.published.state_dict().items()}
 
     def save(self) -> None:
         """Replaces the run's checkpoint; a kill at any moment leaves the old or the new one."""
-        groups = {"drafter": dict(self.drafter.state_dict()), "optimizer": self.optimizer.tensors()}
-        if self.average.tensors:
-            groups["average"] = self.average.tensors
-        if self.best:
-            groups["best"] = self.best
-        save_state(self.checkpoints, self.progress, groups)
+        groups = {"drafter": self.drafter.state_dict(), "optimizer": self.optimizer.tensors(), "best": self.best}
+        if self.average is not None:
+            groups["average"] = self.average.state_dict()
+        with self.checkpoints.put(CHECKPOINT, digest(self.progress.made_by)) as scratch:
+            for name, tensors in groups.items():
+                own = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+                save_file(own, scratch / f"{name}.safetensors")
+            (scratch / PROGRESS).write_text(self.progress.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     def resume(self) -> bool:
         """Goes back to the run's checkpoint; False if there is none under its settings.
@@ -322,15 +322,20 @@ class Trainer:
         Raises:
             UserError: the checkpoint cannot be read.
         """
-        state = load_state(self.checkpoints, self.progress.made_by)
-        if state is None:
+        folder = self.checkpoints.get(CHECKPOINT, digest(self.progress.made_by))
+        if folder is None:
             return False
-        self.progress, groups = state
-        self.drafter.load_state_dict(groups["drafter"])
-        self.optimizer.load_tensors(groups["optimizer"])
-        if self.average.tensors:
-            self.average.load(groups["average"])
-        self.best = groups.get("best", {})
+        try:
+            self.progress = Progress.model_validate_json((folder / PROGRESS).read_bytes())
+            groups = {path.stem: load_file(path) for path in folder.glob("*.safetensors")}
+            self.drafter.load_state_dict(groups["drafter"])
+            self.optimizer.load_tensors(groups["optimizer"])
+            if self.average is not None:
+                self.average.load_state_dict(groups["average"])
+            self.best = groups["best"]
+        except (OSError, ValidationError, SafetensorError, KeyError, RuntimeError) as error:
+            what = f"cannot be read ({str(error).splitlines()[0]})"
+            raise UserError(what, where=str(folder), do="remove it and train again") from None
         return True
 
     def other_settings(self) -> str | None:
@@ -345,59 +350,20 @@ class Trainer:
         return difference(self.progress.made_by, kept.made_by)
 
 
-def save_state(checkpoints: ResultFolders, progress: Progress, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Replaces the checkpoint under the settings of `progress`, whole or not at all."""
-    with checkpoints.put(CHECKPOINT, digest(progress.made_by)) as scratch:
-        for name, tensors in groups.items():
-            own = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-            save_file(own, scratch / f"{name}.safetensors")
-        (scratch / PROGRESS).write_text(progress.model_dump_json(indent=2) + "\n", encoding="utf-8")
-
-
-def load_state(
-    checkpoints: ResultFolders, made_by: Mapping[str, Any]
-) -> tuple[Progress, dict[str, dict[str, Tensor]]] | None:
-    """The checkpoint under these settings, None if there is none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    folder = checkpoints.get(CHECKPOINT, digest(made_by))
-    if folder is None:
-        return None
-    try:
-        progress = Progress.model_validate_json((folder / PROGRESS).read_bytes())
-        groups = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
-    except (OSError, ValidationError, SafetensorError) as error:
-        what = f"cannot be read ({str(error).splitlines()[0]})"
-        raise UserError(what, where=str(folder), do="remove it and train again") from None
-    return progress, groups
-
-
 class Optimizer:
     """One or two PyTorch optimisers stepped together; weight decay on matrices only."""
 
     def __init__(self, module: nn.Module, settings: TrainingSection) -> None:
         matrices = {name: p for name, p in module.named_parameters() if p.dim() == 2}
         vectors = [p for p in module.parameters() if p.dim() != 2]
-        self.parts: list[torch.optim.Optimizer]
+        decay, self.parts = settings.weight_decay, list[torch.optim.Optimizer]()
         if settings.optimizer == "muon":
-            heads = [matrices.pop(name) for name in list(matrices) if name.startswith(HEADS)]
-            muon = torch.optim.Muon(
-                list(matrices.values()), lr=settings.lr, weight_decay=settings.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )  # fmt: skip
-            self.parts = [muon, self._adamw([{"params": vectors, "weight_decay": 0.0}, {"params": heads}], settings)]
-        else:
-            own = list(matrices.values())
-            groups: list[dict[str, Any]] = [{"params": own}, {"params": vectors, "weight_decay": 0.0}]
-            self.parts = [self._adamw(groups, settings)]
-
-    @staticmethod
-    def _adamw(groups: Iterable[dict[str, Any]], settings: TrainingSection) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
-        )
+            by_muon = [matrices.pop(name) for name in list(matrices) if not name.startswith(HEADS)]
+            muon = torch.optim.Muon(by_muon, lr=settings.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+            self.parts.append(muon)
+        groups: list[dict[str, Any]] = [{"params": list(matrices.values())}, {"params": vectors, "weight_decay": 0.0}]
+        adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, weight_decay=decay, fused=True)
+        self.parts.append(adamw)
 
     def step(self, lr: float) -> None:
         """Updates the weights and forgets the gradients."""
@@ -410,7 +376,7 @@ class Optimizer:
     def tensors(self) -> dict[str, Tensor]:
         """All state as named tensors: part.parameter.name."""
         return {
-            f"{number}.{parameter}.{name}": value if isinstance(value, Tensor) else torch.tensor(float(value))
+            f"{number}.{parameter}.{name}": value
             for number, part in enumerate(self.parts)
             for parameter, state in part.state_dict()["state"].items()
             for name, value in state.items()
@@ -435,45 +401,3 @@ def learning_rate(progress: float, settings: TrainingSection) -> float:
         return peak * max(progress, 1e-3) / warmup  # never 0: the first step is part of the warm-up
     along = min(1.0, (progress - warmup) / max(1e-9, 1.0 - warmup))
     return peak * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * along)))
-
-
-class Average:
-    """An exponential average of the drafter's weights, which smooths the last steps' noise away.
-
-    average = decay * average + (1 - decay) * weights after every step; without a decay there is none.
-    """
-
-    def __init__(self, drafter: Drafter, decay: float | None) -> None:
-        self.drafter, self.decay = drafter, decay
-        self.tensors: dict[str, Tensor] = {}
-        if decay is not None:
-            self.tensors = {name: weight.detach().clone() for name, weight in drafter.named_parameters()}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Takes in the weights of this step."""
-        if self.decay is not None:
-            for name, weight in self.drafter.named_parameters():
-                self.tensors[name].lerp_(weight, 1 - self.decay)
-
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Goes back to a saved average."""
-        for name in self.tensors:
-            self.tensors[name].copy_(tensors[name])
-
-    def published(self) -> dict[str, Tensor]:
-        """The weights to validate and to save as the drafter."""
-        return dict(self.tensors or self.drafter.state_dict())
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within, the drafter has the average's weights."""
-        if not self.tensors:
-            yield
-            return
-        own = {name: weight.detach().clone() for name, weight in self.drafter.named_parameters()}
-        self.drafter.load_state_dict(self.tensors)
-        try:
-            yield
-        finally:
-            self.drafter.load_state_dict(own)

@@ -27,9 +27,10 @@ from dflash_serve.training.loss import SlotLoss, Weighting, confidence_loss
 from dflash_serve.training.recipe import Recipe
 from dflash_serve.training.run import run
 from tests.support.embedded import answers, tiny_engine
+from tests.support.recipes import tiny_recipe, write_prompts
 from tests.support.tiny_target import write_tiny_target
 
-STEPS, MASK = 60, 3
+STEPS = 60
 WITHOUT = {"markov": ("markov_w2",), "convolution": ("_conv.",), "confidence": ("confidence_head.",)}
 """By head: parts of the names of the tensors without which it is idle."""
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -58,18 +59,9 @@ class Ground:
     backbone: str
 
 
-def recipe(
-    target: str, prompts: Path, drafter: dict[str, Any], training: dict[str, Any], init: str = "target"
-) -> Recipe:
-    shape = {"num_layers": 1, "block_size": 4, "mask_token_id": MASK, "target_layer_ids": [0, 2], "init": init}
-    settings = {"steps": STEPS, "sequences": 3, "anchors": 6, "validate_every": 30, "log_every": 10, "lr": 3e-3}
-    data = {
-        "prompts": [{"kind": "file", "name": "foxes", "path": prompts}],
-        "answers": {"max_batch_size": 8, "max_new_tokens": 24, "shard_size": 8},
-        "validation_share": 0.2,
-    }
-    fields = {"target": {"model": target}, "data": data, "drafter": {**shape, **drafter}}
-    return Recipe.model_validate({**fields, "training": {**settings, **training}})
+def recipe(ground: Ground, drafter: Mapping[str, Any], init: str = "target", **training: Any) -> Recipe:
+    settings = {"steps": STEPS, "validate_every": 30, "log_every": 10, "lr": 3e-3, **training}
+    return tiny_recipe(ground.target, ground.prompts, {**drafter, "init": init}, **settings)
 
 
 def train(asked: Recipe, output: Path) -> list[dict[str, Any]]:
@@ -81,11 +73,10 @@ def train(asked: Recipe, output: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     folder = tmp_path_factory.mktemp("ground")
-    target = str(write_tiny_target(folder / "target"))
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"the quick brown fox {i}"}) + "\n" for i in range(20)))
-    train(recipe(target, prompts, {}, {"steps": 20}), folder / "plain")
-    return Ground(target, prompts, str(folder / "plain/drafter"))
+    target, prompts = str(write_tiny_target(folder / "target")), write_prompts(folder / "prompts.jsonl")
+    ground = Ground(target, prompts, str(folder / "plain/drafter"))
+    train(recipe(ground, {}, steps=20), folder / "plain")
+    return ground
 
 
 def losses(drafter: Drafter, ground: Ground, data: Path, soft: float) -> tuple[float, float | None]:
@@ -119,7 +110,7 @@ def idle(drafter: Drafter, ground: Ground, head: str) -> Drafter:
 @pytest.mark.parametrize("name", CASES)
 def test_every_head_learns_and_is_read_back(name: str, ground: Ground, tmp_path: Path) -> None:
     heads, training = CASES[name]
-    rows = train(recipe(ground.target, ground.prompts, heads, training, init=ground.backbone), tmp_path / "out")
+    rows = train(recipe(ground, heads, ground.backbone, **training), tmp_path / "out")
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert ("confidence_loss" in rows[-1]) is ("confidence" in heads)
     if "confidence" in heads:
@@ -168,7 +159,7 @@ def drafts_losslessly(ground: Ground, folder: Path) -> None:
 
 def test_anchor_first_slots_are_trained_from_the_target(ground: Ground, tmp_path: Path) -> None:
     heads = {"slots": "anchor-first", "markov": {"kind": "vanilla", "rank": 8}}
-    rows = train(recipe(ground.target, ground.prompts, heads, {}), tmp_path / "out")
+    rows = train(recipe(ground, heads), tmp_path / "out")
     assert rows[-1]["loss"] < rows[0]["loss"]
     raw = json.loads((tmp_path / "out/drafter/config.json").read_text())
     assert (raw["sample_from_anchor"], raw["block_size"]) == (True, 3)  # DeepSpec's gamma

@@ -15,7 +15,6 @@ from dflash_serve import LLM
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.outputs import Chunk
-from dflash_serve.prompts import jsonl_prompts
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.training import answers
 from dflash_serve.training.answers import (
@@ -124,13 +123,6 @@ def test_more_minutes_go_on_where_fewer_ended(prompts: Path, tiny_target_folder:
     assert make(recipe(prompts, tiny_target_folder, sampled_share=0.0, max_minutes=60), folder).finished
     whole = make(recipe(prompts, tiny_target_folder, sampled_share=0.0), tmp_path / "whole")
     assert contents(make(short, folder), folder) == contents(whole, tmp_path / "whole")
-
-
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "broken.jsonl"
-    path.write_text('{"prompt": "a\u2028b"}\n{"question": "b"}\n', encoding="utf-8")
-    with pytest.raises(UserError, match=r"broken.jsonl:2"):
-        jsonl_prompts(path)
 
 
 ASKED = [[5, 6, 7], [9], [30, 31, 32, 33, 34, 35, 36], [12, 13], [60, 61, 62, 63], [7] * 9, [80, 90, 100]]

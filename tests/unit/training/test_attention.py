@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span
-from dflash_serve.training.blocks import BlockForward, FlexBlockAttention, context_rows, lay_out
+from dflash_serve.training.blocks import SlotForward, lay_out
 from tests.support.tiny import tiny_drafter_config
 
 KINDS = {
@@ -55,34 +56,20 @@ def decoded(drafter: Drafter, tokens: Tensor, features: Tensor, anchor: int, emb
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 def test_all_blocks_at_once_are_the_blocks_of_decoding(kind: AttentionKind) -> None:
+    """Through FlexAttention, too, which a GPU uses."""
     drafter = random_drafter(kind)
     sequences, features, embedding = inputs(drafter.config)
     blocks = lay_out(sequences, [torch.tensor(a) for a in ANCHORS], drafter.config.block_size)
+    forward = SlotForward(drafter, embedding, dtype=torch.float32)
     with torch.no_grad():
-        together = BlockForward(drafter, embedding, dtype=torch.float32)(blocks, features)
         alone = [
             decoded(drafter, tokens, rows, anchor, embedding)
             for tokens, rows, anchors in zip(sequences, features, ANCHORS, strict=True)
             for anchor in anchors
         ]
-    torch.testing.assert_close(together, torch.stack(alone), atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-def test_flex_attention_sees_the_same(kind: AttentionKind) -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    drafter = random_drafter(kind)
-    sequences, features, embedding = inputs(drafter.config)
-    blocks = lay_out(sequences, [torch.tensor(a) for a in ANCHORS], drafter.config.block_size)
-    with torch.no_grad():
-        expected = BlockForward(drafter, embedding, dtype=torch.float32)(blocks, features)
-        rows = context_rows(features, blocks.contexts)
-        context = drafter.context_kv(drafter.project_context(rows), blocks.context_positions())
-        attention = FlexBlockAttention(blocks, context, drafter.config.layers, flex_attention)
-        hidden = drafter(drafter.noise(blocks.anchor_ids, embedding), blocks.positions, attention)
-    got = hidden.view(len(blocks.anchors), drafter.config.block_size, -1)[:, 1:]
-    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+        for flex in (None, flex_attention):
+            forward.backbone.flex = flex
+            torch.testing.assert_close(forward(blocks, features).hidden, torch.stack(alone), atol=2e-5, rtol=1e-4)
 
 
 def test_targets_are_the_tokens_at_the_slots_and_stop_at_the_end() -> None:
