@@ -110,7 +110,7 @@ class SlotLoss:
         """The scores alone."""
         (hidden, latent, *_), bias = predictions, self._kept_rows(predictions.bias)
         parts = self.parts(labels)
-        return _joined([self.measure(hidden[own], _rows(latent, own), bias, part)[1] for own, part in parts])
+        return joined([self.measure(hidden[own], _rows(latent, own), bias, part)[1] for own, part in parts])
 
     def _kept_rows(self, bias: Tensor | None) -> Tensor | None:
         return bias if bias is None or self.kept is None else bias[self.kept]
@@ -173,7 +173,7 @@ class _SlotLoss(torch.autograd.Function):
             of_hidden.append(rows.grad)
             if latents is not None and latents.grad is not None:
                 of_latent.append(latents.grad)
-        scores = _joined(found)
+        scores = joined(found)
         total = scores.weights.sum().clamp(min=1e-9)  # no slot of the step may count
         gradients = (torch.cat(of_hidden), None if latent is None else torch.cat(of_latent))
         ctx.save_for_backward(total, *gradients, None if whole_bias is None else whole_bias.grad)
@@ -196,6 +196,7 @@ def _rows(tensor: Tensor | None, own: slice) -> Tensor | None:
     return None if tensor is None else tensor[own]
 
 
-def _joined(chunks: list[SlotScores]) -> SlotScores:
+def joined(chunks: list[SlotScores]) -> SlotScores:
+    """The scores of several groups of blocks, one after the other."""
     columns = zip(*chunks, strict=True)
     return SlotScores(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]

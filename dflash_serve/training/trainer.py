@@ -29,11 +29,12 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.common.settings import Frozen
 from dflash_serve.common.store import ResultFolders, difference, digest
 from dflash_serve.errors import UserError
+from dflash_serve.models.attention import PackedCausalAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.blocks import Blocks, SlotForward, Teacher, draw_anchors, lay_out, step_sequences
-from dflash_serve.training.data import Example, Features, seen_vocabulary, target_features
-from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting, confidence_loss
+from dflash_serve.training.data import Example, seen_vocabulary
+from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting, confidence_loss, joined
 from dflash_serve.training.recipe import Recipe, TrainingSection
 
 CHECKPOINT, PROGRESS = "checkpoint", "progress.json"
@@ -92,51 +93,34 @@ class Scores:
     survival: tuple[float, ...]
     confidence_loss: float | None = None
 
+    @classmethod
+    def of(cls, valid: Tensor, counts: Sequence[int], slots: SlotScores, confidence: Tensor | None = None) -> Scores:
+        """The means of blocks at all anchors of some sequences.
+
+        Args:
+            valid: [blocks, B-1] and counts, the blocks of each sequence: as in `Blocks`.
+            confidence: as in `Predictions`.
+        """
+        hit, whole = slots.hit & valid, valid.all(1)
+        accepted = hit.long().cumprod(1).sum(1)
+        simulated, walked = accepted[whole].float() + 1, list[int]()
+        for sequence, fits in zip(accepted.split(list(counts)), whole.split(list(counts)), strict=True):
+            walked += walk(sequence.tolist(), fits.tolist())
+        replayed = torch.tensor(walked, dtype=torch.float32)
+        survival = [float((replayed > slot).sum()) / max(1, len(walked)) for slot in range(1, valid.shape[1] + 1)]
+        return cls(
+            loss=float((slots.cross_entropy * slots.weights).sum() / slots.weights.sum().clamp(min=1e-9)),
+            slot_accuracy=tuple((hit.sum(0) / valid.sum(0).clamp(min=1)).tolist()),
+            simulated_tau=float(simulated.mean()),  # NaN if no answer is as long as a block
+            replayed_tau=float(replayed.mean()),
+            survival=tuple(survival),
+            confidence_loss=None if confidence is None else float(confidence_loss(confidence, slots)),
+        )
+
     def as_json(self) -> dict[str, float | list[float]]:
         """Rounded for logs, without missing values."""
         raw = {key: value for key, value in asdict(self).items() if value is not None and value == value}  # no NaN
         return {key: [round(x, 4) for x in v] if isinstance(v, tuple) else round(v, 4) for key, v in raw.items()}
-
-
-class Tally:
-    """Adds up slots over validation batches; all anchors of a sequence must come in one batch."""
-
-    def __init__(self, block_size: int) -> None:
-        self.hits = torch.zeros(block_size - 1)
-        self.slots = torch.zeros(block_size - 1)
-        self.loss = torch.zeros(3)  # sums of the slots' loss, of the confidence loss, and of the weights
-        self.confident = False
-        self.lengths: list[Tensor] = []
-        self.walked: list[int] = []
-
-    def add(self, blocks: Blocks, scores: SlotScores, confidence: Tensor | None = None) -> None:
-        """Takes one batch; `confidence` as in `Predictions`."""
-        valid, hit, weights = blocks.valid, scores.hit, scores.weights
-        self.hits += (hit & valid).sum(0).cpu()
-        self.slots += valid.sum(0).cpu()
-        total, self.confident = weights.sum(), confidence is not None
-        of_confidence = torch.zeros(()) if confidence is None else confidence_loss(confidence, scores) * total
-        self.loss += torch.stack([(scores.cross_entropy * weights).sum(), of_confidence.to(total), total]).cpu()
-        accepted = (hit & valid).long().cumprod(1).sum(1)
-        whole = valid.all(1)
-        self.lengths.append((accepted[whole] + 1).cpu())
-        for sequence, fits in zip(accepted.split(blocks.counts), whole.split(blocks.counts), strict=True):
-            self.walked += walk(sequence.tolist(), fits.tolist())
-
-    def scores(self) -> Scores:
-        """Means so far."""
-        lengths = torch.cat(self.lengths).float()
-        walked = torch.tensor(self.walked)
-        steps = max(1, len(walked))
-        slots, confidence = (self.loss[:2] / self.loss[2].clamp(min=1e-9)).tolist()
-        return Scores(
-            loss=slots,
-            slot_accuracy=tuple((self.hits / self.slots.clamp(min=1)).tolist()),
-            simulated_tau=float(lengths.mean()) if len(lengths) else float("nan"),
-            replayed_tau=float(walked.float().mean()) if len(walked) else float("nan"),
-            survival=tuple(float((walked > slot).sum()) / steps for slot in range(1, len(self.hits) + 1)),
-            confidence_loss=confidence if self.confident else None,
-        )
 
 
 def walk(accepted: Sequence[int], fits: Sequence[bool]) -> list[int]:
@@ -162,8 +146,8 @@ def held_out_scores(
     Args:
         loss: over the target's whole head, so that a reduced vocabulary does not flatter the scores.
     """
-    tally, target = Tally(config.block_size), teacher.target
-    device = target.embedding.device
+    target, device = teacher.target, teacher.target.embedding.device
+    valid, counts, slots, confidence = list[Tensor](), list[int](), list[SlotScores](), list[Tensor]()
     for first in range(0, len(answers), ANSWERS_AT_ONCE):
         part = answers[first : first + ANSWERS_AT_ONCE]
         sequences = [answer.tokens.to(device, torch.int64) for answer in part]
@@ -171,8 +155,70 @@ def held_out_scores(
         blocks = lay_out(sequences, anchors, config.block_size, config.rows())
         features, labels = teacher(blocks, target_features(target, sequences, teacher.layer_ids))
         predictions = forward(blocks, features)
-        tally.add(blocks, loss.scores(predictions, labels), predictions.confidence)
-    return tally.scores()
+        valid.append(blocks.valid)
+        counts += blocks.counts
+        slots.append(loss.scores(predictions, labels))
+        if predictions.confidence is not None:
+            confidence.append(predictions.confidence)
+    return Scores.of(torch.cat(valid), counts, joined(slots), torch.cat(confidence) if confidence else None)
+
+
+class Features:
+    """Context features of the training sequences by index, computed when asked for; the first ones are kept.
+
+    Args:
+        cache_gib: memory for kept features.
+    """
+
+    def __init__(
+        self, target: TargetModel, answers: Sequence[Example], layer_ids: Sequence[int], cache_gib: float
+    ) -> None:
+        self.target, self.answers, self.layer_ids = target, answers, tuple(layer_ids)
+        row = len(layer_ids) * target.config.hidden_size
+        wanted = sum(len(answer.tokens) for answer in answers)
+        rows = min(wanted, int(cache_gib * 2**30) // (row * target.embedding.element_size()))
+        # One block of memory: thousands of pieces kept among what every step takes and frees would slow malloc down.
+        self.room = torch.empty(rows, row, dtype=target.embedding.dtype, device=target.embedding.device)
+        self.used = 0
+        self.kept: dict[int, Tensor] = {}
+
+    def token_ids(self, index: int) -> Tensor:
+        """int64 [length] on the target's device."""
+        return self.answers[index].tokens.to(self.target.embedding.device, torch.int64)
+
+    def of(self, indexes: Sequence[int]) -> list[Tensor]:
+        """One [length, F*H] a sequence, in the target's dtype."""
+        fresh = self._compute([index for index in dict.fromkeys(indexes) if index not in self.kept])
+        return [fresh[index] if index in fresh else self.kept[index] for index in indexes]
+
+    def _compute(self, indexes: Sequence[int]) -> dict[int, Tensor]:
+        if not indexes:
+            return {}
+        sequences = [self.token_ids(index) for index in indexes]
+        fresh = dict(zip(indexes, target_features(self.target, sequences, self.layer_ids), strict=True))
+        for index, features in fresh.items():
+            end = self.used + len(features)
+            if end <= len(self.room):
+                self.kept[index] = self.room[self.used : end].copy_(features)
+                self.used = end
+        return fresh
+
+
+@torch.no_grad()
+def target_features(target: TargetModel, sequences: Sequence[Tensor], target_layer_ids: Sequence[int]) -> list[Tensor]:
+    """Computes the context features of whole sequences in the target's dtype.
+
+    Args:
+        sequences: token ids int64 [length] each, on the target's device.
+
+    Returns:
+        one [length, F*H] a sequence.
+    """
+    lengths, device = [len(s) for s in sequences], target.embedding.device
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    attention = PackedCausalAttention(lengths, target.config.layers, device)
+    features = target.features(torch.cat(list(sequences)), positions, attention, target_layer_ids)
+    return list(features.split(lengths))
 
 
 class Trainer:

@@ -21,11 +21,11 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.training.blocks import SlotForward, Teacher, lay_out
-from dflash_serve.training.data import Example, load_answers, read_manifest, target_features
-from dflash_serve.training.initialise import new_drafter
+from dflash_serve.training.data import Example, load_answers, read_manifest
 from dflash_serve.training.loss import SlotLoss, Weighting, confidence_loss
 from dflash_serve.training.recipe import Recipe
-from dflash_serve.training.run import run
+from dflash_serve.training.run import new_drafter, run
+from dflash_serve.training.trainer import target_features
 from tests.support.embedded import answers, tiny_engine
 from tests.support.recipes import tiny_recipe, write_prompts
 from tests.support.tiny_target import write_tiny_target

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter, load_target
-from dflash_serve.training.answers import answer_engine, make_data
+from dflash_serve.training.data import answer_engine, make_data
 from dflash_serve.training.recipe import Recipe
 from dflash_serve.training.run import Display, new_trainer, run
 from dflash_serve.training.trainer import Scores, Tick, Trainer

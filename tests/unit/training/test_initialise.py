@@ -15,8 +15,8 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.blocks import SlotForward, lay_out
-from dflash_serve.training.initialise import drafter_config, new_drafter
 from dflash_serve.training.recipe import DrafterSection
+from dflash_serve.training.run import drafter_config, new_drafter
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from dflash_serve.models.drafter import Drafter, propose_by_walk
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.loader import load_target
 from dflash_serve.training.blocks import Blocks, Labels, SlotForward, Teacher, lay_out
-from dflash_serve.training.data import target_features
 from dflash_serve.training.loss import SlotLoss, Weighting
+from dflash_serve.training.trainer import target_features
 from tests.support.heads import HEADS
 from tests.support.tiny import random_tensors, tiny_drafter_config
 
