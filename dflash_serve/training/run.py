@@ -8,10 +8,8 @@ import platform
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from pydantic import ValidationError
@@ -29,7 +27,8 @@ from dflash_serve.common.provenance import argv, commit, now, processor, version
 from dflash_serve.common.settings import describe
 from dflash_serve.common.store import digest
 from dflash_serve.errors import UserError
-from dflash_serve.models.drafter import ConvolvedLayer, Drafter
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.drafter_heads import ConfidenceHead, GroupedConvolution, MarkovHead
 from dflash_serve.models.hot_tokens import takes_hot_tokens, write_hot_tokens
 from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.models.target import TargetModel
@@ -84,8 +83,10 @@ def run(
         UserError: the output folder holds another run.
     """
     console, started, model = Console(stderr=True, quiet=quiet), now(), recipe.target
-    if not data_only:
-        refuse_another_run(output, resume=resume)
+    finished = (output / DRAFTER / PROVENANCE).is_file()
+    if not data_only and not resume and any(output.glob(f"{CHECKPOINT}*")):
+        do = "give another --output" if finished else "add --resume, or give another --output"
+        raise UserError(f"it holds {'a finished' if finished else 'an unfinished'} run", where=str(output), do=do)
     # Before hours are spent on answers:
     check_drafter(recipe.drafter, read_target_config(target_folder(model.model, model.revision)))
     manifest = make_data(
@@ -101,9 +102,16 @@ def run(
     # Never fp16: features reach 25,000, too near its end.
     target = load_target(model.model, dtype=torch.bfloat16, device=device, revision=model.revision)
     trainer = new_trainer(recipe, target, manifest, output)
-    if resume:
-        go_on(trainer, console)
-    with Display(output / "log.jsonl", recipe.training.log_every, console) as display, _until_stopped(trainer, console):
+    if resume and trainer.resume():
+        console.print(f"resumed at step {trainer.progress.step}")
+    elif resume and (other := trainer.other_settings()):
+        if finished:
+            what = f"it holds a finished run with other settings ({other})"
+            raise UserError(what, where=str(output), do="give another --output")
+        console.print(f"the checkpoint was made with other settings ({other}); training starts anew")
+    display = Display(output / "log.jsonl", recipe.training.log_every, console)
+    # Without a terminal nothing is started: a bar that is not shown would end with an empty line.
+    with display.bar if console.is_terminal else nullcontext(), _until_stopped(trainer, console):
         trainer.run(display)
     if trainer.fraction < 1:
         console.print(f"stopped at step {trainer.progress.step}; go on with --resume")
@@ -113,33 +121,6 @@ def run(
     of = "" if best is None else f" (step {best.step}, the best on held-out answers)"
     console.print(f"drafter: {output / DRAFTER}{of}")
     return True
-
-
-def go_on(trainer: Trainer, console: Console) -> None:
-    """Resumes a run, or says why it starts anew.
-
-    Raises:
-        UserError: the folder holds a finished drafter of other settings.
-    """
-    if trainer.resume():
-        console.print(f"resumed at step {trainer.progress.step}")
-    elif other := trainer.other_settings():
-        if (trainer.output / DRAFTER / PROVENANCE).is_file():
-            what = f"it holds a finished run with other settings ({other})"
-            raise UserError(what, where=str(trainer.output), do="give another --output")
-        console.print(f"the checkpoint was made with other settings ({other}); training starts anew")
-
-
-def refuse_another_run(output: Path, *, resume: bool) -> None:
-    """Refuses to train over a run unless it is to be resumed.
-
-    Raises:
-        UserError: the folder holds a run, finished or not.
-    """
-    if not resume and any(output.glob(f"{CHECKPOINT}*")):
-        finished = (output / DRAFTER / PROVENANCE).is_file()
-        do = "give another --output" if finished else "add --resume, or give another --output"
-        raise UserError(f"it holds {'a finished' if finished else 'an unfinished'} run", where=str(output), do=do)
 
 
 def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, output: Path) -> Trainer:
@@ -209,7 +190,9 @@ def new_drafter(config: DrafterConfig, target: TargetModel, *, init: str, seed: 
     for parameter in drafter.parameters():
         if parameter.dim() == 2:
             parameter.normal_(0.0, RANDOM, generator=generator)
-    _make_idle(drafter)
+    for part in drafter.modules():
+        if isinstance(part, GroupedConvolution | MarkovHead | ConfidenceHead):
+            part.make_idle()
     drafter.norm.weight.copy_(target.get_parameter("norm.weight").float().cpu())
     if init == "target":
         _from_target(drafter, target, generator)
@@ -218,17 +201,6 @@ def new_drafter(config: DrafterConfig, target: TargetModel, *, init: str, seed: 
         _refuse_other(config, given.config, init)
         drafter.load_state_dict({**drafter.state_dict(), **given.state_dict()})  # parts it does not have stay idle
     return drafter.float().to(target.embedding.device)
-
-
-def _make_idle(drafter: Drafter) -> None:
-    for layer in drafter.layers:
-        if isinstance(layer, ConvolvedLayer):
-            layer.attention_conv.make_idle()
-            layer.mlp_conv.make_idle()
-    if drafter.markov_head is not None:
-        drafter.markov_head.make_idle()
-    if drafter.confidence_head is not None:
-        drafter.confidence_head.make_idle()
 
 
 def _from_target(drafter: Drafter, target: TargetModel, generator: torch.Generator) -> None:
@@ -268,7 +240,12 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
     if trainer.validation:
         trainer.keep_best(trainer.progress.step, trainer.validate())
     best = trainer.progress.best
-    _write_weights(trainer)
+    folder, config = output / DRAFTER, trainer.drafter.config
+    weights = trainer.best or trainer.published.state_dict()
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+    write_drafter(folder, config, tensors, dialect=dialect_of(config), overwrite=True)
+    if trainer.loss.kept is not None and takes_hot_tokens(config):
+        write_hot_tokens(folder, trainer.loss.kept.tolist())
     answers, _, answer_tokens = totals(manifest.shards)
     given = {} if recipe.drafter.init in FRESH else file_entries(drafter_folder(recipe.drafter.init))
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} x {processor()}"
@@ -293,16 +270,7 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
         "best_step": None if best is None else best.step,
         "validation": None if best is None else best.scores,
     }
-    write_whole(output / DRAFTER / PROVENANCE, json.dumps(provenance, indent=2, ensure_ascii=False) + "\n")
-
-
-def _write_weights(trainer: Trainer) -> None:
-    folder, config = trainer.output / DRAFTER, trainer.drafter.config
-    best = trainer.best or trainer.published.state_dict()
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in best.items()}
-    write_drafter(folder, config, tensors, dialect=dialect_of(config), overwrite=True)
-    if trainer.loss.kept is not None and takes_hot_tokens(config):
-        write_hot_tokens(folder, trainer.loss.kept.tolist())
+    write_whole(folder / PROVENANCE, json.dumps(provenance, indent=2, ensure_ascii=False) + "\n")
 
 
 def dialect_of(config: DrafterConfig) -> str:
@@ -344,21 +312,10 @@ class Display:
     def __init__(self, log: Path, every: int, console: Console) -> None:
         self.log, self.every, self.console = log, every, console
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.bar = Progress(*columns, console=console)
         self.task = self.bar.add_task("training", total=1.0)
         self.pending: list[Tick] = []
         self.since = 0.0
-
-    def __enter__(self) -> Self:
-        if not self.bar.disable:  # a disabled bar would end with an empty line
-            self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.bar.disable:
-            self.bar.stop()
 
     def __call__(self, tick: Tick) -> None:
         self.pending.append(tick)

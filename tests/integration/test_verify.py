@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from dflash_serve.checkpoint.source import target_folder
-from dflash_serve.cli.main import run
 from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.store import Store
 from dflash_serve.deployment import Deployment
@@ -31,6 +30,7 @@ from dflash_torch.backend import EmbeddedBackend
 from dflash_torch.engine import EmbeddedEngine
 from tests.support import broken_loops
 from tests.support.broken_loops import Break, guessing_engine, likely_tokens, sharp_pair
+from tests.support.command_line import call
 from tests.support.embedded import tiny_engine
 from tests.support.serving import running, until
 
@@ -152,12 +152,9 @@ class Command:
     said: str = ""
 
     def __call__(self, *arguments: object) -> int:
-        words = ["dflash-serve", "verify", *map(str, arguments), "--output", str(self.output)]
-        self.monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as stopped:
-            run()
+        code = call(self.monkeypatch, "verify", *arguments, "--output", self.output)
         self.said = "".join(self.capsys.readouterr())
-        return int(stopped.value.code or 0)
+        return code
 
     def report(self) -> VerifyReport:
         """The report; nothing else is left beside it."""
