@@ -39,21 +39,13 @@ NEW = "\0another token"
 Floats = NDArray[np.float32]
 
 
-class Look(Frozen):
-    """A permutation test over the samples so far."""
-
-    samples: int  # Samples on each side
-    p_value: float
-    false_alarm: float  # Share of the false-alarm rate of this look; at or below it the distributions differ
-
-
 class DistributionComparison(Frozen):
     """Both sides' answers to one sampled case, compared as draws from a distribution."""
 
     case: str
     prompt: int  # From 1 on, in the order of the prompt set
-    samples: int
-    looks: tuple[Look, ...] = ()
+    samples: int  # On each side
+    p_value: float | None = None
     differs: bool = False
     smallest_deviation: float | None = None
     """Least total variation of a next-token distribution that would have been seen with the stated power."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from dflash_serve.backend import Prompt
@@ -11,8 +11,6 @@ from dflash_serve.speculation.params import SamplingParams
 
 Precision = Literal["float32", "bfloat16"]
 WITH, WITHOUT = "with", "without"  # The two sides of a verification: with and without speculation
-LOOKS = (1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Shares of the sampled answers at which they are tested; each look has its share of the false-alarm rate."""
 FEWEST = 64  # Least samples on a side: fewer show only very large deviations
 NOISE: dict[Precision, float] = {"float32": 3e-4, "bfloat16": 0.75}
 """Largest gap of two log-probabilities whose order rounding may change, in nats; measured, see `tokens`."""
@@ -62,7 +60,7 @@ class VerifyPlan(Frozen):
     max_tokens: int  # Longest greedy answer, in tokens
     samples: int  # Answers on each side for each sampled case; 0 = sampling is not verified
     sample_tokens: int = 8  # Longest sampled answer, in tokens
-    false_alarm: float = 1e-3  # Probability that a correct engine is called faulty, over all cases and looks together
+    false_alarm: float = 1e-3  # Probability that a correct engine is called faulty, over all sampled cases together
     power: float = 0.9  # Probability with which the smallest visible deviation is seen
     dtype: Precision = "bfloat16"  # The engine's precision, which sets the bound of a near-tie
     penalties: bool = True  # True if cases with penalties are verified, too
@@ -92,15 +90,9 @@ class VerifyPlan(Frozen):
         return (*(() if self.samples else ("greedy only",)), *(() if self.penalties else ("no penalties",)))
 
     @property
-    def looks(self) -> Iterator[tuple[int, float]]:
-        """Samples on a side, and the false-alarm rate of one case at this look: linear in the samples.
-
-        The union bound over looks and cases keeps the sum, whatever their dependence on each other.
-        """
-        spent = 0.0
-        for share in LOOKS:
-            yield max(1, round(share * self.samples)), self.false_alarm / len(SAMPLED) * (share - spent)
-            spent = share
+    def rate(self) -> float:
+        """The false-alarm rate of one sampled case: by the union bound, whatever their dependence on each other."""
+        return self.false_alarm / len(SAMPLED)
 
     def _wanted(self, cases: tuple[Case, ...]) -> tuple[Case, ...]:
         return tuple(case for case in cases if self.penalties or not case.params.penalised)

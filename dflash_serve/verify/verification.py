@@ -1,8 +1,7 @@
 """The run of a verification: both sides answer, greedy answers that differ are asked again, and all are compared.
 
 The plain side gives all its answers first, then the speculating one, so that an engine which needs the whole machine
-can run them one after the other. Sampled answers are tested at several looks and end at the first that tells the sides
-apart. Every answer is kept in a store, so a resumed verification asks only for missing ones.
+can run them one after the other. Every answer is kept in a store, so a resumed verification asks only for missing ones.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dflash_serve.common.store import Store
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
-from dflash_serve.verify.distributions import DistributionComparison, Look, p_value, repeats, smallest_deviation
+from dflash_serve.verify.distributions import DistributionComparison, p_value, repeats, smallest_deviation
 from dflash_serve.verify.questions import SEEDED, WITH, WITHOUT, Case, Question, VerifyPlan, prompt_index, questions
 from dflash_serve.verify.report import Findings, conclude
 from dflash_serve.verify.subjects import Subject, SubjectPair
@@ -54,15 +53,15 @@ class Verification:
         Raises:
             UserError: a server cannot be reached or started, or is none.
         """
+        cases = (*self.plan.token_cases, *self.plan.sampled_cases)
         with self.pair.plain() as plain:
             self._refuse_drafts(plain, Question(self.prompts[0], PROBE))
-            for case in (*self.plan.token_cases, *self.plan.sampled_cases):
+            for case in cases:
                 self._ask(plain, WITHOUT, case)
             is_plain = self._refuse_drafts(plain)
         with self.pair.speculating() as speculating:
-            for case in self.plan.token_cases:
+            for case in cases:
                 self._ask(speculating, WITH, case)
-            sampled = tuple(self._look(speculating, case) for case in self.plan.sampled_cases)
             self._ask_again(speculating, WITH)
             acceptance = self._acceptance(speculating)
         if any(self._parted()):
@@ -70,7 +69,7 @@ class Verification:
                 self._ask_again(plain, WITHOUT)
         return conclude(
             tuple(self._tokens(case) for case in self.plan.greedy_cases),
-            sampled,
+            tuple(self._distributions(case) for case in self.plan.sampled_cases),
             self._tokens(SEEDED) if self.plan.same_seeds else None,
             acceptance,
             unit=str(self.store.get(UNIT, "nothing")),
@@ -87,9 +86,9 @@ class Verification:
             raise UserError("it speculates, too: its own metrics count drafted tokens", where=where, do=do)
         return self.pair.plain_is_ours or speculates is False
 
-    def _ask(self, subject: Subject, side: str, case: Case, count: int | None = None) -> None:
-        """Asks the first `count` questions (None: all) that are not answered; a refusal ends the case."""
-        asked = questions(self.plan, self.prompts, case, side)[:count]
+    def _ask(self, subject: Subject, side: str, case: Case) -> None:
+        """Asks the questions that are not answered; a refusal ends the case."""
+        asked = questions(self.plan, self.prompts, case, side)
         missing = [index for index in range(len(asked)) if _key(side, case, index) not in self.store]
         what = f"{side} speculation, {case.name}"
         self.progress(what, len(asked) - len(missing))
@@ -127,22 +126,18 @@ class Verification:
             for index in range(self.plan.prompts)
         ]
 
-    def _look(self, speculating: Subject, case: Case) -> DistributionComparison:
-        prompt, looks = prompt_index(case, len(self.prompts)) + 1, list[Look]()
-        for samples, rate in self.plan.looks:
-            self._ask(speculating, WITH, case, samples)
-            if why := self.refused.get(case.name):
-                return DistributionComparison(case=case.name, prompt=prompt, samples=0, refused=why)
-            plain, other = (self._answers(side, case, samples) for side in (WITHOUT, WITH))
-            p = p_value(plain, other, rate, seed=crc32(case.name.encode()))
-            looks.append(Look(samples=samples, p_value=p, false_alarm=rate))
-            if p <= rate:
-                break
+    def _distributions(self, case: Case) -> DistributionComparison:
+        """Both sides' sampled answers to a case, compared as draws from a distribution."""
+        prompt, samples, rate = prompt_index(case, len(self.prompts)) + 1, self.plan.samples, self.plan.rate
+        if why := self.refused.get(case.name):
+            return DistributionComparison(case=case.name, prompt=prompt, samples=0, refused=why)
+        plain, other = (self._answers(side, case, samples) for side in (WITHOUT, WITH))
+        p = p_value(plain, other, rate, seed=crc32(case.name.encode()))
         return DistributionComparison(
             case=case.name,
             prompt=prompt,
             samples=samples,
-            looks=tuple(looks),
+            p_value=p,
             differs=p <= rate,
             smallest_deviation=None if p <= rate else smallest_deviation(plain, samples, rate, self.plan.power),
             repeats_without=repeats(plain),

@@ -8,7 +8,7 @@ import pytest
 
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.distributions import DistributionComparison
-from dflash_serve.verify.questions import GREEDY, PENALISED, SAMPLED, VerifyPlan
+from dflash_serve.verify.questions import GREEDY, PENALISED, SAMPLED
 from dflash_serve.verify.report import FaultKind, Findings, conclude
 from dflash_serve.verify.tokens import Difference, Kind, TokenComparison
 
@@ -104,9 +104,3 @@ def test_sides_that_may_not_be_what_they_are_said_to_be_could_not_be_told(
     result = found(acceptance=acceptance, is_plain=is_plain)
     assert [(why or "") in reason for reason in result.reasons] == [True] * (why is not None)
     assert result.verdict == ("could not tell" if why else "lossless")
-
-
-def test_the_looks_spend_the_false_alarm_rate_and_no_more() -> None:
-    looks = list(VerifyPlan(prompts=1, prompts_sha256="", max_tokens=8, samples=200, false_alarm=1e-3).looks)
-    assert [samples for samples, _ in looks] == [25, 50, 100, 200]
-    assert sum(rate for _, rate in looks) * len(SAMPLED) == pytest.approx(1e-3)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dflash_serve.errors import UserError
 from dflash_serve.prompts import read_prompt_set
-from dflash_serve.verify.distributions import DistributionComparison, Look
+from dflash_serve.verify.distributions import DistributionComparison
 from dflash_serve.verify.questions import VerifyPlan
 from dflash_serve.verify.report import FaultKind, Findings, VerifyReport, report_of, show, write_report
 from dflash_serve.verify.tokens import Difference, TokenComparison
@@ -24,8 +24,7 @@ DIFFERENCE = Difference(
 def report() -> VerifyReport:
     plan = VerifyPlan(prompts=4, prompts_sha256="0" * 64, max_tokens=8, samples=64)
     greedy = TokenComparison(case="greedy", prompts=4, identical=3, tokens=32, compared=25, differences=(DIFFERENCE,))
-    look = Look(samples=64, p_value=0.4, false_alarm=1e-4)
-    drawn = DistributionComparison(case="temperature 1", prompt=1, samples=64, looks=(look,), smallest_deviation=0.2)
+    drawn = DistributionComparison(case="temperature 1", prompt=1, samples=64, p_value=0.4, smallest_deviation=0.2)
     findings = Findings(
         verdict="not lossless",
         faults=(FaultKind.STALE_STATE,),
