@@ -109,7 +109,7 @@ def run(
             what = f"it holds a finished run with other settings ({other})"
             raise UserError(what, where=str(output), do="give another --output")
         console.print(f"the checkpoint was made with other settings ({other}); training starts anew")
-    display = Display(output / "log.jsonl", recipe.training.log_every, console)
+    display = Display(output / "log.jsonl", recipe.training.log_every, console, since=trainer.progress.seconds)
     # Without a terminal nothing is started: a bar that is not shown would end with an empty line.
     with display.bar if console.is_terminal else nullcontext(), _until_stopped(trainer, console):
         trainer.run(display)
@@ -307,15 +307,18 @@ class Display:
     """A progress bar, and a log of one JSON object a line.
 
     Called with every step's `Tick`; shows and logs the mean of the last `every` steps.
+
+    Args:
+        since: seconds of training before the first tick.
     """
 
-    def __init__(self, log: Path, every: int, console: Console) -> None:
+    def __init__(self, log: Path, every: int, console: Console, *, since: float) -> None:
         self.log, self.every, self.console = log, every, console
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
         self.bar = Progress(*columns, console=console)
         self.task = self.bar.add_task("training", total=1.0)
         self.pending: list[Tick] = []
-        self.since = 0.0
+        self.since = since
 
     def __call__(self, tick: Tick) -> None:
         self.pending.append(tick)

@@ -252,11 +252,11 @@ class Trainer:
             self.loss = SlotLoss(self.head, weighting, soft=soft, kept=kept)
         self.optimizer = Optimizer(drafter, self.settings)
         self.average: AveragedModel | None = None  # smooths the last steps' noise away
-        self.published = drafter  # has the weights to be validated and written
+        self.published, self.published_forward = drafter, self.forward  # of the weights to be validated and written
         if self.settings.ema is not None:
             self.average = AveragedModel(drafter, multi_avg_fn=get_ema_multi_avg_fn(self.settings.ema))
             self.published = cast("Drafter", self.average.module)
-        self.published_forward = SlotForward(self.published, target.embedding, dtype=dtype)
+            self.published_forward = SlotForward(self.published, target.embedding, dtype=dtype)
         self.best: dict[str, Tensor] = {}  # weights of the best step; empty = nothing was validated yet
         made_by = recipe.model_dump(mode="json")
         made_by["training"] = {k: v for k, v in made_by["training"].items() if k not in ("steps", "minutes")}

@@ -206,36 +206,21 @@ def test_a_broken_loop_is_ranked_first_and_its_tensor_named(cause: str, known: K
     assert difference.tensor == expected
 
 
-def test_our_own_engine_differs_nowhere_from_transformers(known: Known, shipped: Path) -> None:
+def test_our_own_engine_differs_nowhere_from_transformers_and_its_replay_nowhere_from_it(
+    known: Known, shipped: Path
+) -> None:
     assert first_difference(known.engine, target_folder("smollm2"), shipped, PROMPTS[0]) is None
-
-
-def test_the_replay_is_the_loop(known: Known) -> None:
     assert known.reference.predict(None) == known.reference.loop()
 
 
-@pytest.fixture(scope="module")
-def template(known: Known) -> Callable[[str], EmbeddedEngine]:
-    def with_template(text: str) -> EmbeddedEngine:
-        engine = copy.copy(known.engine)
-        engine.tokenizer = copy.copy(engine.tokenizer)
-        engine.tokenizer.chat_template = text
-        return engine
-
-    return with_template
-
-
 @pytest.mark.parametrize("cause", ["healthy", "anchor", "chat template", "BOS"])
-def test_a_server_is_diagnosed_from_outside(
-    cause: str, known: Known, shipped: Path, template: Callable[[str], EmbeddedEngine]
-) -> None:
-    whole = known.engine.tokenizer.chat_template
-    engine = {
-        "healthy": lambda: known.engine,
-        "anchor": lambda: suspect_in_memory("anchor", known, shipped),
-        "chat template": lambda: template("{% for m in messages %}{{ m['content'] }}{% endfor %}"),
-        "BOS": lambda: template("<|im_start|>" + whole),
-    }[cause]()
+def test_a_server_is_diagnosed_from_outside(cause: str, known: Known, shipped: Path) -> None:
+    engine = suspect_in_memory("anchor", known, shipped) if cause == "anchor" else copy.copy(known.engine)
+    engine.tokenizer = copy.copy(engine.tokenizer)
+    if cause == "chat template":
+        engine.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    elif cause == "BOS":
+        engine.tokenizer.chat_template = "<|im_start|>" + engine.tokenizer.chat_template
     with running(engine) as server:
         told = interview(Endpoint(server.url), PROMPTS, PARAMS, BLOCK)
     found = known.diagnose(told.observation)

@@ -20,7 +20,7 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.speculation.width import AutoWidth
-from dflash_torch.faults.replay import ORDERS, EmbeddedReference, in_order
+from dflash_torch.faults.replay import EmbeddedReference
 from tests.support.command_line import call
 from tests.support.embedded import answers, tiny_engine
 from tests.support.serving import Running, running
@@ -103,15 +103,6 @@ def test_widths_that_change_unseen_or_are_not_the_drafters_are_refused() -> None
         widths_of([counted(100, 350)], 8, "x")
     with pytest.raises(UserError, match="it verifies 16 slots a step, more than the drafter's block has"):
         widths_of([chosen(w16=30)], 8, "x")
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_prompts_widths_come_in_some_order_and_all_of_them(order: str) -> None:
-    first = [next(widths) for widths in [in_order({4: 2, 1: 4}, order, otherwise=3)] for _ in range(6)]
-    assert sorted(first) == [1, 1, 1, 1, 4, 4]
-    expected = {"evenly": [1, 4, 1, 1, 4, 1], "wide first": [4, 4, 1, 1, 1, 1], "narrow first": [1, 1, 1, 1, 4, 4]}
-    assert first == expected.get(order, first)
-    assert next(in_order({}, order, otherwise=3)) == 3
 
 
 class Alternating(FixedWidth):

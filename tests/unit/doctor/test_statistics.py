@@ -103,10 +103,6 @@ def test_a_gain_that_is_none_is_significant_as_rarely_as_it_says(prompts: int) -
     assert 0.85 <= fmean(truth_within) <= 0.99
 
 
-def test_all_sign_patterns_are_tried_where_they_are_few() -> None:
-    assert gain_p_value(sample(BROKEN, 1, 5), sample((0.9,) * 4, 1, 5)) == 1 / 2**5
-
-
 def test_survival_tells_what_the_length_does_not() -> None:
     right = wrong = 0
     for seed in range(60):
@@ -118,22 +114,16 @@ def test_survival_tells_what_the_length_does_not() -> None:
     assert wrong == 0
 
 
-def test_two_hundred_healthy_servers_are_not_called_faulty() -> None:
-    verdicts = []
+def test_of_two_hundred_servers_healthy_ones_are_not_called_faulty_and_broken_ones_are_told_why() -> None:
+    healthy, broken = [], []
     for seed in range(200):
         known = hypotheses(5000 + seed, healthy=SOUND, broken=BROKEN, other=SAME_LENGTH)
-        verdicts.append(diagnose(slots(sample(SOUND, seed)), known).verdict)
-    assert verdicts.count(Verdict.FAULT) == 0
-    assert verdicts.count(Verdict.HEALTHY) >= 190
-
-
-def test_two_hundred_broken_servers_are_told_why() -> None:
-    named = []
-    for seed in range(200):
-        known = hypotheses(5000 + seed, healthy=SOUND, broken=BROKEN, other=SAME_LENGTH)
+        healthy.append(diagnose(slots(sample(SOUND, seed)), known).verdict)
         found = diagnose(slots(sample(BROKEN, seed)), known)
-        named.append((found.verdict, found.explanations[0].name))
-    assert named.count((Verdict.FAULT, "broken")) >= 195
+        broken.append((found.verdict, found.explanations[0].name))
+    assert healthy.count(Verdict.FAULT) == 0
+    assert healthy.count(Verdict.HEALTHY) >= 190
+    assert broken.count((Verdict.FAULT, "broken")) >= 195
 
 
 def test_the_same_prompts_tell_most() -> None:
