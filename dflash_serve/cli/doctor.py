@@ -33,7 +33,8 @@ from dflash_serve.prompts import prompts_digest, read_prompt_set
 from dflash_serve.speculation.params import SamplingParams
 
 if TYPE_CHECKING:
-    from dflash_serve.doctor.examination import PairReport, SuspectReport
+    from dflash_serve.doctor.diagnosis import SuspectReport
+    from dflash_serve.doctor.examination import PairReport
 
 URL = "Address of a running server of this pair. It must have no other clients meanwhile."
 Url = Annotated[str | None, typer.Option(help=URL)]
@@ -195,7 +196,7 @@ def _progress(*, quiet: bool) -> Iterator[Progress]:
 
 
 def _show(report: SuspectReport | PairReport, output: Path) -> None:
-    from dflash_serve.doctor.examination import SuspectReport
+    from dflash_serve.doctor.diagnosis import SuspectReport
 
     console = Console(highlight=False)
     colour = {Verdict.HEALTHY: "green", Verdict.FAULT: "red", Verdict.UNCLEAR: "yellow"}[report.verdict]

@@ -74,11 +74,7 @@ class Reference(Protocol):
         ...
 
     def predict(self, fault: str | None) -> Prediction:
-        """The engine's counts and answers under a fault.
-
-        Args:
-            fault: the name of one of `faults` or `settings`; None = the sound engine.
-        """
+        """Counts and answers under one of `faults` or `settings`, by its name; None = the sound engine."""
         ...
 
     def order_errors(self) -> tuple[float, ...] | None:
@@ -118,11 +114,7 @@ class DiagnosableBackend(InProcessBackend, Protocol):
 
         Args:
             engine: started by this backend, with a drafter.
-            target: hub id, folder or bundled name of its target.
-            drafter: likewise, of its drafter.
-
-        Returns:
-            None if nothing differs.
+            target, drafter: hub ids, folders or bundled names of its models.
         """
         ...
 
@@ -152,15 +144,11 @@ class Observation:
 
     @property
     def has_slots(self) -> bool:
-        """True if acceptance is known by slot."""
         return bool(self.whole.verifications and self.whole.accepted_by_slot)
 
     @property
     def kind(self) -> str:
-        """`paired`, `slots` or `length`, as described above."""
-        if self.each is not None:
-            return "paired"
-        return "slots" if self.has_slots else "length"
+        return "paired" if self.each is not None else "slots" if self.has_slots else "length"
 
 
 @dataclass(frozen=True)
@@ -227,38 +215,28 @@ def widths_of(
         UserError: the widths change and are not reported, or are wider than the drafter's block.
     """
     whole = total(each)
-    width, constant = _width(whole, len(each), block_size)
-    told = [one.widths for one in each if one.widths]
+    wide = {width: steps for width, steps in (whole.widths or {}).items() if width > 1}
+    width, constant = block_size, True
+    if wide:
+        width = max(wide)
+        # Fewer tokens are left at an answer's end. Such a step gains at least one, so an answer has width - 1 of them.
+        ends = sum(wide.values()) - wide[width] <= (width - 1) * len(each)
+        # The first and the last step of an answer may draft nothing; more such steps are pauses of speculation.
+        constant = ends and (whole.widths or {}).get(1, 0) <= 2 * len(each)
+    elif whole.verifications and whole.drafted:
+        mean = 1 + whole.drafted / whole.verifications
+        width = round(mean + 0.25)
+        constant = mean > width - 0.5
     if width > block_size:
         do = f"name the --drafter that it serves, or its --block-size (here B = {block_size})"
         raise UserError(f"it verifies {width} slots a step, more than the drafter's block has", where=where, do=do)
     if constant:
         return width, None
+    told = [one.widths for one in each if one.widths]
     if len(told) < len(each):
         do = f"start it with a fixed width (at best {block_size}) while the doctor looks"
         raise UserError("its width changes from step to step, and it does not report its widths", where=where, do=do)
     return width, tuple(told)
-
-
-def _width(whole: AcceptanceStatistics, answers: int, block_size: int) -> tuple[int, bool]:
-    """The usual width, and True if all steps have it but those at an answer's end, where fewer tokens are left.
-
-    Each of those gains at least one token, so an answer has at most width - 1 of them. If the width changes, the
-    largest is given.
-    """
-    wide = {width: steps for width, steps in (whole.widths or {}).items() if width > 1}
-    if wide:
-        width = max(wide)
-        return width, sum(wide.values()) - wide[width] <= (width - 1) * answers and not _pauses(whole, answers)
-    if whole.verifications and whole.drafted:
-        mean = 1 + whole.drafted / whole.verifications
-        return round(mean + 0.25), mean > round(mean + 0.25) - 0.5
-    return block_size, True
-
-
-def _pauses(whole: AcceptanceStatistics, answers: int) -> bool:
-    # The first and the last step of an answer may draft nothing; more such steps are pauses of speculation.
-    return (whole.widths or {}).get(1, 0) > 2 * answers
 
 
 def _others(whole: AcceptanceStatistics, answers: Sequence[Reply]) -> list[str]:
@@ -273,11 +251,7 @@ def _others(whole: AcceptanceStatistics, answers: Sequence[Reply]) -> list[str]:
 
 
 def log_likelihood(observed: Observation, predicted: Sequence[AcceptanceStatistics]) -> float:
-    """Log likelihood of the observation, up to a constant that is the same for all predictions.
-
-    Args:
-        predicted: by prompt.
-    """
+    """Log likelihood of the observation, up to a constant that is the same for all predictions (counts by prompt)."""
     whole = total(predicted)
     if whole.acceptance_length is None:
         return -math.inf  # it predicts no drafts at all, but some were observed
@@ -288,7 +262,10 @@ def log_likelihood(observed: Observation, predicted: Sequence[AcceptanceStatisti
             for *pair, error in zip(observed.each, predicted, errors, strict=True)
         )
     if observed.has_slots:
-        return sum(_beta_binomial(trial) for trial in _trials(observed.whole, whole))
+        from scipy import stats
+
+        trials = _trials(observed.whole, whole)
+        return sum(float(stats.betabinom.logpmf(k, n, guessed + 0.5, m - guessed + 0.5)) for n, k, m, guessed in trials)
     error = _difference_error(observed, predicted)
     return -0.5 * ((observed.acceptance_length - whole.acceptance_length) / error) ** 2 - math.log(error)
 
@@ -312,11 +289,7 @@ def p_value(observed: Observation, predicted: Sequence[AcceptanceStatistics]) ->
 def length_error(each: Sequence[AcceptanceStatistics]) -> float | None:
     """Standard error of τ over prompts, by the jackknife: prompts differ far more than steps of one prompt.
 
-    Args:
-        each: by prompt; verifications and accepted tokens are known.
-
-    Returns:
-        None if one prompt has all the verifications.
+    None if one prompt has all the verifications. Verifications and accepted tokens must be known.
     """
     whole, count = total(each), len(each)
     if count < 2 or any(one.verifications == whole.verifications for one in each):
@@ -357,15 +330,6 @@ def _trials(observed: AcceptanceStatistics, predicted: AcceptanceStatistics) -> 
     for successes, guessed in zip_longest(observed.accepted_by_slot, predicted.accepted_by_slot, fillvalue=0):
         yield tries, successes, guesses, guessed
         tries, guesses = successes, guessed
-
-
-def _beta_binomial(trial: Trial) -> float:
-    # log P(observed successes), without the binomial coefficient, which is the same for all predictions
-    from scipy import special
-
-    tries, successes, guesses, guessed = trial
-    a, b = guessed + 0.5, guesses - guessed + 0.5
-    return float(special.betaln(successes + a, tries - successes + b) - special.betaln(a, b))
 
 
 def _square(tries: float, successes: float, guesses: float, guessed: float) -> float | None:

@@ -9,34 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
 
 from dflash_serve.common.settings import Frozen
 from dflash_serve.common.store import Store
-from dflash_serve.doctor.diagnosis import HEALTHY, Hypothesis, Verdict, diagnose
-from dflash_serve.doctor.evidence import Fault, Observation, Prediction, Reference, known_counts, length_error
+from dflash_serve.doctor.diagnosis import (
+    HEALTHY,
+    AcceptanceFigures,
+    ExaminationReport,
+    Hypothesis,
+    SuspectReport,
+    Verdict,
+    diagnose,
+)
+from dflash_serve.doctor.evidence import Fault, Observation, Reference, known_counts
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 FALSE_ALARMS = 0.05  # Probability that a correction is proposed although none helps
 MATERIAL = 0.1  # Least relative gain of a correction in accepted drafted tokens per step
-
 FLIPS = 4096  # Sign patterns of the sign-flip test: all of them up to 12 prompts; beyond, so many random ones
 RESAMPLES = 1000  # Bootstrap samples of the prompts for an interval
 
-Counts = np.ndarray[Any, np.dtype[np.float64]]
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """Another setting and its predicted acceptance."""
-
-    cause: str
-    setting: str
-    predicted: tuple[AcceptanceStatistics, ...]  # Predicted counts, by prompt
+Counts = NDArray[np.float64]
 
 
 class Correction(Frozen):
@@ -57,7 +55,7 @@ class Correction(Frozen):
         )
 
 
-def corrections(reference: Sequence[AcceptanceStatistics], alternatives: Sequence[Alternative]) -> list[Correction]:
+def corrections(reference: Sequence[AcceptanceStatistics], alternatives: Sequence[Hypothesis]) -> list[Correction]:
     """Settings that raise acceptance significantly and materially over `reference` (as configured), the best first."""
     limit = FALSE_ALARMS / max(1, len(alternatives))
     compared = [correction for each in alternatives if (correction := _compare(reference, each)) is not None]
@@ -69,9 +67,9 @@ def fewest_prompts(settings: int) -> int:
     return next(count for count in range(1, 64) if 0.5**count <= FALSE_ALARMS / max(1, settings))
 
 
-def _compare(reference: Sequence[AcceptanceStatistics], alternative: Alternative) -> Correction | None:
-    before, after = total(reference).acceptance_length, total(alternative.predicted).acceptance_length
-    pairs = zip(reference, alternative.predicted, strict=True)
+def _compare(reference: Sequence[AcceptanceStatistics], alternative: Hypothesis) -> Correction | None:
+    before, after = total(reference).acceptance_length, total(alternative.counts).acceptance_length
+    pairs = zip(reference, alternative.counts, strict=True)
     drafted = [(a, b) for a, b in pairs if a.verifications and b.verifications]
     if before is None or after is None or len(drafted) < 2:
         return None
@@ -79,8 +77,8 @@ def _compare(reference: Sequence[AcceptanceStatistics], alternative: Alternative
         return None
     old, new = [a for a, _ in drafted], [b for _, b in drafted]
     return Correction(
-        cause=alternative.cause,
-        setting=alternative.setting,
+        cause=alternative.fault.cause,
+        setting=alternative.fault.setting or alternative.fault.name,
         before=before,
         after=after,
         gain_95=gain_interval(old, new),
@@ -132,67 +130,6 @@ def _length(counts: AcceptanceStatistics) -> float:
     return 1 + accepted / verifications
 
 
-SOUND = "as it is"  # Name of the sound prediction in the store
-
-
-class AcceptanceFigures(Frozen):
-    """Acceptance over some prompts."""
-
-    prompts: int
-    verifications: float | None
-    acceptance_length: float | None  # τ
-    error: float | None  # Standard error of τ over prompts
-    survival: list[float | None]  # Survival of slots 1..B-1
-
-    @classmethod
-    def of(cls, each: Sequence[AcceptanceStatistics]) -> AcceptanceFigures:
-        """The figures of counts by prompt."""
-        whole = total(each)
-        return cls(
-            prompts=len(each),
-            verifications=whole.verifications,
-            acceptance_length=whole.acceptance_length,
-            error=length_error(each),
-            survival=whole.survival(),
-        )
-
-
-class ExaminationReport(Frozen):
-    """The result of an examination."""
-
-    verdict: Verdict
-    sentences: list[str]  # Why, the most important first
-    notes: tuple[str, ...] = ()
-
-
-class Observed(Frozen):
-    """Acceptance observed of a server."""
-
-    acceptance_length: float
-    survival: list[float | None]
-
-
-class ExplanationRow(Frozen):
-    """One explanation of the observation."""
-
-    cause: str
-    name: str
-    says: str  # Causes of this fault in an engine or a checkpoint
-    predicted: AcceptanceFigures
-    posterior: float
-    p_value: float
-
-
-class SuspectReport(ExaminationReport):
-    """The explanations of a server's acceptance."""
-
-    evidence: str  # `paired`, `slots` or `length`
-    observed: Observed
-    explanations: list[ExplanationRow]  # The most probable first
-    named: list[str]  # Causes that are probable enough to be named
-    cannot_be_told_from_healthy: list[str]
-
-
 class PairReport(ExaminationReport):
     """Better settings of a pair's checkpoint, and errors of our own engine."""
 
@@ -214,41 +151,16 @@ class Examination:
     show: Callable[[str, int], None] = lambda name, count: None
 
     def hypotheses(self) -> list[Hypothesis]:
-        """Healthy, and every fault of a server, with what each predicts."""
-        sound, found = self._predictions(self.reference.faults())
-        healthy = Hypothesis(HEALTHY, HEALTHY, "as in our own loop", sound.counts, answers=sound.answers)
-        return [
-            healthy,
-            *(Hypothesis(f.cause, f.name, f.says, one.counts, f.benign, one.answers) for f, one in found),
-        ]
+        """Healthy, and every fault of a server, with their predictions."""
+        return self._predict(self.reference.faults())
 
-    def alternatives(self) -> tuple[Prediction, list[Alternative]]:
-        """The prediction as configured, and every other setting of the checkpoint."""
-        sound, found = self._predictions(self.reference.settings())
-        return sound, [Alternative(f.cause, f.setting or f.name, one.counts) for f, one in found]
+    def alternatives(self) -> list[Hypothesis]:
+        """The checkpoint as configured, and every other setting of it, with their predictions."""
+        return self._predict(self.reference.settings())
 
     def examine_suspect(self, observation: Observation) -> SuspectReport:
         """The explanations of a server's acceptance."""
-        diagnosis = diagnose(observation, self.hypotheses())
-        return SuspectReport(
-            verdict=diagnosis.verdict,
-            sentences=[diagnosis.sentence],
-            evidence=observation.kind,
-            observed=Observed(acceptance_length=observation.acceptance_length, survival=observation.whole.survival()),
-            explanations=[
-                ExplanationRow(
-                    cause=each.hypothesis.cause,
-                    name=each.hypothesis.name,
-                    says=each.hypothesis.says,
-                    predicted=AcceptanceFigures.of(each.hypothesis.predicted),
-                    posterior=each.posterior,
-                    p_value=each.p_value,
-                )
-                for each in diagnosis.explanations
-            ],
-            named=list(diagnosis.named),
-            cannot_be_told_from_healthy=list(diagnosis.alike),
-        )
+        return diagnose(observation, self.hypotheses())
 
     def examine_pair(self, first_difference: Callable[[], object | None]) -> PairReport:
         """Looks for better settings of the checkpoint and for errors of our own engine.
@@ -256,41 +168,41 @@ class Examination:
         Args:
             first_difference: finds the first wrong tensor; None if there is none.
         """
-        sound, alternatives = self.alternatives()
+        sound, *alternatives = self.alternatives()
         found, wrong = corrections(sound.counts, alternatives), first_difference()
+        figures, needed = AcceptanceFigures.of(sound.counts), fewest_prompts(len(alternatives))
         sentences = [f"the checkpoint: {correction}" for correction in found[:1]]
         sentences += [f"our own engine: {wrong}"] if wrong else []
-        verdict, otherwise = _without_findings(AcceptanceFigures.of(sound.counts), len(alternatives))
+        verdict, length = Verdict.FAULT, f"τ = {figures.acceptance_length:.2f}"
+        if not sentences and figures.prompts >= needed:
+            verdict = Verdict.HEALTHY
+            sentences = [f"healthy: {length}, and none of {len(alternatives)} other settings raises it"]
+        elif not sentences:
+            verdict = Verdict.UNCLEAR
+            few = f"{figures.prompts} prompts cannot show that a setting helps, {needed} could"
+            sentences = [f"cannot tell: {length}; {few}"]
         return PairReport(
-            verdict=Verdict.FAULT if sentences else verdict,
-            sentences=sentences or [otherwise],
-            reference=AcceptanceFigures.of(sound.counts),
+            verdict=verdict,
+            sentences=sentences,
+            reference=figures,
             corrections=found,
             first_difference=str(wrong) if wrong else None,
             notes=tuple(f"or {correction}" for correction in found[1:4]),
         )
 
-    def _predictions(self, faults: Sequence[Fault]) -> tuple[Prediction, list[tuple[Fault, Prediction]]]:
-        count = len(faults) + 1
-        sound = self._kept(None, count)
-        if not total(sound.counts).verifications:
-            raise UserError("nothing is drafted: every answer ends at once", where="prompts", do="give others")
-        return sound, [(fault, self._kept(fault.name, count)) for fault in faults]
-
-    def _kept(self, fault: str | None, count: int) -> Prediction:
-        name = fault or SOUND
-        self.show(name, count)
-        kept = self.store.get(name)
-        if kept is None:
-            prediction = self.reference.predict(fault)
-            kept = {"counts": [one.to_dict() for one in prediction.counts], "answers": list(prediction.answers)}
-            self.store.put(name, kept)
-        return Prediction(tuple(map(AcceptanceStatistics.from_dict, kept["counts"])), tuple(kept["answers"]))
-
-
-def _without_findings(figures: AcceptanceFigures, settings: int) -> tuple[Verdict, str]:
-    length, needed = f"τ = {figures.acceptance_length:.2f}", fewest_prompts(settings)
-    if figures.prompts >= needed:
-        return Verdict.HEALTHY, f"healthy: {length}, and none of {settings} other settings raises it"
-    text = f"cannot tell: {length}; {figures.prompts} prompts cannot show that a setting helps, {needed} could"
-    return Verdict.UNCLEAR, text
+    def _predict(self, faults: Sequence[Fault]) -> list[Hypothesis]:
+        """What the sound reference predicts, then what each fault does; kept predictions are not made again."""
+        predicted = list[Hypothesis]()
+        for fault in (Fault(HEALTHY, HEALTHY, "as in our own loop"), *faults):
+            name = "as it is" if fault.cause == HEALTHY else fault.name
+            self.show(name, len(faults) + 1)
+            kept = self.store.get(name)
+            if kept is None:
+                found = self.reference.predict(None if fault.cause == HEALTHY else fault.name)
+                kept = {"counts": [one.to_dict() for one in found.counts], "answers": list(found.answers)}
+                self.store.put(name, kept)
+            counts = tuple(map(AcceptanceStatistics.from_dict, kept["counts"]))
+            if not predicted and not total(counts).verifications:
+                raise UserError("nothing is drafted: every answer ends at once", where="prompts", do="give others")
+            predicted.append(Hypothesis(fault, counts, tuple(kept["answers"])))
+        return predicted

@@ -30,21 +30,25 @@ ContextKV = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class BlockLayout:
-    """Positions of the blocks of one pass; flat rows are [blocks of sequence 0, of sequence 1, ...], B rows a block.
+class Blocks:
+    """The blocks of a step; flat rows are [blocks of sequence 0, of sequence 1, ...], B rows a block.
 
     Attributes:
         block_size: rows of a block, here B; an anchor-first drafter has one less.
-        anchors: positions int64 [blocks]; positions: int64 [blocks * B], anchor .. anchor + B - 1.
-        counts: blocks of each sequence.
-        contexts: context rows of each, at positions 0 .. contexts - 1.
+        anchors: positions int64 [blocks]; anchor_ids: their tokens int64 [blocks].
+        positions: int64 [blocks * B], anchor .. anchor + B - 1.
+        counts: blocks of each sequence; contexts: context rows of each, at positions 0 .. contexts - 1.
+        targets: token ids int64 [blocks, B-1] of slots 1..B-1; valid: bool, False behind the sequence's end.
     """
 
     block_size: int
     anchors: Tensor
+    anchor_ids: Tensor
     positions: Tensor
     counts: tuple[int, ...]
     contexts: tuple[int, ...]
+    targets: Tensor
+    valid: Tensor
 
     def context_positions(self) -> Tensor:
         """Positions int64 [sum of contexts] of the flat context rows."""
@@ -70,25 +74,6 @@ class BlockLayout:
         return visible if kind.window is None else visible & (distance.abs() < kind.window)
 
 
-@dataclass(frozen=True)
-class Blocks(BlockLayout):
-    """The blocks of a step with their tokens.
-
-    Attributes:
-        anchor_ids: the anchors' tokens int64 [blocks].
-        targets: token ids int64 [blocks, B-1] of slots 1..B-1; valid: bool, False behind the sequence's end.
-    """
-
-    anchor_ids: Tensor
-    targets: Tensor
-    valid: Tensor
-
-
-def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
-    """A permutation of `count` sequences, int64 [count]."""
-    return torch.randperm(count, generator=_generator(seed, epoch, 0))
-
-
 def step_sequences(seed: int, step: int, count: int, per_step: int) -> list[tuple[int, int]]:
     """(epoch, index) of the sequences of a step; epochs follow one another without a gap."""
     epochs: dict[int, Sequence[int]] = {}
@@ -96,7 +81,7 @@ def step_sequences(seed: int, step: int, count: int, per_step: int) -> list[tupl
     for place in range(step * per_step, (step + 1) * per_step):
         epoch, offset = divmod(place, count)
         if epoch not in epochs:
-            epochs[epoch] = epoch_order(seed, epoch, count).tolist()
+            epochs[epoch] = torch.randperm(count, generator=_generator(seed, epoch, 0)).tolist()
         chosen.append((epoch, epochs[epoch][offset]))
     return chosen
 
@@ -152,9 +137,7 @@ class BlockAttention:
     context rows, 9/3 heads x 64, bf16) SDPA with that mask took 4.2 + 17.3 ms forward + backward, this 3.9 + 6.3.
     """
 
-    def __init__(
-        self, blocks: BlockLayout, context: ContextKV, kinds: Sequence[AttentionKind], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, blocks: Blocks, context: ContextKV, kinds: Sequence[AttentionKind], dtype: torch.dtype) -> None:
         self.blocks, self.kinds = blocks, kinds
         # Unbound once: a slice a layer would cost a gradient of the whole tensor a layer.
         self.context = [[per_layer.split(blocks.contexts) for per_layer in part.unbind(1)] for part in context]
@@ -206,7 +189,7 @@ class FlexBlockAttention:
     """
 
     def __init__(
-        self, blocks: BlockLayout, context: ContextKV, kinds: Sequence[AttentionKind], flex: Callable[..., Any]
+        self, blocks: Blocks, context: ContextKV, kinds: Sequence[AttentionKind], flex: Callable[..., Any]
     ) -> None:
         self.context, self.kinds, self.flex = context, kinds, flex
         self.masks = {kind: _flex_mask(blocks, kind) for kind in set(kinds)}
@@ -219,7 +202,7 @@ class FlexBlockAttention:
         return out[0].transpose(0, 1)
 
 
-def _flex_mask(blocks: BlockLayout, kind: AttentionKind) -> Any:
+def _flex_mask(blocks: Blocks, kind: AttentionKind) -> Any:
     """FlexAttention's mask; keys are [all context rows, all block rows], queries all block rows."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -242,53 +225,6 @@ def _flex_mask(blocks: BlockLayout, kind: AttentionKind) -> Any:
 
     queries, keys = len(query_position), last + 1 + len(query_position)
     return create_block_mask(visible, None, None, queries, keys, device=str(device))
-
-
-class BlockForward:
-    """Runs a drafter over `Blocks`: on CPU with plain products, on CUDA with compiled FlexAttention.
-
-    Args:
-        embedding: the target's table [vocabulary, H].
-        dtype: of the computation; the drafter's own weights stay fp32 and are rounded once a step.
-    """
-
-    def __init__(self, drafter: Drafter, embedding: Tensor, *, dtype: torch.dtype) -> None:
-        self.dtype, self.whole = dtype, _Pass(drafter, embedding.to(dtype), _flex(embedding.device))
-
-    def __call__(self, blocks: Blocks, features: Sequence[Tensor]) -> Tensor:
-        """Hidden states [blocks, B-1, H] of slots 1..B-1, after the final norm.
-
-        Args:
-            features: [length, F*H] of each sequence; no row from its last anchor on is seen.
-        """
-        # Rounded weights rather than autocast: that keeps the norms in fp32 and casts at every border between the two,
-        # which on a CPU costs as much as the products.
-        rounded = {name: weight.to(self.dtype) for name, weight in self.whole.named_parameters()}
-        rows = context_rows(features, blocks.contexts)
-        hidden: Tensor = functional_call(self.whole, rounded, (blocks, rows.to(self.dtype)))
-        first = self.whole.drafter.config.first_row
-        return hidden.view(len(blocks.anchors), blocks.block_size, -1)[:, first:]
-
-
-class _Pass(nn.Module):
-    def __init__(self, drafter: Drafter, embedding: Tensor, flex: Callable[..., Any] | None) -> None:
-        super().__init__()
-        self.drafter, self.flex = drafter, flex
-        self.embedding = (embedding,)  # in a tuple, so that it is neither trained nor moved
-
-    def forward(self, blocks: Blocks, features: Tensor) -> Tensor:
-        """features [sum of contexts, F*H] -> [blocks * B, H]."""
-        context = self.drafter.context_kv(self.drafter.project_context(features), blocks.context_positions())
-        size = blocks.targets.shape[1] + 1
-        noise = self.drafter.noise(blocks.anchor_ids, self.embedding[0], size)
-        hidden: Tensor = self.drafter(noise, blocks.positions, self._attention(blocks, context), size)
-        return hidden
-
-    def _attention(self, blocks: Blocks, context: ContextKV) -> Attend:
-        kinds = self.drafter.config.layers
-        if self.flex is not None:
-            return FlexBlockAttention(blocks, context, kinds, self.flex)
-        return BlockAttention(blocks, context, kinds, context[0].dtype)
 
 
 def context_rows(features: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
@@ -332,13 +268,28 @@ class Labels(NamedTuple):
 
 
 class SlotForward:
-    """A drafter over `Blocks`; arguments as for `BlockForward`. Heads compute in fp32: they are small."""
+    """Runs a drafter over `Blocks`. Heads compute in fp32: they are small.
+
+    Args:
+        embedding: the target's table [vocabulary, H].
+        dtype: of the backbone's computation; the drafter's own weights stay fp32 and are rounded once a step.
+    """
 
     def __init__(self, drafter: Drafter, embedding: Tensor, *, dtype: torch.dtype) -> None:
-        self.drafter, self.backbone = drafter, BlockForward(drafter, embedding, dtype=dtype)
+        self.drafter, self.dtype, self.backbone = drafter, dtype, _Backbone(drafter, embedding.to(dtype))
 
     def __call__(self, blocks: Blocks, features: Sequence[Tensor]) -> Predictions:
-        hidden = self.backbone(blocks, features)
+        """Predictions of slots 1..B-1.
+
+        Args:
+            features: [length, F*H] of each sequence; no row from its last anchor on is seen.
+        """
+        # Rounded weights rather than autocast: that keeps the norms in fp32 and casts at every border between the two,
+        # which on a CPU costs as much as the products.
+        rounded = {name: weight.to(self.dtype) for name, weight in self.backbone.named_parameters()}
+        rows = context_rows(features, blocks.contexts).to(self.dtype)
+        hidden: Tensor = functional_call(self.backbone, rounded, (blocks, rows))
+        hidden = hidden.view(len(blocks.anchors), blocks.block_size, -1)[:, self.drafter.config.first_row :]
         markov, confidence = self.drafter.markov_head, self.drafter.confidence_head
         previous = torch.cat([blocks.anchor_ids[:, None], blocks.targets[:, :-1]], dim=1)
         found = Predictions(hidden)
@@ -348,6 +299,27 @@ class SlotForward:
             known = markov.markov_w1(previous) if markov is not None and confidence.with_markov else None
             found = found._replace(confidence=confidence(hidden.float(), known))
         return found
+
+
+class _Backbone(nn.Module):
+    # a module of its own, so that `functional_call` can run all of the pass with rounded weights
+    def __init__(self, drafter: Drafter, embedding: Tensor) -> None:
+        super().__init__()
+        self.drafter, self.flex = drafter, _flex(embedding.device)
+        self.embedding = (embedding,)  # in a tuple, so that it is neither trained nor moved
+
+    def forward(self, blocks: Blocks, features: Tensor) -> Tensor:
+        """features [sum of contexts, F*H] -> hidden states [blocks * B, H] after the final norm."""
+        drafter, size = self.drafter, blocks.targets.shape[1] + 1
+        context = drafter.context_kv(drafter.project_context(features), blocks.context_positions())
+        attend: Attend
+        if self.flex is None:
+            attend = BlockAttention(blocks, context, drafter.config.layers, context[0].dtype)
+        else:
+            attend = FlexBlockAttention(blocks, context, drafter.config.layers, self.flex)
+        noise = drafter.noise(blocks.anchor_ids, self.embedding[0], size)
+        hidden: Tensor = drafter(noise, blocks.positions, attend, size)
+        return hidden
 
 
 def _latents(markov: MarkovHead, previous: Tensor, hidden: Tensor) -> Tensor:

@@ -1,33 +1,54 @@
-"""The training data: the target's answers on disk and in memory, their context features, and the excluded prompts.
+"""The training data: user turns, the target's answers to them through any `Engine`, and both on disk.
 
-On disk answers are safetensors shards of flat token ids, named by a manifest. Features are computed online and kept
-between epochs as far as memory allows.
+User turns come from files, from datasets, or from the target itself; those that share words with an evaluation's are
+left out. Answers are safetensors shards of flat token ids, named by a manifest. A killed run goes on after its last
+shard. Every answer depends on the recipe's seed and its prompt only, so a resumed run writes the same answers.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from dflash_serve.backend import Engine, Stream, embedded_backend
+from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.checkpoint.target import read_target_config
 from dflash_serve.common.files import sha256, write_whole
 from dflash_serve.common.settings import Frozen
+from dflash_serve.common.store import digest
+from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.models.attention import PackedCausalAttention
-from dflash_serve.models.target import TargetModel
-from dflash_serve.prompts import HUMAN_EVAL, human_eval_prompts, jsonl_prompts
+from dflash_serve.models.loader import load_tokenizer
+from dflash_serve.prompts import HUMAN_EVAL, hub_prompts, human_eval_prompts, jsonl_prompts
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.training.recipe import DatasetPrompts, FilePrompts, Recipe, SynthesisedPrompts
 
-SHORTEST = 2  # least tokens of an answer: the anchor and one to predict
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 MANIFEST = "manifest.json"
 WINDOW = 13  # words in a row that two texts hardly ever share by chance (GPT-3, arXiv 2005.14165, appendix C)
 WORD = re.compile(r"\w+")
+SHORTEST_ANSWER = 4  # tokens; an anchor and one to predict are the least that could be trained on
+SENTINEL = "@@USER@@"
+ATTEMPTS = 4  # sampled turns per kept one before a source ends with fewer than it was to give
+LONGEST_PERIOD, REPEATS, SHORTEST_TAIL = 24, 4, 24  # limits of a loop: see `repeated_tail`
+LOOP_CHECK_EVERY = 16
+Report = Callable[[str, int], None]  # called with the kind of data being made and how much of it there is
 
 
 @dataclass(frozen=True)
@@ -132,7 +153,6 @@ def load_answers(
         UserError: nothing to train on, or a shard is broken.
     """
     answers = [answer for entry in manifest.shards for answer in read_shard(folder, entry)]
-    answers = [answer for answer in answers if len(answer.tokens) - answer.prompt_length >= SHORTEST]
     training: list[Example] = []
     validation: list[Example] = []
     for answer in answers:
@@ -156,64 +176,6 @@ def seen_vocabulary(answers: Sequence[Example], least: int = 1) -> Tensor:
         do = "lower training.seen_at_least, or make more data"
         raise UserError(f"no token is in the data {least} times", where="training.seen_at_least", do=do)
     return kept.to(torch.int64)
-
-
-class Features:
-    """Context features of the training sequences by index, computed when asked for; the first ones are kept.
-
-    Args:
-        cache_gib: memory for kept features.
-    """
-
-    def __init__(
-        self, target: TargetModel, answers: Sequence[Example], layer_ids: Sequence[int], cache_gib: float
-    ) -> None:
-        self.target, self.answers, self.layer_ids = target, answers, tuple(layer_ids)
-        row = len(layer_ids) * target.config.hidden_size
-        wanted = sum(len(answer.tokens) for answer in answers)
-        rows = min(wanted, int(cache_gib * 2**30) // (row * target.embedding.element_size()))
-        # One block of memory: thousands of pieces kept among what every step takes and frees would slow malloc down.
-        self.room = torch.empty(rows, row, dtype=target.embedding.dtype, device=target.embedding.device)
-        self.used = 0
-        self.kept: dict[int, Tensor] = {}
-
-    def token_ids(self, index: int) -> Tensor:
-        """int64 [length] on the target's device."""
-        return self.answers[index].tokens.to(self.target.embedding.device, torch.int64)
-
-    def of(self, indexes: Sequence[int]) -> list[Tensor]:
-        """One [length, F*H] a sequence, in the target's dtype."""
-        fresh = self._compute([index for index in dict.fromkeys(indexes) if index not in self.kept])
-        return [fresh[index] if index in fresh else self.kept[index] for index in indexes]
-
-    def _compute(self, indexes: Sequence[int]) -> dict[int, Tensor]:
-        if not indexes:
-            return {}
-        sequences = [self.token_ids(index) for index in indexes]
-        fresh = dict(zip(indexes, target_features(self.target, sequences, self.layer_ids), strict=True))
-        for index, features in fresh.items():
-            end = self.used + len(features)
-            if end <= len(self.room):
-                self.kept[index] = self.room[self.used : end].copy_(features)
-                self.used = end
-        return fresh
-
-
-@torch.no_grad()
-def target_features(target: TargetModel, sequences: Sequence[Tensor], target_layer_ids: Sequence[int]) -> list[Tensor]:
-    """Computes the context features of whole sequences in the target's dtype.
-
-    Args:
-        sequences: token ids int64 [length] each, on the target's device.
-
-    Returns:
-        one [length, F*H] a sequence.
-    """
-    lengths, device = [len(s) for s in sequences], target.embedding.device
-    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-    attention = PackedCausalAttention(lengths, target.config.layers, device)
-    features = target.features(torch.cat(list(sequences)), positions, attention, target_layer_ids)
-    return list(features.split(lengths))
 
 
 class Excluded:
@@ -256,3 +218,263 @@ def _words(text: str) -> list[str]:
 def _windows(words: list[str], length: int) -> Iterator[tuple[str, ...]]:
     for first in range(len(words) - length + 1):
         yield tuple(words[first : first + length])
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue."""
+
+    index: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass
+class Completion:
+    """A continued prompt. `ended`: by a stop token (kept, the last one); `looped`: cut because it repeated itself."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False
+    looped: bool = False
+
+
+def answer_engine(recipe: Recipe, device: str) -> Engine:
+    """The target without a drafter, in bfloat16, with room for `max_batch_size` of the recipe's answers.
+
+    Raises:
+        UserError: the embedded backend is not installed, or does not run the target.
+    """
+    model, answers = recipe.target, recipe.data.answers
+    tokenizer = load_tokenizer(model.model, model.revision)
+    room = [answers.max_prompt_tokens + answers.max_new_tokens]
+    for source in recipe.data.prompts:
+        if isinstance(source, SynthesisedPrompts):
+            starts, _ = _user_turns(tokenizer, source.openers)
+            room.append(max(map(len, starts)) + source.max_new_tokens)
+    context = read_target_config(target_folder(model.model, model.revision)).max_position_embeddings
+    fields = {
+        "target": {"model": model.model, "revision": model.revision},
+        "hardware": {"dtype": "bfloat16", "gpu": "none" if device == "cpu" else None},
+        "limits": {"max_batch_size": answers.max_batch_size, "max_model_len": min(max(room), context)},
+    }
+    return embedded_backend().engine(Deployment.model_validate(fields))
+
+
+def make_data(recipe: Recipe, open_engine: Callable[[], Engine], folder: Path, report: Report) -> DataManifest:
+    """Fills `folder` with prompts and answers, or finds it filled; with more minutes than before it is filled further.
+
+    Args:
+        open_engine: gives the target's engine; not called if nothing is left to answer.
+
+    Raises:
+        UserError: the folder holds data of another recipe.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    minutes = recipe.data.answers.max_minutes
+    answers = recipe.data.answers.model_copy(update={"max_minutes": None})
+    data = recipe.data.model_copy(update={"answers": answers})
+    wanted = digest([recipe.target.model_dump(mode="json"), data.model_dump(mode="json"), recipe.seed])
+    manifest = read_manifest(folder)
+    if manifest and manifest.recipe_sha256 != wanted:
+        what = "its data was made with other target, data or seed settings"
+        raise UserError(what, where=str(folder), do="give another --output, or remove the folder")
+    if manifest and (manifest.finished or (minutes is not None and manifest.seconds >= minutes * 60)):
+        return manifest
+    engine, excluded = open_engine(), read_excluded(recipe.data.exclude)
+    prompts = gather_prompts(recipe, engine, folder, excluded, report)
+    if manifest is None:
+        counts = {"prompts": len(prompts), "excluded": excluded.found}
+        manifest = DataManifest(recipe_sha256=wanted, target=recipe.target.model, **counts)
+    writer = _Writer(folder, manifest, recipe.data.answers.shard_size)
+    deadline = inf if minutes is None else writer.began + minutes * 60
+    requests = _requests(recipe, prompts, writer.done, deadline)
+    for completion in ask(engine, requests, recipe.data.answers.max_batch_size):
+        if writer.add(completion):
+            report("answers", writer.save(finished=False))
+    # A dropped answer is asked for again when an unfinished run goes on.
+    writer.save(finished=time.monotonic() <= deadline)
+    return writer.manifest
+
+
+def gather_prompts(
+    recipe: Recipe, engine: Engine, folder: Path, excluded: Excluded, report: Report
+) -> list[tuple[int, ...]]:
+    """Token ids of all distinct prompts, shuffled by the seed; each source is kept in a file once it is whole."""
+    texts: dict[str, None] = {}
+    for number, source in enumerate(recipe.data.prompts):
+        path = folder / f"prompts-{number:02d}-{source.name}.jsonl"
+        if not path.exists():
+            if isinstance(source, SynthesisedPrompts):
+                seeds = (recipe.seed, number)
+                found = _synthesised(source, engine, recipe.data.answers.max_batch_size, seeds, report)
+            else:
+                found = written_prompts(source)
+            write_whole(path, "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in found))
+        if path.stat().st_size:  # a target may make up nothing of use
+            texts.update(dict.fromkeys(jsonl_prompts(path)))
+    prompts = [chat_prompt(engine.tokenizer, text) for text in texts if text not in excluded]
+    prompts = [prompt for prompt in prompts if len(prompt) <= recipe.data.answers.max_prompt_tokens]
+    random.Random(recipe.seed).shuffle(prompts)  # noqa: S311 - no secret
+    return prompts
+
+
+def written_prompts(source: FilePrompts | DatasetPrompts) -> list[str]:
+    """Distinct user turns of a file or a dataset, each in one of the source's templates, in a fixed order."""
+    if isinstance(source, FilePrompts):
+        texts = jsonl_prompts(source.path)
+    else:
+        where, column = f"prompts {source.name}", source.column
+        texts = hub_prompts(source.dataset, subset=source.subset, split=source.split, column=column, where=where)
+    chosen = [source.templates[i % len(source.templates)].replace("{prompt}", text) for i, text in enumerate(texts)]
+    return list(dict.fromkeys(chosen))[: source.count]
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Token ids of one user turn up to where the assistant begins."""
+    turns = [{"role": "user", "content": text}]
+    rendered = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+    return tuple(tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def ask(engine: Engine, requests: Iterator[Request], at_once: int) -> Iterator[Completion]:
+    """Completions as they end, with up to `at_once` requests in the engine; one that repeats itself is cut."""
+    running: list[tuple[Stream, Completion]] = []  # a stream each, so that one answer can be ended early
+    while True:
+        # Refilled some at a time: a prefill of one prompt costs nearly as much as one of many.
+        if len(running) <= at_once - max(1, at_once // 16):
+            for request in islice(requests, at_once - len(running)):
+                running.append((engine.stream([request.prompt], [request.params]), Completion(request)))
+        if not running:
+            return
+        going = []
+        for stream, completion in running:
+            if _goes_on(stream, completion):
+                going.append((stream, completion))
+            else:
+                stream.close()
+                yield completion
+        running = going
+
+
+def repeated_tail(tokens: Sequence[int]) -> int:
+    """The shortest period n <= 24 with which the tail repeats, 0 if it does not.
+
+    The rule: the last max(4n, 24) tokens are one n-gram over and over, i.e. each equals the token n before it.
+    """
+    for period in range(1, LONGEST_PERIOD + 1):
+        tail = max(REPEATS * period, SHORTEST_TAIL)
+        if len(tokens) < tail:
+            continue
+        last = tokens[-tail:]
+        if last[period:] == last[:-period]:
+            return period
+    return 0
+
+
+def _goes_on(stream: Stream, completion: Completion) -> bool:  # False when the answer is complete
+    chunk, tokens = next(stream), completion.tokens
+    before = len(tokens)
+    tokens += chunk.token_ids
+    if chunk.finish_reason is not None:
+        completion.ended = chunk.finish_reason == "stop"
+        return False
+    if before // LOOP_CHECK_EVERY != len(tokens) // LOOP_CHECK_EVERY and (period := repeated_tail(tokens)):
+        completion.looped = True
+        del tokens[len(tokens) - 2 * period :]
+    return not completion.looped
+
+
+def _synthesised(
+    source: SynthesisedPrompts, engine: Engine, at_once: int, seeds: tuple[int, int], report: Report
+) -> list[str]:
+    """Samples user turns; drops those that are cut at the limit, say nothing or repeat another."""
+    starts, stop_ids = _user_turns(engine.tokenizer, source.openers)
+    skip = len(_user_turns(engine.tokenizer, ("",))[0][0])
+    kept: dict[str, None] = {}
+
+    def requests() -> Iterator[Request]:
+        for index in range(ATTEMPTS * source.count):
+            if len(kept) >= source.count:
+                return
+            params = SamplingParams(
+                temperature=source.temperature,
+                max_tokens=source.max_new_tokens,
+                stop_token_ids=stop_ids,
+                seed=_seed(*seeds, index),
+            )
+            yield Request(index, starts[index % len(starts)], params)
+
+    for completion in ask(engine, requests(), at_once):
+        said = [*completion.request.prompt, *completion.tokens[:-1]][skip:]
+        text = engine.tokenizer.decode(said, skip_special_tokens=True).strip()
+        opener = source.openers[completion.request.index % len(starts)].strip()
+        if completion.ended and len(text) > len(opener) + 3:
+            kept.setdefault(text)
+            report(f"prompts {source.name}", len(kept))
+    return list(kept)[: source.count]
+
+
+def _user_turns(
+    tokenizer: PreTrainedTokenizerBase, openers: Sequence[str]
+) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+    turns = [{"role": "user", "content": SENTINEL}]
+    before, after = str(tokenizer.apply_chat_template(turns, tokenize=False)).split(SENTINEL)
+    starts = [tuple(tokenizer.encode(before + opener, add_special_tokens=False)) for opener in openers]
+    return starts, tuple(tokenizer.encode(after, add_special_tokens=False)[:1])
+
+
+def _requests(recipe: Recipe, prompts: list[tuple[int, ...]], done: set[int], deadline: float) -> Iterator[Request]:
+    settings = recipe.data.answers
+    for index, prompt in enumerate(prompts):
+        if time.monotonic() > deadline:
+            return
+        if index in done:
+            continue
+        # A pure function of seed and prompt: a resumed run samples the same prompts.
+        chance = random.Random(recipe.seed * 1_000_003 + index).random()  # noqa: S311 - no secret
+        temperature = settings.temperature if chance < settings.sampled_share else 0.0
+        seed, limit = _seed(recipe.seed, index), settings.max_new_tokens
+        yield Request(index, prompt, SamplingParams(temperature=temperature, max_tokens=limit, seed=seed))
+
+
+def _seed(*parts: int) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
+
+
+class _Writer:
+    """Collects answers into shards; `done` are the prompts that an earlier run answered."""
+
+    def __init__(self, folder: Path, manifest: DataManifest, shard_size: int) -> None:
+        self.folder, self.manifest, self.shard_size = folder, manifest, shard_size
+        known = [answer for entry in manifest.shards for answer in read_shard(folder, entry)]
+        self.done = {answer.prompt_index for answer in known}
+        self.distinct = {tuple(answer.tokens[answer.prompt_length :].tolist()) for answer in known}
+        self.counts = {"ended": manifest.ended, "looped": manifest.looped, "dropped": manifest.dropped}
+        self.pending: list[Example] = []
+        self.began = time.monotonic() - manifest.seconds  # as if all had been made without a pause
+
+    def add(self, completion: Completion) -> bool:
+        """Takes an answer, or drops one that is too short or a repetition; True when a shard is full."""
+        request, said = completion.request, tuple(completion.tokens)
+        if len(said) < SHORTEST_ANSWER or said in self.distinct:
+            self.counts["dropped"] += 1
+            return False
+        self.distinct.add(said)
+        self.counts["ended"] += completion.ended
+        self.counts["looped"] += completion.looped
+        tokens = torch.tensor([*request.prompt, *said], dtype=torch.int32)
+        self.pending.append(Example(request.index, tokens, len(request.prompt)))
+        return len(self.pending) >= self.shard_size
+
+    def save(self, *, finished: bool) -> int:
+        """Writes the pending answers and the manifest; returns how many answers there are."""
+        shards = self.manifest.shards
+        if self.pending:
+            shards = (*shards, write_shard(self.folder, len(shards), self.pending))
+            self.pending = []
+        seconds = time.monotonic() - self.began
+        changes = {**self.counts, "shards": shards, "seconds": seconds, "finished": finished}
+        self.manifest = self.manifest.model_copy(update=changes)
+        write_manifest(self.folder, self.manifest)
+        return totals(shards)[0]

@@ -8,6 +8,7 @@ never exist at once, and nothing is computed twice.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,24 +66,6 @@ def confidence_loss(confidence: Tensor, scores: SlotScores) -> Tensor:
     return loss / weights.sum().clamp(min=1e-9)
 
 
-class _Parts(NamedTuple):
-    """A chunk of blocks: of the slots that count `hidden`, `latent`, `teacher` and `targets` as flat rows, and `at`,
-    where they stand among the flat slots; `valid` [blocks, B-1].
-    """
-
-    hidden: Tensor
-    latent: Tensor | None
-    teacher: Tensor | None
-    targets: Tensor
-    at: Tensor
-    valid: Tensor
-
-    def spread(self, rows: Tensor) -> Tensor:
-        """[rows] or [rows, 1] of the slots that count as [blocks, B-1], zero elsewhere."""
-        whole = rows.new_zeros(self.valid.numel())
-        return whole.index_copy_(0, self.at, rows.flatten()).view_as(self.valid)
-
-
 class SlotLoss:
     """The loss of a step through a frozen head, and its scores.
 
@@ -90,7 +73,7 @@ class SlotLoss:
         head: [vocabulary, H]; bf16 makes the products fast.
         soft: share of the soft loss in the loss, the rest is cross-entropy; its labels must have a teacher.
         kept: token ids int64 that the softmax runs over; None = all.
-        blocks_at_once: so many whole blocks' logits exist together, or of blocks that end early more of them.
+        blocks_at_once: blocks whose logits exist together.
     """
 
     def __init__(
@@ -102,21 +85,19 @@ class SlotLoss:
         kept: Tensor | None = None,
         blocks_at_once: int = BLOCKS_AT_ONCE,
     ) -> None:
-        self.weighting, self.soft = weighting, soft
-        self.kept, self.blocks_at_once = kept, blocks_at_once
+        self.weighting, self.soft, self.kept, self.blocks_at_once = weighting, soft, kept, blocks_at_once
         self.head = head if kept is None else head[kept].contiguous()
         self.places: Tensor | None = None  # each token's row of the head, where some are left out; -1 = this one
         if kept is not None:
             self.places = torch.full((len(head),), -1, dtype=torch.int64, device=head.device)
             self.places[kept] = torch.arange(len(kept), device=head.device)
-        self.rooms: dict[str, Tensor] = {}
 
     def __call__(self, predictions: Predictions, labels: Labels) -> tuple[Tensor, SlotScores]:
         """The weighted mean of the slots' losses, a scalar, differentiable in hidden, latent and bias; and the scores.
 
         The confidence head has a loss of its own (`confidence_loss`).
         """
-        bias = self._rows(predictions.bias)
+        bias = self._kept_rows(predictions.bias)
         loss, *scores = _SlotLoss.apply(predictions.hidden, predictions.latent, bias, labels, self)  # type: ignore[no-untyped-call]
         return loss, SlotScores(*scores)
 
@@ -127,109 +108,50 @@ class SlotLoss:
     @torch.no_grad()
     def scores(self, predictions: Predictions, labels: Labels) -> SlotScores:
         """The scores alone."""
-        bias = self._rows(predictions.bias)
-        found = [self._measure(part, bias)[0] for part in self._chunks(predictions.hidden, predictions.latent, labels)]
-        return _joined(found)
+        (hidden, latent, *_), bias = predictions, self._kept_rows(predictions.bias)
+        parts = self.parts(labels)
+        return joined([self.measure(hidden[own], _rows(latent, own), bias, part)[1] for own, part in parts])
 
-    def scores_and_gradient(
-        self, hidden: Tensor, latent: Tensor | None, bias: Tensor | None, labels: Labels
-    ) -> tuple[SlotScores, list[Tensor | None]]:
-        """Scores, and the gradients of the weighted sum of losses, in the order of the arguments and like them.
-
-        Args:
-            bias: of the rows of the head that are kept.
-        """
-        found, gradients = [], [torch.zeros_like(hidden), None if latent is None else torch.zeros_like(latent)]
-        of_bias = None if bias is None else torch.zeros_like(bias)
-        first = 0
-        for part in self._chunks(hidden, latent, labels):
-            scores, slope = self._measure(part, bias, sloped=True)
-            found.append(scores)
-            slope = slope.to(self.head.dtype)
-            own, first = slice(first, first + len(part.valid)), first + len(part.valid)
-            _put(gradients[0], own, part.at, slope @ self.head)
-            if part.latent is not None and bias is not None and of_bias is not None:
-                _put(gradients[1], own, part.at, slope @ bias.to(slope.dtype))
-                of_bias += slope.t() @ part.latent.to(slope.dtype)
-        return _joined(found), [*gradients, of_bias]
-
-    def _rows(self, bias: Tensor | None) -> Tensor | None:
+    def _kept_rows(self, bias: Tensor | None) -> Tensor | None:
         return bias if bias is None or self.kept is None else bias[self.kept]
 
-    def _chunks(self, hidden: Tensor, latent: Tensor | None, labels: Labels) -> list[_Parts]:
+    def parts(self, labels: Labels) -> Iterator[tuple[slice, Labels]]:
+        """The blocks of a step, `blocks_at_once` at a time, and their labels."""
+        for first in range(0, len(labels.valid), self.blocks_at_once):
+            own = slice(first, first + self.blocks_at_once)
+            yield own, Labels(labels.targets[own], labels.valid[own], _rows(labels.teacher, own))
+
+    def measure(
+        self, hidden: Tensor, latent: Tensor | None, bias: Tensor | None, labels: Labels
+    ) -> tuple[Tensor, SlotScores]:
+        """The weighted sum of the losses of some blocks, and their scores.
+
+        Args:
+            hidden, latent: as in `Predictions`; bias: of the rows of the head that are kept.
+        """
+        at = labels.valid.flatten().nonzero()[:, 0]  # slots that do not count cost nothing
+
+        def logits_of(rows: Tensor) -> Tensor:
+            logits = rows.flatten(0, 1)[at].to(self.head.dtype) @ self.head.t()
+            return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+        def spread(each: Tensor) -> Tensor:  # of the slots that count -> of all, zero elsewhere
+            return each.new_zeros(labels.valid.numel()).index_copy(0, at, each).view_as(labels.valid)
+
         targets = labels.targets if self.places is None else self.places[labels.targets]
-        most = self.blocks_at_once * labels.valid.shape[1]
-        numbers = (labels.valid.sum(1).cumsum(0) - 1).clamp(min=0).div(most, rounding_mode="floor")
-        sizes = [size for size in numbers.bincount().tolist() if size]
-        chunks, first = [], 0
-        for size in sizes:
-            own, first = slice(first, first + size), first + size
-            at = labels.valid[own].flatten().nonzero()[:, 0]
-            both = (latent, labels.teacher)
-            latents, teachers = (each if each is None else each[own].flatten(0, 1)[at] for each in both)
-            rows = hidden[own].flatten(0, 1)[at]
-            chunks.append(_Parts(rows, latents, teachers, targets[own].flatten()[at], at, labels.valid[own]))
-        return chunks
-
-    def _measure(self, part: _Parts, bias: Tensor | None, *, sloped: bool = False) -> tuple[SlotScores, Tensor]:
-        """Scores, and [rows, vocabulary] in reused memory: with `sloped`, the gradient of the loss in the logits."""
-        targets = part.targets[:, None]
-        logits = self._logits("drafter", part.hidden)
-        if part.latent is not None and bias is not None:
-            logits += part.latent.to(self.head.dtype) @ bias.t().to(self.head.dtype)
-        best, chosen = logits.argmax(-1, keepdim=True), logits.gather(1, targets)
-        wanted = None
+        targets, logits = targets.flatten()[at], logits_of(hidden)
+        if latent is not None and bias is not None:
+            logits = logits + latent.flatten(0, 1)[at].to(self.head.dtype) @ bias.t().to(self.head.dtype)
+        loss = cross_entropy = F.cross_entropy(logits, targets, reduction="none")
+        hit, distance = logits.argmax(-1) == targets, None
         if self.soft:
-            assert part.teacher is not None
-            _softmax_(wanted := self._logits("target", part.teacher))
-        total = _softmax_(logits)
-        cross_entropy = part.spread(total - chosen)
-        weights = self.weighting(torch.exp(-cross_entropy), part.valid)
-        scores = SlotScores(cross_entropy, weights, part.spread(best == targets))
-        scale = weights.flatten()[part.at, None]
-        if wanted is None:
-            # d(w ce)/d(logits) = w (q - onehot)
-            return scores, logits.mul_(scale).scatter_add_(1, targets, -scale) if sloped else logits
-        apart = torch.sub(logits, wanted, out=wanted)
-        distance = torch.linalg.vector_norm(apart, ord=1, dim=-1, keepdim=True)
-        scores = scores._replace(distance=part.spread(distance))
-        if sloped:
-            # d(sum |q - p|)/d(logits) = q (s - sum q s), s = sign(q - p); here over q, in place
-            hard, sign = scale * (1 - self.soft), apart.sign_()
-            mean = torch.bmm(logits[:, None], sign[:, :, None])[:, 0]
-            logits.mul_(sign.sub_(mean).mul_(scale * self.soft).add_(hard)).scatter_add_(1, targets, -hard)
-        return scores, logits
-
-    def _logits(self, whose: str, rows: Tensor) -> Tensor:
-        logits = rows.to(self.head.dtype) @ self.head.t()
-        return self._room(whose, logits).copy_(logits)
-
-    def _room(self, name: str, like: Tensor) -> Tensor:
-        # kept between steps: to take 20 MB from the system costs a CPU more than to fill them
-        room = self.rooms.get(name)
-        if room is None or len(room) < len(like):
-            dtype = torch.promote_types(self.head.dtype, torch.float32)
-            room = torch.empty(like.shape, dtype=dtype, device=like.device)
-            self.rooms[name] = room
-        return room[: len(like)]
-
-
-def _put(whole: Tensor | None, blocks: slice, at: Tensor, rows: Tensor) -> None:
-    if whole is not None:
-        whole[blocks].flatten(0, 1).index_copy_(0, at, rows.to(whole.dtype))
-
-
-def _softmax_(logits: Tensor) -> Tensor:
-    """Replaces logits [rows, vocabulary] by their softmax; returns the logarithms of their sums, [rows, 1]."""
-    highest = logits.amax(-1, keepdim=True)
-    total = logits.sub_(highest).exp_().sum(-1, keepdim=True)
-    logits.div_(total)
-    return highest + total.log()
-
-
-def _joined(chunks: list[SlotScores]) -> SlotScores:
-    columns = zip(*chunks, strict=True)
-    return SlotScores(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
+            assert labels.teacher is not None
+            distance = (logits.softmax(-1) - logits_of(labels.teacher).softmax(-1)).abs().sum(-1)
+            loss = (1 - self.soft) * cross_entropy + self.soft * distance
+        each = spread(cross_entropy.detach())
+        weights = self.weighting(torch.exp(-each), labels.valid)
+        scores = SlotScores(each, weights, spread(hit), None if distance is None else spread(distance.detach()))
+        return (loss * weights.flatten()[at]).sum(), scores
 
 
 class _SlotLoss(torch.autograd.Function):
@@ -237,14 +159,26 @@ class _SlotLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, latent: Tensor | None, bias: Tensor | None, labels: Labels, loss: SlotLoss
     ) -> tuple[Tensor | None, ...]:
-        scores, gradients = loss.scores_and_gradient(hidden, latent, bias, labels)
+        found, values, of_hidden = [], [], []
+        of_latent = list[Tensor]()
+        whole_bias = _leaf(bias)
+        for own, part in loss.parts(labels):
+            rows, latents = hidden[own].detach().requires_grad_(), _leaf(_rows(latent, own))
+            with torch.enable_grad():
+                value, scores = loss.measure(rows, latents, whole_bias, part)
+            value.backward()
+            assert rows.grad is not None
+            found.append(scores)
+            values.append(value.detach())
+            of_hidden.append(rows.grad)
+            if latents is not None and latents.grad is not None:
+                of_latent.append(latents.grad)
+        scores = joined(found)
         total = scores.weights.sum().clamp(min=1e-9)  # no slot of the step may count
-        ctx.save_for_backward(total, *gradients)
-        ctx.mark_non_differentiable(*(part for part in scores if part is not None))
-        each = scores.cross_entropy
-        if scores.distance is not None:
-            each = (1 - loss.soft) * each + loss.soft * scores.distance
-        return (each * scores.weights).sum() / total, *scores
+        gradients = (torch.cat(of_hidden), None if latent is None else torch.cat(of_latent))
+        ctx.save_for_backward(total, *gradients, None if whole_bias is None else whole_bias.grad)
+        ctx.mark_non_differentiable(*(each for each in scores if each is not None))
+        return torch.stack(values).sum() / total, *scores
 
     @staticmethod
     @once_differentiable
@@ -252,3 +186,17 @@ class _SlotLoss(torch.autograd.Function):
         total, *gradients = ctx.saved_tensors
         scale = grad_loss / total
         return *(None if each is None else each * scale.to(each.dtype) for each in gradients), None, None
+
+
+def _leaf(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().requires_grad_()
+
+
+def _rows(tensor: Tensor | None, own: slice) -> Tensor | None:
+    return None if tensor is None else tensor[own]
+
+
+def joined(chunks: list[SlotScores]) -> SlotScores:
+    """The scores of several groups of blocks, one after the other."""
+    columns = zip(*chunks, strict=True)
+    return SlotScores(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]

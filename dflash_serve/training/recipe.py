@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,16 +15,13 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 
 
-def refuse_gone(fields: Any, gone: Mapping[str, str]) -> Any:
-    """Refuses keys of earlier versions with what replaces them; gives the fields back.
-
-    Raises:
-        ValueError: one of the keys is there.
-    """
-    for key, why in gone.items():
-        if isinstance(fields, dict) and key in fields:
-            raise ValueError(f"`{key}` {why}")
-    return fields
+GONE = {
+    "data.texts": "is gone: train on the target's own answers; give more prompts instead",
+    "data.answers.slots": "is called `max_batch_size` now",
+    "data.answers.keep_features": "is gone: features are computed while training; leave it out",
+    "training.soft_loss": "is gone: `soft_labels` is the share of `tv`; leave it out",
+}
+"""Keys of earlier versions, and what replaces them."""
 
 
 class TargetSection(Frozen):
@@ -87,17 +83,6 @@ class AnswersSection(Frozen):
     max_minutes: Positive | None = None
     shard_size: PositiveInt = 256
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_gone(cls, fields: Any) -> Any:
-        return refuse_gone(
-            fields,
-            {
-                "slots": "is called `max_batch_size` now",
-                "keep_features": "is gone: features are computed while training; leave it out",
-            },
-        )
-
 
 class DataSection(Frozen):
     """Prompts, and the target's answers to them."""
@@ -108,11 +93,6 @@ class DataSection(Frozen):
     shares 13 words in a row with one of them is left out and counted."""
     answers: AnswersSection = AnswersSection()
     validation_share: Share = 0.015
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_gone(cls, fields: Any) -> Any:
-        return refuse_gone(fields, {"texts": "is gone: train on the target's own answers; give more prompts instead"})
 
 
 class DrafterSection(Frozen):
@@ -193,19 +173,10 @@ class TrainingSection(Frozen):
     validate_every: PositiveInt = 200
     log_every: PositiveInt = 20
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_gone(cls, fields: Any) -> Any:
-        return refuse_gone(fields, {"soft_loss": "is gone: `soft_labels` is the share of `tv`; leave it out"})
-
     @model_validator(mode="after")
-    def _has_one_budget(self) -> TrainingSection:
+    def _is_consistent(self) -> TrainingSection:
         if (self.steps is None) == (self.minutes is None):
             raise ValueError("give exactly one budget, steps or minutes")
-        return self
-
-    @model_validator(mode="after")
-    def _leaves_out_of_a_reduced_vocabulary_only(self) -> TrainingSection:
         if self.seen_at_least > 1 and not self.reduced_vocabulary:
             raise ValueError(f"seen_at_least: {self.seen_at_least} needs reduced_vocabulary: true")
         return self
@@ -239,6 +210,13 @@ def load_recipe(path: Path) -> Recipe:
     raw = read_recipe_file(path)
     if not isinstance(raw, dict):
         raise UserError("not a mapping of target, data, drafter and training", where=str(path))
+    for gone, why in GONE.items():
+        *sections, key = gone.split(".")
+        section: Any = raw
+        for name in sections:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and key in section:
+            raise UserError(f"{'.'.join(sections)}: `{key}` {why}", where=str(path), do="correct the recipe")
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:

@@ -8,34 +8,41 @@ import platform
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
-from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.files import file_entries
+from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_folder, target_folder
-from dflash_serve.checkpoint.target import read_target_config
+from dflash_serve.checkpoint.target import TargetConfig, read_target_config
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import sha256, write_whole
 from dflash_serve.common.provenance import argv, commit, now, processor, versions
+from dflash_serve.common.settings import describe
 from dflash_serve.common.store import digest
 from dflash_serve.errors import UserError
-from dflash_serve.models.drafter import takes_hot_tokens, write_hot_tokens
-from dflash_serve.models.loader import load_target
+from dflash_serve.models.drafter import Drafter, takes_hot_tokens, write_hot_tokens
+from dflash_serve.models.drafter_heads import ConfidenceHead, GroupedConvolution, MarkovHead
+from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.models.target import TargetModel
-from dflash_serve.training.answers import answer_engine, make_data
-from dflash_serve.training.data import MANIFEST, DataManifest, load_answers, totals
-from dflash_serve.training.initialise import FRESH, check_drafter, drafter_config, new_drafter
-from dflash_serve.training.recipe import Recipe
+from dflash_serve.training.data import MANIFEST, DataManifest, answer_engine, load_answers, make_data, totals
+from dflash_serve.training.recipe import DrafterSection, Recipe
 from dflash_serve.training.trainer import CHECKPOINT, Tick, Trainer
 
 DRAFTER = "drafter"
+HEAD_NORM = 1.5
+"""First value of the q/k norms: unit rows would leave the scores of a target without such norms too flat."""
+NOISE = 0.002
+RANDOM = 0.02
+FRESH = ("target", "random")  # first weights that do not come from another drafter
+ADDED = ("convolution", "markov", "confidence")  # parts that a given drafter without them gets, idle at first
 
 
 def choose_device(name: str) -> torch.device:
@@ -75,8 +82,10 @@ def run(
         UserError: the output folder holds another run.
     """
     console, started, model = Console(stderr=True, quiet=quiet), now(), recipe.target
-    if not data_only:
-        refuse_another_run(output, resume=resume)
+    finished = (output / DRAFTER / PROVENANCE).is_file()
+    if not data_only and not resume and any(output.glob(f"{CHECKPOINT}*")):
+        do = "give another --output" if finished else "add --resume, or give another --output"
+        raise UserError(f"it holds {'a finished' if finished else 'an unfinished'} run", where=str(output), do=do)
     # Before hours are spent on answers:
     check_drafter(recipe.drafter, read_target_config(target_folder(model.model, model.revision)))
     manifest = make_data(
@@ -92,9 +101,16 @@ def run(
     # Never fp16: features reach 25,000, too near its end.
     target = load_target(model.model, dtype=torch.bfloat16, device=device, revision=model.revision)
     trainer = new_trainer(recipe, target, manifest, output)
-    if resume:
-        go_on(trainer, console)
-    with Display(output / "log.jsonl", recipe.training.log_every, console) as display, _until_stopped(trainer, console):
+    if resume and trainer.resume():
+        console.print(f"resumed at step {trainer.progress.step}")
+    elif resume and (other := trainer.other_settings()):
+        if finished:
+            what = f"it holds a finished run with other settings ({other})"
+            raise UserError(what, where=str(output), do="give another --output")
+        console.print(f"the checkpoint was made with other settings ({other}); training starts anew")
+    display = Display(output / "log.jsonl", recipe.training.log_every, console, since=trainer.progress.seconds)
+    # Without a terminal nothing is started: a bar that is not shown would end with an empty line.
+    with display.bar if console.is_terminal else nullcontext(), _until_stopped(trainer, console):
         trainer.run(display)
     if trainer.fraction < 1:
         console.print(f"stopped at step {trainer.progress.step}; go on with --resume")
@@ -106,33 +122,6 @@ def run(
     return True
 
 
-def go_on(trainer: Trainer, console: Console) -> None:
-    """Resumes a run, or says why it starts anew.
-
-    Raises:
-        UserError: the folder holds a finished drafter of other settings.
-    """
-    if trainer.resume():
-        console.print(f"resumed at step {trainer.progress.step}")
-    elif other := trainer.other_settings():
-        if (trainer.output / DRAFTER / PROVENANCE).is_file():
-            what = f"it holds a finished run with other settings ({other})"
-            raise UserError(what, where=str(trainer.output), do="give another --output")
-        console.print(f"the checkpoint was made with other settings ({other}); training starts anew")
-
-
-def refuse_another_run(output: Path, *, resume: bool) -> None:
-    """Refuses to train over a run unless it is to be resumed.
-
-    Raises:
-        UserError: the folder holds a run, finished or not.
-    """
-    if not resume and any(output.glob(f"{CHECKPOINT}*")):
-        finished = (output / DRAFTER / PROVENANCE).is_file()
-        do = "give another --output" if finished else "add --resume, or give another --output"
-        raise UserError(f"it holds {'a finished' if finished else 'an unfinished'} run", where=str(output), do=do)
-
-
 def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, output: Path) -> Trainer:
     """The trainer of a recipe on finished data, at step 0."""
     share = recipe.data.validation_share
@@ -140,6 +129,105 @@ def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, out
     config = drafter_config(recipe.drafter, target.config)
     drafter = new_drafter(config, target, init=recipe.drafter.init, seed=recipe.seed)
     return Trainer(recipe, target, drafter, training, validation, output)
+
+
+def drafter_config(section: DrafterSection, target: TargetConfig) -> DrafterConfig:
+    """The description of a drafter for this target.
+
+    Raises:
+        UserError: the recipe asks for layers or a mask token that the target does not have.
+    """
+    ids = section.target_layer_ids or uniform_target_layer_ids(target.num_layers, section.num_features)
+    try:
+        return DrafterConfig(
+            block_size=section.block_size,
+            target_layer_ids=ids,
+            num_target_layers=target.num_layers,
+            mask_token_id=section.mask_token_id,
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            intermediate_size=target.intermediate_size,
+            num_attention_heads=target.num_attention_heads,
+            num_key_value_heads=target.num_key_value_heads,
+            head_dim=target.head_dim,
+            layers=(AttentionKind(),) * section.num_layers,
+            max_position_embeddings=target.max_position_embeddings,
+            rms_norm_eps=target.rms_norm_eps,
+            rope=target.rope,
+            slots=section.slots,
+            markov=section.markov,
+            confidence=section.confidence,
+            convolution=section.convolution,
+        )
+    except ValidationError as error:
+        raise UserError(describe(error), where="drafter", do="correct the recipe") from None
+
+
+def check_drafter(section: DrafterSection, target: TargetConfig) -> None:
+    """Checks that `new_drafter` can make the drafter; reads no weights.
+
+    Raises:
+        UserError: the recipe does not fit the target, or the drafter to go on from is described otherwise or not there.
+    """
+    wanted = drafter_config(section, target)
+    if section.init not in FRESH:
+        _refuse_other(wanted, read_config(section.init)[0], section.init)
+
+
+@torch.no_grad()
+def new_drafter(config: DrafterConfig, target: TargetModel, *, init: str, seed: int) -> Drafter:
+    """A drafter in fp32 on the target's device, before training; the same for the same seed.
+
+    Args:
+        init: as in the recipe.
+
+    Raises:
+        UserError: the drafter to go on from cannot be read, or is described otherwise.
+    """
+    drafter = Drafter(config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in drafter.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(0.0, RANDOM, generator=generator)
+    for part in drafter.modules():
+        if isinstance(part, GroupedConvolution | MarkovHead | ConfidenceHead):
+            part.make_idle()
+    drafter.norm.weight.copy_(target.get_parameter("norm.weight").float().cpu())
+    if init == "target":
+        _from_target(drafter, target, generator)
+    elif init not in FRESH:
+        given = load_drafter(init, dtype=torch.float32)
+        _refuse_other(config, given.config, init)
+        drafter.load_state_dict({**drafter.state_dict(), **given.state_dict()})  # parts it does not have stay idle
+    return drafter.float().to(target.embedding.device)
+
+
+def _from_target(drafter: Drafter, target: TargetModel, generator: torch.Generator) -> None:
+    # layers from the target's last ones; the context starts as its deepest feature, normed as in the target
+    config, depth = drafter.config, target.config.num_layers
+    state: dict[str, Tensor] = {}
+    for index in range(config.num_layers):
+        source = max(0, depth - config.num_layers + index)
+        state |= {f"layers.{index}.{name}": weight for name, weight in target.layer_weights(source).items()}
+        for norm in ("q_norm", "k_norm"):
+            name = f"layers.{index}.self_attn.{norm}.weight"
+            state.setdefault(name, torch.full((config.head_dim,), HEAD_NORM))
+    after = min(depth - 1, config.target_layer_ids[-1] + 1)
+    state["hidden_norm.weight"] = target.layer_weights(after)["input_layernorm.weight"]
+    drafter.load_state_dict({name: weight.float().cpu() for name, weight in state.items()}, strict=False)
+    size = config.hidden_size
+    drafter.fc.weight.normal_(0.0, NOISE, generator=generator)
+    drafter.fc.weight[:, -size:] += torch.eye(size)
+
+
+def _refuse_other(config: DrafterConfig, given: DrafterConfig, name: str) -> None:
+    without = {head: None for head in ADDED if getattr(given, head) is None}
+    config = config.model_copy(update={**without, "block_size": given.block_size})  # no weight depends on the latter
+    wanted, found = config.model_dump(), given.model_dump()
+    different = ", ".join(key for key in wanted if wanted[key] != found[key])
+    if different:
+        do = "give the recipe its values, or start from the target"
+        raise UserError(f"its {different} differ from the recipe's", where=f"drafter.init {name}", do=do)
 
 
 def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
@@ -151,7 +239,12 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
     if trainer.validation:
         trainer.keep_best(trainer.progress.step, trainer.validate())
     best = trainer.progress.best
-    _write_weights(trainer)
+    folder, config = output / DRAFTER, trainer.drafter.config
+    weights = trainer.best or trainer.published.state_dict()
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+    write_drafter(folder, config, tensors, dialect=dialect_of(config), overwrite=True)
+    if trainer.loss.kept is not None and takes_hot_tokens(config):
+        write_hot_tokens(folder, trainer.loss.kept.tolist())
     answers, _, answer_tokens = totals(manifest.shards)
     given = {} if recipe.drafter.init in FRESH else file_entries(drafter_folder(recipe.drafter.init))
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} x {processor()}"
@@ -176,16 +269,7 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
         "best_step": None if best is None else best.step,
         "validation": None if best is None else best.scores,
     }
-    write_whole(output / DRAFTER / PROVENANCE, json.dumps(provenance, indent=2, ensure_ascii=False) + "\n")
-
-
-def _write_weights(trainer: Trainer) -> None:
-    folder, config = trainer.output / DRAFTER, trainer.drafter.config
-    best = trainer.best or trainer.average.published()
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in best.items()}
-    write_drafter(folder, config, tensors, dialect=dialect_of(config), overwrite=True)
-    if trainer.loss.kept is not None and takes_hot_tokens(config):
-        write_hot_tokens(folder, trainer.loss.kept.tolist())
+    write_whole(folder / PROVENANCE, json.dumps(provenance, indent=2, ensure_ascii=False) + "\n")
 
 
 def dialect_of(config: DrafterConfig) -> str:
@@ -222,26 +306,18 @@ class Display:
     """A progress bar, and a log of one JSON object a line.
 
     Called with every step's `Tick`; shows and logs the mean of the last `every` steps.
+
+    Args:
+        since: seconds of training before the first tick.
     """
 
-    def __init__(self, log: Path, every: int, console: Console) -> None:
+    def __init__(self, log: Path, every: int, console: Console, *, since: float) -> None:
         self.log, self.every, self.console = log, every, console
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.bar = Progress(*columns, console=console)
         self.task = self.bar.add_task("training", total=1.0)
         self.pending: list[Tick] = []
-        self.since = 0.0
-
-    def __enter__(self) -> Self:
-        if not self.bar.disable:  # a disabled bar would end with an empty line
-            self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.bar.disable:
-            self.bar.stop()
+        self.since = since
 
     def __call__(self, tick: Tick) -> None:
         self.pending.append(tick)
@@ -265,7 +341,6 @@ class Display:
             "slot_accuracy": [round(share, 4) for share in accuracy],
             "simulated_tau": round(sum(t.simulated_tau for t in ticks) / len(ticks), 4),
             "context_tokens_per_second": round(sum(t.context_tokens for t in ticks) / seconds),
-            "anchors_per_second": round(sum(t.anchors for t in ticks) / seconds),
         }
         confidence = [t.confidence_loss for t in ticks if t.confidence_loss is not None]
         if confidence:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,16 +23,18 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.common.settings import Frozen
 from dflash_serve.common.store import ResultFolders, difference, digest
 from dflash_serve.errors import UserError
+from dflash_serve.models.attention import PackedCausalAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.blocks import Blocks, SlotForward, Teacher, draw_anchors, lay_out, step_sequences
-from dflash_serve.training.data import Example, Features, seen_vocabulary, target_features
-from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting, confidence_loss
+from dflash_serve.training.data import Example, seen_vocabulary
+from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting, confidence_loss, joined
 from dflash_serve.training.recipe import Recipe, TrainingSection
 
 CHECKPOINT, PROGRESS = "checkpoint", "progress.json"
@@ -73,7 +74,6 @@ class Tick:
     slots: Tensor
     simulated_tau: float
     context_tokens: int
-    anchors: int
     progress: float = 0.0  # share of the budget that is spent after the step
     seconds: float = 0.0  # seconds of training so far
     scores: Scores | None = None
@@ -93,51 +93,34 @@ class Scores:
     survival: tuple[float, ...]
     confidence_loss: float | None = None
 
+    @classmethod
+    def of(cls, valid: Tensor, counts: Sequence[int], slots: SlotScores, confidence: Tensor | None = None) -> Scores:
+        """The means of blocks at all anchors of some sequences.
+
+        Args:
+            valid: [blocks, B-1] and counts, the blocks of each sequence: as in `Blocks`.
+            confidence: as in `Predictions`.
+        """
+        hit, whole = slots.hit & valid, valid.all(1)
+        accepted = hit.long().cumprod(1).sum(1)
+        simulated, walked = accepted[whole].float() + 1, list[int]()
+        for sequence, fits in zip(accepted.split(list(counts)), whole.split(list(counts)), strict=True):
+            walked += walk(sequence.tolist(), fits.tolist())
+        replayed = torch.tensor(walked, dtype=torch.float32)
+        survival = [float((replayed > slot).sum()) / max(1, len(walked)) for slot in range(1, valid.shape[1] + 1)]
+        return cls(
+            loss=float((slots.cross_entropy * slots.weights).sum() / slots.weights.sum().clamp(min=1e-9)),
+            slot_accuracy=tuple((hit.sum(0) / valid.sum(0).clamp(min=1)).tolist()),
+            simulated_tau=float(simulated.mean()),  # NaN if no answer is as long as a block
+            replayed_tau=float(replayed.mean()),
+            survival=tuple(survival),
+            confidence_loss=None if confidence is None else float(confidence_loss(confidence, slots)),
+        )
+
     def as_json(self) -> dict[str, float | list[float]]:
         """Rounded for logs, without missing values."""
         raw = {key: value for key, value in asdict(self).items() if value is not None and value == value}  # no NaN
         return {key: [round(x, 4) for x in v] if isinstance(v, tuple) else round(v, 4) for key, v in raw.items()}
-
-
-class Tally:
-    """Adds up slots over validation batches; all anchors of a sequence must come in one batch."""
-
-    def __init__(self, block_size: int) -> None:
-        self.hits = torch.zeros(block_size - 1)
-        self.slots = torch.zeros(block_size - 1)
-        self.loss = torch.zeros(3)  # sums of the slots' loss, of the confidence loss, and of the weights
-        self.confident = False
-        self.lengths: list[Tensor] = []
-        self.walked: list[int] = []
-
-    def add(self, blocks: Blocks, scores: SlotScores, confidence: Tensor | None = None) -> None:
-        """Takes one batch; `confidence` as in `Predictions`."""
-        valid, hit, weights = blocks.valid, scores.hit, scores.weights
-        self.hits += (hit & valid).sum(0).cpu()
-        self.slots += valid.sum(0).cpu()
-        total, self.confident = weights.sum(), confidence is not None
-        of_confidence = torch.zeros(()) if confidence is None else confidence_loss(confidence, scores) * total
-        self.loss += torch.stack([(scores.cross_entropy * weights).sum(), of_confidence.to(total), total]).cpu()
-        accepted = (hit & valid).long().cumprod(1).sum(1)
-        whole = valid.all(1)
-        self.lengths.append((accepted[whole] + 1).cpu())
-        for sequence, fits in zip(accepted.split(blocks.counts), whole.split(blocks.counts), strict=True):
-            self.walked += walk(sequence.tolist(), fits.tolist())
-
-    def scores(self) -> Scores:
-        """Means so far."""
-        lengths = torch.cat(self.lengths).float()
-        walked = torch.tensor(self.walked)
-        steps = max(1, len(walked))
-        slots, confidence = (self.loss[:2] / self.loss[2].clamp(min=1e-9)).tolist()
-        return Scores(
-            loss=slots,
-            slot_accuracy=tuple((self.hits / self.slots.clamp(min=1)).tolist()),
-            simulated_tau=float(lengths.mean()) if len(lengths) else float("nan"),
-            replayed_tau=float(walked.float().mean()) if len(walked) else float("nan"),
-            survival=tuple(float((walked > slot).sum()) / steps for slot in range(1, len(self.hits) + 1)),
-            confidence_loss=confidence if self.confident else None,
-        )
 
 
 def walk(accepted: Sequence[int], fits: Sequence[bool]) -> list[int]:
@@ -163,8 +146,8 @@ def held_out_scores(
     Args:
         loss: over the target's whole head, so that a reduced vocabulary does not flatter the scores.
     """
-    tally, target = Tally(config.block_size), teacher.target
-    device = target.embedding.device
+    target, device = teacher.target, teacher.target.embedding.device
+    valid, counts, slots, confidence = list[Tensor](), list[int](), list[SlotScores](), list[Tensor]()
     for first in range(0, len(answers), ANSWERS_AT_ONCE):
         part = answers[first : first + ANSWERS_AT_ONCE]
         sequences = [answer.tokens.to(device, torch.int64) for answer in part]
@@ -172,8 +155,70 @@ def held_out_scores(
         blocks = lay_out(sequences, anchors, config.block_size, config.rows())
         features, labels = teacher(blocks, target_features(target, sequences, teacher.layer_ids))
         predictions = forward(blocks, features)
-        tally.add(blocks, loss.scores(predictions, labels), predictions.confidence)
-    return tally.scores()
+        valid.append(blocks.valid)
+        counts += blocks.counts
+        slots.append(loss.scores(predictions, labels))
+        if predictions.confidence is not None:
+            confidence.append(predictions.confidence)
+    return Scores.of(torch.cat(valid), counts, joined(slots), torch.cat(confidence) if confidence else None)
+
+
+class Features:
+    """Context features of the training sequences by index, computed when asked for; the first ones are kept.
+
+    Args:
+        cache_gib: memory for kept features.
+    """
+
+    def __init__(
+        self, target: TargetModel, answers: Sequence[Example], layer_ids: Sequence[int], cache_gib: float
+    ) -> None:
+        self.target, self.answers, self.layer_ids = target, answers, tuple(layer_ids)
+        row = len(layer_ids) * target.config.hidden_size
+        wanted = sum(len(answer.tokens) for answer in answers)
+        rows = min(wanted, int(cache_gib * 2**30) // (row * target.embedding.element_size()))
+        # One block of memory: thousands of pieces kept among what every step takes and frees would slow malloc down.
+        self.room = torch.empty(rows, row, dtype=target.embedding.dtype, device=target.embedding.device)
+        self.used = 0
+        self.kept: dict[int, Tensor] = {}
+
+    def token_ids(self, index: int) -> Tensor:
+        """int64 [length] on the target's device."""
+        return self.answers[index].tokens.to(self.target.embedding.device, torch.int64)
+
+    def of(self, indexes: Sequence[int]) -> list[Tensor]:
+        """One [length, F*H] a sequence, in the target's dtype."""
+        fresh = self._compute([index for index in dict.fromkeys(indexes) if index not in self.kept])
+        return [fresh[index] if index in fresh else self.kept[index] for index in indexes]
+
+    def _compute(self, indexes: Sequence[int]) -> dict[int, Tensor]:
+        if not indexes:
+            return {}
+        sequences = [self.token_ids(index) for index in indexes]
+        fresh = dict(zip(indexes, target_features(self.target, sequences, self.layer_ids), strict=True))
+        for index, features in fresh.items():
+            end = self.used + len(features)
+            if end <= len(self.room):
+                self.kept[index] = self.room[self.used : end].copy_(features)
+                self.used = end
+        return fresh
+
+
+@torch.no_grad()
+def target_features(target: TargetModel, sequences: Sequence[Tensor], target_layer_ids: Sequence[int]) -> list[Tensor]:
+    """Computes the context features of whole sequences in the target's dtype.
+
+    Args:
+        sequences: token ids int64 [length] each, on the target's device.
+
+    Returns:
+        one [length, F*H] a sequence.
+    """
+    lengths, device = [len(s) for s in sequences], target.embedding.device
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    attention = PackedCausalAttention(lengths, target.config.layers, device)
+    features = target.features(torch.cat(list(sequences)), positions, attention, target_layer_ids)
+    return list(features.split(lengths))
 
 
 class Trainer:
@@ -200,14 +245,18 @@ class Trainer:
         dtype = torch.bfloat16 if self.settings.bf16 else torch.float32
         self.forward = SlotForward(drafter, target.embedding, dtype=dtype)
         alpha = self.settings.dpace_alpha if self.settings.weighting == "dpace" else None
-        weighting = Weighting(alpha, self.settings.decay_gamma)
-        least = self.settings.seen_at_least
-        kept = seen_vocabulary(training, least).to(self.head.device) if self.settings.reduced_vocabulary else None
-        soft = self.settings.soft_labels
-        self.whole_loss = SlotLoss(self.head, weighting, soft=soft)
-        self.loss = self.whole_loss if kept is None else SlotLoss(self.head, weighting, soft=soft, kept=kept)
+        weighting, soft = Weighting(alpha, self.settings.decay_gamma), self.settings.soft_labels
+        self.whole_loss = self.loss = SlotLoss(self.head, weighting, soft=soft)
+        if self.settings.reduced_vocabulary:
+            kept = seen_vocabulary(training, self.settings.seen_at_least).to(self.head.device)
+            self.loss = SlotLoss(self.head, weighting, soft=soft, kept=kept)
         self.optimizer = Optimizer(drafter, self.settings)
-        self.average = Average(drafter, self.settings.ema)
+        self.average: AveragedModel | None = None  # smooths the last steps' noise away
+        self.published, self.published_forward = drafter, self.forward  # of the weights to be validated and written
+        if self.settings.ema is not None:
+            self.average = AveragedModel(drafter, multi_avg_fn=get_ema_multi_avg_fn(self.settings.ema))
+            self.published = cast("Drafter", self.average.module)
+            self.published_forward = SlotForward(self.published, target.embedding, dtype=dtype)
         self.best: dict[str, Tensor] = {}  # weights of the best step; empty = nothing was validated yet
         made_by = recipe.model_dump(mode="json")
         made_by["training"] = {k: v for k, v in made_by["training"].items() if k not in ("steps", "minutes")}
@@ -247,17 +296,29 @@ class Trainer:
         features, labels = self.teacher(blocks, features)
         predictions = self.forward(blocks, features)
         loss, scores = self.loss(predictions, labels)
-        whole, of_confidence = loss, None
+        sum_of_losses, of_confidence = loss, None
         if predictions.confidence is not None:
             of_confidence = confidence_loss(predictions.confidence, scores)
-            whole = loss + self.settings.confidence_weight * of_confidence
-        whole.backward()
+            sum_of_losses = loss + self.settings.confidence_weight * of_confidence
+        sum_of_losses.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
         lr = learning_rate(self.fraction, self.settings)
         self.optimizer.step(lr)
-        self.average.update()
-        losses = float(loss.detach()), None if of_confidence is None else float(of_confidence.detach())
-        return self._tick(blocks, scores, lr, losses, float(norm))
+        if self.average is not None:
+            self.average.update_parameters(self.drafter)
+        whole, missing = blocks.valid.all(1), self.drafter.config.block_size - 1 - blocks.valid.shape[1]
+        accepted = scores.hit[whole].long().cumprod(1).sum(1).float() + 1
+        return Tick(
+            step=self.progress.step + 1,
+            lr=lr,
+            loss=float(loss.detach()),
+            confidence_loss=None if of_confidence is None else float(of_confidence.detach()),
+            gradient_norm=float(norm),
+            slot_hits=F.pad(scores.hit.sum(0), (0, missing)).cpu(),
+            slots=F.pad(blocks.valid.sum(0), (0, missing)).cpu(),
+            simulated_tau=float(accepted.mean()) if len(accepted) else 1.0,
+            context_tokens=sum(blocks.contexts),
+        )
 
     def _blocks(self, step: int) -> tuple[Blocks, list[Tensor]]:  # a function of seed, step and budget alone
         seed, answers = self.recipe.seed, self.features.answers
@@ -273,28 +334,11 @@ class Trainer:
         blocks = lay_out(sequences, anchors, size, config.rows(size))
         return replace(blocks, valid=blocks.valid & self.loss.knows(blocks.targets)), self.features.of(indexes)
 
-    def _tick(
-        self, blocks: Blocks, scores: SlotScores, lr: float, losses: tuple[float, float | None], norm: float
-    ) -> Tick:
-        whole, missing = blocks.valid.all(1), self.drafter.config.block_size - 1 - blocks.valid.shape[1]
-        accepted = scores.hit[whole].long().cumprod(1).sum(1).float() + 1
-        return Tick(
-            step=self.progress.step + 1,
-            lr=lr,
-            loss=losses[0],
-            confidence_loss=losses[1],
-            gradient_norm=norm,
-            slot_hits=F.pad(scores.hit.sum(0), (0, missing)).cpu(),
-            slots=F.pad(blocks.valid.sum(0), (0, missing)).cpu(),
-            simulated_tau=float(accepted.mean()) if len(accepted) else 1.0,
-            context_tokens=sum(blocks.contexts),
-            anchors=len(blocks.anchors),
-        )
-
     def validate(self) -> Scores:
         """Scores of the weights to be published, on all held-out answers."""
-        with self.average.in_place():
-            return held_out_scores(self.validation, self.teacher, self.drafter.config, self.forward, self.whole_loss)
+        return held_out_scores(
+            self.validation, self.teacher, self.drafter.config, self.published_forward, self.whole_loss
+        )
 
     def keep_best(self, step: int, scores: Scores) -> None:
         """Keeps the weights to be published if they score better than those of every earlier step."""
@@ -305,16 +349,18 @@ class Trainer:
             return
         best = Best(step=step, replayed_tau=scores.replayed_tau, scores=scores.as_json())
         self.progress = self.progress.model_copy(update={"best": best})
-        self.best = {name: weight.detach().cpu().clone() for name, weight in self.average.published().items()}
+        self.best = {name: weight.detach().cpu().clone() for name, weight in self.published.state_dict().items()}
 
     def save(self) -> None:
         """Replaces the run's checkpoint; a kill at any moment leaves the old or the new one."""
-        groups = {"drafter": dict(self.drafter.state_dict()), "optimizer": self.optimizer.tensors()}
-        if self.average.tensors:
-            groups["average"] = self.average.tensors
-        if self.best:
-            groups["best"] = self.best
-        save_state(self.checkpoints, self.progress, groups)
+        groups = {"drafter": self.drafter.state_dict(), "optimizer": self.optimizer.tensors(), "best": self.best}
+        if self.average is not None:
+            groups["average"] = self.average.state_dict()
+        with self.checkpoints.put(CHECKPOINT, digest(self.progress.made_by)) as scratch:
+            for name, tensors in groups.items():
+                own = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+                save_file(own, scratch / f"{name}.safetensors")
+            (scratch / PROGRESS).write_text(self.progress.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     def resume(self) -> bool:
         """Goes back to the run's checkpoint; False if there is none under its settings.
@@ -322,15 +368,20 @@ class Trainer:
         Raises:
             UserError: the checkpoint cannot be read.
         """
-        state = load_state(self.checkpoints, self.progress.made_by)
-        if state is None:
+        folder = self.checkpoints.get(CHECKPOINT, digest(self.progress.made_by))
+        if folder is None:
             return False
-        self.progress, groups = state
-        self.drafter.load_state_dict(groups["drafter"])
-        self.optimizer.load_tensors(groups["optimizer"])
-        if self.average.tensors:
-            self.average.load(groups["average"])
-        self.best = groups.get("best", {})
+        try:
+            self.progress = Progress.model_validate_json((folder / PROGRESS).read_bytes())
+            groups = {path.stem: load_file(path) for path in folder.glob("*.safetensors")}
+            self.drafter.load_state_dict(groups["drafter"])
+            self.optimizer.load_tensors(groups["optimizer"])
+            if self.average is not None:
+                self.average.load_state_dict(groups["average"])
+            self.best = groups["best"]
+        except (OSError, ValidationError, SafetensorError, KeyError, RuntimeError) as error:
+            what = f"cannot be read ({str(error).splitlines()[0]})"
+            raise UserError(what, where=str(folder), do="remove it and train again") from None
         return True
 
     def other_settings(self) -> str | None:
@@ -345,59 +396,20 @@ class Trainer:
         return difference(self.progress.made_by, kept.made_by)
 
 
-def save_state(checkpoints: ResultFolders, progress: Progress, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Replaces the checkpoint under the settings of `progress`, whole or not at all."""
-    with checkpoints.put(CHECKPOINT, digest(progress.made_by)) as scratch:
-        for name, tensors in groups.items():
-            own = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-            save_file(own, scratch / f"{name}.safetensors")
-        (scratch / PROGRESS).write_text(progress.model_dump_json(indent=2) + "\n", encoding="utf-8")
-
-
-def load_state(
-    checkpoints: ResultFolders, made_by: Mapping[str, Any]
-) -> tuple[Progress, dict[str, dict[str, Tensor]]] | None:
-    """The checkpoint under these settings, None if there is none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    folder = checkpoints.get(CHECKPOINT, digest(made_by))
-    if folder is None:
-        return None
-    try:
-        progress = Progress.model_validate_json((folder / PROGRESS).read_bytes())
-        groups = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
-    except (OSError, ValidationError, SafetensorError) as error:
-        what = f"cannot be read ({str(error).splitlines()[0]})"
-        raise UserError(what, where=str(folder), do="remove it and train again") from None
-    return progress, groups
-
-
 class Optimizer:
     """One or two PyTorch optimisers stepped together; weight decay on matrices only."""
 
     def __init__(self, module: nn.Module, settings: TrainingSection) -> None:
         matrices = {name: p for name, p in module.named_parameters() if p.dim() == 2}
         vectors = [p for p in module.parameters() if p.dim() != 2]
-        self.parts: list[torch.optim.Optimizer]
+        decay, self.parts = settings.weight_decay, list[torch.optim.Optimizer]()
         if settings.optimizer == "muon":
-            heads = [matrices.pop(name) for name in list(matrices) if name.startswith(HEADS)]
-            muon = torch.optim.Muon(
-                list(matrices.values()), lr=settings.lr, weight_decay=settings.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )  # fmt: skip
-            self.parts = [muon, self._adamw([{"params": vectors, "weight_decay": 0.0}, {"params": heads}], settings)]
-        else:
-            own = list(matrices.values())
-            groups: list[dict[str, Any]] = [{"params": own}, {"params": vectors, "weight_decay": 0.0}]
-            self.parts = [self._adamw(groups, settings)]
-
-    @staticmethod
-    def _adamw(groups: Iterable[dict[str, Any]], settings: TrainingSection) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
-        )
+            by_muon = [matrices.pop(name) for name in list(matrices) if not name.startswith(HEADS)]
+            muon = torch.optim.Muon(by_muon, lr=settings.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+            self.parts.append(muon)
+        groups: list[dict[str, Any]] = [{"params": list(matrices.values())}, {"params": vectors, "weight_decay": 0.0}]
+        adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, weight_decay=decay, fused=True)
+        self.parts.append(adamw)
 
     def step(self, lr: float) -> None:
         """Updates the weights and forgets the gradients."""
@@ -410,7 +422,7 @@ class Optimizer:
     def tensors(self) -> dict[str, Tensor]:
         """All state as named tensors: part.parameter.name."""
         return {
-            f"{number}.{parameter}.{name}": value if isinstance(value, Tensor) else torch.tensor(float(value))
+            f"{number}.{parameter}.{name}": value
             for number, part in enumerate(self.parts)
             for parameter, state in part.state_dict()["state"].items()
             for name, value in state.items()
@@ -435,45 +447,3 @@ def learning_rate(progress: float, settings: TrainingSection) -> float:
         return peak * max(progress, 1e-3) / warmup  # never 0: the first step is part of the warm-up
     along = min(1.0, (progress - warmup) / max(1e-9, 1.0 - warmup))
     return peak * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * along)))
-
-
-class Average:
-    """An exponential average of the drafter's weights, which smooths the last steps' noise away.
-
-    average = decay * average + (1 - decay) * weights after every step; without a decay there is none.
-    """
-
-    def __init__(self, drafter: Drafter, decay: float | None) -> None:
-        self.drafter, self.decay = drafter, decay
-        self.tensors: dict[str, Tensor] = {}
-        if decay is not None:
-            self.tensors = {name: weight.detach().clone() for name, weight in drafter.named_parameters()}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Takes in the weights of this step."""
-        if self.decay is not None:
-            for name, weight in self.drafter.named_parameters():
-                self.tensors[name].lerp_(weight, 1 - self.decay)
-
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Goes back to a saved average."""
-        for name in self.tensors:
-            self.tensors[name].copy_(tensors[name])
-
-    def published(self) -> dict[str, Tensor]:
-        """The weights to validate and to save as the drafter."""
-        return dict(self.tensors or self.drafter.state_dict())
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within, the drafter has the average's weights."""
-        if not self.tensors:
-            yield
-            return
-        own = {name: weight.detach().clone() for name, weight in self.drafter.named_parameters()}
-        self.drafter.load_state_dict(self.tensors)
-        try:
-            yield
-        finally:
-            self.drafter.load_state_dict(own)

@@ -39,21 +39,13 @@ NEW = "\0another token"
 Floats = NDArray[np.float32]
 
 
-class Look(Frozen):
-    """A permutation test over the samples so far."""
-
-    samples: int  # Samples on each side
-    p_value: float
-    false_alarm: float  # Share of the false-alarm rate of this look; at or below it the distributions differ
-
-
 class DistributionComparison(Frozen):
     """Both sides' answers to one sampled case, compared as draws from a distribution."""
 
     case: str
     prompt: int  # From 1 on, in the order of the prompt set
-    samples: int
-    looks: tuple[Look, ...] = ()
+    samples: int  # On each side
+    p_value: float | None = None
     differs: bool = False
     smallest_deviation: float | None = None
     """Least total variation of a next-token distribution that would have been seen with the stated power."""
@@ -71,28 +63,24 @@ def begins_and_places(answer: Pieces) -> Iterator[tuple[tuple[str, int], Hashabl
             yield ("place", length), answer[length - 1]
 
 
-class CountTable:
-    """The counted features: those that enough answers share, and for each kind all rarer ones together (value None).
+def features(answers: Sequence[Pieces], of: Sequence[Pieces]) -> Floats:
+    """Counted features of the answers `of`, [of, columns]: 1 if an answer has the column's feature.
 
     Args:
-        answers: the answers of both sides together.
+        answers: both sides' answers together. A feature that enough of them share has a column of its own; for each
+            kind all rarer ones share one.
     """
-
-    def __init__(self, answers: Sequence[Pieces]) -> None:
-        counts = Counter(entry for answer in answers for entry in begins_and_places(answer))
-        kept = [entry for entry, count in counts.items() if count >= SMALLEST]
-        kinds = sorted({kind for kind, _ in counts})
-        self.columns = {entry: n for n, entry in enumerate([*kept, *((kind, None) for kind in kinds)])}
-
-    def rows(self, answers: Sequence[Pieces]) -> Floats:
-        """Features of answers, [answers, columns]: 1 if an answer has the column's feature."""
-        rows = np.zeros((len(answers), len(self.columns)), np.float32)
-        for row, answer in zip(rows, answers, strict=True):
-            for kind, value in begins_and_places(answer):
-                column = self.columns.get((kind, value), self.columns.get((kind, None)))
-                if column is not None:
-                    row[column] = 1
-        return rows
+    counts = Counter(entry for answer in answers for entry in begins_and_places(answer))
+    kept = [entry for entry, count in counts.items() if count >= SMALLEST]
+    kinds = sorted({kind for kind, _ in counts})
+    columns = {entry: n for n, entry in enumerate([*kept, *((kind, None) for kind in kinds)])}
+    table = np.zeros((len(of), len(columns)), np.float32)
+    for row, answer in zip(table, of, strict=True):
+        for kind, value in begins_and_places(answer):
+            column = columns.get((kind, value), columns.get((kind, None)))
+            if column is not None:
+                row[column] = 1
+    return table
 
 
 def statistic(differences: Floats, totals: Floats) -> Floats:
@@ -109,17 +97,17 @@ def p_value(first: Sequence[Pieces], second: Sequence[Pieces], rate: float, seed
     if not first or not second:
         return 1.0
     both = [*first, *second]
-    features = CountTable(both).rows(both)
-    totals = features.sum(0)
-    side = np.ones(len(features), np.float32)
+    table = features(both, both)
+    totals = table.sum(0)
+    side = np.ones(len(table), np.float32)
     side[len(first) :] = -1
-    observed = statistic(side @ features, totals) * (1 - 1e-6)  # float32 must not tell equal sums apart
+    observed = statistic(side @ table, totals) * (1 - 1e-6)  # float32 must not tell equal sums apart
     random = np.random.default_rng(seed)
     drawn, as_large, most, batch = 0, 0, ceil(2 / rate), 32
     while drawn < most and as_large < ENOUGH:
         batch = min(2 * batch, 1024, most - drawn)
         dealt = random.permuted(np.broadcast_to(side, (batch, len(side))).copy(), axis=1)
-        as_large += int((statistic(dealt @ features, totals) >= observed).sum())
+        as_large += int((statistic(dealt @ table, totals) >= observed).sum())
         drawn += batch
     return (1 + as_large) / (1 + drawn)
 
@@ -156,17 +144,21 @@ def smallest_deviation(
     p = np.array([*(number / known.total() for number in known.values()), 0.0])
     wanted = np.array([(answer[1] == mode) == (common < 0.5) for answer in distinct], float)
     other = wanted * np.maximum(p, 1e-9) / (wanted * np.maximum(p, 1e-9)).sum()
-    features, random = CountTable(list(known.elements())).rows(distinct), np.random.default_rng(seed)
+    table, random = features(list(known.elements()), distinct), np.random.default_rng(seed)
 
     def simulated(share: float, runs: int) -> Floats:
         """S of each run, `share` of the second side's answers being drawn from `other`."""
-        a, b = (random.multinomial(samples, q, runs) @ features for q in (p, (1 - share) * p + share * other))
+        a, b = (random.multinomial(samples, q, runs) @ table for q in (p, (1 - share) * p + share * other))
         return statistic(a - b, a + b)
 
     def seen(share: float) -> bool:
         return float((simulated(share, TRIALS) > limit).mean()) >= power
 
-    limit = _upper_quantile(simulated(0.0, 2 * TRIALS), rate)
+    sound = simulated(0.0, 2 * TRIALS)
+    mean, spread = float(sound.mean()), float(sound.std())
+    limit = mean  # the upper quantile of S as a shifted gamma (Pearson III) with these moments
+    if spread > 0:
+        limit = float(pearson3.isf(rate, max(float(skew(sound)), 0.1), loc=mean, scale=spread))
     if not seen(1.0):
         return None
     low, high = 0.0, 1.0
@@ -174,11 +166,3 @@ def smallest_deviation(
         middle = (low + high) / 2
         low, high = (low, middle) if seen(middle) else (middle, high)
     return high * (1 - common if common < 0.5 else common)
-
-
-def _upper_quantile(values: Floats, rate: float) -> float:
-    # S as a shifted gamma (Pearson III) with these values' moments
-    mean, spread = float(values.mean()), float(values.std())
-    if spread == 0:
-        return mean
-    return float(pearson3.isf(rate, max(float(skew(values)), 0.1), loc=mean, scale=spread))

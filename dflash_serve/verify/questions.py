@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from dflash_serve.backend import Prompt
@@ -12,8 +11,6 @@ from dflash_serve.speculation.params import SamplingParams
 
 Precision = Literal["float32", "bfloat16"]
 WITH, WITHOUT = "with", "without"  # The two sides of a verification: with and without speculation
-LOOKS = (1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Shares of the sampled answers at which they are tested; each look has its share of the false-alarm rate."""
 FEWEST = 64  # Least samples on a side: fewer show only very large deviations
 NOISE: dict[Precision, float] = {"float32": 3e-4, "bfloat16": 0.75}
 """Largest gap of two log-probabilities whose order rounding may change, in nats; measured, see `tokens`."""
@@ -23,16 +20,11 @@ SEEDS_A_CASE = 2**20
 SEEDED_TOKENS = 32  # Length of answers with the same seed on both sides
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A named setting of sampling."""
 
     name: str
     params: SamplingParams
-
-    @property
-    def penalised(self) -> bool:
-        return self.params.penalised
 
 
 class Question(NamedTuple):
@@ -57,7 +49,7 @@ SAMPLED = (
     ),
 )
 SEEDED = Case("same seeds", SamplingParams(temperature=0.8, top_p=0.95))
-PENALISED = {case.name for case in (*GREEDY, *SAMPLED) if case.penalised}
+PENALISED = {case.name for case in (*GREEDY, *SAMPLED) if case.params.penalised}
 
 
 class VerifyPlan(Frozen):
@@ -68,7 +60,7 @@ class VerifyPlan(Frozen):
     max_tokens: int  # Longest greedy answer, in tokens
     samples: int  # Answers on each side for each sampled case; 0 = sampling is not verified
     sample_tokens: int = 8  # Longest sampled answer, in tokens
-    false_alarm: float = 1e-3  # Probability that a correct engine is called faulty, over all cases and looks together
+    false_alarm: float = 1e-3  # Probability that a correct engine is called faulty, over all sampled cases together
     power: float = 0.9  # Probability with which the smallest visible deviation is seen
     dtype: Precision = "bfloat16"  # The engine's precision, which sets the bound of a near-tie
     penalties: bool = True  # True if cases with penalties are verified, too
@@ -81,11 +73,11 @@ class VerifyPlan(Frozen):
 
     @property
     def greedy_cases(self) -> tuple[Case, ...]:
-        return tuple(case for case in GREEDY if self.penalties or not case.penalised)
+        return self._wanted(GREEDY)
 
     @property
     def sampled_cases(self) -> tuple[Case, ...]:
-        return tuple(case for case in SAMPLED if self.samples and (self.penalties or not case.penalised))
+        return self._wanted(SAMPLED) if self.samples else ()
 
     @property
     def token_cases(self) -> tuple[Case, ...]:
@@ -98,15 +90,12 @@ class VerifyPlan(Frozen):
         return (*(() if self.samples else ("greedy only",)), *(() if self.penalties else ("no penalties",)))
 
     @property
-    def looks(self) -> Iterator[tuple[int, float]]:
-        """Samples on a side, and the false-alarm rate of one case at this look: linear in the samples.
+    def rate(self) -> float:
+        """The false-alarm rate of one sampled case: by the union bound, whatever their dependence on each other."""
+        return self.false_alarm / len(SAMPLED)
 
-        The union bound over looks and cases keeps the sum, whatever their dependence on each other.
-        """
-        spent = 0.0
-        for share in LOOKS:
-            yield max(1, round(share * self.samples)), self.false_alarm / len(SAMPLED) * (share - spent)
-            spent = share
+    def _wanted(self, cases: tuple[Case, ...]) -> tuple[Case, ...]:
+        return tuple(case for case in cases if self.penalties or not case.params.penalised)
 
 
 def questions(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str) -> list[Question]:

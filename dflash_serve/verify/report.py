@@ -1,4 +1,4 @@
-"""The result of a verification: kinds of fault, the verdict, the signed report, and its form on a terminal.
+"""The result of a verification: kinds of fault, the verdict, the report, and its form on a terminal.
 
 | failed comparisons | fault | meaning |
 |---|---|---|
@@ -15,16 +15,13 @@ The report holds no secrets.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -32,10 +29,9 @@ from rich.table import Table
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import PACKAGES, now, versions
 from dflash_serve.common.settings import Frozen
-from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.distributions import DistributionComparison
-from dflash_serve.verify.questions import FEWEST, LOOKS, PENALISED, VerifyPlan
+from dflash_serve.verify.questions import FEWEST, PENALISED, VerifyPlan
 from dflash_serve.verify.subjects import Description
 from dflash_serve.verify.tokens import TokenComparison
 
@@ -72,9 +68,33 @@ class Findings(Frozen):
     acceptance_length: float | None
 
 
+class VerifyReport(Frozen):
+    """The report of a verification."""
+
+    date: str  # UTC, ISO 8601
+    versions: Mapping[str, str]  # Versions of the packages installed here; those of a server elsewhere are unknown
+    subjects: Mapping[str, Description]  # The compared systems, `with` and `without` speculation
+    plan: VerifyPlan
+    noise: float  # Largest gap in nats that counts as a near-tie
+    findings: Findings
+
+
+def report_of(plan: VerifyPlan, subjects: Mapping[str, Description], findings: Findings) -> VerifyReport:
+    """The report, with the current date and versions."""
+    installed = {"python": platform.python_version(), "platform": sys.platform, **versions(*PACKAGES, "numpy", "scipy")}
+    return VerifyReport(
+        date=now(), versions=installed, subjects=subjects, plan=plan, noise=plan.noise, findings=findings
+    )
+
+
+def write_report(report: VerifyReport, path: Path) -> None:
+    """Writes a report as JSON; raises UserError if it cannot be written."""
+    write_whole(path, report.model_dump_json(indent=1) + "\n", do="name another --output")
+
+
 def conclude(
-    greedy: Sequence[TokenComparison],
-    sampled: Sequence[DistributionComparison],
+    greedy: tuple[TokenComparison, ...],
+    sampled: tuple[DistributionComparison, ...],
     seeded: TokenComparison | None,
     acceptance: AcceptanceStatistics,
     *,
@@ -82,22 +102,22 @@ def conclude(
     is_plain: bool = True,
     scope: tuple[str, ...] = (),
 ) -> Findings:
-    """The verdict with its reasons.
+    """The verdict with its reasons. A fault decides it even if other comparisons are open.
 
     Args:
         acceptance: of the speculating side while it answered.
         is_plain: True if the other side is known not to speculate.
         scope: restrictions that the user asked for.
     """
-    found = faults(greedy, sampled, seeded)
-    reasons = (*unproven(greedy, sampled, seeded), *unproven_sides(acceptance, is_plain))
+    faults = _faults(greedy, sampled, seeded)
+    reasons = (*_unproven(greedy, sampled, seeded), *_unproven_sides(acceptance, is_plain))
     return Findings(
-        verdict=verdict_of(found, reasons),
-        faults=found,
+        verdict="not lossless" if faults else "could not tell" if reasons else "lossless",
+        faults=faults,
         reasons=reasons,
         unit=unit,
-        greedy=tuple(greedy),
-        sampled=tuple(sampled),
+        greedy=greedy,
+        sampled=sampled,
         seeded=seeded,
         scope=scope,
         accepted=acceptance.accepted,
@@ -105,10 +125,10 @@ def conclude(
     )
 
 
-def faults(
-    greedy: Sequence[TokenComparison], sampled: Sequence[DistributionComparison], seeded: TokenComparison | None
+def _faults(
+    greedy: tuple[TokenComparison, ...], sampled: tuple[DistributionComparison, ...], seeded: TokenComparison | None
 ) -> tuple[FaultKind, ...]:
-    """The kinds of fault that the failed comparisons fit, by the table above."""
+    # the kinds of fault that the failed comparisons fit, by the table above
     broken = {one.case for one in greedy if one.of_kind("fault")}
     shifted = [one for one in sampled if one.differs]
     if broken - PENALISED:
@@ -116,7 +136,7 @@ def faults(
     found = []
     plainly = [one for one in shifted if one.case not in PENALISED]
     if plainly:
-        found.append(FaultKind.GREEDY_SAMPLING if any(map(turned_greedy, plainly)) else FaultKind.DISTRIBUTION)
+        found.append(FaultKind.GREEDY_SAMPLING if any(map(_turned_greedy, plainly)) else FaultKind.DISTRIBUTION)
     if broken or (shifted and not plainly):
         found.append(FaultKind.PENALTIES)
     if not found and seeded is not None and len(seeded.differences) > SEED_SLIPS:
@@ -124,25 +144,16 @@ def faults(
     return tuple(found)
 
 
-def turned_greedy(comparison: DistributionComparison) -> bool:
-    """True if the beginning of an answer determines its next token with speculation, and much less without."""
+def _turned_greedy(comparison: DistributionComparison) -> bool:
+    # the beginning of an answer determines its next token with speculation, and much less without
     with_, without = comparison.repeats_with, comparison.repeats_without
     return with_ is not None and with_ > 0.8 and with_ > (without or 0.0) + 0.2
 
 
-def verdict_of(found: Sequence[FaultKind], reasons: Sequence[str]) -> Verdict:
-    """The verdict; a fault decides it even if other comparisons are open."""
-    if found:
-        return "not lossless"
-    return "could not tell" if reasons else "lossless"
-
-
-def unproven(
-    greedy: Sequence[TokenComparison],
-    sampled: Sequence[DistributionComparison],
-    seeded: TokenComparison | None = None,
+def _unproven(
+    greedy: tuple[TokenComparison, ...], sampled: tuple[DistributionComparison, ...], seeded: TokenComparison | None
 ) -> Iterator[str]:
-    """Reasons why comparisons that did not fail prove less than they should."""
+    # reasons why comparisons that did not fail prove less than they should
     for one in (*greedy, *([seeded] if seeded else ())):
         if one.refused:
             without = "; `--no-penalties` verifies the other cases" if one.case in PENALISED else ""
@@ -163,8 +174,8 @@ def unproven(
             yield f"{drawn.case}: {drawn.samples} samples a side are too few, {FEWEST} are the least"
 
 
-def unproven_sides(acceptance: AcceptanceStatistics, is_plain: bool) -> Iterator[str]:
-    """Reasons why the sides may not be as described; arguments as of `conclude`."""
+def _unproven_sides(acceptance: AcceptanceStatistics, is_plain: bool) -> Iterator[str]:
+    # reasons why the sides may not be as described
     if acceptance.accepted == 0:
         yield "no drafted token was accepted, so speculation could not change anything"
     elif acceptance.speculates is not True:
@@ -173,69 +184,32 @@ def unproven_sides(acceptance: AcceptanceStatistics, is_plain: bool) -> Iterator
         yield f"nothing shows that the side without speculation does not speculate; {METRICS}"
 
 
-class VerifyReport(Frozen):
-    """The signed report of a verification."""
-
-    date: str  # UTC, ISO 8601
-    versions: Mapping[str, str]  # Versions of the packages installed here; those of a server elsewhere are unknown
-    subjects: Mapping[str, Description]  # The compared systems, `with` and `without` speculation
-    plan: VerifyPlan
-    noise: float  # Largest gap in nats that counts as a near-tie
-    looks: tuple[float, ...] = LOOKS
-    findings: Findings
-    sha256: str = ""  # SHA-256 of the report's canonical JSON (sorted keys, no spaces) without this field
-
-    @property
-    def digest(self) -> str:
-        """The correct `sha256`; it differs if the report was changed."""
-        content = self.model_dump(mode="json", exclude={"sha256"})
-        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def report_of(plan: VerifyPlan, subjects: Mapping[str, Description], findings: Findings) -> VerifyReport:
-    """A signed report with the current date and versions."""
-    installed = {"python": platform.python_version(), "platform": sys.platform, **versions(*PACKAGES, "numpy", "scipy")}
-    report = VerifyReport(
-        date=now(), versions=installed, subjects=subjects, plan=plan, noise=plan.noise, findings=findings
-    )
-    return report.model_copy(update={"sha256": report.digest})
-
-
-def write_report(report: VerifyReport, path: Path) -> None:
-    """Writes a report as JSON; raises UserError if it cannot be written."""
-    write_whole(path, report.model_dump_json(indent=1) + "\n", do="name another --output")
-
-
-def read_report(path: Path) -> VerifyReport:
-    """Reads a report and checks its signature.
-
-    Raises:
-        UserError: it cannot be read, or was changed.
-    """
-    try:
-        report = VerifyReport.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError, UnicodeDecodeError):
-        raise UserError("cannot be read as a report of verify", where=str(path)) from None
-    if report.sha256 != report.digest:
-        raise UserError("was changed after it was signed (sha256 differs)", where=str(path), do="verify again")
-    return report
-
-
 def show(report: VerifyReport, console: Console) -> None:
     """Prints the comparisons, and the verdict last."""
     found = report.findings
     console.print(_tokens(found))
-    for line in (line for comparison in found.greedy for line in _differences(comparison)):
-        console.print(line, soft_wrap=True)
+    for comparison in found.greedy:
+        for difference in comparison.differences[:SHOWN]:
+            gap = "gap unknown" if difference.gap is None else f"gap {difference.gap:.2g}"
+            sides = f"{difference.with_speculation or 'the end'} with, {difference.without_speculation or 'the end'}"
+            place = f"{comparison.case}, prompt {difference.prompt}, position {difference.position}"
+            console.print(escape(f"{place}: {sides} without speculation; {gap}: {difference.kind}"), soft_wrap=True)
+        if len(comparison.differences) > SHOWN:
+            console.print(f"... and {len(comparison.differences) - SHOWN} more")
     if found.sampled:
         console.print(_distributions(found))
         console.print(
-            f"false-alarm rate {report.plan.false_alarm:g} over all cases and looks; deviations: total variation of a"
+            f"false-alarm rate {report.plan.false_alarm:g} over all cases; deviations: total variation of a"
             f" next-token distribution, seen with probability {report.plan.power:g}",
             soft_wrap=True,
         )
-    for line in _verdict(found):
-        console.print(line, soft_wrap=True)
+    if found.acceptance_length is not None:
+        console.print(f"acceptance length meanwhile: τ = {found.acceptance_length:.2f}")
+    for reason in found.reasons:
+        console.print(f"[yellow]?[/yellow] {escape(reason)}", soft_wrap=True)
+    kinds = ": " + ", ".join(found.faults) if found.faults else ""
+    scope = "".join(f", {part}" for part in found.scope) if found.verdict == "lossless" else ""
+    console.print(f"[bold {COLOURS[found.verdict]}]{found.verdict}{scope}{kinds}[/]", soft_wrap=True)
 
 
 def _tokens(found: Findings) -> Table:
@@ -250,36 +224,13 @@ def _tokens(found: Findings) -> Table:
     return table
 
 
-def _differences(one: TokenComparison) -> Iterator[str]:
-    for difference in one.differences[:SHOWN]:
-        gap = "gap unknown" if difference.gap is None else f"gap {difference.gap:.2g}"
-        yield escape(
-            f"{one.case}, prompt {difference.prompt}, position {difference.position}: "
-            f"{difference.with_speculation or 'the end'} with, {difference.without_speculation or 'the end'} without "
-            f"speculation; {gap}: {difference.kind}"
-        )
-    if len(one.differences) > SHOWN:
-        yield f"... and {len(one.differences) - SHOWN} more"
-
-
 def _distributions(found: Findings) -> Table:
-    table = Table("sampled", "samples a side", "least p-value", "distribution", "smallest visible deviation")
+    table = Table("sampled", "samples a side", "p-value", "distribution", "smallest visible deviation")
     for one in found.sampled:
-        if one.refused:
+        if one.p_value is None:
             table.add_row(one.case, "0", "", "refused")
             continue
-        least = f"{min(look.p_value for look in one.looks):.2g}"
         visible = "none" if one.smallest_deviation is None else f"{one.smallest_deviation:.3f}"
         outcome = ("[red]differs[/red]", "") if one.differs else ("no difference seen", visible)
-        table.add_row(one.case, str(one.samples), least, *outcome)
+        table.add_row(one.case, str(one.samples), f"{one.p_value:.2g}", *outcome)
     return table
-
-
-def _verdict(found: Findings) -> Iterator[str]:
-    if found.acceptance_length is not None:
-        yield f"acceptance length meanwhile: τ = {found.acceptance_length:.2f}"
-    for reason in found.reasons:
-        yield f"[yellow]?[/yellow] {escape(reason)}"
-    kinds = ": " + ", ".join(found.faults) if found.faults else ""
-    scope = "".join(f", {part}" for part in found.scope) if found.verdict == "lossless" else ""
-    yield f"[bold {COLOURS[found.verdict]}]{found.verdict}{scope}{kinds}[/]"

@@ -52,9 +52,8 @@ class SubjectPair:
 
     speculating: Callable[[], AbstractContextManager[Subject]]
     plain: Callable[[], AbstractContextManager[Subject]]
-    descriptions: Mapping[str, Description] = field(default_factory=dict)
-    """Descriptions of the sides, `with` and `without`."""
-    dtype: Precision | None = None  # The precision; None = unknown
+    descriptions: Mapping[str, Description] = field(default_factory=dict)  # By side, `with` and `without`
+    dtype: Precision | None = None  # None = unknown
     embedded: bool = False  # True if it runs in this process
     plain_is_ours: bool = True
     """True if we started the plain side without a drafter; otherwise its metrics must show that it has none."""
@@ -130,13 +129,11 @@ def two_servers(speculating: Endpoint, plain: Endpoint) -> SubjectPair:
     """
     if speculating.base == plain.base:
         raise UserError("both are the same server", where=plain.base, do="start a second one without speculation")
+    sides = {WITH: speculating, WITHOUT: plain}
     return SubjectPair(
         lambda: nullcontext(ServerSubject(speculating)),
         lambda: nullcontext(ServerSubject(plain)),
-        {
-            side: {"url": endpoint.base, "model": endpoint.served_model}
-            for side, endpoint in ((WITH, speculating), (WITHOUT, plain))
-        },
+        {side: {"url": endpoint.base, "model": endpoint.served_model} for side, endpoint in sides.items()},
         plain_is_ours=False,
     )
 
@@ -152,7 +149,7 @@ def engine_in_process(deployment: Deployment) -> SubjectPair:
     return SubjectPair(
         lambda: nullcontext(speculating),
         lambda: nullcontext(plain),
-        {WITH: _description(EMBEDDED, deployment), WITHOUT: _description(EMBEDDED, _without_drafter(deployment))},
+        _descriptions(EMBEDDED, deployment, _without_drafter(deployment)),
         "float32" if engine.dtype == "float32" else "bfloat16",
         embedded=True,
     )
@@ -189,7 +186,7 @@ def server_started_twice(
     return SubjectPair(
         lambda: started(deployment, WITH),
         lambda: started(plain, WITHOUT),
-        {WITH: _description(backend.name, deployment), WITHOUT: _description(backend.name, plain)},
+        _descriptions(backend.name, deployment, plain),
         "float32" if deployment.hardware.dtype == "float32" else "bfloat16",
     )
 
@@ -198,12 +195,14 @@ def _without_drafter(deployment: Deployment) -> Deployment:
     return deployment.model_copy(update={"drafter": None, "speculation": Speculation()})
 
 
-def _description(backend: str, deployment: Deployment) -> Description:
-    drafter = deployment.drafter
+def _descriptions(backend: str, deployment: Deployment, plain: Deployment) -> dict[str, Description]:
     return {
-        "backend": backend,
-        "target": deployment.target.model,
-        "drafter": drafter.model if drafter else None,
-        "width": str(deployment.speculation.width) if drafter else "off",
-        "deployment": deployment.model_dump_json(exclude_defaults=True),
+        side: {
+            "backend": backend,
+            "target": one.target.model,
+            "drafter": one.drafter.model if one.drafter else None,
+            "width": str(one.speculation.width) if one.drafter else "off",
+            "deployment": one.model_dump_json(exclude_defaults=True),
+        }
+        for side, one in ((WITH, deployment), (WITHOUT, plain))
     }

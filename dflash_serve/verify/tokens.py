@@ -106,24 +106,31 @@ def compare_tokens(case: Case, pairs: Sequence[AnswerPair], noise: float) -> Tok
     Args:
         noise: the largest gap whose sign rounding may change, in nats.
     """
-    positions = [pair.position for pair in pairs]
+    differences, compared = [], 0
+    for number, pair in enumerate(pairs, start=1):
+        position = pair.position
+        compared += len(pair.plain) if position is None else position
+        if position is None:
+            continue
+        kind, gap = classify(pair, position, params=case.params, noise=noise)
+        differences.append(
+            Difference(
+                prompt=number,
+                position=position,
+                with_speculation=_shown(pair.other, position, pair.other_scored),
+                without_speculation=_shown(pair.plain, position, pair.plain_scored),
+                gap=gap,
+                kind=kind,
+            )
+        )
     return TokenComparison(
         case=case.name,
         prompts=len(pairs),
-        identical=positions.count(None),
+        identical=len(pairs) - len(differences),
         tokens=sum(len(pair.plain) for pair in pairs),
-        compared=sum(len(pair.plain) if p is None else p for pair, p in zip(pairs, positions, strict=True)),
-        differences=tuple(
-            _difference(index + 1, pair, position, case.params, noise)
-            for index, (pair, position) in enumerate(zip(pairs, positions, strict=True))
-            if position is not None
-        ),
+        compared=compared,
+        differences=tuple(differences),
     )
-
-
-def again(params: SamplingParams, position: int) -> SamplingParams:
-    """The parameters that ask for an answer again up to a position, with the end-of-sequence token as a token."""
-    return params.model_copy(update={"max_tokens": position + 1, "ignore_eos": True})
 
 
 def classify(pair: AnswerPair, position: int, *, params: SamplingParams, noise: float) -> tuple[Kind, float | None]:
@@ -154,18 +161,6 @@ def classify(pair: AnswerPair, position: int, *, params: SamplingParams, noise: 
     if exact:
         return ("near-tie" if abs(gap) <= noise else "fault"), gap
     return ("fault" if gap > noise else "unscored"), gap
-
-
-def _difference(prompt: int, pair: AnswerPair, position: int, params: SamplingParams, noise: float) -> Difference:
-    kind, gap = classify(pair, position, params=params, noise=noise)
-    return Difference(
-        prompt=prompt,
-        position=position,
-        with_speculation=_shown(pair.other, position, pair.other_scored),
-        without_speculation=_shown(pair.plain, position, pair.plain_scored),
-        gap=gap,
-        kind=kind,
-    )
 
 
 def _shown(pieces: Pieces, position: int, scored: ScoredAnswer | None) -> str | None:

@@ -11,7 +11,7 @@ from dflash_serve import SamplingParams
 from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.models.attention import FlashInferAttention, RaggedAttention
 from dflash_serve.models.kv_cache import KVCache, Span
-from dflash_serve.training.blocks import BlockForward, lay_out
+from dflash_serve.training.blocks import SlotForward, lay_out
 from dflash_torch.launch import local_gpus
 from tests.support.embedded import PROMPTS, answers, tiny_engine, with_passes
 from tests.support.tiny_target import write_tiny_pair
@@ -77,8 +77,8 @@ def test_training_through_flex_attention_is_training_on_a_cpu(kind: AttentionKin
         sequences, features, embedding = inputs(drafter.config)
         anchors = [torch.tensor(places, device=device) for places in ANCHORS]
         blocks = lay_out([s.to(device) for s in sequences], anchors, drafter.config.block_size)
-        forward = BlockForward(drafter, embedding.to(device), dtype=torch.float32)
-        loss = forward(blocks, [f.to(device) for f in features]).square().mean()
+        forward = SlotForward(drafter, embedding.to(device), dtype=torch.float32)
+        loss = forward(blocks, [f.to(device) for f in features]).hidden.square().mean()
         loss.backward()
         losses.append(loss.item())
         assert drafter.fc.weight.grad is not None

@@ -24,9 +24,9 @@ from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.store import Store
-from dflash_serve.doctor.diagnosis import Diagnosis, Hypothesis, Verdict, diagnose
+from dflash_serve.doctor.diagnosis import HEALTHY, Hypothesis, SuspectReport, Verdict, diagnose
 from dflash_serve.doctor.evidence import Observation, interview
-from dflash_serve.doctor.examination import Alternative, Examination, corrections
+from dflash_serve.doctor.examination import Examination, corrections
 from dflash_serve.models.attention import Attend
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter
@@ -63,19 +63,10 @@ class Known:
     def engine(self) -> EmbeddedEngine:
         return self.reference.engine
 
-    def diagnose(self, observed: Observation, prompts: Sequence[int] | None = None) -> Diagnosis:
-        if prompts is None:
-            return diagnose(observed, self.hypotheses)
+    def diagnose(self, observed: Observation, prompts: Sequence[int] = range(COUNT)) -> SuspectReport:
         chosen = [
-            Hypothesis(
-                h.cause,
-                h.name,
-                h.says,
-                tuple(h.predicted[n] for n in prompts),
-                h.benign,
-                tuple(h.answers[n] for n in prompts) if h.answers else None,
-            )
-            for h in self.hypotheses
+            Hypothesis(one.fault, tuple(one.counts[n] for n in prompts), tuple((one.answers or ())[n] for n in prompts))
+            for one in self.hypotheses
         ]
         return diagnose(observed, chosen)
 
@@ -149,7 +140,7 @@ def test_a_broken_checkpoint_is_ranked_first(cause: str, known: Known, shipped: 
     fault, name = CHECKPOINTS[cause]
     drafter = load_drafter(broken(shipped, tmp_path / "drafter", fault), dtype=torch.float32)
     found = known.diagnose(observe(with_speculator(known.engine, Speculator, drafter)))
-    assert (found.verdict, found.named[0], found.explanations[0].hypothesis.name) == (Verdict.FAULT, cause, name)
+    assert (found.verdict, found.named[0], found.explanations[0].name) == (Verdict.FAULT, cause, name)
 
 
 class NoAnchor(Drafter):
@@ -208,43 +199,28 @@ def test_a_broken_loop_is_ranked_first_and_its_tensor_named(cause: str, known: K
     engine = suspect_in_memory(cause, known, shipped)
     found = known.diagnose(observe(engine))
     name = MEMORY[cause][2]
-    assert (found.verdict, found.named[0], found.explanations[0].hypothesis.name) == (Verdict.FAULT, cause, name)
+    assert (found.verdict, found.named[0], found.explanations[0].name) == (Verdict.FAULT, cause, name)
     difference = first_difference(engine, target_folder("smollm2"), shipped, PROMPTS[0])
     assert difference is not None
     expected = {"anchor": "block input", "positions": "block positions"}.get(cause, "context keys of drafter layer 0")
     assert difference.tensor == expected
 
 
-def test_our_own_engine_differs_nowhere_from_transformers(known: Known, shipped: Path) -> None:
+def test_our_own_engine_differs_nowhere_from_transformers_and_its_replay_nowhere_from_it(
+    known: Known, shipped: Path
+) -> None:
     assert first_difference(known.engine, target_folder("smollm2"), shipped, PROMPTS[0]) is None
-
-
-def test_the_replay_is_the_loop(known: Known) -> None:
     assert known.reference.predict(None) == known.reference.loop()
 
 
-@pytest.fixture(scope="module")
-def template(known: Known) -> Callable[[str], EmbeddedEngine]:
-    def with_template(text: str) -> EmbeddedEngine:
-        engine = copy.copy(known.engine)
-        engine.tokenizer = copy.copy(engine.tokenizer)
-        engine.tokenizer.chat_template = text
-        return engine
-
-    return with_template
-
-
 @pytest.mark.parametrize("cause", ["healthy", "anchor", "chat template", "BOS"])
-def test_a_server_is_diagnosed_from_outside(
-    cause: str, known: Known, shipped: Path, template: Callable[[str], EmbeddedEngine]
-) -> None:
-    whole = known.engine.tokenizer.chat_template
-    engine = {
-        "healthy": lambda: known.engine,
-        "anchor": lambda: suspect_in_memory("anchor", known, shipped),
-        "chat template": lambda: template("{% for m in messages %}{{ m['content'] }}{% endfor %}"),
-        "BOS": lambda: template("<|im_start|>" + whole),
-    }[cause]()
+def test_a_server_is_diagnosed_from_outside(cause: str, known: Known, shipped: Path) -> None:
+    engine = suspect_in_memory("anchor", known, shipped) if cause == "anchor" else copy.copy(known.engine)
+    engine.tokenizer = copy.copy(engine.tokenizer)
+    if cause == "chat template":
+        engine.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    elif cause == "BOS":
+        engine.tokenizer.chat_template = "<|im_start|>" + engine.tokenizer.chat_template
     with running(engine) as server:
         told = interview(Endpoint(server.url), PROMPTS, PARAMS, BLOCK)
     found = known.diagnose(told.observation)
@@ -270,16 +246,16 @@ def test_twenty_healthy_runs_are_called_healthy(dtype: str, known: Known) -> Non
 
 
 def test_a_figure_alone_names_what_fits_or_says_that_it_cannot_tell(known: Known) -> None:
-    by_name = {h.name: h.acceptance_length or 0.0 for h in known.hypotheses}
+    by_name = {one.fault.name: total(one.counts).acceptance_length or 0.0 for one in known.hypotheses}
     collapsed = known.diagnose(Observation.of_length(by_name["features shuffled"]))
     assert collapsed.verdict == Verdict.FAULT
     assert len(collapsed.named) > 1  # several faults ruin acceptance alike
     assert known.diagnose(Observation.of_length(by_name["layer ids +1"])).verdict == Verdict.HEALTHY
-    assert "layer ids +1" in known.diagnose(Observation.of_length(by_name["healthy"])).alike
+    assert "layer ids +1" in known.diagnose(Observation.of_length(by_name[HEALTHY])).cannot_be_told_from_healthy
 
 
 def test_the_shipped_checkpoint_is_right_about_itself(known: Known) -> None:
-    sound, alternatives = known.examination.alternatives()
+    sound, *alternatives = known.examination.alternatives()
     assert corrections(sound.counts, alternatives) == []
 
 
@@ -297,11 +273,9 @@ def test_a_checkpoint_that_is_wrong_about_itself_is_corrected(
     drafter = load_drafter(broken(shipped, tmp_path / "drafter", CHECKPOINTS[cause][0]), dtype=torch.float32)
     engine = with_speculator(known.engine, Speculator, drafter)
     reference = EmbeddedReference(engine, drafter, PROMPTS, PARAMS, BLOCK)
-    before = reference.predict(None).counts
     tried = [fault for fault in reference.settings() if fault.cause == cause]
-    found = corrections(
-        before, [Alternative(f.cause, f.setting or "", reference.predict(f.name).counts) for f in tried]
-    )
-    best = known.hypotheses[0].acceptance_length
+    alternatives = [Hypothesis(fault, reference.predict(fault.name).counts) for fault in tried]
+    found = corrections(reference.predict(None).counts, alternatives)
+    best = total(known.hypotheses[0].counts).acceptance_length
     assert found[0].after == pytest.approx(best, abs=0.02)
     assert setting in [correction.setting for correction in found if correction.after >= found[0].after - 0.02]

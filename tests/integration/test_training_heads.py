@@ -20,16 +20,15 @@ from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter, load_target
-from dflash_serve.training.blocks import SlotForward, Teacher, lay_out
-from dflash_serve.training.data import Example, load_answers, read_manifest, target_features
-from dflash_serve.training.initialise import new_drafter
-from dflash_serve.training.loss import SlotLoss, Weighting, confidence_loss
+from dflash_serve.training.data import read_manifest
 from dflash_serve.training.recipe import Recipe
-from dflash_serve.training.run import run
+from dflash_serve.training.run import new_trainer, run
+from dflash_serve.training.trainer import Scores
 from tests.support.embedded import answers, tiny_engine
+from tests.support.recipes import tiny_recipe, write_prompts
 from tests.support.tiny_target import write_tiny_target
 
-STEPS, MASK = 60, 3
+STEPS = 60
 WITHOUT = {"markov": ("markov_w2",), "convolution": ("_conv.",), "confidence": ("confidence_head.",)}
 """By head: parts of the names of the tensors without which it is idle."""
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -58,18 +57,9 @@ class Ground:
     backbone: str
 
 
-def recipe(
-    target: str, prompts: Path, drafter: dict[str, Any], training: dict[str, Any], init: str = "target"
-) -> Recipe:
-    shape = {"num_layers": 1, "block_size": 4, "mask_token_id": MASK, "target_layer_ids": [0, 2], "init": init}
-    settings = {"steps": STEPS, "sequences": 3, "anchors": 6, "validate_every": 30, "log_every": 10, "lr": 3e-3}
-    data = {
-        "prompts": [{"kind": "file", "name": "foxes", "path": prompts}],
-        "answers": {"max_batch_size": 8, "max_new_tokens": 24, "shard_size": 8},
-        "validation_share": 0.2,
-    }
-    fields = {"target": {"model": target}, "data": data, "drafter": {**shape, **drafter}}
-    return Recipe.model_validate({**fields, "training": {**settings, **training}})
+def recipe(ground: Ground, drafter: Mapping[str, Any], init: str = "target", **training: Any) -> Recipe:
+    settings = {"steps": STEPS, "validate_every": 30, "log_every": 10, "lr": 3e-3, **training}
+    return tiny_recipe(ground.target, ground.prompts, {**drafter, "init": init}, **settings)
 
 
 def train(asked: Recipe, output: Path) -> list[dict[str, Any]]:
@@ -81,61 +71,48 @@ def train(asked: Recipe, output: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     folder = tmp_path_factory.mktemp("ground")
-    target = str(write_tiny_target(folder / "target"))
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"the quick brown fox {i}"}) + "\n" for i in range(20)))
-    train(recipe(target, prompts, {}, {"steps": 20}), folder / "plain")
-    return Ground(target, prompts, str(folder / "plain/drafter"))
+    target, prompts = str(write_tiny_target(folder / "target")), write_prompts(folder / "prompts.jsonl")
+    ground = Ground(target, prompts, str(folder / "plain/drafter"))
+    train(recipe(ground, {}, steps=20), folder / "plain")
+    return ground
 
 
-def losses(drafter: Drafter, ground: Ground, data: Path, soft: float) -> tuple[float, float | None]:
-    """Mean losses of slots and confidence over the training answers, weighted by place alone."""
-    target = load_target(ground.target)
-    manifest = read_manifest(data)
+def scored(asked: Recipe, output: Path, state: Mapping[str, torch.Tensor], head: str | None = None) -> Scores:
+    """Scores over the training answers, slots weighted by place alone.
+
+    Args:
+        head: the one that is set back to how it began.
+    """
+    manifest = read_manifest(output / "data")
     assert manifest is not None
-    examples: list[Example] = load_answers(data, manifest, validation_share=0.2, seed=0)[0]
-    sequences = [example.tokens.to(torch.int64) for example in examples]
-    anchors = [torch.arange(example.prompt_length, len(example.tokens) - 1) for example in examples]
-    blocks = lay_out(sequences, anchors, drafter.config.block_size, drafter.config.rows())
-    teacher = Teacher(target, drafter.config, soft=soft > 0)
-    features, labels = teacher(blocks, target_features(target, sequences, teacher.layer_ids))
-    predictions = SlotForward(drafter, target.embedding, dtype=torch.float32)(blocks, features)
-    with torch.no_grad():
-        slots, scores = SlotLoss(target.get_parameter("head.weight"), Weighting(None), soft=soft)(predictions, labels)
-        given = predictions.confidence
-        return float(slots), None if given is None else float(confidence_loss(given, scores))
-
-
-def idle(drafter: Drafter, ground: Ground, head: str) -> Drafter:
-    """The same with one head as it began."""
-    fresh = new_drafter(drafter.config, load_target(ground.target), init="random", seed=0).state_dict()
-    state = drafter.state_dict()
-    state |= {name: fresh[name] for name in state if any(part in name for part in WITHOUT[head])}
-    other = Drafter(drafter.config)
-    other.load_state_dict(state)
-    return other
+    by_place = asked.model_copy(update={"training": asked.training.model_copy(update={"weighting": "exponential"})})
+    trainer = new_trainer(by_place, load_target(asked.target.model), manifest, output)
+    began = trainer.drafter.state_dict()  # its heads are idle
+    idle = {name: began[name] for name in state if head and any(part in name for part in WITHOUT[head])}
+    trainer.drafter.load_state_dict({**state, **idle})
+    trainer.validation = trainer.features.answers
+    return trainer.validate()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_head_learns_and_is_read_back(name: str, ground: Ground, tmp_path: Path) -> None:
     heads, training = CASES[name]
-    rows = train(recipe(ground.target, ground.prompts, heads, training, init=ground.backbone), tmp_path / "out")
+    asked, output = recipe(ground, heads, ground.backbone, **training), tmp_path / "out"
+    rows = train(asked, output)
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert ("confidence_loss" in rows[-1]) is ("confidence" in heads)
     if "confidence" in heads:
         assert rows[-1]["confidence_loss"] < rows[0]["confidence_loss"]
         assert rows[-1]["validation"]["confidence_loss"] > 0
-    folder = tmp_path / "out/drafter"
+    folder = output / "drafter"
     drafter = load_drafter(folder, dtype=torch.float32)
-    soft = training.get("soft_labels", 0.0)
-    slots, confidence = losses(drafter, ground, tmp_path / "out/data", soft)
+    whole = scored(asked, output, drafter.state_dict())
     for head in heads:
-        without = losses(idle(drafter, ground, head), ground, tmp_path / "out/data", soft)
+        without = scored(asked, output, drafter.state_dict(), head)
         if head == "confidence":
-            assert confidence is not None and without[1] is not None  # noqa: PT018
-            assert confidence < without[1] - 0.005, "better than to say one half always"
+            assert (whole.confidence_loss or 0) < (without.confidence_loss or 0) - 0.005, "better than always one half"
         else:
-            assert slots < without[0] - 0.002, f"what it predicts is worse without its {head}"
+            assert whole.loss < without.loss - 0.002, f"what it predicts is worse without its {head}"
     read_back_everywhere(folder, drafter, tmp_path)
     drafts_losslessly(ground, folder)
 
@@ -168,7 +145,7 @@ def drafts_losslessly(ground: Ground, folder: Path) -> None:
 
 def test_anchor_first_slots_are_trained_from_the_target(ground: Ground, tmp_path: Path) -> None:
     heads = {"slots": "anchor-first", "markov": {"kind": "vanilla", "rank": 8}}
-    rows = train(recipe(ground.target, ground.prompts, heads, {}), tmp_path / "out")
+    rows = train(recipe(ground, heads), tmp_path / "out")
     assert rows[-1]["loss"] < rows[0]["loss"]
     raw = json.loads((tmp_path / "out/drafter/config.json").read_text())
     assert (raw["sample_from_anchor"], raw["block_size"]) == (True, 3)  # DeepSpec's gamma

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter, load_target
-from dflash_serve.training.answers import answer_engine, make_data
+from dflash_serve.training.data import answer_engine, make_data
 from dflash_serve.training.recipe import Recipe
 from dflash_serve.training.run import Display, new_trainer, run
 from dflash_serve.training.trainer import Scores, Tick, Trainer
+from tests.support.recipes import STEPS, tiny_recipe, write_prompts
 from tests.support.tiny_target import write_tiny_target
 
-STEPS = 12
 PLAIN: Mapping[str, object] = {}
 DSPARK: Mapping[str, object] = {
     "markov": {"kind": "rnn", "rank": 6},
@@ -36,26 +36,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"the quick brown fox {i}"}) + "\n" for i in range(20)))
-    return path
-
-
-def recipe(target: str, prompts: Path, heads: Mapping[str, object] = PLAIN, **training: object) -> Recipe:
-    answers = {"max_batch_size": 8, "max_new_tokens": 24, "shard_size": 8}
-    settings = {"steps": STEPS, "sequences": 3, "anchors": 6, "validate_every": 6, "log_every": 2, **training}
-    return Recipe.model_validate(
-        {
-            "target": {"model": target},
-            "data": {
-                "prompts": [{"kind": "file", "name": "foxes", "path": prompts}],
-                "answers": answers,
-                "validation_share": 0.2,
-            },
-            "drafter": {"num_layers": 1, "block_size": 4, "mask_token_id": 3, "target_layer_ids": [0, 2], **heads},
-            "training": settings,
-        }
-    )
+    return write_prompts(tmp_path / "prompts.jsonl")
 
 
 def trainer(settings: Recipe, output: Path) -> Trainer:
@@ -86,10 +67,9 @@ EVERYTHING: Mapping[str, object] = {
 def test_a_resumed_run_ends_bit_equal_to_an_uninterrupted_one(
     target: str, prompts: Path, tmp_path: Path, heads: Mapping[str, object], options: Mapping[str, object]
 ) -> None:
-    settings = recipe(target, prompts, heads, **options)
+    settings = tiny_recipe(target, prompts, heads, **options)
     whole = trainer(settings, tmp_path / "whole")
     whole.run(lambda _: None)
-
     first = trainer(settings, tmp_path / "halves")
 
     def stop(tick: Tick) -> None:
@@ -100,16 +80,15 @@ def test_a_resumed_run_ends_bit_equal_to_an_uninterrupted_one(
     second = trainer(settings, tmp_path / "halves")
     assert second.resume()
     second.run(lambda _: None)
-
     assert second.progress.step == whole.progress.step == STEPS
     for name, expected in weights(whole).items():
         assert torch.equal(weights(second)[name], expected), name
-    assert whole.average.tensors.keys() == second.average.tensors.keys()
-    assert all(torch.equal(second.average.tensors[name], tensor) for name, tensor in whole.average.tensors.items())
+    averaged = whole.published.state_dict()
+    assert all(torch.equal(tensor, averaged[name]) for name, tensor in second.published.state_dict().items())
 
 
 def test_a_run_leaves_a_drafter_a_log_and_its_provenance(target: str, prompts: Path, tmp_path: Path) -> None:
-    settings = recipe(target, prompts, steps=60, lr=3e-3)
+    settings = tiny_recipe(target, prompts, steps=60, lr=3e-3)
     run(settings, tmp_path / "out")
     rows = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 60
@@ -129,7 +108,7 @@ def test_a_run_leaves_a_drafter_a_log_and_its_provenance(target: str, prompts: P
 def test_what_a_reduced_vocabulary_learnt_to_predict_is_all_that_is_drafted(
     target: str, prompts: Path, tmp_path: Path, heads: Mapping[str, object]
 ) -> None:
-    settings = recipe(target, prompts, heads, reduced_vocabulary=True, seen_at_least=2)
+    settings = tiny_recipe(target, prompts, heads, reduced_vocabulary=True, seen_at_least=2)
     run(settings, tmp_path / "out")
     kept = trainer(settings, tmp_path / "out").loss.kept
     assert kept is not None
@@ -140,7 +119,7 @@ def test_the_best_held_out_step_is_written_and_not_the_last(
     target: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the run was stopped and resumed in between: what was best before is not forgotten."""
-    settings, seen = recipe(target, prompts, validate_every=4), dict[int, dict[str, torch.Tensor]]()
+    settings, seen = tiny_recipe(target, prompts, validate_every=4), dict[int, dict[str, torch.Tensor]]()
     taus = iter([1.5, 2.5, 2.0, 2.0])  # after steps 4, 8, 12, and before it is written
 
     def scripted(self: Trainer) -> Scores:
@@ -163,27 +142,29 @@ def test_the_best_held_out_step_is_written_and_not_the_last(
     assert provenance["validation"]["replayed_tau"] == 2.5
 
 
-def test_an_unfinished_run_is_not_overwritten(target: str, prompts: Path, tmp_path: Path) -> None:
-    settings = recipe(target, prompts)
-    trainer(settings, tmp_path / "out").save()
-    with pytest.raises(UserError, match="unfinished run"):
-        run(settings, tmp_path / "out")
-    run(settings, tmp_path / "out", resume=True)
-
-
-def test_a_finished_run_is_called_finished(target: str, prompts: Path, tmp_path: Path) -> None:
-    settings, output = recipe(target, prompts), tmp_path / "out"
-    assert run(settings, output)
+def test_a_folder_that_holds_a_run_is_not_trained_over(target: str, prompts: Path, tmp_path: Path) -> None:
+    settings, output = tiny_recipe(target, prompts), tmp_path / "out"
+    first = trainer(settings, output)
+    first.save()
+    (file,) = output.glob("checkpoint-*/drafter.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(b"short")
+    with pytest.raises(UserError, match=r"cannot be read .*; remove it and train again"):
+        run(settings, output, resume=True)
+    file.write_bytes(whole)
+    with pytest.raises(UserError, match="it holds an unfinished run; add --resume, or give another --output"):
+        run(settings, output)
+    assert run(settings, output, resume=True)
     with pytest.raises(UserError, match="it holds a finished run; give another --output"):
         run(settings, output)
     with pytest.raises(UserError, match=r"other settings \(training.lr: 0.001 there, 0.002 here\); give another"):
-        run(recipe(target, prompts, lr=2e-3), output, resume=True)
+        run(tiny_recipe(target, prompts, lr=2e-3), output, resume=True)
 
 
 def test_a_drafter_that_cannot_be_is_refused_before_any_answer_is_written(
     target: str, prompts: Path, tmp_path: Path
 ) -> None:
-    fields = recipe(target, prompts).model_dump()
+    fields = tiny_recipe(target, prompts).model_dump()
     fields["drafter"] |= {"target_layer_ids": (0, 99)}
     wrong = Recipe.model_validate(fields)
     with pytest.raises(UserError, match="99") as caught:
@@ -199,7 +180,7 @@ def test_a_run_that_is_stopped_before_its_first_checkpoint_keeps_its_steps_and_s
     number: signal.Signals,
 ) -> None:  # fmt: skip
     def again(*, resume: bool = False) -> bool:
-        return run(recipe(target, prompts), tmp_path / "out", resume=resume)
+        return run(tiny_recipe(target, prompts), tmp_path / "out", resume=resume)
 
     show = Display.__call__
 
@@ -223,11 +204,11 @@ def test_a_run_that_is_stopped_before_its_first_checkpoint_keeps_its_steps_and_s
 def test_other_settings_start_anew_say_why_and_leave_the_old_checkpoint(
     target: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings, output = recipe(target, prompts), tmp_path / "out"
+    settings, output = tiny_recipe(target, prompts), tmp_path / "out"
     first = trainer(settings, output)
     first.progress = first.progress.model_copy(update={"step": STEPS - 1})
     first.save()
-    assert run(recipe(target, prompts, lr=2e-3), output, resume=True)
+    assert run(tiny_recipe(target, prompts, lr=2e-3), output, resume=True)
     said = " ".join(capsys.readouterr().err.split())
     assert "made with other settings (training.lr: 0.001 there, 0.002 here); training starts anew" in said
     assert len((output / "log.jsonl").read_text().splitlines()) == STEPS // 2
@@ -235,6 +216,6 @@ def test_other_settings_start_anew_say_why_and_leave_the_old_checkpoint(
 
 
 def test_blocks_are_short_for_the_first_part_of_the_budget(target: str, prompts: Path, tmp_path: Path) -> None:
-    run_of, slots = trainer(recipe(target, prompts, short_blocks={"block_size": 3, "until": 0.5}), tmp_path), []
+    run_of, slots = trainer(tiny_recipe(target, prompts, short_blocks={"block_size": 3, "until": 0.5}), tmp_path), []
     run_of.run(lambda tick: slots.append((tick.slots > 0).tolist()))
     assert slots == [[True, True, False]] * (STEPS // 2) + [[True, True, True]] * (STEPS // 2)

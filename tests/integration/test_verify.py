@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,20 @@ import pytest
 import torch
 
 from dflash_serve.checkpoint.source import target_folder
-from dflash_serve.cli.main import run
 from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.store import Store
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.verify import verification
 from dflash_serve.verify.questions import GREEDY, SAMPLED, Question, VerifyPlan
-from dflash_serve.verify.report import FaultKind, Findings, VerifyReport, read_report
+from dflash_serve.verify.report import FaultKind, Findings, VerifyReport
 from dflash_serve.verify.subjects import EngineSubject, SubjectPair, server_started_twice
 from dflash_serve.verify.verification import Verification
 from dflash_torch.backend import EmbeddedBackend
 from dflash_torch.engine import EmbeddedEngine
 from tests.support import broken_loops
 from tests.support.broken_loops import Break, guessing_engine, likely_tokens, sharp_pair
+from tests.support.command_line import call
 from tests.support.embedded import tiny_engine
 from tests.support.serving import running, until
 
@@ -136,28 +137,35 @@ def test_a_broken_loop_is_not_lossless_and_its_fault_is_named(
     # Seeds would give every one of them away; engines of others promise nothing of the kind.
     chosen = {"samples": 384, "penalties": False} if fault == FaultKind.DISTRIBUTION else {}
     found = verified(engine, plain, settings(same_seeds=False, **chosen))
-    assert found.verdict == "not lossless"
-    assert found.faults == (fault,)
+    assert (found.verdict, found.faults) == ("not lossless", (fault,))
+    if fault == FaultKind.DISTRIBUTION:  # which seeds give away without any sample
+        assert verified(engine, plain, settings(samples=0)).faults == (FaultKind.SEEDS,)
 
 
-def test_seeds_give_a_wrong_residual_away_at_once(
-    folders: Folders, likely: Likely, plain: RememberingSubject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = guessing_engine(folders, likely)
-    broken_loops.wrong_residual(engine, monkeypatch)
-    assert verified(engine, plain, settings(samples=0)).faults == (FaultKind.SEEDS,)
+@dataclass
+class Command:
+    """The command with a report of its own; `said` is all that the last call printed."""
+
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+    output: Path
+    said: str = ""
+
+    def __call__(self, *arguments: object) -> int:
+        code = call(self.monkeypatch, "verify", *arguments, "--output", self.output)
+        self.said = "".join(self.capsys.readouterr())
+        return code
+
+    def report(self) -> VerifyReport:
+        """The report; nothing else is left beside it."""
+        assert list(self.output.parent.iterdir()) == [self.output]
+        return VerifyReport.model_validate_json(self.output.read_text())
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["dflash-serve", "verify", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stopped:
-        run()
-    return int(stopped.value.code or 0)
-
-
-def quick(folders: Folders, file: Path) -> list[object]:
-    pair = ["--target", folders[0], "--drafter", folders[1], "--width", 4]
-    return [*pair, "--prompts", file, "--max-tokens", 16, "--samples", 64]
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    (tmp_path / "reports").mkdir()
+    return Command(monkeypatch, capsys, tmp_path / "reports" / "report.json")
 
 
 @pytest.fixture(scope="module")
@@ -173,80 +181,59 @@ def plain_server(plain_engine: EmbeddedEngine, key: Path) -> Iterator[str]:
         yield server.url
 
 
+@contextmanager
+def two_servers(speculating: EmbeddedEngine, plain: str, file: Path, key: Path | None) -> Iterator[list[object]]:
+    """The arguments that compare a server of this engine with the one at `plain`."""
+    with running(speculating, queue=64, api_key_file=key) as server:
+        urls = ["--with", server.url, "--without", plain, *(["--api-key-file", key] if key else [])]
+        yield [*urls, "--prompts", file, "--raw", "--dtype", "float32"]
+
+
 def test_two_servers_are_compared_over_real_sockets(
-    folders: Folders,
-    likely: Likely,
-    file: Path,
-    key: Path,
-    plain_server: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folders: Folders, likely: Likely, file: Path, key: Path, plain_server: str, command: Command
 ) -> None:
-    output = tmp_path / "report.json"
-    with running(guessing_engine(folders, likely), queue=64, api_key_file=key) as speculating:
-        urls = ["--with", speculating.url, "--without", plain_server + "/v1", "--api-key-file", key]
-        given = ["--prompts", file, "--raw", "--dtype", "float32", "--max-tokens", 16, "--samples", 64]
-        assert call(monkeypatch, *urls, *given, "--same-seeds", "--output", output) == 0
-    report = read_report(output)
-    assert report.findings.accepted
-    assert report.findings.seeded is not None
-    assert report.findings.seeded.identical == len(PROMPTS)
-    assert "sesame" not in output.read_text()
+    with two_servers(guessing_engine(folders, likely), plain_server + "/v1", file, key) as given:
+        assert command(*given, "--max-tokens", 16, "--samples", 64, "--same-seeds") == 0
+    findings = command.report().findings
+    assert findings.accepted
+    assert findings.seeded is not None
+    assert findings.seeded.identical == len(PROMPTS)
+    assert "sesame" not in command.output.read_text()
 
 
 def test_a_broken_server_is_not_lossless_and_the_position_is_shown(
-    folders: Folders,
-    likely: Likely,
-    file: Path,
-    key: Path,
-    plain_server: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folders: Folders, likely: Likely, file: Path, key: Path, plain_server: str, command: Command
 ) -> None:
     engine = guessing_engine(folders, likely)
-    broken_loops.stale_state(engine, monkeypatch)
-    with running(engine, queue=64, api_key_file=key) as speculating:
-        urls = ["--with", speculating.url, "--without", plain_server, "--api-key-file", key]
-        given = ["--prompts", file, "--raw", "--dtype", "float32", "--max-tokens", 24, "--samples", 0]
-        assert call(monkeypatch, *urls, *given, "--output", tmp_path / "r.json") == 1
-    report = read_report(tmp_path / "r.json")
+    broken_loops.stale_state(engine, command.monkeypatch)
+    with two_servers(engine, plain_server, file, key) as given:
+        assert command(*given, "--max-tokens", 24, "--samples", 0) == 1
+    report = command.report()
     assert report.findings.faults == (FaultKind.STALE_STATE,)
     faults = [one for one in report.findings.greedy[0].differences if one.kind == "fault"]
     assert faults
     assert all(one.gap is not None and one.gap > report.noise for one in faults)
-    assert f"position {faults[0].position}" in capsys.readouterr().out
+    assert f"position {faults[0].position}" in command.said
 
 
 def test_two_servers_that_speculate_are_never_called_lossless(
-    folders: Folders,
-    likely: Likely,
-    file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folders: Folders, likely: Likely, file: Path, command: Command
 ) -> None:
-    with running(guessing_engine(folders, likely)) as one, running(guessing_engine(folders, likely)) as other:
-        given = ["--with", one.url, "--without", other.url, "--prompts", file, "--raw", "--samples", 0]
-        assert call(monkeypatch, *given, "--output", tmp_path / "r.json") == 2
-    assert f"{other.url}: it speculates, too" in capsys.readouterr().err
-    assert not (tmp_path / "r.json").exists()
+    with running(guessing_engine(folders, likely)) as other:
+        with two_servers(guessing_engine(folders, likely), other.url, file, None) as given:
+            assert command(*given, "--samples", 0) == 2
+        assert f"{other.url}: it speculates, too" in command.said
+    assert not command.output.exists()
 
 
 def test_servers_that_tell_nothing_of_their_speculation_could_not_be_told(
-    plain_engine: EmbeddedEngine,
-    file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    plain_engine: EmbeddedEngine, file: Path, command: Command
 ) -> None:
-    monkeypatch.setattr("dflash_torch.server.worker.ServerMetrics.render", lambda self: b"")
-    with running(plain_engine) as one, running(plain_engine.plain()) as other:
-        given = ["--with", one.url, "--without", other.url, "--prompts", file, "--raw", "--samples", 0]
-        assert call(monkeypatch, *given, "--max-tokens", 8, "--output", tmp_path / "r.json") == 3
-    said = capsys.readouterr().out
-    assert "nothing shows that the side with speculation speculates" in said
-    assert "nothing shows that the side without speculation does not speculate" in said
+    command.monkeypatch.setattr("dflash_torch.server.worker.ServerMetrics.render", lambda self: b"")
+    with running(plain_engine.plain()) as other, two_servers(plain_engine, other.url, file, None) as given:
+        assert command(*given, "--samples", 0, "--max-tokens", 8) == 3
+    assert "nothing shows that the side with speculation speculates" in command.said
+    assert "nothing shows that the side without speculation does not speculate" in command.said
 
 
 def test_a_server_is_started_twice_and_stopped_again(folders: Folders, tmp_path: Path) -> None:
@@ -257,86 +244,53 @@ def test_a_server_is_started_twice_and_stopped_again(folders: Folders, tmp_path:
     found = Verification(settings(samples=0, max_tokens=16), PROMPTS, pair, Store(None, {})).run()
     assert all(one.identical == len(PROMPTS) for one in found.greedy)
     assert {path.name for path in tmp_path.iterdir()} == {"with", "without"}
-    assert _listening(tmp_path) == []
-
-
-def _listening(folder: Path) -> list[str]:
-    """Command lines of processes that still mention the folder."""
-    found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if f"{folder}/with" in line:
-            found.append(line)
-    return found
+        with suppress(OSError):  # it has ended meanwhile
+            assert f"{tmp_path}/with".encode() not in path.read_bytes()
 
 
-def test_the_command_goes_on_where_it_was_interrupted_and_signs_that_the_embedded_backend_is_lossless(
-    folders: Folders, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_goes_on_where_it_was_interrupted_and_says_that_the_embedded_backend_is_lossless(
+    folders: Folders, file: Path, command: Command
 ) -> None:
-    output = tmp_path / "report.json"
-    kept_file = tmp_path / "report.json.partial.jsonl"
-    arguments = [*map(str, quick(folders, file)), "--output", str(output)]
+    given = ["--target", folders[0], "--drafter", folders[1], "--width", 4]
+    arguments = [*map(str, given), "--prompts", str(file), "--max-tokens", "16", "--samples", "64"]
     child = subprocess.Popen(
-        [sys.executable, "-c", "from dflash_serve.cli.main import run; run()", "verify", *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+        [sys.executable, "-c", "from dflash_serve.cli.main import run; run()", "verify", *arguments,
+         "--output", str(command.output)],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    kept_file = command.output.with_name("report.json.partial.jsonl")
     until(lambda: kept_file.exists() and kept_file.read_text().count("\n") > 40, seconds=120)
     child.send_signal(signal.SIGTERM)
     _, said = child.communicate(timeout=60)
     assert child.returncode == 130
     assert "--resume" in said
-    assert not output.exists()
-    kept = kept_file.read_text().splitlines()
-    assert call(monkeypatch, *arguments) == 2  # never overwritten unasked
-    asked = _count_answers(monkeypatch)
-    assert call(monkeypatch, *arguments, "--resume") == 0
-    finished = sum('"name": "with' in line for line in kept)
-    report: VerifyReport = read_report(output)
-    token_answers = 3 * len(PROMPTS)
+    assert not command.output.exists()
+    finished = kept_file.read_text().count('"name": "with')
+    assert command(*arguments) == 2  # never overwritten unasked
+    asked, honest = list[Question](), EngineSubject.answers
+
+    def counting(self: EngineSubject, questions: Sequence[Question], **more: Any) -> Any:
+        asked.extend(questions)
+        return honest(self, questions, **more)
+
+    command.monkeypatch.setattr(EngineSubject, "answers", counting)
+    assert command(*arguments, "--resume") == 0
+    report = command.report()
     sampled = sum(one.samples for one in report.findings.sampled)
-    assert asked[0] == 2 * (token_answers + sampled) - finished
-    assert list(tmp_path.iterdir()) == [output]
+    assert len(asked) == 2 * (3 * len(PROMPTS) + sampled) - finished
     assert report.findings.verdict == "lossless"
     assert (report.plan.dtype, report.plan.same_seeds) == ("float32", True)
     assert report.subjects["with"]["drafter"] == str(folders[1])
-    assert "lossless" in capsys.readouterr().out
+    assert "lossless" in command.said
 
 
-def _count_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts, from now on, what engines in this process are asked."""
-    asked = [0]
-    honest = EngineSubject.answers
-
-    def counting(self: EngineSubject, questions: Any, **more: Any) -> Any:
-        asked[0] += len(questions)
-        return honest(self, questions, **more)
-
-    monkeypatch.setattr(EngineSubject, "answers", counting)
-    return asked
-
-
-def test_nobody_there_could_not_be_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    urls = ["--with", "http://127.0.0.1:9", "--without", "http://127.0.0.1:19"]
-    assert call(monkeypatch, *urls, "--output", tmp_path / "r.json") == 2
-    assert "no answer" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_speculation_that_accepts_nothing_could_not_be_told(
-    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_speculation_that_accepts_nothing_could_not_be_told(folders: Folders, tmp_path: Path, command: Command) -> None:
     one = tmp_path / "one.jsonl"
     one.write_text('{"prompt": "the"}\n')
     given = ["--target", folders[0], "--drafter", folders[1], "--width", 2, "--prompts", one, "--max-tokens", 2]
-    assert call(monkeypatch, *given, "--samples", 0, "--no-same-seeds", "--output", tmp_path / "r.json") == 3
-    assert "no drafted token was accepted" in capsys.readouterr().out
+    assert command(*given, "--samples", 0, "--no-same-seeds") == 3
+    assert "no drafted token was accepted" in command.said
 
 
 @pytest.mark.parametrize(
@@ -345,31 +299,23 @@ def test_speculation_that_accepts_nothing_could_not_be_told(
         (["--with", "http://a"], "give --without"),
         (["--with", "http://a", "--without", "http://a/v1"], "both are the same server"),
         (["--with", "http://a", "--without", "http://b", "--width", "8"], "running servers have their own"),
+        (["--with", "http://127.0.0.1:9", "--without", "http://127.0.0.1:19"], "no answer"),
         (["--width", "off"], "does not speculate"),
         (["--samples", "63"], "63 samples a side show nothing; give 64 or more"),
         (["--dtype", "float16", "--with", "http://127.0.0.1:9", "--without", "http://b", "--model", "m"], "float32"),
     ],
 )
-def test_what_cannot_be_verified_is_one_clear_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
-    assert call(monkeypatch, *arguments, "--output", tmp_path / "r.json") == 2
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+def test_what_cannot_be_verified_is_one_clear_line(command: Command, arguments: list[str], message: str) -> None:
+    assert command(*arguments) == 2
+    assert message in command.said
+    assert list(command.output.parent.iterdir()) == []
 
 
 @pytest.mark.model
-def test_the_bundled_pair_is_lossless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bundled_pair_is_lossless(command: Command) -> None:
     try:
         target_folder("smollm2")
     except UserError as error:
         pytest.skip(str(error))
-    given = ["--width", 8, "--num-prompts", 2, "--max-tokens", 32, "--samples", 0, "--output", tmp_path / "r.json"]
-    assert call(monkeypatch, *given) == 0
-    report = read_report(tmp_path / "r.json")
-    assert report.findings.acceptance_length is not None
-    assert report.findings.acceptance_length > 1.2
+    assert command("--width", 8, "--num-prompts", 2, "--max-tokens", 32, "--samples", 0) == 0
+    assert (command.report().findings.acceptance_length or 0) > 1.2

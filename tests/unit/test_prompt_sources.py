@@ -11,7 +11,7 @@ import pytest
 from dflash_serve import prompts
 from dflash_serve.errors import UserError
 from dflash_serve.prompts import TASKS, hub_options, hub_prompts, jsonl_prompts, task_prompts
-from dflash_serve.training.answers import written_prompts
+from dflash_serve.training.data import written_prompts
 from dflash_serve.training.recipe import DatasetPrompts
 
 TALK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]

@@ -72,4 +72,4 @@ def test_a_server_with_a_fault_is_diagnosed_from_outside(
     found = diagnose(told.observation, hypotheses)
     assert told.width == BLOCK
     assert (found.verdict, found.named[0]) == (Verdict.HEALTHY if cause == "healthy" else Verdict.FAULT, cause)
-    assert found.explanations[0].hypothesis.name == SUSPECTS[cause][1]
+    assert found.explanations[0].name == SUSPECTS[cause][1]

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from dflash_serve.cli.main import run
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.store import Store
-from dflash_serve.doctor.evidence import Fault, Observation, Prediction, interview, widths_of
+from dflash_serve.doctor.evidence import Observation, Prediction, interview, widths_of
 from dflash_serve.doctor.examination import Examination
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.policy import FixedWidth
+from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.speculation.width import AutoWidth
-from dflash_torch.faults.replay import ORDERS, EmbeddedReference, in_order
+from dflash_torch.faults.replay import EmbeddedReference
+from tests.support.command_line import call
 from tests.support.embedded import answers, tiny_engine
 from tests.support.serving import Running, running
 from tests.support.tiny_target import write_tiny_pair
@@ -39,13 +39,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def served(pair: tuple[Path, Path]) -> Iterator[Running]:
     with running(tiny_engine(pair, width=4)) as server:
         yield server
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["dflash-serve", "doctor", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stopped:
-        run()
-    return int(stopped.value.code or 0)
 
 
 def given(pair: tuple[Path, Path], tmp_path: Path) -> tuple[object, ...]:
@@ -112,15 +105,6 @@ def test_widths_that_change_unseen_or_are_not_the_drafters_are_refused() -> None
         widths_of([chosen(w16=30)], 8, "x")
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_prompts_widths_come_in_some_order_and_all_of_them(order: str) -> None:
-    first = [next(widths) for widths in [in_order({4: 2, 1: 4}, order, otherwise=3)] for _ in range(6)]
-    assert sorted(first) == [1, 1, 1, 1, 4, 4]
-    expected = {"evenly": [1, 4, 1, 1, 4, 1], "wide first": [4, 4, 1, 1, 1, 1], "narrow first": [1, 1, 1, 1, 4, 4]}
-    assert first == expected.get(order, first)
-    assert next(in_order({}, order, otherwise=3)) == 3
-
-
 class Alternating(FixedWidth):
     """Every width in turn, as no sane policy would choose."""
 
@@ -133,42 +117,34 @@ class Alternating(FixedWidth):
         return [1 + type(self).turn % self.width] * len(request_ids)
 
 
-def test_a_server_whose_width_changes_is_examined(
-    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    with running(tiny_engine(pair, width=Alternating(4))) as server:
-        code = call(monkeypatch, *given(pair, tmp_path), "--url", server.url)
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert code in (0, 3)  # a random drafter accepts nothing: this is what healthy looks like here
-    assert report["evidence"] == "paired"
-    assert any("chose its widths step by step" in note for note in report["notes"])
-    assert [sorted(map(int, steps)) for steps in report["pair"]["steps"]] == [[1, 2, 3, 4]] * len(PROMPTS)
-
-
-def test_a_server_of_width_auto_is_examined(
-    monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def auto_width() -> AutoWidth:
     """Our own default, with the policy that it serves with: it chooses a width at every step, off among them."""
     cheap = CostModel(target={1: 1.0, 64: 1.0}, draft={1: 1e-3, 4: 1e-3})
-    policy = AutoWidth(cheap, 4, known_survival=[0.9, 0.8, 0.7])
-    with running(tiny_engine(pair, width=policy)) as server:
-        code = call(monkeypatch, *given(pair, tmp_path), "--url", server.url)
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert code in (0, 3)
-    assert report["evidence"] == "paired"
-    found = report["pair"]  # a policy that kept to one width is told as that width
-    assert any(int(width) > 1 for steps in found.get("steps", [{found["width"]: 1}]) for width in steps)
+    return AutoWidth(cheap, 4, known_survival=[0.9, 0.8, 0.7])
 
 
-def test_a_server_of_the_pair_is_examined(
-    monkeypatch: pytest.MonkeyPatch, served: Running, pair: tuple[Path, Path], tmp_path: Path
+@pytest.mark.parametrize("policy", [lambda: 4, lambda: Alternating(4), auto_width], ids=["fixed", "changing", "auto"])
+def test_a_server_of_the_pair_is_examined_whatever_chooses_its_widths(
+    monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    policy: Callable[[], int | WidthPolicy],
 ) -> None:
-    code = call(monkeypatch, *given(pair, tmp_path), "--url", served.url)
+    with running(tiny_engine(pair, width=policy())) as server:
+        code = call(monkeypatch, "doctor", *given(pair, tmp_path), "--url", server.url)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["evidence"] == "paired"
+    # a random drafter accepts nothing: this is what healthy looks like here
+    assert {"healthy": 0, "could not tell": 3}[report["verdict"]] == code
     assert report["observed"]["acceptance_length"] == report["explanations"][0]["predicted"]["acceptance_length"]
-    assert {"healthy": 0, "fault": 1, "could not tell": 3}[report["verdict"]] == code
     assert not list(tmp_path.glob("*.partial.jsonl"))
+    steps = report["pair"].get("steps", [{report["pair"]["width"]: 1}])  # one width is told as that width
+    assert any(int(width) > 1 for one in steps for width in one)
+    if policy is not auto_width:
+        changes = isinstance(policy(), Alternating)
+        assert any("chose its widths step by step" in note for note in report["notes"]) is changes
+        widths = [[1, 2, 3, 4]] * len(PROMPTS) if changes else [[4]]
+        assert [sorted(map(int, one)) for one in steps] == widths
 
 
 def test_an_interrupted_examination_goes_on_where_it_stopped(
@@ -185,13 +161,13 @@ def test_an_interrupted_examination_goes_on_where_it_stopped(
 
     monkeypatch.setattr(EmbeddedReference, "predict", interrupted)
     arguments = (*given(pair, tmp_path), "--observed", 1.5)
-    assert call(monkeypatch, *arguments) == 130
+    assert call(monkeypatch, "doctor", *arguments) == 130
     said = capsys.readouterr().err
     assert "5 finished probes are kept" in said
     assert "--resume" in said
     assert not (tmp_path / "report.json").exists()
     first = asked[:5]
-    assert call(monkeypatch, *arguments, "--resume") == 3
+    assert call(monkeypatch, "doctor", *arguments, "--resume") == 3
     assert not set(first) & set(asked[6:])
     assert (tmp_path / "report.json").exists()
 
@@ -199,35 +175,22 @@ def test_an_interrupted_examination_goes_on_where_it_stopped(
 def test_a_pair_alone_is_examined(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, *given(pair, tmp_path)) == 3  # three prompts cannot show anything
+    assert call(monkeypatch, "doctor", *given(pair, tmp_path)) == 3  # three prompts cannot show anything
     assert "3 prompts cannot show that a setting helps, 9 could" in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "report.json").read_text())["first_difference"] is None
 
 
 def test_what_cannot_be_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(monkeypatch, "--url", "http://127.0.0.1:9", "--observed", 2) == 2
+    assert call(monkeypatch, "doctor", "--url", "http://127.0.0.1:9", "--observed", 2) == 2
     assert "--observed" in capsys.readouterr().err
-    assert call(monkeypatch, "--url", "http://127.0.0.1:9", "--drafter", "smollm2") == 2
+    assert call(monkeypatch, "doctor", "--url", "http://127.0.0.1:9", "--drafter", "smollm2") == 2
     assert "127.0.0.1:9" in capsys.readouterr().err
 
 
-class Silent:
-    """Answers that end at once: nothing is ever drafted."""
-
-    def faults(self) -> list[Fault]:
-        return []
-
-    settings = faults
-
-    def predict(self, fault: str | None) -> Prediction:
-        return Prediction((AcceptanceStatistics(),) * 3, ("",) * 3)
-
-    def order_errors(self) -> None:
-        return None
-
-
 def test_prompts_for_which_nothing_is_drafted_are_one_line() -> None:
-    examination = Examination(Silent(), Store(None, {}))
+    nothing = Prediction((AcceptanceStatistics(),) * 3, ("",) * 3)
+    silent = Mock(faults=list, settings=list, predict=lambda fault: nothing)  # answers that end at once
+    examination = Examination(silent, Store(None, {}))
     with pytest.raises(UserError, match="nothing is drafted"):
         examination.examine_suspect(Observation.of_length(2.0))
     with pytest.raises(UserError, match="nothing is drafted"):
@@ -238,5 +201,5 @@ def test_a_backend_that_cannot_be_given_faults_is_one_line(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("dflash_serve.cli.doctor.embedded_backend", lambda: SimpleNamespace(name="torch"))
-    assert call(monkeypatch, *given(pair, tmp_path)) == 2
+    assert call(monkeypatch, "doctor", *given(pair, tmp_path)) == 2
     assert "backend torch: it cannot be given faults on purpose" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Faults, on a tiny pair: each changes what it names and nothing else, and is found tensor by tensor."""
+"""Faults, on tiny pairs: each changes what it names and no answer, and is found tensor by tensor."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.faults.catalogue import catalogue
-from dflash_torch.faults.changes import DrafterFault, twin
+from dflash_torch.faults.changes import DrafterFault
 from dflash_torch.faults.replay import EmbeddedReference
 from dflash_torch.faults.tensors import first_difference
 from tests.support.embedded import answers, tiny_engine
+from tests.support.heads import HEADS
 from tests.support.tiny_target import write_tiny_pair
+from tests.unit.dflash_torch.test_heads import BLOCK, pair_with
 
 PROMPT = "the quick brown fox jumps over the lazy dog"
 FIRST = {
@@ -69,6 +71,14 @@ def faults(engine: EmbeddedEngine) -> dict[str, DrafterFault]:
     return {fault.name: fault for fault in catalogue(engine.scheduler.speculator)}
 
 
+def with_fault(engine: EmbeddedEngine, fault: DrafterFault) -> EmbeddedEngine:
+    assert engine.scheduler.speculator is not None
+    suspect = copy.copy(engine)
+    suspect.scheduler = copy.copy(engine.scheduler)
+    suspect.scheduler.speculator = fault.change(engine.scheduler.speculator)
+    return suspect
+
+
 def test_a_sound_engine_differs_nowhere(engine: EmbeddedEngine, folders: tuple[Path, Path]) -> None:
     assert first_difference(engine, *folders, PROMPT) is None
 
@@ -78,11 +88,7 @@ def test_every_fault_is_found_where_it_shows_first(
 ) -> None:
     found = {}
     for fault in faults.values():
-        suspect = copy.copy(engine)
-        suspect.scheduler = copy.copy(engine.scheduler)
-        assert engine.scheduler.speculator is not None
-        suspect.scheduler.speculator = fault.change(engine.scheduler.speculator)
-        difference = first_difference(suspect, *folders, PROMPT)
+        difference = first_difference(with_fault(engine, fault), *folders, PROMPT)
         found[fault.name] = difference.tensor if difference else None
     wrong = {
         name: where
@@ -96,20 +102,10 @@ def test_the_sound_speculator_is_left_as_it_was(engine: EmbeddedEngine, faults: 
     speculator = engine.scheduler.speculator
     assert speculator is not None
     config, state = speculator.drafter.config, {n: t.clone() for n, t in speculator.drafter.state_dict().items()}
-    hooks = len(speculator.drafter._forward_pre_hooks)
     for fault in faults.values():
         assert fault.change(speculator) is not speculator
     assert speculator.drafter.config is config
     assert all(torch.equal(tensor, state[name]) for name, tensor in speculator.drafter.state_dict().items())
-    assert len(speculator.drafter._forward_pre_hooks) == hooks == 0
-
-
-def test_a_twin_shares_its_weights(folders: tuple[Path, Path]) -> None:
-    drafter = load_drafter(folders[1])
-    copied = twin(drafter)
-    assert all(a is b for a, b in zip(drafter.parameters(), copied.parameters(), strict=True))
-    copied.fc = torch.nn.Linear(2, 2)
-    assert drafter.fc is not copied.fc
 
 
 def test_a_replay_counts_what_the_real_loop_counts(engine: EmbeddedEngine, folders: tuple[Path, Path]) -> None:
@@ -125,11 +121,26 @@ def test_a_replay_counts_what_the_real_loop_counts(engine: EmbeddedEngine, folde
         assert [output.token_ids for output in found] == [output.token_ids for output in sound]
 
 
-def test_a_disturbed_speculator_shares_the_sound_ones_cache(
-    engine: EmbeddedEngine, faults: dict[str, DrafterFault]
-) -> None:
+OF_HEADS = {
+    "reduced vocabulary": {"lm_head replaced by the target's": "drafts", "d2t as absolute ids": "drafts"},
+    "vanilla Markov": {"Markov head not loaded": "drafts", "slots read as fill-in": "block input"},
+    "DFlash2": {"convolution dropped": "output of drafter layer 0", "codebooks left zero": "drafts"},
+    "plain": {"slots read as anchor-first": "block input"},
+}
+
+
+@pytest.mark.parametrize("kind", OF_HEADS)
+def test_a_heads_fault_is_found_where_it_shows_and_changes_no_answer(kind: str, tmp_path: Path) -> None:
+    folders = pair_with(write_tiny_pair(tmp_path / "pair"), tmp_path / "drafter", HEADS[kind])
+    engine = tiny_engine(folders, width=BLOCK, max_batch_size=3)
+    assert first_difference(engine, *folders, PROMPT) is None
     speculator = engine.scheduler.speculator
     assert speculator is not None
-    made = faults["features zeroed"].change(speculator)
-    assert made.drafter is speculator.drafter
-    assert made.cache is speculator.cache
+    faults = {fault.name: fault for fault in catalogue(speculator)}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    expected = answers(engine, [PROMPT], params)[0].token_ids
+    for name, where in OF_HEADS[kind].items():
+        difference = first_difference(with_fault(engine, faults[name]), *folders, PROMPT)
+        assert difference is not None
+        assert difference.tensor.startswith(where)
+        assert answers(engine.fixed(BLOCK, fault=name), [PROMPT], params)[0].token_ids == expected

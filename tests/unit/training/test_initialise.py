@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.conversions import with_markov_head
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.models.target import TargetModel
-from dflash_serve.training.blocks import BlockForward, lay_out
-from dflash_serve.training.initialise import drafter_config, new_drafter
+from dflash_serve.training.blocks import SlotForward, lay_out
 from dflash_serve.training.recipe import DrafterSection
+from dflash_serve.training.run import drafter_config, new_drafter
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +24,14 @@ def target(tiny_target_folder: Path) -> TargetModel:
     return load_target(str(tiny_target_folder))
 
 
+def described(target: TargetModel, **changes: object) -> DrafterConfig:
+    """A drafter of one layer, but for the changes."""
+    section = {"num_layers": 1, "mask_token_id": 3, "num_features": 1, **changes}
+    return drafter_config(DrafterSection.model_validate(section), target.config)
+
+
 def test_the_layers_are_the_last_of_the_target(target: TargetModel) -> None:
-    section = DrafterSection(num_layers=2, mask_token_id=3, num_features=1)
-    drafter = new_drafter(drafter_config(section, target.config), target, init="target", seed=0)
+    drafter = new_drafter(described(target, num_layers=2), target, init="target", seed=0)
     for index, layer in enumerate(drafter.layers):
         for name, weight in target.layer_weights(2 + index).items():
             torch.testing.assert_close(layer.get_parameter(name), weight)
@@ -35,7 +41,7 @@ def test_the_layers_are_the_last_of_the_target(target: TargetModel) -> None:
 
 @pytest.mark.parametrize("init", ["target", "random"])
 def test_the_same_seed_gives_the_same_drafter(target: TargetModel, init: str) -> None:
-    config = drafter_config(DrafterSection(num_layers=1, mask_token_id=3, num_features=1), target.config)
+    config = described(target)
     first, same, other = (new_drafter(config, target, init=init, seed=s).state_dict() for s in (0, 0, 1))
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not torch.equal(first["fc.weight"], other["fc.weight"])
@@ -43,37 +49,29 @@ def test_the_same_seed_gives_the_same_drafter(target: TargetModel, init: str) ->
 
 
 def test_training_goes_on_from_another_drafter(target: TargetModel, tmp_path: Path) -> None:
-    config = drafter_config(DrafterSection(num_layers=1, mask_token_id=3, num_features=1), target.config)
+    config = described(target)
     before = new_drafter(config, target, init="target", seed=7)
     write_drafter(tmp_path / "before", config, before.state_dict())
     drafter = new_drafter(config, target, init=str(tmp_path / "before"), seed=0)
     assert all(torch.equal(weight, before.state_dict()[name]) for name, weight in drafter.state_dict().items())
     assert all(p.requires_grad for p in drafter.parameters())
-    shorter = drafter_config(DrafterSection(num_layers=1, mask_token_id=3, num_features=1, block_size=5), target.config)
-    drafter = new_drafter(shorter, target, init=str(tmp_path / "before"), seed=0)
+    drafter = new_drafter(described(target, block_size=5), target, init=str(tmp_path / "before"), seed=0)
     assert drafter.config.block_size == 5
     assert torch.equal(drafter.fc.weight, before.fc.weight)
-    other = drafter_config(DrafterSection(num_layers=1, mask_token_id=4, num_features=1), target.config)
     with pytest.raises(UserError, match="its mask_token_id differ"):
-        new_drafter(other, target, init=str(tmp_path / "before"), seed=0)
-
-
-def test_a_layer_the_target_does_not_have_is_refused(target: TargetModel) -> None:
-    with pytest.raises(UserError, match=r"layers 0\.\.3"):
-        drafter_config(DrafterSection(mask_token_id=3, target_layer_ids=(1, 9)), target.config)
+        new_drafter(described(target, mask_token_id=4), target, init=str(tmp_path / "before"), seed=0)
 
 
 def test_convolutions_begin_idle_on_a_plain_backbone_and_learn(target: TargetModel, tmp_path: Path) -> None:
-    plain = DrafterSection(num_layers=2, mask_token_id=3, num_features=1, block_size=4)
-    section = DrafterSection.model_validate({**plain.model_dump(), "convolution": {"taps": 2, "group_size": 8}})
-    before = new_drafter(drafter_config(plain, target.config), target, init="target", seed=7)
+    before = new_drafter(described(target, num_layers=2, block_size=4), target, init="target", seed=7)
     write_drafter(tmp_path / "before", before.config, before.state_dict())
-    convolved = new_drafter(drafter_config(section, target.config), target, init=str(tmp_path / "before"), seed=0)
+    config = described(target, num_layers=2, block_size=4, convolution={"taps": 2, "group_size": 8})
+    convolved = new_drafter(config, target, init=str(tmp_path / "before"), seed=0)
     sequences = [torch.randint(0, target.config.vocab_size, (17,), generator=torch.Generator().manual_seed(1))]
     blocks = lay_out(sequences, [torch.tensor([5, 9])], 4)
     features = [torch.randn(17, before.config.feature_size, generator=torch.Generator().manual_seed(2))]
     wanted, hidden = (
-        BlockForward(drafter, target.embedding, dtype=torch.float32)(blocks, features)
+        SlotForward(drafter, target.embedding, dtype=torch.float32)(blocks, features).hidden
         for drafter in (before, convolved)
     )
     assert torch.equal(hidden, wanted)
@@ -82,7 +80,7 @@ def test_convolutions_begin_idle_on_a_plain_backbone_and_learn(target: TargetMod
         assert parameter.grad is not None, name
         assert bool(parameter.grad.any()), name
     write_drafter(tmp_path / "after", convolved.config, convolved.state_dict())
-    assert load_drafter(tmp_path / "after").config.convolution == section.convolution
+    assert load_drafter(tmp_path / "after").config.convolution == config.convolution
     with pytest.raises(UserError, match="its convolution differ"):
         new_drafter(before.config, target, init=str(tmp_path / "after"), seed=0)
 
@@ -99,11 +97,9 @@ HEADS: Mapping[str, Mapping[str, object]] = {
 def test_a_plain_backbone_is_given_heads_that_change_nothing_yet(
     target: TargetModel, tmp_path: Path, heads: Mapping[str, object]
 ) -> None:
-    plain = DrafterSection(num_layers=2, mask_token_id=3, num_features=1, block_size=4)
-    section = DrafterSection.model_validate({**plain.model_dump(), **heads})
-    before = new_drafter(drafter_config(plain, target.config), target, init="target", seed=7)
+    before = new_drafter(described(target, num_layers=2, block_size=4), target, init="target", seed=7)
     write_drafter(tmp_path / "before", before.config, before.state_dict())
-    config = drafter_config(section, target.config)
+    config = described(target, num_layers=2, block_size=4, **heads)
     headed, again = (new_drafter(config, target, init=str(tmp_path / "before"), seed=0) for _ in "ab")
     state = headed.state_dict()
     assert all(torch.equal(weight, state[name]) for name, weight in before.state_dict().items())
@@ -124,25 +120,23 @@ def test_a_plain_backbone_is_given_heads_that_change_nothing_yet(
 
 
 def test_heads_that_a_drafter_has_are_not_taken_from_it(target: TargetModel, tmp_path: Path) -> None:
-    plain = DrafterSection(num_layers=1, mask_token_id=3, num_features=1)
-    headed = DrafterSection.model_validate({**plain.model_dump(), **HEADS["gated"]})
-    before = new_drafter(drafter_config(headed, target.config), target, init="target", seed=7)
+    before = new_drafter(described(target, **HEADS["gated"]), target, init="target", seed=7)
     write_drafter(tmp_path / "before", before.config, before.state_dict(), dialect="deepspec")
     with pytest.raises(UserError, match="its markov, confidence differ"):
-        new_drafter(drafter_config(plain, target.config), target, init=str(tmp_path / "before"), seed=0)
-    shifted = DrafterSection.model_validate({**headed.model_dump(), "slots": "anchor-first"})
+        new_drafter(described(target), target, init=str(tmp_path / "before"), seed=0)
+    other = described(target, **HEADS["gated"], slots="anchor-first")
     with pytest.raises(UserError, match="its slots differ"):
-        new_drafter(drafter_config(shifted, target.config), target, init=str(tmp_path / "before"), seed=0)
+        new_drafter(other, target, init=str(tmp_path / "before"), seed=0)
 
 
-def test_a_convolution_that_cannot_be_is_refused(target: TargetModel) -> None:
-    section = DrafterSection.model_validate({"mask_token_id": 3, "num_features": 1,
-                                             "convolution": {"taps": 2, "group_size": 7}})  # fmt: skip
-    with pytest.raises(UserError, match="conv_group_size 7 does not divide hidden_size 32"):
-        drafter_config(section, target.config)
-
-
-def test_a_confidence_head_that_reads_a_missing_markov_head_is_refused(target: TargetModel) -> None:
-    section = DrafterSection.model_validate({"mask_token_id": 3, "confidence": {"with_markov": True}})
-    with pytest.raises(UserError, match="there is no Markov head"):
-        drafter_config(section, target.config)
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"target_layer_ids": (1, 9)}, r"layers 0\.\.3"),
+        ({"convolution": {"taps": 2, "group_size": 7}}, "7 does not divide hidden_size 32"),
+        ({"confidence": {"with_markov": True}}, "there is no Markov head"),
+    ],
+)
+def test_a_drafter_that_cannot_be_is_refused(target: TargetModel, section: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        described(target, **section)

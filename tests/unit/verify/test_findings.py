@@ -2,88 +2,90 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.distributions import DistributionComparison
-from dflash_serve.verify.questions import GREEDY, LOOKS, SAMPLED, VerifyPlan
-from dflash_serve.verify.report import FaultKind, conclude, faults, unproven, unproven_sides, verdict_of
+from dflash_serve.verify.questions import GREEDY, PENALISED, SAMPLED
+from dflash_serve.verify.report import FaultKind, Findings, conclude
 from dflash_serve.verify.tokens import Difference, Kind, TokenComparison
 
-PLAIN, PENALISED = (case.name for case in GREEDY)
-FREE = next(case.name for case in SAMPLED if not case.penalised)
-HELD = next(case.name for case in SAMPLED if case.penalised)
+PLAIN, WITH_PENALTIES = (case.name for case in GREEDY)
+FREE = next(case.name for case in SAMPLED if case.name not in PENALISED)
+HELD = next(case.name for case in SAMPLED if case.name in PENALISED)
+COUNTED = AcceptanceStatistics(10, 70, 30)
 
 
-def tokens(case: str, *kinds: Kind, compared: int = 100) -> TokenComparison:
+def tokens(case: str, *kinds: Kind, **changes: Any) -> TokenComparison:
     differences = tuple(
         Difference(prompt=n + 1, position=3, with_speculation="a", without_speculation="b", gap=None, kind=kind)
         for n, kind in enumerate(kinds)
     )
-    counts = {"prompts": 8, "identical": 8 - len(kinds), "tokens": 100, "compared": compared}
+    counts = {"prompts": 8, "identical": 8 - len(kinds), "tokens": 100, "compared": 100, **changes}
     return TokenComparison(case=case, **counts, differences=differences)
 
 
-def sampled(case: str, *, differs: bool = False, repeats: float = 0.3, samples: int = 256) -> DistributionComparison:
-    return DistributionComparison(
-        case=case, prompt=1, samples=samples, differs=differs, repeats_with=repeats, repeats_without=0.3
-    )
+def sampled(case: str, *, differs: bool = False, repeats: float = 0.3, **changes: Any) -> DistributionComparison:
+    fields = {"prompt": 1, "samples": 256, "differs": differs, "repeats_with": repeats, "repeats_without": 0.3}
+    return DistributionComparison(case=case, **{**fields, **changes})
 
 
-SOUND = [tokens(PLAIN), tokens(PENALISED)]
-FINE = [sampled(FREE), sampled(HELD)]
+def found(*comparisons: TokenComparison | DistributionComparison, **more: Any) -> Findings:
+    """The conclusion of these comparisons, and of sound ones of the cases that are not given."""
+    cases = {one.case: one for one in (tokens(PLAIN), tokens(WITH_PENALTIES), sampled(FREE), sampled(HELD))}
+    cases |= {one.case: one for one in comparisons}
+    greedy = tuple(one for one in cases.values() if isinstance(one, TokenComparison))
+    drawn = tuple(one for one in cases.values() if isinstance(one, DistributionComparison))
+    return conclude(greedy, drawn, more.pop("seeded", None), more.pop("acceptance", COUNTED), unit="tokens", **more)
 
 
 @pytest.mark.parametrize(
-    ("greedy", "drawn", "expected"),
+    ("comparisons", "seeded", "expected"),
     [
-        (SOUND, FINE, ()),
-        ([tokens(PLAIN, "near-tie"), tokens(PENALISED)], FINE, ()),
-        ([tokens(PLAIN, "fault"), tokens(PENALISED, "fault")], [sampled(FREE, differs=True)], (FaultKind.STALE_STATE,)),
-        ([tokens(PLAIN), tokens(PENALISED, "fault")], FINE, (FaultKind.PENALTIES,)),
-        (SOUND, [sampled(FREE), sampled(HELD, differs=True)], (FaultKind.PENALTIES,)),
-        (SOUND, [sampled(FREE, differs=True), sampled(HELD, differs=True)], (FaultKind.DISTRIBUTION,)),
-        (SOUND, [sampled(FREE, differs=True, repeats=1.0)], (FaultKind.GREEDY_SAMPLING,)),
-        (
-            [tokens(PLAIN), tokens(PENALISED, "fault")],
-            [sampled(FREE, differs=True)],
-            (FaultKind.DISTRIBUTION, FaultKind.PENALTIES),
-        ),
+        ([tokens(PLAIN, "near-tie")], None, ()),
+        ([tokens(PLAIN, "fault"), tokens(WITH_PENALTIES, "fault"), sampled(FREE, differs=True)], None, ["stale state"]),
+        ([tokens(WITH_PENALTIES, "fault")], None, ["penalties"]),
+        ([sampled(HELD, differs=True)], None, ["penalties"]),
+        ([sampled(FREE, differs=True), sampled(HELD, differs=True)], None, ["wrong distribution"]),
+        ([sampled(FREE, differs=True, repeats=1.0)], None, ["sampling turned greedy"]),
+        ([tokens(WITH_PENALTIES, "fault"), sampled(FREE, differs=True)], None, ["wrong distribution", "penalties"]),
+        ([], tokens("same seeds", "unscored"), ()),  # one seeded answer may slip
+        ([], tokens("same seeds", "unscored", "unscored"), ["seeds"]),
     ],
 )
 def test_what_fails_names_the_fault(
-    greedy: list[TokenComparison], drawn: list[DistributionComparison], expected: tuple[FaultKind, ...]
+    comparisons: list[TokenComparison | DistributionComparison], seeded: TokenComparison | None, expected: list[str]
 ) -> None:
-    assert faults(greedy, drawn, None) == expected
-
-
-def test_one_seeded_answer_may_slip_and_two_may_not() -> None:
-    assert faults(SOUND, FINE, tokens("same seeds", "unscored")) == ()
-    assert faults(SOUND, FINE, tokens("same seeds", "unscored", "unscored")) == (FaultKind.SEEDS,)
+    result = found(*comparisons, seeded=seeded)
+    assert result.faults == tuple(map(FaultKind, expected))
+    assert result.verdict == ("not lossless" if expected else "lossless")
 
 
 @pytest.mark.parametrize(
-    ("greedy", "drawn", "why"),
+    ("comparison", "why"),
     [
-        ([tokens(PLAIN, "unstable")], FINE, "does not repeat its own answer"),
-        ([tokens(PLAIN, "unscored")], FINE, "does not report how close"),
-        ([tokens(PLAIN, "near-tie", compared=40)], FINE, "near-ties left 40 of 100"),
-        (SOUND, [sampled(FREE, samples=63)], "too few"),
-        ([SOUND[0].model_copy(update={"refused": "HTTP 400"})], FINE, "refused"),
-        (SOUND, [FINE[0].model_copy(update={"refused": "HTTP 400"})], "--samples 0"),
-        ([SOUND[0].model_copy(update={"tokens": 0})], FINE, "no greedy answer has any token"),
+        (tokens(PLAIN, "unstable"), "does not repeat its own answer"),
+        (tokens(PLAIN, "unscored"), "does not report how close"),
+        (tokens(PLAIN, "near-tie", compared=40), "near-ties left 40 of 100"),
+        (tokens(PLAIN, refused="HTTP 400"), "refused"),
+        (tokens(WITH_PENALTIES, refused="HTTP 400"), "`--no-penalties` verifies the other cases"),
+        (sampled(FREE, samples=63), "63 samples a side are too few"),
+        (sampled(FREE, refused="HTTP 400"), "--samples 0"),
     ],
 )
-def test_what_proves_nothing_could_not_be_told(
-    greedy: list[TokenComparison], drawn: list[DistributionComparison], why: str
-) -> None:
-    reasons = list(unproven(greedy, drawn))
-    assert any(why in reason for reason in reasons)
-    assert verdict_of((), reasons) == "could not tell"
-    assert verdict_of((FaultKind.SEEDS,), reasons) == "not lossless"
+def test_what_proves_nothing_could_not_be_told(comparison: TokenComparison | DistributionComparison, why: str) -> None:
+    result = found(comparison)
+    assert [why in reason for reason in result.reasons] == [True]
+    assert result.verdict == "could not tell"
+    faulty = found(comparison, seeded=tokens("same seeds", "unscored", "unscored"))
+    assert (faulty.verdict, faulty.reasons) == ("not lossless", result.reasons)
 
 
-COUNTED = AcceptanceStatistics(10, 70, 30)
+def test_answers_without_a_token_prove_nothing() -> None:
+    reasons = found(tokens(PLAIN, tokens=0), tokens(WITH_PENALTIES, tokens=0)).reasons
+    assert reasons == ("no greedy answer has any token",)
 
 
 @pytest.mark.parametrize(
@@ -93,26 +95,12 @@ COUNTED = AcceptanceStatistics(10, 70, 30)
         (AcceptanceStatistics.unknown(), True, "nothing shows that the side with speculation speculates"),
         (AcceptanceStatistics.unknown("SGLang", 1.0), True, "nothing shows that the side with speculation speculates"),
         (COUNTED, False, "nothing shows that the side without speculation does not speculate"),
+        (AcceptanceStatistics.unknown("SGLang", 2.5), True, None),  # by its own word
     ],
 )
 def test_sides_that_may_not_be_what_they_are_said_to_be_could_not_be_told(
-    acceptance: AcceptanceStatistics, is_plain: bool, why: str
+    acceptance: AcceptanceStatistics, is_plain: bool, why: str | None
 ) -> None:
-    assert [why in reason for reason in unproven_sides(acceptance, is_plain)] == [True]
-    found = conclude(SOUND, FINE, None, acceptance, unit="tokens", is_plain=is_plain)
-    assert found.verdict == "could not tell"
-
-
-@pytest.mark.parametrize("acceptance", [COUNTED, AcceptanceStatistics.unknown("SGLang", 2.5)])
-def test_a_sound_engine_leaves_no_doubt_by_counts_or_by_its_own_word(acceptance: AcceptanceStatistics) -> None:
-    assert list(unproven(SOUND, FINE)) == []
-    assert list(unproven_sides(acceptance, True)) == []
-    assert verdict_of((), ()) == "lossless"
-
-
-def test_the_looks_spend_the_false_alarm_rate_and_no_more() -> None:
-    plan = VerifyPlan(prompts=1, prompts_sha256="", max_tokens=8, samples=200, false_alarm=1e-3)
-    looks = list(plan.looks)
-    assert [samples for samples, _ in looks] == [25, 50, 100, 200]
-    assert len(looks) == len(LOOKS)
-    assert sum(rate for _, rate in looks) * len(SAMPLED) == pytest.approx(1e-3)
+    result = found(acceptance=acceptance, is_plain=is_plain)
+    assert [(why or "") in reason for reason in result.reasons] == [True] * (why is not None)
+    assert result.verdict == ("could not tell" if why else "lossless")

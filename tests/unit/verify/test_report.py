@@ -1,9 +1,8 @@
-"""The report says what was done, notices when it is changed, and holds no secret."""
+"""The report says what was done, and prompts of every form are read."""
 
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,9 @@ from rich.console import Console
 
 from dflash_serve.errors import UserError
 from dflash_serve.prompts import read_prompt_set
-from dflash_serve.verify.distributions import DistributionComparison, Look
+from dflash_serve.verify.distributions import DistributionComparison
 from dflash_serve.verify.questions import VerifyPlan
-from dflash_serve.verify.report import FaultKind, Findings, VerifyReport, read_report, report_of, show, write_report
+from dflash_serve.verify.report import FaultKind, Findings, VerifyReport, report_of, show, write_report
 from dflash_serve.verify.tokens import Difference, TokenComparison
 
 SUBJECTS = {"with": {"url": "http://a"}, "without": {"url": "http://b"}}
@@ -25,8 +24,7 @@ DIFFERENCE = Difference(
 def report() -> VerifyReport:
     plan = VerifyPlan(prompts=4, prompts_sha256="0" * 64, max_tokens=8, samples=64)
     greedy = TokenComparison(case="greedy", prompts=4, identical=3, tokens=32, compared=25, differences=(DIFFERENCE,))
-    look = Look(samples=64, p_value=0.4, false_alarm=1e-4)
-    drawn = DistributionComparison(case="temperature 1", prompt=1, samples=64, looks=(look,), smallest_deviation=0.2)
+    drawn = DistributionComparison(case="temperature 1", prompt=1, samples=64, p_value=0.4, smallest_deviation=0.2)
     findings = Findings(
         verdict="not lossless",
         faults=(FaultKind.STALE_STATE,),
@@ -41,42 +39,31 @@ def report() -> VerifyReport:
     return report_of(plan, SUBJECTS, findings)
 
 
-def test_a_report_comes_back_as_it_was_signed(tmp_path: Path) -> None:
+def shown(made: VerifyReport) -> str:
+    out = io.StringIO()
+    show(made, Console(file=out, width=160))
+    return out.getvalue().strip()
+
+
+def test_a_report_is_written_whole_with_versions_and_comes_back(tmp_path: Path) -> None:
     written = report()
     write_report(written, tmp_path / "r.json")
-    assert read_report(tmp_path / "r.json") == written
+    assert VerifyReport.model_validate_json((tmp_path / "r.json").read_text()) == written
     assert written.versions["dflash-serve"]
     assert list(tmp_path.iterdir()) == [tmp_path / "r.json"]
 
 
-def test_a_changed_report_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    write_report(report(), path)
-    changed = json.loads(path.read_text())
-    changed["findings"]["verdict"] = "lossless"
-    path.write_text(json.dumps(changed))
-    with pytest.raises(UserError, match="changed after it was signed"):
-        read_report(path)
-    path.write_text("{}")
-    with pytest.raises(UserError, match="cannot be read"):
-        read_report(path)
-
-
 def test_a_reader_sees_the_first_differing_position_both_tokens_and_the_verdict() -> None:
-    out = io.StringIO()
-    show(report(), Console(file=out, width=160))
-    text = out.getvalue()
+    text = shown(report())
     assert "prompt 3, position 17: ' [x]' (5) with, the end without speculation; gap 1.5: fault" in text
     assert "0.200" in text
-    assert text.strip().endswith("not lossless: stale state")
+    assert text.endswith("not lossless: stale state")
 
 
 def test_a_verdict_says_what_was_not_tested() -> None:
     plan = VerifyPlan(prompts=4, prompts_sha256="0" * 64, max_tokens=8, samples=0, penalties=False)
     findings = report().findings.model_copy(update={"verdict": "lossless", "faults": (), "scope": plan.scope})
-    out = io.StringIO()
-    show(report_of(plan, SUBJECTS, findings), Console(file=out, width=160))
-    assert out.getvalue().strip().endswith("lossless, greedy only, no penalties")
+    assert shown(report_of(plan, SUBJECTS, findings)).endswith("lossless, greedy only, no penalties")
 
 
 def test_the_bundled_prompts_are_read_and_so_are_a_users(tmp_path: Path) -> None:
