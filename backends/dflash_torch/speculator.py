@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.models.drafter import Drafter, Proposal, propose_greedily
+from dflash_serve.models.drafter import Drafter, Proposal, propose_by_walk, propose_greedily
 from dflash_serve.models.hot_tokens import HotHead, takes_hot_tokens
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.target import TargetModel
@@ -86,9 +86,5 @@ class Speculator:
 
 
 def proposal_of(config: DrafterConfig) -> Proposal:
-    """The function that turns hidden states into tokens; a drafter with heads has other modules for it."""
-    if takes_hot_tokens(config):
-        return propose_greedily
-    from dflash_serve.models.drafter import propose_by_walk
-
-    return propose_by_walk
+    """The function that turns hidden states into tokens; slots of a drafter with heads depend on one another."""
+    return propose_greedily if takes_hot_tokens(config) else propose_by_walk

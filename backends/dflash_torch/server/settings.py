@@ -1,4 +1,4 @@
-"""The HTTP server's own settings, beside the Deployment: environment `DFLASH_SERVE_HTTP_*`, and a file of API keys."""
+"""The HTTP server's own settings, beside the Deployment: environment `DFLASH_SERVE_HTTP_*`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic_settings import BaseSettings, SettingsConfigDict
-
-from dflash_serve.errors import UserError
 
 from ..facts import SETTINGS_PREFIX
 from .api import AcceptanceMetrics
@@ -43,21 +41,3 @@ class ServerSettings(BaseSettings):
     max_messages: PositiveInt = 1024
     max_prompts: PositiveInt = 16
     max_n: PositiveInt = 16
-
-
-def read_api_keys(path: Path | None) -> list[str]:
-    """One key a line; empty lines and lines that begin with # are skipped. None = no keys.
-
-    Raises:
-        UserError: the file cannot be read or has no key.
-    """
-    if path is None:
-        return []
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read ({error})", where=str(path), do="give a file with one key a line") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise UserError("has no key", where=str(path), do="write one key a line, or leave --api-key-file out")
-    return keys

@@ -10,6 +10,7 @@ import torch
 from dflash_serve import SamplingParams
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.width import AutoWidth
 from tests.support.embedded import PROMPTS, answers, tiny_engine
 
@@ -22,21 +23,14 @@ def auto() -> AutoWidth:
     return AutoWidth(CostModel(target={1: 1.0, 16: 1.2}, draft={1: 0.1, 4: 0.2}), 4)
 
 
-@pytest.mark.parametrize("width", [2, 4, "auto"])
-def test_greedy_answers_do_not_depend_on_width_or_neighbours(folders: Folders, truth: Truth, width: int | str) -> None:
-    engine = tiny_engine(folders, width=auto() if width == "auto" else int(width), max_batch_size=3, truth=truth)
-    outputs = answers(engine, PROMPTS, GREEDY)
+def test_answers_of_auto_width_do_not_depend_on_width_or_neighbours(folders: Folders, truth: Truth) -> None:
+    """Of fixed widths, `test_heads` says so."""
+    outputs = answers(tiny_engine(folders, width=auto(), max_batch_size=3, truth=truth), PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == list(truth.values())
     assert max(output.statistics.tokens_per_step or 0 for output in outputs) > 1.3
-
-
-@pytest.mark.parametrize("width", [2, 4, "auto"])
-def test_sampled_answers_are_fixed_by_the_seed_whatever_the_drafter_says(
-    folders: Folders, truth: Truth, width: int | str
-) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=24, frequency_penalty=0.3)
     plain = [answers(tiny_engine(folders, width=1), [prompt], params)[0].token_ids for prompt in PROMPTS]
-    engine = tiny_engine(folders, width=auto() if width == "auto" else int(width), max_batch_size=2, truth=truth)
+    engine = tiny_engine(folders, width=auto(), max_batch_size=2, truth=truth)
     assert [output.token_ids for output in answers(engine, PROMPTS, params)] == plain
 
 
@@ -90,47 +84,28 @@ def test_features_do_not_pile_up_while_speculation_does_not_pay(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dflash_torch.scheduler.BACKLOG", 8)
-    engine = tiny_engine(folders, width=auto())
-    engine.scheduler.policy = type(
-        "Off", (), {**_quiet(), "resting": False, "widths": lambda self, ids, *_: [1] * len(ids)}
-    )()
-    request = engine.scheduler.join([5, 6, 7], GREEDY)
+    scheduler = tiny_engine(folders, width=FixedWidth(1)).scheduler
+    request = scheduler.join([5, 6, 7], GREEDY)
     for _ in range(20):
-        engine.scheduler.step()
+        scheduler.step()
         assert sum(len(rows) for rows in request.features) < 8
 
 
-def _quiet() -> dict[str, object]:
-    return {"observe": lambda *_: None, "forget": lambda *_: None}
-
-
-def test_logprobs_are_the_targets_own_whatever_the_width(folders: Folders, truth: Truth) -> None:
-    params = GREEDY.model_copy(update={"logprobs": 3, "max_tokens": 20, "presence_penalty": 0.5})
-    plain = answers(tiny_engine(folders, width=1), PROMPTS, params)
-    wide = answers(tiny_engine(folders, truth=truth), PROMPTS, params)
-    for one, other in zip(plain, wide, strict=True):
-        assert one.logprobs is not None
-        assert other.logprobs is not None
-        assert [entry.token_id for entry in other.logprobs] == other.token_ids
-        for a, b in zip(one.logprobs, other.logprobs, strict=True):
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
-            assert [token for token, _ in a.top] == [token for token, _ in b.top]
-
-
-def test_logprobs_are_what_transformers_computes(folders: Folders) -> None:
+@pytest.mark.parametrize("width", [1, 4])
+def test_logprobs_are_what_transformers_computes_whatever_the_width(folders: Folders, truth: Truth, width: int) -> None:
     from transformers import AutoModelForCausalLM
 
-    params = GREEDY.model_copy(update={"logprobs": 2, "max_tokens": 8, "logit_bias": {9: 4.0}})
-    output = answers(tiny_engine(folders), [PROMPTS[0]], params)[0]
+    params = GREEDY.model_copy(update={"logprobs": 2, "max_tokens": 20, "presence_penalty": 0.5, "logit_bias": {9: 4}})
     model = AutoModelForCausalLM.from_pretrained(folders[0]).eval()
-    ids = torch.tensor([output.prompt_token_ids + output.token_ids])
-    with torch.no_grad():
-        logits = model(ids).logits
-    rows = logits[0, len(output.prompt_token_ids) - 1 : -1].log_softmax(-1)
-    assert output.logprobs is not None
-    for entry, row in zip(output.logprobs, rows, strict=True):
-        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
-        assert entry.top[0][1] == pytest.approx(float(row.max()), abs=1e-4)
+    for output in answers(tiny_engine(folders, width=width, truth=truth), PROMPTS, params):
+        ids = torch.tensor([output.prompt_token_ids + output.token_ids])
+        with torch.no_grad():
+            rows = model(ids).logits[0, len(output.prompt_token_ids) - 1 : -1].log_softmax(-1)
+        assert output.logprobs is not None
+        assert [entry.token_id for entry in output.logprobs] == output.token_ids
+        for entry, row in zip(output.logprobs, rows, strict=True):
+            assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+            assert [value for _, value in entry.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
 
 
 class Pausing(AutoWidth):
