@@ -1,4 +1,4 @@
-"""What the embedded engine decides before PyTorch is loaded: open fields, memory, its server's settings, waiting."""
+"""Decisions before PyTorch is loaded: open fields, memory, the settings of the server, and how threads wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.common.settings import describe
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import GIB, Deployment
 from dflash_serve.deployment_checks import key_problems, uses_drafter
 from dflash_serve.engine_args import ArgumentTable, EngineArgs, EngineParser, add_flag
 from dflash_serve.errors import Problem
@@ -25,7 +25,6 @@ from dflash_serve.server_adapter import Choice
 from .facts import SETTINGS_PREFIX
 from .server.settings import ServerSettings
 
-GIB = 2**30
 # Exists on machines with an NVIDIA driver, where the GPU's memory counts; only the extra `[cuda]` can read it.
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 # Requests at once where the deployment leaves the number open.

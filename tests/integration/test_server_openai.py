@@ -209,6 +209,7 @@ def test_response_format_json_object_and_regex_are_obeyed(client: OpenAI) -> Non
     [
         ({"regex": "(fox|dog)-[0-9]{4}"}, "(fox|dog)-[0-9]{4}"),  # as SGLang's clients send it
         ({"structured_outputs": {"regex": "fox-[0-9]"}}, "fox-[0-9]"),  # as vLLM's clients do
+        ({"structured_outputs": {}, "response_format": {"type": "regex", "pattern": "fox-[0-9]"}}, "fox-[0-9]"),
         ({"structured_outputs": {"choice": ["yes", 'no "way"']}}, 'yes|no "way"'),
         ({"structured_outputs": {"json": SCHEMA}}, r'\{\s*"n":\s*[0-9]\s*\}'),
     ],

@@ -131,16 +131,15 @@ def _rope(config: DrafterConfig, target: RopeConfig) -> Iterator[DrafterFault]:
         if theta != rope.theta:
             changed = rope.model_copy(update={"theta": theta})
             yield _other("RoPE theta", f"RoPE theta {theta:g}", says, f"rope_theta = {theta:g}", rope=changed)
-    other = RopeConfig(theta=rope.theta) if rope.scaling else _scaled(rope, target)
+    if rope.scaling:
+        other = RopeConfig(theta=rope.theta)
+    elif target.scaling:
+        other = target.model_copy(update={"theta": rope.theta})
+    else:
+        other = RopeConfig(theta=rope.theta, scaling="linear", factor=4.0)
     name = "RoPE scaling ignored" if rope.scaling else f"RoPE scaled ({other.scaling}, {other.factor:g}x)"
     says = "rope_scaling was not read, or the target's is applied to a drafter that was trained without"
     yield _other("RoPE scaling", name, says, f"rope_scaling = {other.scaling or 'null'}", rope=other)
-
-
-def _scaled(rope: RopeConfig, target: RopeConfig) -> RopeConfig:
-    if target.scaling is not None:
-        return target.model_copy(update={"theta": rope.theta})
-    return RopeConfig(theta=rope.theta, scaling="linear", factor=4.0)
 
 
 def _block(speculator: Speculator) -> Iterator[DrafterFault]:
@@ -264,7 +263,6 @@ class DisturbedSpeculator(Speculator):
         self.disturb = disturb
 
     def inject(self, requests: Sequence[Request]) -> None:
-        """Disturbs the rows that wait, then injects them."""
         for request in requests:
             if request.features:
                 request.features = [self.disturb(torch.cat(request.features), request)]

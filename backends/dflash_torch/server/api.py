@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 
 AcceptanceMetrics = Literal["none", "summary", "detailed"]
+Form = Literal["json_schema", "regex", "lark"]  # of a grammar: the methods of `Grammars`
 
 # Limits on fields that make every step slower, for other requests as well.
 MAX_BIASED_TOKENS = 1024
@@ -56,11 +56,6 @@ class ApiError(Exception):
         self.status = status
         kind = ERROR_TYPES.get(status, "invalid_request_error")
         self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
-
-    @classmethod
-    def of(cls, error: UserError) -> ApiError:
-        """The error of a mistake in the request."""
-        return cls(400, str(error), param=error.where or None, code="invalid_value")
 
 
 def _without_nulls(data: Any) -> Any:
@@ -164,17 +159,25 @@ class Generation(SamplingParams):
         if len(self.forms) > 1:
             raise ValueError(f"{' and '.join(self.forms)}: only one of them can be obeyed")
         if self.forms and self.min_tokens:
-            raise ValueError(f"min_tokens: not with {self.forms[0]}, which says when an answer is complete")
+            raise ValueError(f"min_tokens: not with {next(iter(self.forms))}, which says when an answer is complete")
         return self
 
     @property
-    def forms(self) -> list[str]:
-        """Names of the given fields that constrain the answer."""
-        given = [] if self.response_format.type == "text" else ["response_format"]
-        for name in ("json_", "regex", "choice") if self.structured_outputs else ():
-            if getattr(self.structured_outputs, name) is not None:
-                given.append(f"structured_outputs.{name.rstrip('_')}")
-        return [*given, "regex"] if self.regex is not None else given
+    def forms(self) -> dict[str, tuple[Form, Any]]:
+        """The given fields that constrain the answer: by name, the form of a grammar and its source."""
+        wanted, outputs = self.response_format, self.structured_outputs or StructuredOutputs()
+        given: dict[str, tuple[Form, Any]] = {}
+        if isinstance(wanted, Regex):
+            given["response_format"] = ("regex", wanted.pattern)
+        elif isinstance(wanted, JsonSchema):
+            given["response_format"] = ("json_schema", wanted.json_schema.schema_)
+        elif wanted.type == "json_object":
+            given["response_format"] = ("json_schema", {"type": "object"})
+        if outputs.choice is not None:
+            given["structured_outputs.choice"] = ("lark", f"start: {' | '.join(map(json.dumps, outputs.choice))}")
+        given["structured_outputs.json"] = ("json_schema", outputs.json_)
+        given["structured_outputs.regex"], given["regex"] = ("regex", outputs.regex), ("regex", self.regex)
+        return {name: form for name, form in given.items() if form[1] is not None}
 
     def sampling_params(self) -> SamplingParams:
         """The fields that the engine takes."""

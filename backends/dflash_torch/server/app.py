@@ -255,7 +255,7 @@ async def _error_response(_: Request, error: Exception) -> Response:  # in OpenA
     if isinstance(error, ApiError):
         return _response(error)
     if isinstance(error, UserError):
-        return _response(ApiError.of(error))
+        return _response(ApiError(400, str(error), param=error.where or None, code="invalid_value"))
     if isinstance(error, RequestValidationError | ValidationError):
         return _response(_invalid_body(error.errors()[0]))
     if isinstance(error, HTTPException):

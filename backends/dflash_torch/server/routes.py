@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +25,7 @@ from dflash_serve.speculation.params import SamplingParams
 from ..answer import Answer
 from ..engine import EmbeddedEngine
 from ..grammar import Grammar, Grammars
-from .api import ApiError, ChatRequest, CompletionRequest, JsonSchema, Regex
+from .api import ApiError, ChatRequest, CompletionRequest, Form
 from .chat import call_grammar, encode_chat
 from .responses import ChatFormatter, CompletionFormatter, Formatter, TokenNames
 from .settings import ServerSettings
@@ -185,20 +185,13 @@ def _compiled(grammars: Grammars, body: Body) -> Grammar:
         forced = body.tool_choice != "auto"
         text = call_grammar(body.offered, forced=forced, parallel=body.parallel_tool_calls)
         return grammars.lark(text, where="tools")
-    (where,), wanted, outputs = body.forms, body.response_format, body.structured_outputs
-    if body.regex is not None:
-        return grammars.regex(body.regex, where=where)
-    if outputs is not None:
-        if outputs.json_ is not None:
-            return grammars.json_schema(outputs.json_, where=where)
-        if outputs.regex is not None:
-            return grammars.regex(outputs.regex, where=where)
-        return grammars.lark(f"start: {' | '.join(map(json.dumps, outputs.choice or ()))}", where=where)
-    if isinstance(wanted, JsonSchema):
-        return grammars.json_schema(wanted.json_schema.schema_, where=where)
-    if isinstance(wanted, Regex):
-        return grammars.regex(wanted.pattern, where=where)
-    return grammars.json_schema({"type": "object"}, where=where)
+    ((where, (form, source)),) = body.forms.items()
+    compilers: dict[Form, Callable[..., Grammar]] = {
+        "json_schema": grammars.json_schema,
+        "regex": grammars.regex,
+        "lark": grammars.lark,
+    }
+    return compilers[form](source, where=where)
 
 
 def _tokenize(engine: EmbeddedEngine, prompt: str | list[int] | ChatRequest, params: SamplingParams) -> list[int]:

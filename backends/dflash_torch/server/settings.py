@@ -19,25 +19,18 @@ class ServerSettings(BaseSettings):
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, lt=65536)
-    served_model_name: str | None = None
-    """Name in the API; None = the deployment's target."""
-    api_key_file: Path | None = None
-    """One key a line; None = open to all."""
-    log_format: Literal["text", "json"] = "text"
-    """json = one object a line."""
-    acceptance_metrics: AcceptanceMetrics = "none"
-    """Default of the requests' field `acceptance_metrics`."""
+    served_model_name: str | None = None  # in the API; None = the deployment's target
+    api_key_file: Path | None = None  # one key a line; None = open to all
+    log_format: Literal["text", "json"] = "text"  # json = one object a line
+    acceptance_metrics: AcceptanceMetrics = "none"  # default of the requests' field of this name
+    # A step's small operators on a CPU: `auto` compiles them where there is a C++ compiler, `plain` is PyTorch's.
     operators: Literal["auto", "plain"] = "auto"
-    """A step's small operators on a CPU: `auto` compiles them where there is a C++ compiler, `plain` leaves them to
-    PyTorch."""
-    drain_seconds: NonNegativeFloat = 30
-    """Time for running requests after SIGTERM."""
+    drain_seconds: NonNegativeFloat = 30  # for running requests after SIGTERM
+    # Time between two comments that keep a stream open while no chunk comes; 0 = no comments.
     ping_seconds: NonNegativeFloat = 15
-    """Time between two comments that keep a stream open while no chunk comes; 0 = no comments."""
     max_body_bytes: PositiveInt = 4 * 1024 * 1024
     max_header_bytes: PositiveInt = 16 * 1024
-    body_seconds: PositiveFloat = 30
-    """Time for a client to send a body."""
+    body_seconds: PositiveFloat = 30  # for a client to send a body
     max_messages: PositiveInt = 1024
     max_prompts: PositiveInt = 16
     max_n: PositiveInt = 16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from dflash_serve import SamplingParams
 from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.models.attention import FlashInferAttention, PaddedAttention, RaggedAttention, windows_fit
 from dflash_serve.models.kv_cache import KVCache, Span
-from dflash_serve.speculation.policy import FixedWidth, Step
+from dflash_serve.speculation.policy import FixedWidth
 from dflash_torch.model_runner import LONGEST, Shape, Shapes, StaticPass
 from tests.support import fake_flashinfer
 from tests.support.embedded import answers, tiny_engine, with_passes
@@ -21,16 +20,6 @@ from tests.support.embedded import answers, tiny_engine, with_passes
 PROMPTS = [[10 + n, 20, 30 + n, 40, *range(n)] for n in range(5)]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 KINDS = [AttentionKind(causal=causal, window=window) for causal in (True, False) for window in (None, 10, 2)]
-
-
-@dataclass(frozen=True)
-class Watched(FixedWidth):
-    """Notes what steps are said to have taken."""
-
-    seen: list[float | None] = field(default_factory=list)
-
-    def observe(self, step: Step) -> None:
-        self.seen.append(step.seconds)
 
 
 def filled_cache() -> KVCache:
@@ -137,17 +126,20 @@ def test_a_prompt_goes_ragged_and_leaves_the_others_captured(folders: tuple[Path
     assert [shape for shape, _ in static.target_runner.captured] == [Shape(2, 4, 256)]
 
 
-def test_a_step_that_captures_says_nothing_of_what_others_take(folders: tuple[Path, Path]) -> None:
-    policy = Watched(4)
-    scheduler = with_passes(tiny_engine(folders, width=policy), static=True).scheduler
+def test_a_step_that_captures_says_nothing_of_what_others_take(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float | None] = []
+    monkeypatch.setattr(FixedWidth, "observe", lambda _, step: seen.append(step.seconds))
+    scheduler = with_passes(tiny_engine(folders), static=True).scheduler
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     scheduler.join(PROMPTS[0], params)
-    while len(policy.seen) < 3:
+    while len(seen) < 3:
         scheduler.step()
     scheduler.join(PROMPTS[1][:1], params)  # no more rows than a block: another shape, and no prefill by itself
-    while len(policy.seen) < 6:
+    while len(seen) < 6:
         scheduler.step()
-    assert [seconds is None for seconds in policy.seen] == [True, False, False, True, True, False]
+    assert [seconds is None for seconds in seen] == [True, False, False, True, True, False]
 
 
 @pytest.mark.parametrize(

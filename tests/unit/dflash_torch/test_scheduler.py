@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -12,6 +13,7 @@ from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.width import AutoWidth
+from dflash_torch.scheduler import Scheduler
 from tests.support.embedded import PROMPTS, answers, tiny_engine
 
 Folders = tuple[Path, Path]
@@ -123,25 +125,34 @@ class Pausing(AutoWidth):
         return [1 if self.paused else 4] * len(request_ids)
 
 
+def pausing(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, *, large: int, **engine: Any
+) -> tuple[Scheduler, Pausing]:
+    """A scheduler whose batches count as large from `large` requests on; speculation is paused."""
+    monkeypatch.setattr("dflash_torch.scheduler.LARGE_BATCH", large)
+    scheduler = tiny_engine(folders, max_batch_size=3, **engine).scheduler
+    scheduler.policy = policy = Pausing(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
+    return scheduler, policy
+
+
+def run(scheduler: Scheduler) -> None:
+    while scheduler.running:
+        scheduler.step()
+
+
 def test_a_large_batch_keeps_no_features_while_speculation_is_paused(
     folders: Folders, truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_torch.scheduler.LARGE_BATCH", 2)
-    engine = tiny_engine(folders, max_batch_size=3, truth=truth)
-    engine.scheduler.policy = policy = Pausing(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
-    prompts = [engine.tokenize(prompt) for prompt in PROMPTS[:2]]
-    old = [engine.scheduler.join(prompt, GREEDY) for prompt in prompts]
+    scheduler, policy = pausing(folders, monkeypatch, large=2, truth=truth)
+    old = [scheduler.join(prompt, GREEDY) for prompt in list(truth)[:2]]
     for _ in range(5):
-        engine.scheduler.step()
+        scheduler.step()
     assert [request.features for request in old] == [[], []]
-
     policy.paused = False
-    assert engine.scheduler._wanted_features(old) == ()  # no request can be drafted for
-    new = engine.scheduler.join(prompts[0], GREEDY)
+    new = scheduler.join(next(iter(truth)), GREEDY)
     assert new.reused == 0  # a short prefix with a gap is not reused
-    while engine.scheduler.running:
-        engine.scheduler.step()
-    assert all(width == 1 for request in old for width, _ in request.steps)
+    run(scheduler)
+    assert all(width == 1 for request in old for width, _ in request.steps)  # they cannot be drafted for
     assert max(accepted for _, accepted in new.steps) > 0
     assert [request.output_ids for request in [*old, new]] == [*list(truth.values())[:2], next(iter(truth.values()))]
 
@@ -151,11 +162,9 @@ def test_a_prefix_that_all_prompts_share_leaves_newcomers_to_be_drafted_for(
     folders: Folders, monkeypatch: pytest.MonkeyPatch, worth: int
 ) -> None:
     """The prefix was computed before the pause, and requests that joined in the pause keep it complete for new ones."""
-    monkeypatch.setattr("dflash_torch.scheduler.LARGE_BATCH", 1)
     monkeypatch.setattr("dflash_torch.scheduler.WORTH_IN_LARGE_BATCH", worth)
     prefix = list(range(10, 50))
-    scheduler = tiny_engine(folders, max_batch_size=3).scheduler
-    scheduler.policy = policy = Pausing(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
+    scheduler, policy = pausing(folders, monkeypatch, large=1)
     policy.paused = False
     first = scheduler.join([*prefix, 60], GREEDY)
     scheduler.step()
@@ -169,51 +178,33 @@ def test_a_prefix_that_all_prompts_share_leaves_newcomers_to_be_drafted_for(
     policy.paused = False
     new = scheduler.join([*prefix, 61, 62, 64], GREEDY)
     assert (new.reused, new.draftable) == ((len(prefix), True) if worth else (len(prefix) + 2, False))
+    run(scheduler)
+    assert (max(width for width, _ in new.steps) > 1) is bool(worth)
     fresh = tiny_engine(folders, reuse_prefixes=False).scheduler
     alone = fresh.join([*prefix, 61, 62, 64], GREEDY)
-    for each in (scheduler, fresh):
-        for _ in range(3):
-            each.step()
-    assert new.output_ids[:2] == alone.output_ids[:2]
-    if worth:
-        assert max(width for width, _ in new.steps) > 1
-        assert scheduler.speculator is not None
-        assert fresh.speculator is not None
-        length = min(new.injected, alone.injected)
-        assert length > len(prefix)
-        keys = scheduler.speculator.cache.keys[:, new.entry, :, :length]
-        assert (keys - fresh.speculator.cache.keys[:, alone.entry, :, :length]).abs().max() < 1e-5
+    run(fresh)
+    assert new.output_ids == alone.output_ids
 
 
-@pytest.mark.parametrize(("worth", "borrows"), [(0, True), (2, True), (2048, False)])
-def test_a_prefix_that_takes_long_to_compute_is_worth_more_than_drafts(
-    folders: Folders, truth: Truth, monkeypatch: pytest.MonkeyPatch, worth: int, borrows: bool
+@pytest.mark.parametrize(
+    ("large", "worth", "borrows"), [(1, 0, True), (1, 2, True), (1, 2048, False), (8, 2048, None)], ids=str
+)
+def test_requests_are_drafted_for_after_a_pause_unless_their_prefix_was_long(
+    folders: Folders, truth: Truth, monkeypatch: pytest.MonkeyPatch, large: int, worth: int, borrows: bool | None
 ) -> None:
-    """The prefix of a finished request with a gap in the drafter's context is reused if it is long enough."""
-    monkeypatch.setattr("dflash_torch.scheduler.LARGE_BATCH", 1)
+    """A prefix with a gap in the drafter's context is reused if it is long enough; small batches have no gaps."""
     monkeypatch.setattr("dflash_torch.scheduler.WORTH", worth)
-    engine = tiny_engine(folders, max_batch_size=3, truth=truth)
-    engine.scheduler.policy = policy = Pausing(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
-    prompt = engine.tokenize(PROMPTS[0])
-    old = engine.scheduler.join(prompt, GREEDY)
-    while engine.scheduler.running:
-        engine.scheduler.step()
+    scheduler, policy = pausing(folders, monkeypatch, large=large, truth=truth)
+    prompt, expected = next(iter(truth.items()))
+    old = scheduler.join(prompt, GREEDY)
+    while scheduler.running and (borrows is not None or len(old.steps) < 5):
+        scheduler.step()
     policy.paused = False
-    new = engine.scheduler.join(prompt, GREEDY)
-    while engine.scheduler.running:
-        engine.scheduler.step()
-    assert (new.reused, new.draftable) == ((len(prompt) - 1, False) if borrows else (0, True))
-    assert (max(width for width, _ in new.steps) == 1) is borrows
-    assert new.output_ids == old.output_ids == next(iter(truth.values()))
-
-
-def test_requests_of_a_small_batch_can_be_drafted_for_after_a_pause(folders: Folders, truth: Truth) -> None:
-    engine = tiny_engine(folders, truth=truth)
-    engine.scheduler.policy = policy = Pausing(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
-    request = engine.scheduler.join(engine.tokenize(PROMPTS[0]), GREEDY)
-    for _ in range(5):
-        engine.scheduler.step()
-    policy.paused = False
-    while engine.scheduler.running:
-        engine.scheduler.step()
-    assert max(accepted for _, accepted in request.steps) > 0
+    new = scheduler.join(prompt, GREEDY)
+    run(scheduler)
+    assert new.output_ids == old.output_ids == expected
+    assert (max(width for width, _ in new.steps) == 1) is bool(borrows)
+    if borrows is None:
+        assert max(accepted for _, accepted in old.steps) > 0
+    else:
+        assert (new.reused, new.draftable) == ((len(prompt) - 1, False) if borrows else (0, True))
