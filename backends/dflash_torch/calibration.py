@@ -37,7 +37,6 @@ from dflash_serve.models.target_config import read_target_config
 from dflash_serve.speculation.costs import CostModel, is_confirmed
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth
-from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from .launch import CHOSEN_ALREADY
 from .model_runner import sizes
@@ -199,8 +198,6 @@ def _scratch_request(entry: int, context: int, gained: int = 0) -> Request:
         prompt_length=1,
         limit=sys.maxsize,
         params=SamplingParams(temperature=0, ignore_eos=True),
-        seed=0,
-        statistics=AcceptanceStatistics(),
         verified=context + gained,
         injected=context,
     )

@@ -24,8 +24,8 @@ class Request:
     prompt_length: int
     limit: int  # length of prompt and answer together at which it ends
     params: SamplingParams
-    seed: int
-    statistics: AcceptanceStatistics
+    seed: int = 0
+    statistics: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     grammar: Grammar | None = None  # the grammar that the answer must match; None = any answer
     salt: str = ""  # only requests of the same salt share prefixes
     reused: int = 0  # prompt tokens whose K/V was copied instead of computed

@@ -123,7 +123,6 @@ class Scheduler:
             limit=min(self.capacity, len(token_ids) + (params.max_tokens or self.capacity)),
             params=params,
             seed=fresh_seed() if params.seed is None else params.seed,
-            statistics=AcceptanceStatistics(),
             grammar=grammar,
             salt=salt,
             reused=reused,

@@ -233,8 +233,6 @@ class Replay:
             prompt_length=recording.prompt_length,
             limit=recording.limit,
             params=SamplingParams(temperature=0),
-            seed=0,
-            statistics=AcceptanceStatistics(),
         )
         self._verified(request, recording.prompt_length, layer_ids)
         return request

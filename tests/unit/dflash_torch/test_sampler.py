@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_torch import sampler
 from dflash_torch.request import Request
 from dflash_torch.sampler import Sampler
@@ -25,8 +24,6 @@ def request(**params: Any) -> Request:
         prompt_length=2,
         limit=100,
         params=SamplingParams(temperature=0, **params),
-        seed=0,
-        statistics=AcceptanceStatistics(),
     )
 
 
