@@ -5,14 +5,15 @@ Streamed text has whole characters only, and no text that may turn out to be par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from dflash_serve.backend import Chunk, RequestOutput, TokenLogprob
+from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 
 from .grammar import Grammar
@@ -22,6 +23,27 @@ from .scheduler import Scheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def encode_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **variables: Any
+) -> list[int]:
+    """Token ids of chat messages, by the target's own template.
+
+    Args:
+        variables: further variables of the template, such as `tools`.
+
+    Raises:
+        UserError: the target has no template, or it refuses the messages.
+    """
+    try:
+        encoded = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True, **variables
+        )
+    except Exception as error:  # templates raise exceptions of any class
+        raise UserError(f"the target's chat template refuses them ({error})", where="messages") from None
+    return list(encoded["input_ids"])
+
 
 # tokenizers' message where the text of some tokens does not begin with the text of fewer of them.
 INVALID_PREFIX = "Invalid prefix encountered"
@@ -57,7 +79,7 @@ class Detokenizer:
             if self.fed <= self.min_tokens:
                 before, self.held = before + self.held, ""
             self._cut_at_stop()
-        safe = len(self.held) if self.stopped else len(self.held) - self._could_be_stop()
+        safe = len(self.held) - (0 if self.stopped else could_begin(self.stop, self.held))
         text, self.held = self.held[:safe], "" if self.stopped else self.held[safe:]
         return before + text
 
@@ -81,12 +103,12 @@ class Detokenizer:
         if found:
             self.held, self.stopped = self.held[: min(found)], True
 
-    def _could_be_stop(self) -> int:  # length of the longest suffix that is a prefix of a stop string
-        longest = max((len(stop) for stop in self.stop), default=1) - 1
-        for length in range(min(longest, len(self.held)), 0, -1):
-            if any(stop.startswith(self.held[-length:]) for stop in self.stop):
-                return length
-        return 0
+
+def could_begin(markers: Sequence[str], text: str) -> int:
+    """Length of the longest end of a text that one of the markers, which it does not contain, may begin with."""
+    longest = max(map(len, markers), default=1) - 1
+    ends = range(min(longest, len(text)), 0, -1)
+    return next((n for n in ends if any(marker.startswith(text[-n:]) for marker in markers)), 0)
 
 
 class StepFailedError(RuntimeError):
@@ -95,10 +117,6 @@ class StepFailedError(RuntimeError):
 
 class AnswerFailedError(RuntimeError):
     """An answer could not be generated, by no fault of its request."""
-
-
-class EngineStoppedError(RuntimeError):
-    """The engine's thread was stopped before the request had ended."""
 
 
 Item = Chunk | Exception | None
@@ -171,6 +189,12 @@ class Answer:
         if self.logprobs is not None:
             self.logprobs += result.logprobs or []
         return Chunk(self.index, text, result.token_ids, request.finish_reason, result.logprobs)
+
+    def whole(self) -> Chunk:
+        """All its chunks in one, once it has ended."""
+        request = self.request
+        assert request is not None
+        return Chunk(self.index, self.text, request.output_ids, request.finish_reason, self.logprobs)
 
     def output(self) -> RequestOutput | None:
         """The finished request; None before its end, and where it failed."""

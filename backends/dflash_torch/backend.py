@@ -25,26 +25,27 @@ from dflash_serve.deployment import Deployment, Model
 from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems
 from dflash_serve.doctor.evidence import DiagnosableBackend, Steps
 from dflash_serve.errors import Problem, raise_problems
-from dflash_serve.server_adapter import Preview
+from dflash_serve.server_adapter import PreparedFile, Preview
 from dflash_serve.speculation.params import SamplingParams
 
 from .facts import FACTS, SETTINGS_PREFIX
 from .launch import (
-    DEPLOYMENT_FILE,
     argument_problems,
+    choices,
+    choose_waiting,
     memory_problems,
-    preview,
     server_environment,
     sizes,
+    waiting_here,
     with_batch_size,
 )
-from .waiting import choose_waiting, waiting_here
 
 if TYPE_CHECKING:
     from .engine import EmbeddedEngine
     from .faults.replay import EmbeddedReference
     from .faults.tensors import Difference
 
+DEPLOYMENT_FILE = "deployment.json"
 # Fields of a Deployment that this backend supports; the others must have their defaults.
 HONOURED = {
     *("target.model", "target.revision", "drafter.model", "drafter.revision"),
@@ -55,7 +56,10 @@ HONOURED = {
 
 
 class EmbeddedBackend(LookingBackend, DiagnosableBackend):
-    """PyTorch in this process: one device, Llama- and Qwen-family targets, unquantised."""
+    """PyTorch in this process: one device, Llama- and Qwen-family targets, unquantised.
+
+    It runs every head of a drafter; a confidence head is read and not used.
+    """
 
     name = "torch"
     facts = FACTS
@@ -63,11 +67,6 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
     untried = ()
 
     def check(self, deployment: Deployment) -> list[Problem]:
-        """All problems of a deployment, found before anything is loaded.
-
-        Raises:
-            UserError: the target or drafter cannot be found or read at all, or the target's family is not supported.
-        """
         target, drafter = deployment.target, deployment.drafter
         source = target_source(target.model)
         shape = replace(read_target_shape(source, target.revision), name=target.model)
@@ -80,15 +79,9 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         return [*problems, *check_pairing(config, shape), *block_problems(deployment, config)]
 
     def head_problems(self, heads: Heads) -> list[Problem]:
-        """None: it runs every head. A confidence head is read and not used."""
         return []
 
     def engine(self, deployment: Deployment) -> EmbeddedEngine:
-        """Loads target and drafter and measures their costs.
-
-        Raises:
-            UserError: the first problem of `check`, or a checkpoint that cannot be read.
-        """
         raise_problems(self.check(deployment))
         choose_waiting()
         from .engine import start_engine
@@ -104,11 +97,6 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         width: int,
         steps: Sequence[Steps] | None = None,
     ) -> EmbeddedReference:
-        """Acceptance of the pair in this loop, sound and under faults; see `doctor.evidence.DiagnosableBackend`.
-
-        Raises:
-            UserError: the drafter cannot be read, or the target's chat template refuses a prompt.
-        """
         from dflash_serve.models.loader import load_drafter
 
         from .engine import EmbeddedEngine
@@ -120,11 +108,6 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         return EmbeddedReference(engine, sound, prompts, params, width, steps)
 
     def first_difference(self, engine: Engine, target: str, drafter: str, prompt: Prompt) -> Difference | None:
-        """The first tensor of the engine that differs from transformers or the core; None where none differs.
-
-        Raises:
-            UserError: target or drafter cannot be found or read.
-        """
         from .engine import EmbeddedEngine
         from .faults.tensors import first_difference
 
@@ -132,32 +115,22 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         return first_difference(engine, target_folder(target), drafter_folder(drafter), prompt)
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
-        """Writes the deployment, into which flags and environment are merged.
-
-        Raises:
-            UserError: the first problem of `check`, or weights and K/V caches that do not fit into memory.
-        """
         raise_problems(self.check(deployment))
         # A server reserves its whole K/V cache; without the memory it would be killed under load.
         raise_problems(memory_problems(deployment, *sizes(deployment)))
         write_whole(folder / DEPLOYMENT_FILE, with_batch_size(deployment).model_dump_json(indent=1))
 
     def preview(self, deployment: Deployment, folder: Path) -> Preview:
-        """The file that `prepare` writes, and the choices where the deployment leaves a field open.
-
-        Raises:
-            UserError: the target or drafter cannot be found or read at all.
-        """
-        return preview(deployment, folder)
+        filled = with_batch_size(deployment)
+        written = PreparedFile(DEPLOYMENT_FILE, "the deployment, merged", filled.model_dump_json(indent=1))
+        return Preview([written], list(choices(deployment, filled)))
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        """The HTTP server of this backend, for a folder that `prepare` has written."""
         argv = (sys.executable, "-m", "dflash_torch.server", str(folder.resolve() / DEPLOYMENT_FILE))
         listening = {f"{SETTINGS_PREFIX}HOST": host, f"{SETTINGS_PREFIX}PORT": str(port)}
         return Command(argv, {**listening, **server_environment(deployment)})
 
     def look(self) -> Mapping[str, str]:
-        """Environment variables for the way in which threads wait."""
         return waiting_here()
 
 

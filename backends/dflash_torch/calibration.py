@@ -27,7 +27,7 @@ from torch import nn
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target import read_target_config
 from dflash_serve.common.files import cache_home, keep_record, read_record
-from dflash_serve.common.provenance import now, processor, versions
+from dflash_serve.common.provenance import processor, versions
 from dflash_serve.deployment import Deployment
 from dflash_serve.models.compiled.build import kernels_id
 from dflash_serve.models.drafter import Drafter
@@ -37,13 +37,12 @@ from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.costs import CostModel, is_confirmed
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth
-from dflash_serve.speculation.statistics import AcceptanceStatistics
 
+from .launch import CHOSEN_ALREADY
 from .model_runner import sizes
 from .request import Request
 from .scheduler import Scheduler
 from .speculator import Speculator
-from .waiting import CHOSEN_ALREADY
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +72,6 @@ class Calibration(BaseModel):
 
     cost: CostModel
     spread: NonNegativeFloat  # median over all figures of (median of its repetitions / least of them - 1)
-    measured: str
-    machine: str
-    versions: dict[str, str]
 
 
 def cost_of(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> CostModel:
@@ -98,37 +94,32 @@ def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int
     bench = _Bench(target, drafter, block_size, entries, CONTEXT)
     jobs: dict[tuple[str, int], Callable[[], object]] = {}
     for rows in sorted({*range(1, block_size + 1), *(n * block_size for n in sizes(1, entries))}):
-        jobs["target", rows] = bench.target_step(rows, entries, CONTEXT)
+        jobs["target", rows] = bench.target_step(rows)
     for requests in sizes(1, entries):
-        jobs["draft", requests] = bench.draft_pass(requests, CONTEXT)
+        jobs["draft", requests] = bench.draft_pass(requests)
     if long > CONTEXT:
         alone = _Bench(target, drafter, block_size, 1, long)
         for rows in (1, min(block_size, ONE_BLOCK)):
-            jobs["target_context", rows] = alone.target_step(rows, 1, long)
-        jobs["draft_context", 1] = alone.draft_pass(1, long)
+            jobs["target_context", rows] = alone.target_step(rows)
+        jobs["draft_context", 1] = alone.draft_pass(1)
     times = {job: [_seconds(work, target.device) for _ in range(2)][1:] for job, work in jobs.items()}
     for turn in range(1, MOST_REPETITIONS):
         for job, work in jobs.items():
             if turn < REPETITIONS or not is_confirmed(times[job]):
                 times[job].append(_seconds(work, target.device))
     least = {job: min(seconds) for job, seconds in times.items()}
-    return Calibration(
-        cost=tabulate(least, entries, long),
-        spread=median(median(seconds) / min(seconds) - 1 for seconds in times.values()),
-        measured=now(),
-        machine=_machine(target.device),
-        versions=versions("torch", "dflash-serve"),
-    )
+    spread = median(median(seconds) / min(seconds) - 1 for seconds in times.values())
+    return Calibration(cost=tabulate(least, entries, long), spread=spread)
 
 
 def tabulate(seconds: Mapping[tuple[str, int], float], entries: int, long: int) -> CostModel:
     """The costs of passes over contexts of CONTEXT tokens, and of some passes of one request over `long` tokens."""
-    tables: dict[str, dict[int, float]] = {"target": {}, "draft": {}, "target_context": {}, "draft_context": {}}
-    for (kind, size), taken in seconds.items():
-        tables[kind][size] = taken
-    target, draft = tables["target"], tables["draft"]
-    of_token, of_row = _slopes(target, tables["target_context"], long)
-    of_draft = sum(_slopes(draft, tables["draft_context"], long))
+    target, draft, target_context, draft_context = (
+        {size: taken for (found, size), taken in seconds.items() if found == kind}
+        for kind in ("target", "draft", "target_context", "draft_context")
+    )
+    of_token, of_row = _slopes(target, target_context, long)
+    of_draft = sum(_slopes(draft, draft_context, long))
     bare_target = {
         rows: max(LEAST * taken, taken - CONTEXT * (of_token * _contexts(rows, entries) + of_row * rows))
         for rows, taken in target.items()
@@ -160,37 +151,31 @@ def _contexts(rows: int, entries: int) -> int:  # requests in a step of `rows` r
 
 class _Bench:  # target and drafter over scratch caches with made-up contexts
     def __init__(self, target: TargetModel, drafter: Drafter, block_size: int, entries: int, context: int) -> None:
-        capacity = context + 2 * block_size
+        self.entries, self.context, capacity = entries, context, context + 2 * block_size
         self.speculator = _FreeDrafts(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
-        self.scheduler = Scheduler(
-            target,
-            self.speculator,
-            FixedWidth(block_size),
-            max_batch_size=entries,
-            capacity=capacity,
-            reuse_prefixes=False,
-        )
+        policy, limits = FixedWidth(block_size), {"max_batch_size": entries, "capacity": capacity}
+        self.scheduler = Scheduler(target, self.speculator, policy, **limits, reuse_prefixes=False)
 
-    def target_step(self, rows: int, entries: int, context: int) -> Callable[[], object]:
-        used = max(_contexts(rows, entries), ceil(rows / self.speculator.block_size))
+    def target_step(self, rows: int) -> Callable[[], object]:
+        used = max(_contexts(rows, self.entries), ceil(rows / self.speculator.block_size))
         # spread evenly, as in a batch of blocks
         drafts = [[1] * (rows // used + (entry < rows % used) - 1) for entry in range(used)]
 
         def run() -> object:
             self.speculator.ready = drafts
-            self.scheduler.running = [_scratch_request(entry, context) for entry in range(used)]
+            self.scheduler.running = [_scratch_request(entry, self.context) for entry in range(used)]
             return self.scheduler.step()
 
         return run
 
-    def draft_pass(self, requests: int, context: int) -> Callable[[], object]:
+    def draft_pass(self, requests: int) -> Callable[[], object]:
         speculator, target = self.speculator, self.speculator.target
         gained = speculator.block_size // 2  # a typical number of new context rows
         shape = gained, speculator.drafter.config.feature_size
 
         def run() -> object:
             features = torch.ones(shape, dtype=target.embedding.dtype, device=target.device)
-            scratch = [_scratch_request(entry, context, gained) for entry in range(requests)]
+            scratch = [_scratch_request(entry, self.context, gained) for entry in range(requests)]
             for request in scratch:
                 request.features.append(features)
             return Speculator.draft(speculator, scratch, [speculator.block_size] * requests)
@@ -213,8 +198,6 @@ def _scratch_request(entry: int, context: int, gained: int = 0) -> Request:
         prompt_length=1,
         limit=sys.maxsize,
         params=SamplingParams(temperature=0, ignore_eos=True),
-        seed=0,
-        statistics=AcceptanceStatistics(),
         verified=context + gained,
         injected=context,
     )
@@ -250,14 +233,11 @@ def _key(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -
 
 
 class DtypeSpeed(BaseModel):
-    """Measured speed of bfloat16 over float32, and what it was measured with."""
+    """Measured speed of bfloat16 over float32."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     faster: PositiveFloat
-    layer: tuple[int, int]
-    machine: str
-    operators: str
 
 
 def choose_dtype(deployment: Deployment, device: str, *, compiled: bool) -> torch.dtype:
@@ -282,15 +262,13 @@ def choose_dtype(deployment: Deployment, device: str, *, compiled: bool) -> torc
 def _kept_dtype_speed(inputs: int, outputs: int, *, compiled: bool) -> float:
     # measured once for each layer and machine: a restarted server keeps its dtype
     machine = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    asked = {"layer": (inputs, outputs), "machine": machine, "operators": kernels_id() if compiled else "plain"}
-    name = hashlib.sha256(repr(sorted(asked.items())).encode()).hexdigest()[:24]
-    path = cache_home() / "dtype" / f"{name}.json"
+    asked = f"{inputs} x {outputs}, {machine}, {kernels_id() if compiled else 'plain'}"
+    path = cache_home() / "dtype" / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.json"
     kept = read_record(path, DtypeSpeed)
-    if kept is not None:
-        return kept.faster
-    measured = DtypeSpeed(faster=measure_dtype_speed(inputs, outputs, compiled=compiled), **asked)
-    keep_record(path, measured, otherwise="the speed of bfloat16 is measured again next time")
-    return measured.faster
+    if kept is None:
+        kept = DtypeSpeed(faster=measure_dtype_speed(inputs, outputs, compiled=compiled))
+        keep_record(path, kept, otherwise="the speed of bfloat16 is measured again next time")
+    return kept.faster
 
 
 def measure_dtype_speed(inputs: int, outputs: int, *, compiled: bool) -> float:

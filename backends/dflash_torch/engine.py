@@ -2,7 +2,7 @@
 
 One loop (`EngineLoop`) serves `LLM` and the HTTP server. A caller submits `Answer`s; a step of the loop drops cancelled
 answers, admits waiting ones, runs one step of the scheduler and delivers what it brought. `LLM` runs steps in its own
-thread while it reads a stream; the server runs them in an `EngineThread`.
+thread while it reads a stream; the server's `EngineWorker` runs them in its own.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +28,7 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-from .answer import Answer, AnswerFailedError, EngineStoppedError, Item, StepFailedError
+from .answer import Answer, AnswerFailedError, Item, StepFailedError, encode_messages
 from .calibration import choose_dtype, cost_of
 from .model_runner import sizes
 from .sampler import StepResult
@@ -43,8 +42,6 @@ log = logging.getLogger(__name__)
 
 # Faults of `faults.catalogue` used as negative controls: acceptance must drop under each.
 CONTROLS = ("features shuffled", "features zeroed", "layer ids +1", "layer ids -1")
-# After this many failed steps in a row the engine is broken: only a new process helps.
-MAX_FAILED_STEPS = 8
 
 
 class EngineLoop:
@@ -223,76 +220,10 @@ class EngineStream:
         raise self._failed or StopIteration
 
     def outputs(self) -> list[RequestOutput]:
-        """The requests that have finished so far, in the order of the prompts."""
         return [output for answer in self._answers if (output := answer.output()) is not None]
 
     def close(self) -> None:
-        """Ends the requests that still run; the outputs of finished ones stay."""
         self._finalizer()
-
-
-State = Literal["loading", "ready", "broken", "stopped"]
-
-
-class EngineThread(ABC):
-    """A thread that loads an engine and runs the steps of a loop over it while there is work.
-
-    Args:
-        start: loads the engine.
-    """
-
-    def __init__(self, start: Callable[[], EmbeddedEngine]) -> None:
-        self._start = start
-        self.engine: EmbeddedEngine | None = None
-        self.loop: EngineLoop | None = None
-        self.state: State = "loading"
-        self.fatal: BaseException | None = None  # the exception that prevented the engine from loading
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def launch(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
-    def stop(self, timeout: float = 5.0) -> bool:
-        """Ends the thread after its step; False = the step still runs after `timeout` seconds."""
-        self._stopping.set()
-        if self.loop is not None:
-            self.loop.wake()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    @abstractmethod
-    def after_step(self, loop: EngineLoop) -> None:
-        """Called in the thread once the engine is loaded, after every step, and at the end."""
-
-    def _run(self) -> None:
-        try:
-            engine = self._start()
-            engine.warm_up()
-        except BaseException as error:  # the server reports it and ends
-            self.fatal, self.state = error, "broken"
-            return
-        self.engine = engine
-        loop = self.loop = EngineLoop(engine.scheduler, engine.tokenizer)
-        self.after_step(loop)
-        self.state = "ready"
-        while self._wait_for_work(loop):
-            loop.step()
-            self.after_step(loop)
-            if loop.failed_steps >= MAX_FAILED_STEPS:
-                self.state = "broken"
-        if self.state == "ready":
-            self.state = "stopped"
-        loop.fail(EngineStoppedError(), waiting=True)
-        self.after_step(loop)
-
-    def _wait_for_work(self, loop: EngineLoop) -> bool:
-        with loop.changed:
-            while not (self._stopping.is_set() or loop.waiting or loop.running):
-                loop.changed.wait()
-        return not self._stopping.is_set()
 
 
 class EmbeddedEngine:
@@ -304,46 +235,28 @@ class EmbeddedEngine:
 
     @property
     def dtype(self) -> str:
-        """Dtype of the computation: `float32` or `bfloat16`."""
         return str(self.scheduler.target.embedding.dtype).removeprefix("torch.")
 
     @property
     def device(self) -> str:
-        """`cpu` or `cuda`."""
         return self.scheduler.target.device.type
 
     @property
     def block_size(self) -> int | None:
-        """B, with the anchor; None = no speculation."""
         return self.scheduler.speculator.block_size if self.scheduler.speculator else None
 
     @property
     def controls(self) -> Sequence[str]:
-        """Faults for `fixed` that are the negative controls of acceptance figures; none without speculation."""
         return CONTROLS if self.scheduler.speculator else ()
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; chat messages go through the target's own template.
-
-        Raises:
-            UserError: messages for a target without a template, or ones that it refuses.
-        """
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
-        if not prompt or not isinstance(prompt[0], Mapping):
-            return [int(token) for token in prompt]  # type: ignore[arg-type]
-        try:
-            encoded = self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
-        except Exception as error:  # templates raise what they like
-            raise UserError(f"the target's chat template refuses them ({error})", where="messages") from None
-        return list(encoded["input_ids"])
+        if prompt and isinstance(prompt[0], Mapping):
+            return encode_messages(self.tokenizer, prompt)  # type: ignore[arg-type]
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
 
     def stream(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> EngineStream:
-        """Queues the prompts; each ends with a chunk that has a finish_reason.
-
-        Raises:
-            UserError: a prompt does not fit; then none is queued.
-        """
         each = [(self.tokenize(prompt), param) for prompt, param in zip(prompts, params, strict=True)]
         for token_ids, param in each:
             self.scheduler.check(token_ids, param)
@@ -357,19 +270,9 @@ class EmbeddedEngine:
         self.scheduler.cache_manager.holds.clear()
 
     def plain(self) -> EmbeddedEngine:
-        """The target of this engine without speculation, for comparisons: no drafter, no stored features."""
         return self._with(None, FixedWidth(1))
 
     def fixed(self, width: int, fault: str | None = None) -> EmbeddedEngine:
-        """This target and drafter with other K/V caches; each step verifies `width` slots, and no prefix is reused.
-
-        Args:
-            fault: a name from `faults.catalogue`: a fault that is put into the drafter's inputs. It changes drafts, not
-                answers.
-
-        Raises:
-            UserError: the engine does not speculate, its blocks are smaller, or the pair knows no such fault.
-        """
         if self.scheduler.speculator is None:
             raise UserError("without a drafter nothing is drafted", where="width", do="name a drafter")
         speculator = self.scheduler.speculator.twin()
@@ -388,15 +291,8 @@ class EmbeddedEngine:
         self, speculator: Speculator | None, policy: FixedWidth, *, reuse_prefixes: bool = True
     ) -> EmbeddedEngine:
         full = self.scheduler
-        scheduler = Scheduler(
-            full.target,
-            speculator,
-            policy,
-            max_batch_size=full.cache.entries,
-            capacity=full.capacity,
-            prefill_rows=full.prefill_rows,
-            reuse_prefixes=reuse_prefixes,
-        )
+        limits = {"max_batch_size": full.cache.entries, "capacity": full.capacity, "prefill_rows": full.prefill_rows}
+        scheduler = Scheduler(full.target, speculator, policy, **limits, reuse_prefixes=reuse_prefixes)
         return EmbeddedEngine(scheduler, self.tokenizer)
 
 
@@ -404,7 +300,11 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
     """Loads and starts a deployment that `EmbeddedBackend.check` accepts and that has a `limits.max_batch_size`."""
     model, entries = deployment.target, deployment.limits.max_batch_size
     assert entries is not None
-    device = _device(deployment)
+    gpu, has_gpu = deployment.hardware.gpu, torch.cuda.is_available()
+    if gpu not in (None, "none") and not has_gpu:
+        do = "run it there, or none"
+        raise UserError(f"{gpu} is asked for, but PyTorch sees no GPU", where="hardware.gpu", do=do)
+    device = "cuda" if has_gpu and gpu != "none" else "cpu"
     compiled = deployment.engine_args.get("torch", {}).get("operators") != "plain"
     dtype = choose_dtype(deployment, device, compiled=compiled)
     target = load_target(model.model, dtype=dtype, device=device, revision=model.revision)
@@ -423,15 +323,6 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
     scheduler = Scheduler(target, speculator, policy, max_batch_size=entries, capacity=capacity)
     scheduler.prepare()
     return EmbeddedEngine(scheduler, load_tokenizer(model.model, model.revision))
-
-
-def _device(deployment: Deployment) -> str:
-    gpu = deployment.hardware.gpu
-    if gpu not in (None, "none") and not torch.cuda.is_available():
-        raise UserError(
-            f"{gpu} is asked for, but PyTorch sees no GPU", where="hardware.gpu", do="run it there, or none"
-        )
-    return "cpu" if gpu == "none" or not torch.cuda.is_available() else "cuda"
 
 
 def _policy(deployment: Deployment, speculator: Speculator, entries: int) -> WidthPolicy:

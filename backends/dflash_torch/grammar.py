@@ -102,7 +102,11 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles grammars for one target's tokenizer. Needs the extra `[serve]`."""
+    """Compiles grammars for one target's tokenizer. Needs the extra `[serve]`.
+
+    Each method raises a UserError, at the request's field `where`, for a source that is too large or too deep, or that
+    cannot be enforced.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         from llguidance.hf import from_tokenizer
@@ -115,41 +119,25 @@ class Grammars:
         return self._tokenizer.decode_bytes([token])
 
     def json_schema(self, schema: Mapping[str, Any], *, where: str = FIELD) -> Grammar:
-        """Answers that are JSON of this schema.
-
-        Args:
-            where: the request's field that asks for it.
-
-        Raises:
-            UserError: the schema is too large, too deep, or cannot be enforced.
-        """
+        """Answers that are JSON of this schema."""
         from llguidance import LLMatcher
 
+        source = checked_schema(schema, where)
         try:
-            text = LLMatcher.grammar_from_json_schema(
-                checked_schema(schema, where), overrides={"whitespace_pattern": WHITESPACE}
-            )
+            text = LLMatcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": WHITESPACE})
         except ValueError as error:
             raise UserError(f"not a JSON schema ({error})", where=where) from None
         return self._compile(text, where)
 
     def regex(self, pattern: str, *, where: str = FIELD) -> Grammar:
-        """Answers that match a regular expression (Rust's syntax) from beginning to end.
-
-        Raises:
-            UserError: it is too large or not one that can be compiled.
-        """
+        """Answers that match a regular expression (Rust's syntax) from beginning to end."""
         from llguidance import LLMatcher
 
         _check_size(pattern, where)
         return self._compile(LLMatcher.grammar_from_regex(pattern), where)
 
     def lark(self, text: str, *, where: str = FIELD) -> Grammar:
-        """Answers that match a grammar in llguidance's form of Lark, which may hold JSON schemas.
-
-        Raises:
-            UserError: it is too large or not one that can be compiled.
-        """
+        """Answers that match a grammar in llguidance's form of Lark, which may hold JSON schemas."""
         _check_size(text, where)
         return self._compile(text, where)
 

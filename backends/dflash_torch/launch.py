@@ -1,12 +1,13 @@
-"""Choices of the embedded engine where a Deployment leaves a field open, its memory, and the settings of its server."""
+"""Decisions before PyTorch is loaded: open fields, memory, the settings of the server, and how threads wait."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from time import sleep
 
 from pydantic import ValidationError
 
@@ -15,24 +16,21 @@ from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.common.settings import describe
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import GIB, Deployment
 from dflash_serve.deployment_checks import key_problems, uses_drafter
 from dflash_serve.engine_args import ArgumentTable, EngineArgs, EngineParser, add_flag
 from dflash_serve.errors import Problem
-from dflash_serve.server_adapter import Choice, PreparedFile, Preview
+from dflash_serve.server_adapter import Choice
 
 from .facts import SETTINGS_PREFIX
 from .server.settings import ServerSettings
 
-GIB = 2**30
 # Exists on machines with an NVIDIA driver, where the GPU's memory counts; only the extra `[cuda]` can read it.
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 # Requests at once where the deployment leaves the number open.
 MOST_REQUESTS = 32
 # Share of the free memory that K/V of an open number of requests may take; activations and other processes need some.
 USED_SHARE = 0.8
-# Most links of a Hopper or Blackwell GPU.
-NVLINKS = 18
 
 
 def memory_problems(deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None) -> list[Problem]:
@@ -44,23 +42,6 @@ def memory_problems(deployment: Deployment, target: TargetLayout, drafter: Draft
     what = f"weights and K/V need {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free"
     do = "lower limits.max_batch_size or limits.max_model_len, or use a smaller model"
     return [Problem(what, "limits", do)]
-
-
-def fitting_batch(deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None) -> int:
-    """Number of requests whose K/V at full length fits: a power of two from 1 to `MOST_REQUESTS`."""
-    free, on_gpu = _free(deployment)
-    if free is None:
-        return MOST_REQUESTS
-    for batch in (MOST_REQUESTS >> halvings for halvings in range(MOST_REQUESTS.bit_length())):
-        if needed_bytes(deployment, target, drafter, on_gpu=on_gpu, batch=batch) <= free * USED_SHARE:
-            return batch
-    return 1
-
-
-def _free(deployment: Deployment) -> tuple[int | None, bool]:  # free bytes (None = not known); True = on a GPU
-    gpus = [] if deployment.hardware.gpu == "none" else local_gpus()
-    free = gpus[0].free if gpus else None if gpus is None and NVIDIA_DRIVER.exists() else free_bytes()
-    return free, bool(gpus)
 
 
 def needed_bytes(
@@ -81,6 +62,37 @@ def needed_bytes(
     return in_bf16 * size // BF16
 
 
+def with_batch_size(deployment: Deployment) -> Deployment:
+    """The deployment with `limits.max_batch_size` filled in where it is left open.
+
+    It is the largest power of two, up to `MOST_REQUESTS`, whose K/V at full length fits into the free memory.
+    """
+    if deployment.limits.max_batch_size is not None:
+        return deployment
+    free, on_gpu = _free(deployment)
+    room = None if free is None else free * USED_SHARE
+    batch, models = MOST_REQUESTS, sizes(deployment)
+    while batch > 1 and room is not None and needed_bytes(deployment, *models, on_gpu=on_gpu, batch=batch) > room:
+        batch //= 2
+    limits = deployment.limits.model_copy(update={"max_batch_size": batch})
+    return deployment.model_copy(update={"limits": limits})
+
+
+def sizes(deployment: Deployment) -> tuple[TargetLayout, DrafterConfig | None]:
+    """Target and drafter, as far as their memory depends on them."""
+    named = deployment.target.model_copy(update={"model": str(target_source(deployment.target.model))})
+    target, drafter = read_target_layout(target_configuration(named), named), None
+    if uses_drafter(deployment) and deployment.drafter is not None:
+        drafter, _ = read_config(deployment.drafter.model, deployment.drafter.revision)
+    return target, drafter
+
+
+def _free(deployment: Deployment) -> tuple[int | None, bool]:  # free bytes (None = not known); True = on a GPU
+    gpus = [] if deployment.hardware.gpu == "none" else free_on_gpus()
+    free = gpus[0] if gpus else None if gpus is None and NVIDIA_DRIVER.exists() else free_bytes()
+    return free, bool(gpus)
+
+
 def free_bytes() -> int | None:
     """Available memory of a Linux machine; None = not known."""
     try:
@@ -90,19 +102,8 @@ def free_bytes() -> int | None:
         return None
 
 
-@dataclass(frozen=True)
-class LocalGpu:
-    """An NVIDIA GPU of this machine; memory in bytes."""
-
-    name: str
-    compute: int  # 90 = SM90
-    memory: int
-    free: int
-    nvlinks: int  # active NVLinks
-
-
-def local_gpus() -> list[LocalGpu] | None:
-    """The GPUs, in NVML's order; [] where no driver answers, None = not known (the extra `[cuda]` is not installed)."""
+def free_on_gpus() -> list[int] | None:
+    """Free bytes of each GPU, in NVML's order; [] where no driver answers, None without the extra `[cuda]`."""
     try:
         nvml = import_module("cuda.bindings.nvml")
     except ImportError:
@@ -113,26 +114,11 @@ def local_gpus() -> list[LocalGpu] | None:
         return []
     try:
         handles = [nvml.device_get_handle_by_index_v2(index) for index in range(nvml.device_get_count_v2())]
-        return [_read(nvml, handle) for handle in handles]
+        return [nvml.device_get_memory_info_v2(handle).free for handle in handles]
     finally:
         nvml.shutdown()
 
 
-def _read(nvml: Any, handle: int) -> LocalGpu:
-    major, minor = nvml.device_get_cuda_compute_capability(handle)
-    memory = nvml.device_get_memory_info_v2(handle)
-    links = sum(_active(nvml, handle, link) for link in range(NVLINKS))
-    return LocalGpu(nvml.device_get_name(handle), 10 * major + minor, memory.total, memory.free, links)
-
-
-def _active(nvml: Any, handle: int, link: int) -> bool:  # False also for a link that the device does not have
-    try:
-        return bool(nvml.device_get_nvlink_state(handle, link) == nvml.EnableState.FEATURE_ENABLED)
-    except (nvml.InvalidArgumentError, nvml.NotSupportedError):
-        return False
-
-
-DEPLOYMENT_FILE = "deployment.json"
 KEYS = {
     "host": "--host and --port of `dflash-serve serve`",
     "port": "--host and --port of `dflash-serve serve`",
@@ -193,31 +179,8 @@ def server_environment(deployment: Deployment) -> dict[str, str]:
     }
 
 
-def sizes(deployment: Deployment) -> tuple[TargetLayout, DrafterConfig | None]:
-    """Target and drafter, as far as their memory depends on them."""
-    named = deployment.target.model_copy(update={"model": str(target_source(deployment.target.model))})
-    target, drafter = read_target_layout(target_configuration(named), named), None
-    if uses_drafter(deployment) and deployment.drafter is not None:
-        drafter, _ = read_config(deployment.drafter.model, deployment.drafter.revision)
-    return target, drafter
-
-
-def with_batch_size(deployment: Deployment) -> Deployment:
-    """The deployment with `limits.max_batch_size` filled in where it is left open."""
-    if deployment.limits.max_batch_size is not None:
-        return deployment
-    limits = deployment.limits.model_copy(update={"max_batch_size": fitting_batch(deployment, *sizes(deployment))})
-    return deployment.model_copy(update={"limits": limits})
-
-
-def preview(deployment: Deployment, folder: Path) -> Preview:
-    """The file that its server reads, and what is chosen."""
-    filled = with_batch_size(deployment)
-    text = filled.model_dump_json(indent=1)
-    return Preview([PreparedFile(DEPLOYMENT_FILE, "the deployment, merged", text)], list(_choices(deployment, filled)))
-
-
-def _choices(deployment: Deployment, filled: Deployment) -> Iterator[Choice]:
+def choices(deployment: Deployment, filled: Deployment) -> Iterator[Choice]:
+    """The choices where a deployment leaves a field open; `filled` is the deployment with its batch size."""
     target, drafter = sizes(deployment)
     batch = filled.limits.max_batch_size
     if deployment.limits.max_batch_size is None:
@@ -233,3 +196,46 @@ def _choices(deployment: Deployment, filled: Deployment) -> Iterator[Choice]:
         yield Choice("hardware.gpu", "what is there", "the first GPU that PyTorch sees, else the CPU")
     if deployment.hardware.dtype == "auto":
         yield Choice("hardware.dtype", "auto", "bfloat16 on a GPU; on a CPU by measurement, if the weights are")
+
+
+# How OpenMP's threads wait for one another on a CPU: a decoding step has some hundred short parallel loops. On two idle
+# cores SmolLM2 runs at 24 tokens/s with threads that sleep between loops and at 36 with threads that spin for 10,000
+# turns. On two busy cores it is 23 and 13 tokens/s, and 9 with OpenMP's default spinning.
+
+# Environment variables of a user's own choice; nothing is changed where one of them is set.
+CHOSEN_ALREADY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+# About 30 microseconds.
+SPINS = "10000"
+LOOK_SECONDS = 0.1
+# Least idle share of all cores' time on a quiet machine.
+IDLE = 0.9
+
+
+def choose_waiting(environment: MutableMapping[str, str] = os.environ, stat: Path = Path("/proc/stat")) -> None:
+    """Sets OpenMP's variables, unless one is set, PyTorch is loaded, or the idle time cannot be read."""
+    if "torch" not in sys.modules:
+        environment.update(waiting_here(environment, stat))
+
+
+def waiting_here(environment: Mapping[str, str] = os.environ, stat: Path = Path("/proc/stat")) -> dict[str, str]:
+    """OpenMP's variables for the present load of the machine; none where one is set or the idle time cannot be read."""
+    idle = None if any(name in environment for name in CHOSEN_ALREADY) else _idle(stat)
+    if idle is None:
+        return {}
+    return {"GOMP_SPINCOUNT": SPINS} if idle >= IDLE else {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def _idle(stat: Path) -> float | None:  # idle share of all cores in the next tenth of a second; None = not known
+    before = _times(stat)
+    sleep(LOOK_SECONDS)
+    after = _times(stat)
+    if before is None or after is None or sum(after) <= sum(before):
+        return None
+    return (after[3] + after[4] - before[3] - before[4]) / (sum(after) - sum(before))
+
+
+def _times(stat: Path) -> list[int] | None:  # user, nice, system, idle, waiting for input, ...; proc(5)
+    try:
+        return [int(part) for part in stat.read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError, IndexError):
+        return None

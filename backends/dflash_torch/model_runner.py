@@ -11,7 +11,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,53 +45,52 @@ class Shape(NamedTuple):
         """Spans that need this shape."""
         return [Span(entry, self.length - self.width, self.width) for entry in range(self.requests)]
 
+    def table(self, spans: Sequence[Span], rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """[entry, start, numbers...] for each of N requests. The last row is repeated: it writes the same K/V again.
 
-def shapes(*, max_batch_size: int, widest: int, capacity: int) -> list[Shape]:
-    """All shapes that `shape_of` can return, from small to large."""
-    return [
-        Shape(requests, width, length)
-        for length in sizes(SHORTEST, min(capacity, LONGEST))
-        for requests in sizes(1, max_batch_size)
-        for width in sizes(1, widest)
-    ]
+        Args:
+            rows: numbers of each span, at most W of them; filled up with 0.
+        """
+        table = [
+            [span.entry, span.start, *numbers, *[0] * (self.width - len(numbers))]
+            for span, numbers in zip(spans, rows, strict=True)
+        ]
+        return table + [table[-1]] * (self.requests - len(table))
 
-
-def shape_of(spans: Sequence[Span], *, max_batch_size: int, widest: int, capacity: int) -> Shape | None:
-    """The smallest shape that holds these spans; None where none does (a prefill, or a long context).
-
-    Args:
-        max_batch_size: most requests of a step.
-        widest: most rows of a request in a decoding step, B.
-        capacity: positions of a cache entry.
-    """
-    rows = max(span.length for span in spans)
-    if rows > widest:
-        return None
-    width = _at_least(rows, 1, widest)
-    end = max(span.start for span in spans) + width
-    if end > min(capacity, LONGEST):
-        return None
-    return Shape(_at_least(len(spans), 1, max_batch_size), width, _at_least(end, SHORTEST, capacity))
+    def real_rows(self, spans: Sequence[Span]) -> slice | list[int]:
+        """The rows of the N x W that belong to the spans; the others are padding."""
+        if all(span.length == self.width for span in spans):
+            return slice(len(spans) * self.width)
+        return [n * self.width + row for n, span in enumerate(spans) for row in range(span.length)]
 
 
-def padded_table(spans: Sequence[Span], rows: Sequence[Sequence[int]], shape: Shape) -> list[list[int]]:
-    """[entry, start, numbers...] for each of N requests. The last row is repeated: it writes the same K/V again.
+class Shapes(NamedTuple):
+    """The few shapes that decoding steps are padded to."""
 
-    Args:
-        rows: numbers of each span, at most W of them; filled up with 0.
-    """
-    table = [
-        [span.entry, span.start, *numbers, *[0] * (shape.width - len(numbers))]
-        for span, numbers in zip(spans, rows, strict=True)
-    ]
-    return table + [table[-1]] * (shape.requests - len(table))
+    max_batch_size: int  # most requests of a step
+    widest: int  # most rows of a request in a decoding step, B
+    capacity: int  # positions of a cache entry
 
+    def all(self) -> list[Shape]:
+        """All shapes that `fit` can return, the largest first: the smaller ones reuse its memory."""
+        return [
+            Shape(requests, width, length)
+            for length in sizes(SHORTEST, min(self.capacity, LONGEST))[::-1]
+            for requests in sizes(1, self.max_batch_size)[::-1]
+            for width in sizes(1, self.widest)[::-1]
+        ]
 
-def real_rows(spans: Sequence[Span], shape: Shape) -> slice | list[int]:
-    """The rows of the N x W that belong to the spans; the others are padding."""
-    if all(span.length == shape.width for span in spans):
-        return slice(len(spans) * shape.width)
-    return [n * shape.width + row for n, span in enumerate(spans) for row in range(span.length)]
+    def fit(self, spans: Sequence[Span]) -> Shape | None:
+        """The smallest shape that holds these spans; None where none does (a prefill, or a long context)."""
+        rows = max(span.length for span in spans)
+        if rows > self.widest:
+            return None
+        width = _at_least(rows, 1, self.widest)
+        end = max(span.start for span in spans) + width
+        if end > min(self.capacity, LONGEST):
+            return None
+        requests = _at_least(len(spans), 1, self.max_batch_size)
+        return Shape(requests, width, _at_least(end, SHORTEST, self.capacity))
 
 
 @cache
@@ -176,43 +175,77 @@ def _no_garbage_collected() -> Iterator[None]:  # a graph that is destroyed whil
             gc.enable()
 
 
-class TargetRunner:
+class Runner:
+    """Passes of one model over the requests of a K/V cache: captured where a shape fits, ragged where none does.
+
+    Args:
+        static: pad and capture decoding steps; None = on a GPU.
+    """
+
+    def __init__(self, cache: KVCache, *, static: bool | None = None) -> None:
+        self.cache = cache
+        self.static = cache.keys.device.type == "cuda" if static is None else static
+        if self.static:  # static passes read beyond the written part of a K/V cache, which must not hold NaN
+            cache.keys.zero_()
+            cache.values.zero_()
+        self.captured: dict[tuple[Shape, object], StaticPass] = {}
+
+    def _shapes(self, widest: int) -> Shapes:
+        return Shapes(self.cache.entries, widest, self.cache.capacity)
+
+    def _replay(
+        self, shape: Shape, kind: object, spans: Sequence[Span], rows: Sequence[Sequence[int]], work: Work
+    ) -> list[Tensor]:
+        """The outputs of `work`, without padded rows; it takes the shape's table and is captured for each `kind`."""
+        table = torch.tensor(shape.table(spans, rows)).to(self.cache.keys.device, non_blocking=True)
+        if (shape, kind) not in self.captured:
+            self.captured[shape, kind] = StaticPass(work, [table])
+        kept = shape.real_rows(spans)
+        return [output[kept] for output in self.captured[shape, kind](table)]
+
+    def _padded(
+        self, table: Tensor, shape: Shape, config: TargetConfig | DrafterConfig
+    ) -> tuple[Tensor, PaddedAttention]:  # positions [N, W] from the table's starts, and the attention over them
+        positions = table[:, 1:2] + torch.arange(shape.width, device=table.device)
+        heads = config.num_attention_heads
+        return positions, PaddedAttention(self.cache, table[:, 0], positions, shape.length, config.layers, heads)
+
+
+class TargetRunner(Runner):
     """The target over ragged batches.
 
     Args:
         widest: most rows of a request in a decoding step, B.
-        static: pad and capture decoding steps; None = on a GPU.
     """
 
     def __init__(self, target: TargetModel, cache: KVCache, widest: int, *, static: bool | None = None) -> None:
-        self.target, self.cache, self.widest = target, cache, widest
-        self.static = _prepared(cache, static)
-        self.captured: dict[tuple[Shape, tuple[int, ...]], StaticPass] = {}
+        super().__init__(cache, static=static)
+        self.target, self.widest, self.shapes = target, widest, self._shapes(widest)
 
     def prepare(self, layer_ids: tuple[int, ...]) -> None:
         """Captures all decoding passes with features of these layers, and those of width 1 without. Nothing may run."""
-        for shape in _shapes(self.cache, self.widest):
+        for shape in self.shapes.all():
             for features in {layer_ids, ()} if shape.width == 1 else {layer_ids}:
                 self([[0] * shape.width] * shape.requests, shape.spans, features)
 
     def __call__(self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
         """Token ids of each span's rows -> hidden [rows, H] and features [rows, F*H]; K/V goes into the cache."""
-        shape = _shape(self.cache, spans, self.widest) if self.static else None
-        if shape is None:
-            fits = [self.static and _shape(self.cache, [span], self.widest) is not None for span in spans]
-            mixed = any(fits) and not all(fits)
-            return self._in_two(rows, spans, layer_ids, fits) if mixed else self._run(rows, spans, layer_ids)
-        table = torch.tensor(padded_table(spans, rows, shape)).to(self.target.device, non_blocking=True)
-        key = (shape, layer_ids)
-        if key not in self.captured:
-            self.captured[key] = StaticPass(lambda table: self._work(table, shape, layer_ids), [table])
-        hidden, *features = self.captured[key](table)
-        kept = real_rows(spans, shape)
-        return TargetOutput(hidden[kept], features[0][kept] if features else None)
+        shape = self.shapes.fit(spans) if self.static else None
+        if shape is not None:
+            work = partial(self._work, shape=shape, layer_ids=layer_ids)
+            hidden, *features = self._replay(shape, layer_ids, spans, rows, work)
+            return TargetOutput(hidden, features[0] if features else None)
+        fits = [self.static and self.shapes.fit([span]) is not None for span in spans]
+        if any(fits) and not all(fits):
+            return self._in_two(rows, spans, layer_ids, fits)
+        token_ids = torch.tensor([token for row in rows for token in row], device=self.target.device)
+        attend = self.target.attention(self.cache, spans)
+        output: TargetOutput = self.target(token_ids, span_positions(spans, self.target.device), attend, layer_ids)
+        return output
 
     def _in_two(
         self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...], fits: Sequence[bool]
-    ) -> TargetOutput:
+    ) -> TargetOutput:  # requests that fit a shape, and the others; rows come back in order
         hidden: dict[int, Tensor] = {}
         features: dict[int, Tensor] = {}
         for kind in (True, False):
@@ -222,38 +255,31 @@ class TargetRunner:
             hidden.update(zip(chosen, part.hidden.split(lengths), strict=True))
             if part.features is not None:
                 features.update(zip(chosen, part.features.split(lengths), strict=True))
-        return TargetOutput(_in_order(hidden), _in_order(features) if features else None)
-
-    def _run(self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
-        token_ids = torch.tensor([token for row in rows for token in row], device=self.target.device)
-        attend = self.target.attention(self.cache, spans)
-        output: TargetOutput = self.target(token_ids, span_positions(spans, self.target.device), attend, layer_ids)
-        return output
+        joined = [torch.cat([found[n] for n in sorted(found)]) for found in (hidden, features) if found]
+        return TargetOutput(joined[0], joined[1] if features else None)
 
     def _work(self, table: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> tuple[Tensor, ...]:
-        positions, attend = _padded(self.cache, table, shape, self.target.config)
+        positions, attend = self._padded(table, shape, self.target.config)
         output = self.target(table[:, 2:].reshape(-1), positions.reshape(-1), attend, layer_ids)
         return (output.hidden,) if output.features is None else (output.hidden, output.features)
 
 
-class DrafterRunner:
+class DrafterRunner(Runner):
     """Runs a drafter over blocks [anchor, mask, ...] of any number of requests; `DrafterConfig.rows` is their size.
 
     Args:
         embedding: the target's [vocabulary, H].
         cache: the drafter's context K/V.
-        static: as in `TargetRunner`.
     """
 
     def __init__(self, embedding: Tensor, cache: KVCache, block_size: int, *, static: bool | None = None) -> None:
-        self.embedding, self.cache, self.block_size = embedding, cache, block_size
-        self.static = _prepared(cache, static)
-        self.captured: dict[tuple[Drafter, Shape], StaticPass] = {}
+        super().__init__(cache, static=static)
+        self.embedding, self.block_size = embedding, block_size
 
     def prepare(self, drafter: Drafter) -> None:
         """Captures every pass; no request may run."""
         size = drafter.config.rows(self.block_size)
-        for shape in _shapes(self.cache, size):
+        for shape in self._shapes(size).all():
             if shape.width == size:
                 self(drafter, [0] * shape.requests, [(span.entry, span.start) for span in shape.spans])
 
@@ -261,51 +287,16 @@ class DrafterRunner:
         """Anchors, and (cache entry, position) of each -> hidden [requests * rows, H]; K/V is written there."""
         size = drafter.config.rows(self.block_size)
         spans = [Span(entry, start, size) for entry, start in starts]
-        shape = _shape(self.cache, spans, size) if self.static else None
-        if shape is None:
-            return self._run(drafter, torch.tensor(anchors, device=self.embedding.device), spans)
-        table = torch.tensor(padded_table(spans, [[anchor] for anchor in anchors], shape)).to(self.embedding.device)
-        key = (drafter, shape)
-        if key not in self.captured:
-            self.captured[key] = StaticPass(lambda table: self._work(drafter, table, shape), [table])
-        hidden: Tensor = self.captured[key](table)[0][real_rows(spans, shape)]
-        return hidden
-
-    def _run(self, drafter: Drafter, anchors: Tensor, spans: Sequence[Span]) -> Tensor:
-        noise, attend = drafter.noise(anchors, self.embedding, self.block_size), drafter.attention(self.cache, spans)
+        shape = self._shapes(size).fit(spans) if self.static else None
+        if shape is not None:
+            work = partial(self._work, drafter, shape=shape)
+            return self._replay(shape, drafter, spans, [[anchor] for anchor in anchors], work)[0]
+        noise = drafter.noise(torch.tensor(anchors, device=self.embedding.device), self.embedding, self.block_size)
+        attend = drafter.attention(self.cache, spans)
         hidden: Tensor = drafter(noise, span_positions(spans, noise.device), attend, block_size=self.block_size)
         return hidden
 
     def _work(self, drafter: Drafter, table: Tensor, shape: Shape) -> tuple[Tensor, ...]:
-        positions, attend = _padded(self.cache, table, shape, drafter.config)
+        positions, attend = self._padded(table, shape, drafter.config)
         noise = drafter.noise(table[:, 2], self.embedding, self.block_size)
         return (drafter(noise, positions.reshape(-1), attend, block_size=self.block_size),)
-
-
-def _prepared(cache: KVCache, static: bool | None) -> bool:
-    """True = static passes. These read beyond the written part of a K/V cache, which must not hold NaN."""
-    static = cache.keys.device.type == "cuda" if static is None else static
-    if static:
-        cache.keys.zero_()
-        cache.values.zero_()
-    return static
-
-
-def _shape(cache: KVCache, spans: Sequence[Span], widest: int) -> Shape | None:
-    return shape_of(spans, max_batch_size=cache.entries, widest=widest, capacity=cache.capacity)
-
-
-def _shapes(cache: KVCache, widest: int) -> list[Shape]:  # the largest first: the smaller ones reuse its memory
-    return shapes(max_batch_size=cache.entries, widest=widest, capacity=cache.capacity)[::-1]
-
-
-def _in_order(rows: dict[int, Tensor]) -> Tensor:
-    return torch.cat([rows[n] for n in sorted(rows)])
-
-
-def _padded(
-    cache: KVCache, table: Tensor, shape: Shape, config: TargetConfig | DrafterConfig
-) -> tuple[Tensor, PaddedAttention]:  # positions [N, W] from the table's starts, and the attention over them
-    positions = table[:, 1:2] + torch.arange(shape.width, device=table.device)
-    heads = config.num_attention_heads
-    return positions, PaddedAttention(cache, table[:, 0], positions, shape.length, config.layers, heads)

@@ -8,20 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dflash_serve.backend import FinishReason
-from dflash_serve.speculation.noise import fresh_seed
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from .grammar import Grammar
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Entry of a new request. Its first `reused` tokens are copied from `donor`; None = nothing is reused."""
-
-    entry: int
-    donor: Request | None = None
-    reused: int = 0
 
 
 @dataclass
@@ -34,8 +24,8 @@ class Request:
     prompt_length: int
     limit: int  # length of prompt and answer together at which it ends
     params: SamplingParams
-    seed: int
-    statistics: AcceptanceStatistics
+    seed: int = 0
+    statistics: AcceptanceStatistics = field(default_factory=AcceptanceStatistics)
     grammar: Grammar | None = None  # the grammar that the answer must match; None = any answer
     salt: str = ""  # only requests of the same salt share prefixes
     reused: int = 0  # prompt tokens whose K/V was copied instead of computed
@@ -47,38 +37,6 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_token: int | None = None  # the token that ended the answer; its text is not part of the answer
     failure: str | None = None  # the reason why it could not go on, and left
-
-    @classmethod
-    def allocated(
-        cls,
-        number: int,
-        allocation: Allocation,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        limit: int,
-        grammar: Grammar | None,
-        salt: str,
-    ) -> Request:
-        """A new request in its cache entry, after its prefix was copied there."""
-        donor, reused = allocation.donor, allocation.reused
-        injected = min(reused, donor.injected) if donor else 0
-        return cls(
-            id=number,
-            entry=allocation.entry,
-            token_ids=list(prompt),
-            prompt_length=len(prompt),
-            limit=limit,
-            params=params,
-            seed=fresh_seed() if params.seed is None else params.seed,
-            statistics=AcceptanceStatistics(),
-            grammar=grammar,
-            salt=salt,
-            reused=reused,
-            verified=reused,
-            injected=injected,
-            draftable=injected == reused,
-        )
 
     @property
     def pending(self) -> list[int]:
@@ -136,8 +94,10 @@ class KVCacheManager:
         self.reuse = reuse
         self.holds: dict[int, Request] = {}
 
-    def allocate(self, prompt: Sequence[int], salt: str, *, draftable_worth: int) -> Allocation:
-        """Takes a free entry for a prompt; prefixes are reused from requests of the same salt only. One must be free.
+    def allocate(self, prompt: Sequence[int], salt: str, *, draftable_worth: int) -> tuple[int, Request | None, int]:
+        """Takes a free entry for a prompt -> the entry, a donor and the length of the prefix that is its K/V.
+
+        One entry must be free. Prefixes are reused from requests of the same salt only.
 
         Args:
             draftable_worth: tokens of prefix that are computed again rather than copied from a request with a gap in
@@ -151,22 +111,13 @@ class KVCacheManager:
             entry = donor.entry
         self.free.remove(entry)
         self.holds.pop(entry, None)
-        return Allocation(entry, donor, reused)
+        return entry, donor, reused
 
-    def give_back(self, allocation: Allocation) -> None:
-        """Frees an entry whose request could not join."""
-        self.free.append(allocation.entry)
-
-    def assign(self, request: Request) -> None:
-        """Records that the request has its entry, so that its prefix can be reused."""
-        if self.reuse:
-            self.holds[request.entry] = request
-
-    def release(self, request: Request, *, keep: bool) -> None:
-        """Frees the entry; `keep` = its contents are sound and may be reused."""
-        self.free.append(request.entry)
+    def release(self, entry: int, *, keep: bool) -> None:
+        """Frees an entry; `keep` = its contents are sound and may be reused."""
+        self.free.append(entry)
         if not keep:
-            self.holds.pop(request.entry, None)
+            self.holds.pop(entry, None)
 
     def _best_donor(self, prompt: Sequence[int], salt: str, draftable_worth: int) -> tuple[Request | None, int]:
         """The request that shares the most valuable prefix, and the prefix's length.

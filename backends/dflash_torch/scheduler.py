@@ -17,13 +17,14 @@ from torch import Tensor
 from dflash_serve.errors import UserError
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.target import TargetModel
+from dflash_serve.speculation.noise import fresh_seed
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from .grammar import Grammar
 from .model_runner import TargetRunner
-from .request import Allocation, KVCacheManager, Request
+from .request import KVCacheManager, Request
 from .sampler import Sampler, StepResult, last_rows
 from .speculator import Speculator
 
@@ -107,16 +108,31 @@ class Scheduler:
             UserError: as `check`.
         """
         self.check(token_ids, params)
-        allocation = self.cache_manager.allocate(list(token_ids), salt, draftable_worth=self._draftable_worth())
+        worth = self._draftable_worth()
+        entry, donor, reused = self.cache_manager.allocate(token_ids, salt, draftable_worth=worth)
         try:
-            self._copy_prefix(allocation)
+            injected = 0 if donor is None else self._copy_prefix(donor, entry, reused)
         except BaseException:
-            self.cache_manager.give_back(allocation)
+            self.cache_manager.release(entry, keep=False)
             raise
-        limit = min(self.capacity, len(token_ids) + (params.max_tokens or self.capacity))
-        request = Request.allocated(self.joined, allocation, token_ids, params, limit=limit, grammar=grammar, salt=salt)
+        request = Request(
+            id=self.joined,
+            entry=entry,
+            token_ids=list(token_ids),
+            prompt_length=len(token_ids),
+            limit=min(self.capacity, len(token_ids) + (params.max_tokens or self.capacity)),
+            params=params,
+            seed=fresh_seed() if params.seed is None else params.seed,
+            grammar=grammar,
+            salt=salt,
+            reused=reused,
+            verified=reused,
+            injected=injected,
+            draftable=injected == reused,
+        )
         self.joined += 1
-        self.cache_manager.assign(request)
+        if self.cache_manager.reuse:
+            self.cache_manager.holds[entry] = request
         self.running.append(request)
         return request
 
@@ -144,7 +160,7 @@ class Scheduler:
             sound: False = its K/V may be broken (a step failed half-way) and is not reused.
         """
         self.running.remove(request)
-        self.cache_manager.release(request, keep=sound)
+        self.cache_manager.release(request.entry, keep=sound)
         self.policy.forget(request.id)
 
     @torch.inference_mode()
@@ -174,15 +190,13 @@ class Scheduler:
             return 0
         return WORTH_IN_LARGE_BATCH if len(self.running) >= LARGE_BATCH else WORTH
 
-    def _copy_prefix(self, allocation: Allocation) -> None:  # in both caches
-        donor, reused = allocation.donor, allocation.reused
-        if donor is None:
-            return
-        self.cache.copy(donor.entry, allocation.entry, reused)
+    def _copy_prefix(self, donor: Request, entry: int, length: int) -> int:  # -> length of the drafter's context
+        self.cache.copy(donor.entry, entry, length)
         if self.speculator is not None:
-            if donor.injected < reused:
+            if donor.injected < length:
                 self.speculator.inject([donor])
-            self.speculator.cache.copy(donor.entry, allocation.entry, min(reused, donor.injected))
+            self.speculator.cache.copy(donor.entry, entry, min(length, donor.injected))
+        return min(length, donor.injected)
 
     def _draft(self, requests: Sequence[Request], context_tokens: int) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in requests]

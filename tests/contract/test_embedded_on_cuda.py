@@ -18,7 +18,7 @@ from dflash_serve.checkpoint.target import TargetConfig
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.target import TargetModel
-from dflash_torch.model_runner import DrafterRunner, Shape, TargetRunner, padded_table, shape_of
+from dflash_torch.model_runner import DrafterRunner, Shape, Shapes, TargetRunner
 from tests.support.fake_cuda import DEVICE, OnTheDevice
 from tests.support.tiny import FULL, SLIDING, tiny_drafter_config
 
@@ -58,9 +58,9 @@ def target() -> TargetModel:
 
 
 def table(widest: int) -> tuple[Tensor, Shape]:
-    shape = shape_of(SPANS, max_batch_size=4, widest=widest, capacity=256)
+    shape = Shapes(max_batch_size=4, widest=widest, capacity=256).fit(SPANS)
     assert shape is not None
-    return torch.tensor(padded_table(SPANS, ROWS, shape)).to(DEVICE), shape
+    return torch.tensor(shape.table(SPANS, ROWS)).to(DEVICE), shape
 
 
 def test_the_targets_pass_stays_on_the_device() -> None:

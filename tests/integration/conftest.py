@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from openai import OpenAI
 
 from tests.support.embedded import tiny_engine
 from tests.support.serving import Running, running
@@ -23,6 +24,13 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_tiny_pair(tmp_path_factory.mktemp("tiny_pair"))
+
+
+@pytest.fixture(scope="module")
+def client(served: Running) -> Iterator[OpenAI]:
+    """The official client."""
+    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

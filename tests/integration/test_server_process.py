@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import pytest
 
 from dflash_serve.checkpoint import source
 from dflash_serve.cli.serve import prepared
+from dflash_serve.common.processes import free_port
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
 from dflash_serve.server_adapter import resolve
@@ -46,7 +46,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def process(folders: Folders, tmp_path: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     port = str(free_port())
     url = f"http://127.0.0.1:{port}"
-    child = subprocess.Popen(command(folders, "--port", port, *more), env=environment(tmp_path))
+    with (tmp_path / "log").open("wb") as log:
+        child = subprocess.Popen(command(folders, "--port", port, *more), env=environment(tmp_path), stderr=log)
     try:
         until(lambda: child.poll() is not None or _ready(url), seconds=90)
         yield child, url
@@ -62,28 +63,19 @@ def _ready(url: str) -> bool:
         return False
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def test_logs_are_one_object_a_line_where_that_is_asked_for(tiny_folders: Folders, tmp_path: Path) -> None:
-    port = str(free_port())
-    with (tmp_path / "log").open("wb") as log:
-        argv = command(tiny_folders, "--port", port, "--log-format", "json")
-        child = subprocess.Popen(argv, env=environment(tmp_path), stderr=log)
-    try:
-        until(lambda: child.poll() is not None or _ready(f"http://127.0.0.1:{port}"), seconds=90)
-        child.send_signal(signal.SIGTERM)
+def test_logs_are_one_object_a_line_and_say_when_the_server_can_answer_and_not_before(
+    tiny_folders: Folders, tmp_path: Path
+) -> None:
+    with process(tiny_folders, tmp_path, "--log-format", "json") as (child, url):
+        answered = httpx.post(f"{url}/v1/completions", json=LONG | {"max_tokens": 1, "stream": False}, timeout=60)
+        assert answered.status_code == 200
+        child.terminate()
         assert child.wait(60) == 0
-    finally:
-        child.kill()
-        child.wait()
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert all(line.keys() >= {"time", "level", "logger", "message"} for line in lines)
-    assert any("loading" in line["message"] for line in lines)
+    said = "\n".join(line["message"] for line in lines)
+    assert said.index(f"loading {MODEL}") < said.index(f"ready: {MODEL} answers on {url}")
+    assert "serving" not in said
 
 
 def test_sigterm_lets_answers_end_and_takes_no_new_ones(tiny_folders: Folders, tmp_path: Path) -> None:
@@ -126,39 +118,8 @@ def _gauge(url: str, name: str) -> float | None:
     return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"dflash:{name}{{")), None)
 
 
-def test_the_log_says_when_the_server_can_answer_and_not_before(
-    tiny_folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with process(tiny_folders, tmp_path) as (child, url):
-        answered = httpx.post(f"{url}/v1/completions", json=LONG | {"max_tokens": 1, "stream": False}, timeout=60)
-        assert answered.status_code == 200
-        child.terminate()
-        child.wait(20)
-    said = capfd.readouterr().err
-    assert said.index(f"loading {MODEL}") < said.index(f"ready: {MODEL} answers on {url}")
-    assert "serving" not in said
-
-
-def test_the_drains_deadline_ends_what_is_left_with_an_error(tiny_folders: Folders) -> None:
-    engine = tiny_engine(tiny_folders)
-    real = engine.scheduler.step
-
-    def slow() -> Any:
-        time.sleep(0.05)
-        return real()
-
-    engine.scheduler.step = slow  # type: ignore[method-assign]
-    with running(engine, drain_seconds=0.3) as server:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as response:
-            lines = response.iter_lines()
-            next(lines)
-            server.server.handle_exit(signal.SIGTERM, None)
-            events = [line for line in lines if line]
-        assert "shutting down" in events[-2]
-        until(lambda: server.server.exit_code == 1)
-
-
-def test_a_drain_cuts_no_stream_however_long_it_takes(tiny_folders: Folders) -> None:
+@pytest.mark.parametrize("seconds", [0.3, 60])
+def test_a_drain_cuts_no_stream_before_its_deadline(tiny_folders: Folders, seconds: float) -> None:
     """The library of the event streams would: it looks for a shutdown twice a second."""
     engine = tiny_engine(tiny_folders)
     real = engine.scheduler.step
@@ -168,40 +129,47 @@ def test_a_drain_cuts_no_stream_however_long_it_takes(tiny_folders: Folders) -> 
         return real()
 
     engine.scheduler.step = slow  # type: ignore[method-assign]
-    with running(engine, drain_seconds=60) as server:
-        with httpx.stream(
-            "POST", f"{server.url}/v1/completions", json=LONG | {"max_tokens": 60}, timeout=60
-        ) as response:
+    with running(engine, drain_seconds=seconds) as server:
+        body = LONG | {"max_tokens": 200 if seconds < 1 else 60}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             server.server.handle_exit(signal.SIGTERM, None)
             drained_from = time.monotonic()
             events = [line for line in lines if line]
-        assert time.monotonic() - drained_from > 0.75
-        assert '"finish_reason":"length"' in events[-2]
         assert events[-1] == "data: [DONE]"
-        assert server.server.exit_code == 0
+        if seconds < 1:
+            assert "shutting down" in events[-2]
+            until(lambda: server.server.exit_code == 1)
+        else:
+            assert time.monotonic() - drained_from > 0.75
+            assert '"finish_reason":"length"' in events[-2]
+            assert server.server.exit_code == 0
 
 
-def one_line(command_line: list[str], tmp_path: Path, **extra: str) -> str:
-    """Runs what must fail: exit code 2, one line, no traceback."""
-    env = {**environment(tmp_path), **extra}
-    done = subprocess.run(command_line, env=env, capture_output=True, text=True, timeout=120)
+REFUSALS = {
+    ("--port", "{taken}"): ("Address already in use", "--port"),
+    ("--max-batch-size", "100000000"): ("GiB are free", "limits.max_batch_size"),
+    ("--acceptance-metrics", "all"): ("acceptance_metrics",),
+    ("--drain-seconds", "-3"): ("drain_seconds",),
+    ("--api-key-file", "{keys}"): ("has no key",),
+    (): ("nothing to serve",),
+}
+
+
+@pytest.mark.parametrize("flags", REFUSALS)
+def test_what_cannot_be_served_is_one_line(
+    tiny_folders: Folders, tmp_path: Path, served: Running, flags: tuple[str, ...]
+) -> None:
+    """Exit code 2, no traceback."""
+    (tmp_path / "keys").write_text("# none\n")
+    given = [flag.format(taken=served.url.rsplit(":", 1)[1], keys=tmp_path / "keys") for flag in flags]
+    argv = command(tiny_folders, "--quiet", *given)
+    argv = argv if flags else argv[: argv.index("serve") + 1]
+    done = subprocess.run(argv, env=environment(tmp_path), capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.strip().splitlines()
-    return line
-
-
-def test_a_port_in_use_is_one_line(tiny_folders: Folders, tmp_path: Path, served: Running) -> None:
-    line = one_line(command(tiny_folders, "--quiet", "--port", served.url.rsplit(":", 1)[1]), tmp_path)
-    assert "Address already in use" in line
-    assert "--port" in line
-
-
-def test_a_model_that_does_not_fit_is_one_line(tiny_folders: Folders, tmp_path: Path) -> None:
-    line = one_line([*command(tiny_folders), "--max-batch-size", "100000000"], tmp_path)
-    assert "GiB are free" in line
-    assert "limits.max_batch_size" in line
+    assert all(words in line for words in REFUSALS[flags])
 
 
 def full(*_: object, **__: object) -> None:
@@ -234,20 +202,3 @@ def test_a_disk_without_room_for_the_cost_table_costs_one_line_and_no_more(
     flags = {"target": {"model": str(tiny_folders[0])}, "drafter": {"model": str(tiny_folders[1])}}
     backend.engine(load_deployment(flags={**flags, "limits": {"max_batch_size": 1}}))
     assert [record.message for record in caplog.records if "No space left" in record.message]
-
-
-@pytest.mark.parametrize("flag", ["--acceptance-metrics", "--drain-seconds"])
-def test_a_setting_that_is_no_use_is_one_line(tiny_folders: Folders, tmp_path: Path, flag: str) -> None:
-    more = [flag, "-3" if flag == "--drain-seconds" else "all"]
-    assert flag.removeprefix("--").replace("-", "_") in one_line(command(tiny_folders, "--port", "0", *more), tmp_path)
-
-
-def test_a_key_file_without_keys_is_one_line(tiny_folders: Folders, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("# none\n")
-    line = one_line(command(tiny_folders, "--port", "0", "--api-key-file", str(tmp_path / "keys")), tmp_path)
-    assert "has no key" in line
-
-
-def test_nothing_to_serve_is_one_line(tmp_path: Path) -> None:
-    start = "from dflash_serve.cli.main import run; run()"
-    assert "nothing to serve" in one_line([sys.executable, "-c", start, "serve"], tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ from openai import OpenAI
 
 from dflash_torch.server.api import ChatRequest
 from dflash_torch.server.chat import encode_chat
-from tests.support.serving import MODEL, Running
+from tests.support.serving import MODEL, Running, running
 
 
 def tool(name: str, **properties: Any) -> Any:
@@ -24,12 +23,6 @@ def tool(name: str, **properties: Any) -> Any:
 WEATHER = tool("get_weather", city={"enum": ["Paris", "Bonn"]}, days={"type": "integer", "minimum": 1, "maximum": 9})
 CLOCK = tool("get_time", zone={"enum": ["UTC"]})
 MESSAGES: Any = [{"role": "user", "content": "the fox?"}]
-
-
-@pytest.fixture(scope="module")
-def client(served: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
 
 
 def chat(client: OpenAI, **fields: Any) -> Any:
@@ -118,8 +111,6 @@ def test_calls_and_their_results_go_back_to_the_target(client: OpenAI, served: R
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_a_call_is_the_same_with_and_without_speculation(served: Running, temperature: float) -> None:
     """Grammar and drafts together: token for token what the target alone would have called."""
-    from tests.support.serving import running
-
     body = {"model": MODEL, "messages": MESSAGES, "temperature": temperature, "seed": 7, "max_tokens": 100}
     body |= {"tools": [WEATHER, CLOCK], "tool_choice": "required", "return_token_ids": True}
     with running(served.engine.plain()) as plain:

@@ -148,13 +148,14 @@ def test_while_loading_it_lives_but_is_not_ready(tiny_folders: Folders) -> None:
 # --- disconnects
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_while_running_frees_its_slot_within_a_step(
-    served: Running, gate: Gate, stream: bool
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 6}], ids=["whole", "stream", "several"])
+def test_a_client_that_leaves_while_running_frees_its_slots_within_a_step(
+    served: Running, gate: Gate, more: dict[str, Any]
 ) -> None:
     gate.closes_after = 3
-    connection = raw_request(served.url, LONG | {"stream": stream})
+    connection = raw_request(served.url, LONG | more)
     until(lambda: not gate.open)
+    assert (served.worker.running, served.worker.waiting) == ((4, 2) if "n" in more else (1, 0))
     connection.close()
     until(lambda: served.idle() or any(request.cancelled for request in running_requests(served)))
     gate.open = True
@@ -185,18 +186,6 @@ def test_a_client_that_leaves_before_its_body_is_whole_does_no_harm(served: Runn
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
     assert post(served.url).status_code == 200
     assert served.idle()
-
-
-def test_all_answers_of_n_are_cancelled_together(served: Running, gate: Gate) -> None:
-    gate.closes_after = 3
-    connection = raw_request(served.url, LONG | {"n": 6})
-    until(lambda: not gate.open)
-    assert (served.worker.running, served.worker.waiting) == (4, 2)
-    connection.close()
-    until(lambda: served.idle() or any(request.cancelled for request in running_requests(served)))
-    gate.open = True
-    until(served.idle)
-    assert gate.steps <= 4
 
 
 # --- slow streams
@@ -332,13 +321,7 @@ def test_every_route_but_the_probes_wants_a_key(locked: Running) -> None:
                 assert error(response)["code"] == "invalid_api_key"
 
 
-@pytest.mark.parametrize("key", ["first-key", "second-key"])
-def test_any_key_of_the_file_opens_it(locked: Running, key: str) -> None:
-    headers = {"Authorization": f"Bearer {key}"}
-    assert post(locked.url, headers=headers).status_code == 200
-
-
-def test_holders_of_different_keys_do_not_share_prefixes(locked: Running) -> None:
+def test_any_key_of_the_file_opens_it_and_holders_of_different_keys_share_no_prefix(locked: Running) -> None:
     def cached(key: str) -> int:
         response = post(locked.url, SHORT | {"prompt": [33] * 20}, headers={"Authorization": f"Bearer {key}"})
         count: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -412,22 +395,18 @@ def test_too_many_messages_or_prompts_are_a_400(locked: Running, served: Running
         b'{"model": "tiny", "prompt": "x", "seed": ' + b"1" * 400 + b"}",
         b"[" * 100_000,
         b'{"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ' + b'{"a":' * 2000,
+        b'{"model": "tiny",',
     ],
 )
 def test_what_is_no_request_is_a_4xx_in_openais_shape(served: Running, content: bytes) -> None:
     headers = {"Content-Type": "application/json"}
     response = httpx.post(f"{served.url}/v1/completions", content=content, headers=headers)
     assert 400 <= response.status_code < 500
-    assert error(response)["message"]
-
-
-def test_broken_json_names_no_field(served: Running) -> None:
-    headers = {"Content-Type": "application/json"}
-    response = httpx.post(f"{served.url}/v1/completions", content=b'{"model": "tiny",', headers=headers)
-    assert response.status_code == 400
     told = error(response)
-    assert (told["param"], told["code"]) == (None, "invalid_json")
-    assert told["message"].startswith("the body is no JSON: ")
+    assert told["message"]
+    if content.endswith(b","):  # broken JSON names no field
+        assert (told["param"], told["code"]) == (None, "invalid_json")
+        assert told["message"].startswith("the body is no JSON: ")
 
 
 def test_a_plain_curl_is_told_which_content_type_to_send(served: Running) -> None:
@@ -473,8 +452,3 @@ def test_the_metrics_speak_of_queue_latency_and_acceptance(served: Running) -> N
     (length,) = families["dflash:spec_decode_acceptance_length"].samples
     assert length.value >= 1
     assert length.labels == {"model_name": MODEL}
-
-
-def test_a_figure_that_is_not_known_is_left_out(tiny_folders: Folders) -> None:
-    with running(tiny_engine(tiny_folders)) as server:
-        assert "spec_decode_acceptance_length{" not in httpx.get(f"{server.url}/metrics").text

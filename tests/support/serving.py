@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_serve.common.http import read_keys
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.server.__main__ import bind
 from dflash_torch.server.app import DrainingServer, server_of
 from dflash_torch.server.routes import RequestHandler
-from dflash_torch.server.settings import ServerSettings, read_api_keys
-from dflash_torch.server.worker import EngineWorker, ServerMetrics
+from dflash_torch.server.settings import ServerSettings
+from dflash_torch.server.worker import EngineWorker
 
 MODEL = "tiny"
 
@@ -44,11 +45,10 @@ def running(
     engine: EmbeddedEngine, *, start: Callable[[], EmbeddedEngine] | None = None, queue: int = 32, **settings: Any
 ) -> Iterator[Running]:
     """Serves an engine until the block ends; `start` replaces how it is loaded."""
-    metrics = ServerMetrics(MODEL)
-    worker = EngineWorker(start or (lambda: engine), metrics, max_queued=queue)
-    metrics.watch(worker.snapshot)
+    worker = EngineWorker(start or (lambda: engine), MODEL, max_queued=queue)
     chosen = ServerSettings(port=0, **settings)
-    server = server_of(RequestHandler(chosen, worker, metrics, MODEL), read_api_keys(chosen.api_key_file))
+    keys = read_keys(str(chosen.api_key_file)) if chosen.api_key_file else []
+    server = server_of(RequestHandler(chosen, worker), keys)
     listener = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -32,8 +32,7 @@ from ..engine import EmbeddedEngine
 from ..model_runner import TargetRunner
 from ..request import Request
 from ..speculator import Speculator
-from .catalogue import catalogue, mask_tokens, prompt_faults, settings
-from .changes import DrafterFault, PromptFault
+from .catalogue import DrafterFault, PromptFault, catalogue, mask_tokens, prompt_faults, settings
 
 MOST_MASK_TOKENS = 32  # special tokens that are tried as the mask token of a checkpoint
 PREFILL_ROWS = 1024  # rows of one target pass over a finished text
@@ -233,8 +232,6 @@ class Replay:
             prompt_length=recording.prompt_length,
             limit=recording.limit,
             params=SamplingParams(temperature=0),
-            seed=0,
-            statistics=AcceptanceStatistics(),
         )
         self._verified(request, recording.prompt_length, layer_ids)
         return request

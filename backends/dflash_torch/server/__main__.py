@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from dflash_serve.common.extras import need
+from dflash_serve.common.http import read_keys
 from dflash_serve.common.json_log import JsonFormatter
 from dflash_serve.common.settings import describe, refuse_misspelt
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 
 from ..facts import SETTINGS_PREFIX
-from ..launch import with_operators
-from ..waiting import choose_waiting
-from .settings import ServerSettings, read_api_keys
+from ..launch import choose_waiting, with_operators
+from .settings import ServerSettings
 
 if TYPE_CHECKING:
     from ..engine import EmbeddedEngine
@@ -32,16 +32,8 @@ if TYPE_CHECKING:
     from .worker import EngineWorker
 
 log = logging.getLogger(__name__)
-NEEDED = (
-    "torch",
-    "transformers",
-    "safetensors",
-    "fastapi",
-    "uvicorn",
-    "sse_starlette",
-    "prometheus_client",
-    "llguidance",
-)
+ENGINE = ("torch", "transformers", "safetensors")
+SERVER = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidance")
 
 
 def main() -> None:
@@ -49,7 +41,8 @@ def main() -> None:
     try:
         deployment = Deployment.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
         settings = _settings()
-        keys, listener = read_api_keys(settings.api_key_file), bind(settings.host, settings.port)
+        keys = read_keys(str(settings.api_key_file)) if settings.api_key_file else []
+        listener = bind(settings.host, settings.port)
         code = serve(deployment, settings, keys, listener)
     except UserError as error:
         print(f"dflash-serve: {error}", file=sys.stderr)
@@ -83,22 +76,20 @@ def serve(deployment: Deployment, settings: ServerSettings, keys: Sequence[str],
     Raises:
         UserError: the deployment does not run here, or the extra [serve] is not installed.
     """
-    need("serve", *NEEDED)
+    need("serve", *ENGINE, *SERVER)
     choose_waiting()  # before torch is there
     from .app import server_of  # these import torch, after the settings are checked
     from .routes import RequestHandler
-    from .worker import EngineWorker, ServerMetrics
+    from .worker import EngineWorker
 
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if settings.log_format == "json" else text)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     model = settings.served_model_name or deployment.target.model
-    metrics = ServerMetrics(model)
     deployment = with_operators(deployment, settings.operators)
-    worker = EngineWorker(lambda: _start(deployment), metrics, max_queued=deployment.limits.max_queued_requests)
-    metrics.watch(worker.snapshot)
-    server = server_of(RequestHandler(settings, worker, metrics, model), keys)
+    worker = EngineWorker(lambda: _start(deployment), model, max_queued=deployment.limits.max_queued_requests)
+    server = server_of(RequestHandler(settings, worker), keys)
     log.info("loading %s; requests are answered with 503 until a line says that it is ready", model)
     server.run(sockets=[listener])
     return _exit_code(server, worker)

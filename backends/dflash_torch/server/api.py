@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 
 AcceptanceMetrics = Literal["none", "summary", "detailed"]
+Form = Literal["json_schema", "regex", "lark"]  # of a grammar: the methods of `Grammars`
 
 # Limits on fields that make every step slower, for other requests as well.
 MAX_BIASED_TOKENS = 1024
@@ -57,10 +57,9 @@ class ApiError(Exception):
         kind = ERROR_TYPES.get(status, "invalid_request_error")
         self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
-    @classmethod
-    def of(cls, error: UserError) -> ApiError:
-        """The error of a mistake in the request."""
-        return cls(400, str(error), param=error.where or None, code="invalid_value")
+
+def _without_nulls(data: Any) -> Any:
+    return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class Strict(BaseModel):
@@ -71,7 +70,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+        return _without_nulls(data)
 
 
 class StreamOptions(Strict):
@@ -81,16 +80,10 @@ class StreamOptions(Strict):
     include_obfuscation: bool = False  # accepted and ignored: padding against traffic analysis
 
 
-class AnyText(Strict):
-    """No constraint."""
+class PlainFormat(Strict):
+    """Any text, or any JSON object."""
 
-    type: Literal["text"]
-
-
-class JsonObject(Strict):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class NamedSchema(Strict):
@@ -116,7 +109,7 @@ class Regex(Strict):
     pattern: str
 
 
-ResponseFormat = Annotated[AnyText | JsonObject | JsonSchema | Regex, Field(discriminator="type")]
+ResponseFormat = Annotated[PlainFormat | JsonSchema | Regex, Field(discriminator="type")]
 
 
 class StructuredOutputs(Strict):
@@ -136,7 +129,7 @@ class Generation(SamplingParams):
     n: int = Field(1, ge=1, description="answers to one prompt")
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    response_format: ResponseFormat = AnyText(type="text")
+    response_format: ResponseFormat = PlainFormat(type="text")
     structured_outputs: StructuredOutputs | None = Field(None, description="as with vLLM")
     regex: str | None = Field(None, description="the answer matches it from beginning to end, as with SGLang")
     return_token_ids: bool = Field(False, description="choices carry token_ids, as with vLLM and SGLang")
@@ -151,7 +144,7 @@ class Generation(SamplingParams):
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
         json.dumps(data, ensure_ascii=False).encode()  # raises ValueError for a lone surrogate
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+        return _without_nulls(data)
 
     @model_validator(mode="after")
     def _within_reason(self) -> Generation:
@@ -166,17 +159,25 @@ class Generation(SamplingParams):
         if len(self.forms) > 1:
             raise ValueError(f"{' and '.join(self.forms)}: only one of them can be obeyed")
         if self.forms and self.min_tokens:
-            raise ValueError(f"min_tokens: not with {self.forms[0]}, which says when an answer is complete")
+            raise ValueError(f"min_tokens: not with {next(iter(self.forms))}, which says when an answer is complete")
         return self
 
     @property
-    def forms(self) -> list[str]:
-        """Names of the given fields that constrain the answer."""
-        given = [] if isinstance(self.response_format, AnyText) else ["response_format"]
-        for name in ("json_", "regex", "choice") if self.structured_outputs else ():
-            if getattr(self.structured_outputs, name) is not None:
-                given.append(f"structured_outputs.{name.rstrip('_')}")
-        return [*given, "regex"] if self.regex is not None else given
+    def forms(self) -> dict[str, tuple[Form, Any]]:
+        """The given fields that constrain the answer: by name, the form of a grammar and its source."""
+        wanted, outputs = self.response_format, self.structured_outputs or StructuredOutputs()
+        given: dict[str, tuple[Form, Any]] = {}
+        if isinstance(wanted, Regex):
+            given["response_format"] = ("regex", wanted.pattern)
+        elif isinstance(wanted, JsonSchema):
+            given["response_format"] = ("json_schema", wanted.json_schema.schema_)
+        elif wanted.type == "json_object":
+            given["response_format"] = ("json_schema", {"type": "object"})
+        if outputs.choice is not None:
+            given["structured_outputs.choice"] = ("lark", f"start: {' | '.join(map(json.dumps, outputs.choice))}")
+        given["structured_outputs.json"] = ("json_schema", outputs.json_)
+        given["structured_outputs.regex"], given["regex"] = ("regex", outputs.regex), ("regex", self.regex)
+        return {name: form for name, form in given.items() if form[1] is not None}
 
     def sampling_params(self) -> SamplingParams:
         """The fields that the engine takes."""
@@ -221,6 +222,12 @@ class Function(Strict):
     strict: bool = False  # accepted and ignored: the schema is always enforced
 
 
+class FunctionName(Strict):
+    """The name of the tool that must be called."""
+
+    name: str
+
+
 class Tool(Strict):
     """A function that the answer may ask the client to call."""
 
@@ -228,10 +235,11 @@ class Tool(Strict):
     function: Function
 
 
-class FunctionName(Strict):
-    """The name of the tool that must be called."""
+class Call(Strict):
+    """Name and arguments of a function that the client is or was asked to call."""
 
     name: str
+    arguments: str = "{}"  # a JSON object, as text
 
 
 class NamedTool(Strict):
@@ -241,19 +249,12 @@ class NamedTool(Strict):
     function: FunctionName
 
 
-class CalledFunction(Strict):
-    """A call of an earlier turn."""
-
-    name: str
-    arguments: str = "{}"  # a JSON object, as text
-
-
-class EarlierCall(Strict):
-    """A call of an earlier turn; its result refers to its id."""
+class ToolCall(Strict):
+    """A call, and the id by which its result refers to it."""
 
     id: str = ""
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: Call
 
     def plain(self) -> dict[str, Any]:
         """The call as chat templates take it, with its arguments as an object.
@@ -278,7 +279,7 @@ class ChatMessage(Strict):
     content: str | list[TextPart] = ""
     name: str = ""
     refusal: None = None
-    tool_calls: list[EarlierCall] = Field(default_factory=list, max_length=128)
+    tool_calls: list[ToolCall] = Field(default_factory=list, max_length=128)
     tool_call_id: str = ""
 
     @model_validator(mode="after")

@@ -26,8 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dflash_serve.errors import UserError
 
 from . import responses as r
-from .api import ApiError, ErrorBody
-from .routes import AsciiJSON, RequestHandler, add_generation_routes, json_response
+from .api import ApiError, ChatRequest, CompletionRequest, ErrorBody
+from .routes import AsciiJSON, RequestHandler
 from .settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -35,36 +35,25 @@ TICK_SECONDS = 0.05
 RETRY_SECONDS = {429: "1", 503: "5"}
 # Probes and Prometheus have no key, as with vLLM and SGLang.
 OPEN_PATHS = frozenset({"/health", "/ready", "/live", "/metrics"})
+EVENTS = {"content": {"text/event-stream": {}}, "description": "whole, or as events where `stream` is true"}
 # Error responses of every route in the OpenAPI document; 4XX keeps FastAPI from adding its own 422.
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 415, 429, 431, "4XX", 500, 503)
 }
 
 
-class ApiKeys:
-    """The API keys, compared in constant time; without keys the server is open to all."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def owner(self, authorization: str) -> str | None:
-        """The owner of the key in an Authorization header; None = no valid key. All keys are compared."""
-        if not self._digests:
-            return ""
-        scheme, _, key = authorization.partition(" ")
-        digest = hashlib.sha256(key.strip().encode()).digest()
-        found = [hmac.compare_digest(digest, known) for known in self._digests]
-        return f"key {found.index(True)}" if scheme.lower() == "bearer" and any(found) else None
-
-
 class AdmissionMiddleware:
     """Refuses a request before it reaches a route: for its headers, its key, or the type, size or pace of its body.
 
     Pure ASGI, so that a route's `receive` sees the client disconnect.
+
+    Args:
+        keys: API keys; none = the server is open to all.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, keys: ApiKeys) -> None:
-        self.app, self.settings, self.keys = app, settings, keys
+    def __init__(self, app: ASGIApp, settings: ServerSettings, keys: Sequence[str]) -> None:
+        self.app, self.settings = app, settings
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,7 +71,7 @@ class AdmissionMiddleware:
         named = {name: value.decode("latin-1") for name, value in reversed(headers)}
         if sum(len(name) + len(value) for name, value in headers) > self.settings.max_header_bytes:
             raise ApiError(431, f"the headers are larger than {self.settings.max_header_bytes} bytes")
-        owner = self.keys.owner(named.get(b"authorization", ""))
+        owner = self._owner(named.get(b"authorization", ""))
         if owner is None and scope["path"] not in OPEN_PATHS:
             raise ApiError(401, "send a valid key as `Authorization: Bearer <key>`", code="invalid_api_key")
         media_type = named.get(b"content-type", "").partition(";")[0].strip().lower()
@@ -90,6 +79,14 @@ class AdmissionMiddleware:
             what = f"the body's type is {media_type!r}; send it as `Content-Type: application/json`"
             raise ApiError(415, what, code="unsupported_media_type")
         scope.setdefault("state", {})["owner"] = owner or ""
+
+    def _owner(self, authorization: str) -> str | None:  # None = no valid key; all are compared, in constant time
+        if not self._digests:
+            return ""
+        scheme, _, key = authorization.partition(" ")
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
+        return f"key {found.index(True)}" if scheme.lower() == "bearer" and any(found) else None
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         most = self.settings.max_body_bytes
@@ -117,31 +114,33 @@ def add_status_routes(app: FastAPI, handler: RequestHandler) -> None:
     """Adds the routes of the models, the probes and the metrics."""
     started = int(time())
 
-    @app.get("/v1/models", response_model=r.ModelList)
-    async def models() -> Response:
-        return json_response(r.ModelList(data=[card()]))
+    @app.get("/v1/models")
+    async def models() -> r.ModelList:
+        return r.ModelList(data=[card()])
 
-    @app.get("/v1/models/{model:path}", response_model=r.ModelCard)
-    async def model(model: str) -> Response:
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> r.ModelCard:
         if model != handler.model:
             raise ApiError(404, f"the model {model!r} is not served here", param="model", code="model_not_found")
-        return json_response(card())
+        return card()
 
-    @app.get("/live", response_model=r.Status)
-    async def live() -> Response:
+    @app.get("/live")
+    async def live(response: Response) -> r.Status:
         """Liveness: 503 where only a new process helps."""
         broken = handler.worker.state == "broken"
-        return json_response(r.Status(status="broken" if broken else "ok"), 503 if broken else 200)
+        response.status_code = 503 if broken else 200
+        return r.Status(status="broken" if broken else "ok")
 
-    @app.get("/health", response_model=r.Status)
-    @app.get("/ready", response_model=r.Status)
-    async def ready() -> Response:
+    @app.get("/health")
+    @app.get("/ready")
+    async def ready(response: Response) -> r.Status:
         """Readiness: new requests are accepted. Clients of vLLM and SGLang ask /health."""
-        return json_response(r.Status(status=handler.status), 200 if handler.status == "ready" else 503)
+        response.status_code = 200 if handler.status == "ready" else 503
+        return r.Status(status=handler.status)
 
-    @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
+    @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        return Response(handler.metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(handler.worker.metrics.render(), media_type="text/plain; version=0.0.4")
 
     def card() -> r.ModelCard:
         engine = handler.worker.engine
@@ -168,8 +167,16 @@ def create_app(handler: RequestHandler) -> FastAPI:
     )
     for kind in (ApiError, UserError, RequestValidationError, ValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _error_response)
-    add_generation_routes(app, handler)
     add_status_routes(app, handler)
+
+    @app.post("/v1/chat/completions", responses={200: {"model": r.ChatCompletion, **EVENTS}})
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await handler.respond(body, request)
+
+    @app.post("/v1/completions", responses={200: {"model": r.Completion, **EVENTS}})
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await handler.respond(body, request)
+
     return app
 
 
@@ -230,7 +237,7 @@ def server_of(handler: RequestHandler, keys: Sequence[str]) -> DrainingServer:
     AppStatus.enable_automatic_graceful_drain = False  # it would cut streams at SIGTERM; the drain lets them end
     settings = handler.settings
     config = uvicorn.Config(
-        AdmissionMiddleware(create_app(handler), handler.settings, ApiKeys(keys)),
+        AdmissionMiddleware(create_app(handler), settings, keys),
         http="h11",
         ws="none",
         lifespan="on",
@@ -248,7 +255,7 @@ async def _error_response(_: Request, error: Exception) -> Response:  # in OpenA
     if isinstance(error, ApiError):
         return _response(error)
     if isinstance(error, UserError):
-        return _response(ApiError.of(error))
+        return _response(ApiError(400, str(error), param=error.where or None, code="invalid_value"))
     if isinstance(error, RequestValidationError | ValidationError):
         return _response(_invalid_body(error.errors()[0]))
     if isinstance(error, HTTPException):

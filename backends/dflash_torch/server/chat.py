@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dflash_serve.backend import FinishReason
 from dflash_serve.errors import UserError
 
+from ..answer import could_begin, encode_messages
 from ..grammar import WHITESPACE, checked_schema
 from .api import ChatRequest, Function
 
@@ -51,21 +52,11 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, body: ChatRequest) -> list[i
     for tool in tools or ():
         tool["function"].pop("strict")
     messages = [message.plain() for message in body.messages]
-    try:
-        encoded = tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=True, return_dict=True, **variables
-        )
-    except Exception as error:  # templates raise exceptions of any class
-        raise UserError(f"the target's chat template refuses them ({error})", where="messages") from None
-    return list(encoded["input_ids"])
+    return encode_messages(tokenizer, messages, tools=tools, **variables)
 
 
 def _variables(tokenizer: PreTrainedTokenizerBase, body: ChatRequest) -> dict[str, Any]:
-    """Variables of the template beside messages and tools.
-
-    Raises:
-        UserError: the template does not read one, or the server sets it.
-    """
+    # beside messages and tools; refused where the template does not read one, or the server sets it
     given = {name: ("chat_template_kwargs", value) for name, value in body.chat_template_kwargs.items()}
     if body.reasoning_effort is not None:
         given["reasoning_effort"] = ("reasoning_effort", body.reasoning_effort)
@@ -93,7 +84,7 @@ def _check_tools(tokenizer: PreTrainedTokenizerBase) -> None:
 def _source(tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> str:
     try:
         return str(tokenizer.get_chat_template(tools=[{}] if tools else None))
-    except ValueError:
+    except ValueError:  # it has none
         return ""
 
 
@@ -147,7 +138,7 @@ class CallReader:
             pass
         marker = END if self._inside else BEGIN
         at = self._held.find(marker) if not last else -1
-        safe = at if at >= 0 else len(self._held) - (0 if last else _could_begin(marker, self._held))
+        safe = at if at >= 0 else len(self._held) - (0 if last else could_begin([marker], self._held))
         self._take(self._held[:safe])
         self._held = self._held[safe:]
         return self._text, [self._news[index] for index in sorted(self._news)]
@@ -183,17 +174,6 @@ class CallReader:
             delta["function"]["arguments"] += piece
 
 
-def read_calls(text: str) -> tuple[str, list[CallDelta]]:
-    """Text and calls of a whole answer."""
-    content, calls = CallReader().feed(text, last=True)
-    return (content.rstrip() if calls else content), calls
-
-
 def finish_of(reason: FinishReason | None, calls: int) -> ChatFinishReason | None:
     """Chat's finish_reason: `tool_calls` where an answer with calls was not cut off."""
     return "tool_calls" if reason == "stop" and calls else reason
-
-
-def _could_begin(marker: str, text: str) -> int:
-    longest = min(len(marker) - 1, len(text))
-    return next((length for length in range(longest, 0, -1) if marker.startswith(text[-length:])), 0)

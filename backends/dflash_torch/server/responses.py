@@ -1,6 +1,7 @@
-"""Responses in OpenAI's shapes: models of whole responses, and the formatters that write responses and events.
+"""Responses in OpenAI's shapes: their schemas for the OpenAPI document, and the formatters that write them.
 
-An event of a stream is a plain dict: a pydantic model for each token would cost more than the token's JSON.
+Whole responses and the events of a stream are plain dicts from the same code: a whole response is formatted as if its
+answers had come in one chunk each.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import secrets
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from time import time
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
@@ -18,10 +21,11 @@ from transformers import PreTrainedTokenizerBase
 from dflash_serve.backend import Chunk, FinishReason, TokenLogprob
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
+from ..answer import Answer
 from ..grammar import Grammars
 from ..request import Request
-from .api import AcceptanceMetrics, ChatRequest, CompletionRequest, Generation
-from .chat import CallDelta, CallReader, ChatFinishReason, finish_of, read_calls
+from .api import AcceptanceMetrics, ChatRequest, CompletionRequest, ToolCall
+from .chat import CallDelta, CallReader, ChatFinishReason, finish_of
 
 # Stands for minus infinity in JSON, as in vLLM.
 LOWEST = -9999.0
@@ -117,25 +121,10 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class Call(BaseModel):
-    """Name and arguments of a function that the client is asked to call."""
-
-    name: str
-    arguments: str  # a JSON object of the tool's schema, as text
-
-
-class ToolCall(BaseModel):
-    """A call, and the id by which its result refers to it."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: Call
-
-
 class AssistantMessage(BaseModel):
     """The message of a whole chat answer."""
 
-    role: Literal["assistant"] = "assistant"
+    role: Literal["assistant"]
     content: str | None  # None where the answer has calls and no text
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
@@ -175,14 +164,14 @@ class Envelope(BaseModel):
 class ChatCompletion(Envelope):
     """A chat response without a stream."""
 
-    object: Literal["chat.completion"] = "chat.completion"
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
 
 
 class Completion(Envelope):
     """A completion response without a stream."""
 
-    object: Literal["text_completion"] = "text_completion"
+    object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
 
@@ -215,182 +204,163 @@ class TokenNames:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, grammars: Grammars) -> None:
         self._tokenizer, self._grammars = tokenizer, grammars
 
-    def chat(self, entries: Sequence[TokenLogprob] | None) -> ChatLogprobs | None:
-        """Log probabilities in the shape of chat completions."""
-        if entries is None:
-            return None
-        content = []
-        for entry in entries:
-            top = [self._named(token, value) for token, value in entry.top]
-            own = self._named(entry.token_id, entry.logprob)
-            content.append(TokenLogprobs(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top))
-        return ChatLogprobs(content=content)
+    def chat(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Log probabilities in the shape of `ChatLogprobs`."""
+        content = [
+            self._named(entry.token_id, entry.logprob) | {"top_logprobs": [self._named(*pair) for pair in entry.top]}
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
 
-    def completion(self, entries: Sequence[TokenLogprob] | None, offset: int) -> CompletionLogprobs | None:
-        """Log probabilities in the older shape of plain completions.
+    def completion(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+        """Log probabilities in the shape of `CompletionLogprobs`.
 
         Args:
             offset: where in the answer the text of the first token begins, in characters.
         """
-        if entries is None:
-            return None
-        named = [self._named(entry.token_id, entry.logprob) for entry in entries]
-        offsets = []
-        for own in named:
-            offsets.append(offset)
-            offset += len(own.token)
-        return CompletionLogprobs(
-            tokens=[own.token for own in named],
-            token_logprobs=[own.logprob for own in named],
-            top_logprobs=[self._top(entry) for entry in entries],
-            text_offset=offsets,
-        )
+        tokens = [self._text(entry.token_id) for entry in entries]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [max(entry.logprob, LOWEST) for entry in entries],
+            "top_logprobs": [self._top(entry) for entry in entries],
+            "text_offset": list(accumulate(map(len, tokens), initial=offset))[:-1],
+        }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:  # the generated token is always among them
-        named = [self._named(*pair) for pair in (*entry.top, (entry.token_id, entry.logprob))]
-        return {own.token: own.logprob for own in reversed(named)}
+        pairs = (*entry.top, (entry.token_id, entry.logprob))
+        return {self._text(token): max(value, LOWEST) for token, value in reversed(pairs)}
 
-    def _named(self, token: int, logprob: float) -> TopLogprob:
-        text = str(self._tokenizer.decode([token]))
-        value = max(logprob, LOWEST)
-        return TopLogprob(token=text, logprob=value, bytes=list(self._grammars.token_bytes(token)))
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = list(self._grammars.token_bytes(token))
+        return {"token": self._text(token), "logprob": max(logprob, LOWEST), "bytes": raw}
+
+    def _text(self, token: int) -> str:
+        return str(self._tokenizer.decode([token]))
 
 
+@dataclass
 class Formatter(ABC):
     """Writes the response of one HTTP request.
 
     Args:
         body: its `n` answers to each prompt: answers `i * n` to `i * n + n - 1` share prompt `i`.
+        names: writes log probabilities; None = they are not asked for.
         acceptance: figures of acceptance in the response.
         block_size: B; None without a drafter.
     """
 
-    id_prefix: str
-    event_object: str
+    id_prefix: ClassVar[str]
+    object: ClassVar[str]
+    event_object: ClassVar[str]
 
-    def __init__(
-        self, body: Generation, names: TokenNames | None, *, acceptance: AcceptanceMetrics, block_size: int | None
-    ) -> None:
-        self.body, self.names, self.acceptance, self.block_size = body, names, acceptance, block_size
+    body: ChatRequest | CompletionRequest
+    names: TokenNames | None
+    acceptance: AcceptanceMetrics
+    block_size: int | None
+
+    def __post_init__(self) -> None:
         self.id, self.created = f"{self.id_prefix}-{secrets.token_hex(12)}", int(time())
         self._sent: dict[int, int] = {}  # characters of each begun answer's tokens that events have shown
 
-    @abstractmethod
     def event(self, chunk: Chunk) -> dict[str, Any] | None:
         """The event of one chunk; None where it would be empty: a step may bring half a character only."""
+        text, more = self._said(chunk)
+        if not (text or more or chunk.logprobs or chunk.finish_reason or self.body.return_token_ids):
+            return None
+        return self._envelope(self.event_object, [self._choice(chunk, text, more)])
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The response without a stream; its answers have ended."""
+        chunks = [answer.whole() for answer in answers]
+        choices = [self._choice(chunk, *self._said(chunk), whole=True) for chunk in chunks]
+        return self._envelope(self.object, choices, answers)
+
+    def totals(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The last event of a stream where usage was asked for: all totals, and no choices."""
+        return self._envelope(self.event_object, [], answers)
 
     @abstractmethod
-    def whole(self, answers: list[Chunk], requests: Sequence[Request]) -> Envelope:
-        """The response without a stream; each answer is all its chunks in one.
+    def _said(self, chunk: Chunk) -> tuple[str, list[CallDelta]]:
+        """Plain text, and pieces of calls, that a chunk adds to its answer."""
 
-        Args:
-            requests: the scheduler's finished requests, one for each answer.
-        """
+    @abstractmethod
+    def _choice(self, chunk: Chunk, text: str, calls: list[CallDelta], *, whole: bool = False) -> dict[str, Any]:
+        """The choice of an event or, if `whole`, of a response."""
 
-    def totals(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """The last event of a stream where usage was asked for: all totals, and no choices."""
-        metrics = self._metrics(requests)
-        return self._envelope([], self._usage(requests).model_dump(), metrics and metrics.model_dump())
+    def _fields(
+        self, chunk: Chunk, finish_reason: ChatFinishReason | None, logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:  # the fields that every choice has
+        token_ids = chunk.token_ids if self.body.return_token_ids else None
+        return {"index": chunk.index, "logprobs": logprobs, "finish_reason": finish_reason, "token_ids": token_ids}
 
     def _envelope(
-        self, choices: list[dict[str, Any]], usage: object | None = None, metrics: object | None = None
-    ) -> dict[str, Any]:  # the fields of `Envelope`
+        self, kind: str, choices: list[dict[str, Any]], answers: Sequence[Answer] = ()
+    ) -> dict[str, Any]:  # in the shape of `Envelope`, with the totals of these answers
+        requests = [answer.request for answer in answers if answer.request is not None]
         return {
             "id": self.id,
             "created": self.created,
             "model": self.body.model,
             "system_fingerprint": None,
-            "usage": usage,
-            "metrics": metrics,
-            "object": self.event_object,
+            "usage": self._usage(requests) if requests else None,
+            "metrics": self._metrics(requests) if requests else None,
+            "object": kind,
             "choices": choices,
         }
 
-    def _is_empty(self, chunk: Chunk, text: str) -> bool:
-        return not (text or chunk.logprobs or chunk.finish_reason or self.body.return_token_ids)
-
-    def _token_ids(self, chunk: Chunk) -> list[int] | None:
-        return chunk.token_ids if self.body.return_token_ids else None
-
-    def _usage(self, requests: Sequence[Request]) -> Usage:
+    def _usage(self, requests: Sequence[Request]) -> dict[str, Any]:
         of_prompts = requests[:: self.body.n]
         prompt = sum(request.prompt_length for request in of_prompts)
         completion = sum(len(request.output_ids) for request in requests)
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=CachedTokens(cached_tokens=sum(request.reused for request in of_prompts)),
-        )
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(request.reused for request in of_prompts)},
+        }
 
-    def _metrics(self, requests: Sequence[Request]) -> ResponseMetrics | None:  # null for several answers, as in vLLM
+    def _metrics(self, requests: Sequence[Request]) -> dict[str, Any] | None:  # null for several answers, as in vLLM
         if self.acceptance == "none":
             return None
-        if len(requests) != 1 or self.block_size is None:
-            return ResponseMetrics()
-        steps = requests[0].steps if self.acceptance == "detailed" else None
-        return ResponseMetrics(
-            speculative_decoding=SpeculativeDecoding.of(requests[0].statistics, self.block_size, steps)
-        )
+        shown = ResponseMetrics()
+        if len(requests) == 1 and self.block_size is not None:
+            steps = requests[0].steps if self.acceptance == "detailed" else None
+            shown.speculative_decoding = SpeculativeDecoding.of(requests[0].statistics, self.block_size, steps)
+        return shown.model_dump()
 
 
+@dataclass
 class ChatFormatter(Formatter):
     """Formats chat completions."""
 
-    id_prefix, event_object = "chatcmpl", "chat.completion.chunk"
+    id_prefix, object, event_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self, body: ChatRequest, names: TokenNames | None, *, acceptance: AcceptanceMetrics, block_size: int | None
-    ) -> None:
-        super().__init__(body, names, acceptance=acceptance, block_size=block_size)
-        self._calling = bool(body.offered)
-        self._readers = defaultdict[int, CallReader](CallReader)  # by answer, where answers may call tools
+    body: ChatRequest
 
-    def event(self, chunk: Chunk) -> dict[str, Any] | None:
-        text, calls, begun, index = chunk.text, list[CallDelta](), 0, chunk.index
-        if self._calling:
-            reader = self._readers[index]
-            text, calls = reader.feed(text, last=chunk.finish_reason is not None)
-            begun = reader.calls
-        if not calls and self._is_empty(chunk, text):
-            return None
-        logprobs = self.names.chat(chunk.logprobs) if self.names else None
-        choice = {
-            "index": index,
-            "delta": {
-                "role": None if index in self._sent else "assistant",
-                "content": text if text or not calls else None,
-                "tool_calls": calls or None,
-            },
-            "logprobs": logprobs.model_dump() if logprobs else None,
-            "finish_reason": finish_of(chunk.finish_reason, begun),
-            "token_ids": self._token_ids(chunk),
-        }
-        self._sent[index] = self._sent.get(index, 0) + len(chunk.text)
-        return self._envelope([choice])
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._readers = defaultdict[int, CallReader](CallReader)  # by answer; they read where answers may call tools
 
-    def whole(self, answers: list[Chunk], requests: Sequence[Request]) -> ChatCompletion:
-        return ChatCompletion(
-            id=self.id,
-            created=self.created,
-            model=self.body.model,
-            choices=[self._choice(answer) for answer in answers],
-            usage=self._usage(requests),
-            metrics=self._metrics(requests),
-        )
+    def _said(self, chunk: Chunk) -> tuple[str, list[CallDelta]]:
+        if not self.body.offered:
+            return chunk.text, []
+        return self._readers[chunk.index].feed(chunk.text, last=chunk.finish_reason is not None)
 
-    def _choice(self, answer: Chunk) -> ChatChoice:
-        text, calls = read_calls(answer.text) if self._calling else (answer.text, [])
-        found = [ToolCall.model_validate(call) for call in calls]
-        return ChatChoice(
-            index=answer.index,
-            message=AssistantMessage(content=text if text or not calls else None, tool_calls=found or None),
-            logprobs=self.names and self.names.chat(answer.logprobs),
-            finish_reason=finish_of(answer.finish_reason, len(calls)) or "stop",
-            token_ids=self._token_ids(answer),
-        )
+    def _choice(self, chunk: Chunk, text: str, calls: list[CallDelta], *, whole: bool = False) -> dict[str, Any]:
+        logprobs = None if self.names is None or chunk.logprobs is None else self.names.chat(chunk.logprobs)
+        fields = self._fields(chunk, finish_of(chunk.finish_reason, self._readers[chunk.index].calls), logprobs)
+        role = None if chunk.index in self._sent else "assistant"
+        self._sent.setdefault(chunk.index, 0)
+        if not whole:
+            delta = {"role": role, "content": text if text or not calls else None, "tool_calls": calls or None}
+            return {**fields, "delta": delta}
+        content = text.rstrip() if calls else text
+        found = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+        message = {"role": role, "content": content if content or not calls else None, "refusal": None}
+        return {**fields, "message": message | {"tool_calls": found or None}}
 
 
+@dataclass
 class CompletionFormatter(Formatter):
     """Formats plain completions.
 
@@ -398,56 +368,20 @@ class CompletionFormatter(Formatter):
         echoes: the text before the answers to each prompt; empty where `echo` is not asked for.
     """
 
-    id_prefix, event_object = "cmpl", "text_completion"
+    id_prefix, object, event_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(
-        self,
-        body: CompletionRequest,
-        names: TokenNames | None,
-        echoes: Sequence[str] = (),
-        *,
-        acceptance: AcceptanceMetrics,
-        block_size: int | None,
-    ) -> None:
-        super().__init__(body, names, acceptance=acceptance, block_size=block_size)
-        self._echoes = echoes
+    body: CompletionRequest
+    echoes: Sequence[str] = ()
 
-    def event(self, chunk: Chunk) -> dict[str, Any] | None:
-        offset, first = self._sent.get(chunk.index, 0), chunk.index not in self._sent
-        text = self._echoed(chunk) if first else chunk.text
+    def _said(self, chunk: Chunk) -> tuple[str, list[CallDelta]]:
+        begins = bool(self.echoes) and chunk.index not in self._sent
+        return (self.echoes[chunk.index // self.body.n] if begins else "") + chunk.text, []
+
+    def _choice(self, chunk: Chunk, text: str, calls: list[CallDelta], *, whole: bool = False) -> dict[str, Any]:
+        offset = self._sent.get(chunk.index, 0)
+        logprobs = None
+        if self.names is not None and chunk.logprobs is not None:
+            logprobs = self.names.completion(chunk.logprobs, offset)
+            offset += sum(map(len, logprobs["tokens"]))
         self._sent[chunk.index] = offset
-        if self._is_empty(chunk, text):
-            return None
-        logprobs = self.names.completion(chunk.logprobs, offset) if self.names else None
-        if logprobs is not None:
-            self._sent[chunk.index] = offset + sum(map(len, logprobs.tokens))
-        choice = {
-            "index": chunk.index,
-            "text": text,
-            "logprobs": logprobs.model_dump() if logprobs else None,
-            "finish_reason": chunk.finish_reason,
-            "token_ids": self._token_ids(chunk),
-        }
-        return self._envelope([choice])
-
-    def whole(self, answers: list[Chunk], requests: Sequence[Request]) -> Completion:
-        return Completion(
-            id=self.id,
-            created=self.created,
-            model=self.body.model,
-            choices=[self._choice(answer) for answer in answers],
-            usage=self._usage(requests),
-            metrics=self._metrics(requests),
-        )
-
-    def _echoed(self, chunk: Chunk) -> str:
-        return self._echoes[chunk.index // self.body.n] + chunk.text if self._echoes else chunk.text
-
-    def _choice(self, answer: Chunk) -> CompletionChoice:
-        return CompletionChoice(
-            index=answer.index,
-            text=self._echoed(answer),
-            logprobs=self.names and self.names.completion(answer.logprobs, 0),
-            finish_reason=answer.finish_reason or "stop",
-            token_ids=self._token_ids(answer),
-        )
+        return self._fields(chunk, chunk.finish_reason, logprobs) | {"text": text}

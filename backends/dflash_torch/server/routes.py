@@ -1,4 +1,4 @@
-"""The routes that generate: from a validated body to answers in the engine's loop, and from their chunks to HTTP.
+"""From the validated body of a request to answers in the engine's loop, and from their chunks to HTTP.
 
 A body is checked in this order: readiness, limits, prompt, grammar, room in the queue.
 """
@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastapi import FastAPI, Request
-from pydantic import BaseModel
+from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
@@ -27,19 +25,18 @@ from dflash_serve.speculation.params import SamplingParams
 from ..answer import Answer
 from ..engine import EmbeddedEngine
 from ..grammar import Grammar, Grammars
-from . import responses as r
-from .api import AcceptanceMetrics, ApiError, ChatRequest, CompletionRequest, Generation, JsonSchema, Regex
+from .api import ApiError, ChatRequest, CompletionRequest, Form
 from .chat import call_grammar, encode_chat
 from .responses import ChatFormatter, CompletionFormatter, Formatter, TokenNames
 from .settings import ServerSettings
-from .worker import EngineWorker, ResponseStream, ServerMetrics
+from .worker import EngineWorker, ResponseStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+Body = ChatRequest | CompletionRequest
 DONE = "[DONE]"
-EVENTS = {"content": {"text/event-stream": {}}, "description": "whole, or as events where `stream` is true"}
 
 
 def ascii_json(content: Any) -> str:
@@ -52,11 +49,6 @@ class AsciiJSON(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return ascii_json(content).encode("ascii")
-
-
-def json_response(body: BaseModel, status: int = 200) -> Response:
-    """A model as an HTTP response."""
-    return AsciiJSON(body.model_dump(by_alias=True), status)
 
 
 class EventStream(EventSourceResponse):
@@ -82,10 +74,10 @@ class EventStream(EventSourceResponse):
 
 
 class RequestHandler:
-    """Checks requests for one model, and queues them."""
+    """Checks requests for one model, queues them and sends their answers."""
 
-    def __init__(self, settings: ServerSettings, worker: EngineWorker, metrics: ServerMetrics, model: str) -> None:
-        self.settings, self.worker, self.metrics, self.model = settings, worker, metrics, model
+    def __init__(self, settings: ServerSettings, worker: EngineWorker) -> None:
+        self.settings, self.worker, self.model = settings, worker, worker.model
         self.draining = False  # new requests are refused; running ones go on
         self._tokenizing = asyncio.Lock()
         self._grammars: Grammars | None = None
@@ -95,72 +87,42 @@ class RequestHandler:
         """`ready`, or why not."""
         return "draining" if self.draining else self.worker.state
 
-    async def chat(self, body: ChatRequest, owner: str) -> tuple[ResponseStream, ChatFormatter]:
-        """Queues a conversation.
+    async def respond(self, body: Body, request: Request) -> Response:
+        """Waits for the first chunk before a byte is sent, so that an error before it has its own status."""
+        # Owners of different API keys do not share prefixes.
+        stream, formatter = await unless_gone(request.receive, self._queue(body, request.state.owner))
+        chunks = aiter(stream)
+        try:
+            first = await unless_gone(request.receive, anext(chunks))
+            if body.stream:
+                events = event_data(_joined(first, chunks), formatter, stream)
+                return EventStream(events, stream, ping_seconds=self.settings.ping_seconds)
+            await unless_gone(request.receive, _exhaust(chunks))
+            return AsciiJSON(formatter.whole(stream.answers))
+        except BaseException as error:
+            stream.cancel()
+            if isinstance(error, ClientDisconnect):
+                return Response(status_code=499)
+            raise
 
-        Args:
-            owner: the owner of the request's API key; owners do not share prefixes.
-
-        Raises:
-            ApiError, UserError: the request is refused.
-        """
-        engine = self._ready_engine(body)
-        most = self.settings.max_messages
-        if len(body.messages) > most:
-            raise ApiError(400, f"{len(body.messages)} messages, at most {most} are taken", param="messages")
-        params = body.sampling_params()
-        names = await self._token_names(engine, params)
-        formatter = ChatFormatter(body, names, acceptance=self._acceptance(body), block_size=engine.block_size)
-        return await self._queue(engine, body, params, [body], owner), formatter
-
-    async def completion(self, body: CompletionRequest, owner: str) -> tuple[ResponseStream, CompletionFormatter]:
-        """Queues one prompt or several.
-
-        Args:
-            owner: the owner of the request's API key; owners do not share prefixes.
-
-        Raises:
-            ApiError, UserError: the request is refused.
-        """
-        engine = self._ready_engine(body)
-        if not 0 < len(body.prompts) <= self.settings.max_prompts:
-            what = f"{len(body.prompts)} prompts, 1 to {self.settings.max_prompts} are taken"
-            raise ApiError(400, what, param="prompt")
-        params = body.sampling_params()
-        names = await self._token_names(engine, params)
-        stream = await self._queue(engine, body, params, body.prompts, owner)
-        texts = (each if isinstance(each, str) else str(engine.tokenizer.decode(each)) for each in body.prompts)
-        echoes = [*texts] if body.echo else []
-        acceptance, block_size = self._acceptance(body), engine.block_size
-        return stream, CompletionFormatter(body, names, echoes, acceptance=acceptance, block_size=block_size)
-
-    def _ready_engine(self, body: Generation) -> EmbeddedEngine:
-        if self.status != "ready" or self.worker.engine is None:
-            raise self._not_ready()
-        if body.model != self.model:
-            what = f"the model {body.model!r} is not served here; {self.model!r} is"
-            raise ApiError(404, what, param="model", code="model_not_found")
-        if body.n > self.settings.max_n:
-            raise ApiError(400, f"n is {body.n}, at most {self.settings.max_n} are taken", param="n")
-        return self.worker.engine
-
-    async def _queue(
-        self,
-        engine: EmbeddedEngine,
-        body: Generation,
-        params: SamplingParams,
-        prompts: Sequence[str | list[int] | ChatRequest],
-        owner: str,
-    ) -> ResponseStream:
+    async def _queue(self, body: Body, owner: str) -> tuple[ResponseStream, Formatter]:
         """Queues the answers. Nothing is awaited after that: a client that goes cannot leave them behind."""
-        count = len(prompts) * body.n
+        engine = self._ready_engine(body)
+        prompts = self._prompts(body)
+        params, count = body.sampling_params(), len(prompts) * body.n
+        is_constrained = bool(body.forms) or (isinstance(body, ChatRequest) and bool(body.offered))
         if count > self.worker.most_admitted:
             what = f"{count} answers, but batch and queue hold {self.worker.most_admitted}"
             raise ApiError(400, what, param="n")
         self._check_room(count)  # before the work below, and after it
         async with self._tokenizing:  # the tokenizer is not thread-safe
             tokens = [await run_in_threadpool(_tokenize, engine, prompt, params) for prompt in prompts]
-        grammar = await self._grammar(engine, body)
+            grammars = self._grammars
+            if grammars is None and (is_constrained or params.logprobs is not None):
+                target = engine.scheduler.target.config
+                make = partial(Grammars, engine.tokenizer, target.vocab_size, target.eos_token_ids)
+                grammars = self._grammars = await run_in_threadpool(make)
+        grammar = await run_in_threadpool(_compiled, grammars, body) if grammars and is_constrained else None
         if self.status != "ready":
             raise self._not_ready()
         self._check_room(count)
@@ -176,61 +138,60 @@ class RequestHandler:
                 group=stream,
             )
             stream.answers.append(answer)
+        names = TokenNames(engine.tokenizer, grammars) if grammars and params.logprobs is not None else None
+        formatter = self._formatter(engine, body, names)
         self.worker.submit(stream.answers)
-        return stream
+        return stream, formatter
 
-    async def _token_names(self, engine: EmbeddedEngine, params: SamplingParams) -> TokenNames | None:
-        if params.logprobs is None:
-            return None
-        return TokenNames(engine.tokenizer, await self._load_grammars(engine))
+    def _prompts(self, body: Body) -> Sequence[str | list[int] | ChatRequest]:
+        if isinstance(body, ChatRequest):
+            if (given := len(body.messages)) > (most := self.settings.max_messages):
+                raise ApiError(400, f"{given} messages, at most {most} are taken", param="messages")
+            return [body]
+        if not 0 < len(body.prompts) <= self.settings.max_prompts:
+            what = f"{len(body.prompts)} prompts, 1 to {self.settings.max_prompts} are taken"
+            raise ApiError(400, what, param="prompt")
+        return body.prompts
 
-    async def _grammar(self, engine: EmbeddedEngine, body: Generation) -> Grammar | None:
-        calls = isinstance(body, ChatRequest) and bool(body.offered)
-        if not calls and not body.forms:
-            return None
-        return await run_in_threadpool(_compiled, await self._load_grammars(engine), body)
+    def _formatter(self, engine: EmbeddedEngine, body: Body, names: TokenNames | None) -> Formatter:
+        acceptance = body.acceptance_metrics or self.settings.acceptance_metrics
+        if isinstance(body, ChatRequest):
+            return ChatFormatter(body, names, acceptance, engine.block_size)
+        texts = (each if isinstance(each, str) else str(engine.tokenizer.decode(each)) for each in body.prompts)
+        return CompletionFormatter(body, names, acceptance, engine.block_size, [*texts] if body.echo else [])
 
-    async def _load_grammars(self, engine: EmbeddedEngine) -> Grammars:  # once, for the first request that needs them
-        async with self._tokenizing:
-            if self._grammars is None:
-                config = engine.scheduler.target.config
-                self._grammars = await run_in_threadpool(
-                    Grammars, engine.tokenizer, config.vocab_size, config.eos_token_ids
-                )
-        return self._grammars
-
-    def _acceptance(self, body: Generation) -> AcceptanceMetrics:
-        return body.acceptance_metrics or self.settings.acceptance_metrics
+    def _ready_engine(self, body: Body) -> EmbeddedEngine:
+        if self.status != "ready" or self.worker.engine is None:
+            raise self._not_ready()
+        if body.model != self.model:
+            what = f"the model {body.model!r} is not served here; {self.model!r} is"
+            raise ApiError(404, what, param="model", code="model_not_found")
+        if body.n > self.settings.max_n:
+            raise ApiError(400, f"n is {body.n}, at most {self.settings.max_n} are taken", param="n")
+        return self.worker.engine
 
     def _check_room(self, requests: int) -> None:
         if not self.worker.has_room(requests):
-            self.metrics.refused(429)
+            self.worker.metrics.refused(429)
             raise ApiError(429, "the queue is full; try again later", code="queue_full")
 
     def _not_ready(self) -> ApiError:
-        self.metrics.refused(503)
+        self.worker.metrics.refused(503)
         return ApiError(503, f"the server is not ready: {self.status}", code="not_ready")
 
 
-def _compiled(grammars: Grammars, body: Generation) -> Grammar:
+def _compiled(grammars: Grammars, body: Body) -> Grammar:
     if isinstance(body, ChatRequest) and body.offered:
         forced = body.tool_choice != "auto"
         text = call_grammar(body.offered, forced=forced, parallel=body.parallel_tool_calls)
         return grammars.lark(text, where="tools")
-    (where,), wanted, outputs = body.forms, body.response_format, body.structured_outputs
-    if body.regex is not None:
-        return grammars.regex(body.regex, where=where)
-    if outputs is not None:
-        if outputs.json_ is not None:
-            return grammars.json_schema(outputs.json_, where=where)
-        if outputs.regex is not None:
-            return grammars.regex(outputs.regex, where=where)
-        return grammars.lark(f"start: {' | '.join(map(json.dumps, outputs.choice or ()))}", where=where)
-    if isinstance(wanted, JsonSchema):
-        return grammars.json_schema(wanted.json_schema.schema_, where=where)
-    if isinstance(wanted, Regex):
-        return grammars.regex(wanted.pattern, where=where)
-    return grammars.json_schema({"type": "object"}, where=where)
+    ((where, (form, source)),) = body.forms.items()
+    compilers: dict[Form, Callable[..., Grammar]] = {
+        "json_schema": grammars.json_schema,
+        "regex": grammars.regex,
+        "lark": grammars.lark,
+    }
+    return compilers[form](source, where=where)
 
 
 def _tokenize(engine: EmbeddedEngine, prompt: str | list[int] | ChatRequest, params: SamplingParams) -> list[int]:
@@ -270,39 +231,6 @@ def _params_of_answer(params: SamplingParams, index: int) -> SamplingParams:  # 
     return params.model_copy(update={"seed": (params.seed + index + 2**63) % 2**64 - 2**63})
 
 
-def add_generation_routes(app: FastAPI, handler: RequestHandler) -> None:
-    """Adds the routes that generate."""
-
-    @app.post("/v1/chat/completions", responses={200: {"model": r.ChatCompletion, **EVENTS}})
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        queued = await unless_gone(request.receive, handler.chat(body, request.state.owner))
-        return await respond(request, body, *queued, ping_seconds=handler.settings.ping_seconds)
-
-    @app.post("/v1/completions", responses={200: {"model": r.Completion, **EVENTS}})
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        queued = await unless_gone(request.receive, handler.completion(body, request.state.owner))
-        return await respond(request, body, *queued, ping_seconds=handler.settings.ping_seconds)
-
-
-async def respond(
-    request: Request, body: Generation, stream: ResponseStream, formatter: Formatter, *, ping_seconds: float
-) -> Response:
-    """Waits for the first chunk before a byte is sent, so that an error before it has its own status."""
-    chunks = aiter(stream)
-    try:
-        first = await unless_gone(request.receive, anext(chunks))
-        if body.stream:
-            events = event_data(_joined(first, chunks), formatter, stream)
-            return EventStream(events, stream, ping_seconds=ping_seconds)
-        answers = await unless_gone(request.receive, _whole(_joined(first, chunks)))
-        return json_response(formatter.whole(answers, stream.requests))
-    except BaseException as error:
-        stream.cancel()
-        if isinstance(error, ClientDisconnect):
-            return Response(status_code=499)
-        raise
-
-
 async def event_data(chunks: AsyncIterator[Chunk], formatter: Formatter, stream: ResponseStream) -> AsyncIterator[str]:
     """The data of a stream's events, `[DONE]` the last. An error, too late for a status, is an event."""
     try:
@@ -310,7 +238,7 @@ async def event_data(chunks: AsyncIterator[Chunk], formatter: Formatter, stream:
             if (event := formatter.event(chunk)) is not None:
                 yield ascii_json(event)
         if formatter.body.stream_options.include_usage:
-            yield ascii_json(formatter.totals(stream.requests))
+            yield ascii_json(formatter.totals(stream.answers))
     except ApiError as error:
         yield ascii_json(error.body.model_dump())
     yield DONE
@@ -334,16 +262,9 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _whole(chunks: AsyncIterator[Chunk]) -> list[Chunk]:  # each answer's chunks joined into one
-    whole: dict[int, Chunk] = {}
-    async for chunk in chunks:
-        before = whole.get(chunk.index)
-        if before is not None:
-            logprobs = None if chunk.logprobs is None else [*(before.logprobs or []), *chunk.logprobs]
-            token_ids = before.token_ids + chunk.token_ids
-            chunk = replace(chunk, text=before.text + chunk.text, token_ids=token_ids, logprobs=logprobs)
-        whole[chunk.index] = chunk
-    return [whole[index] for index in sorted(whole)]
+async def _exhaust(chunks: AsyncIterator[Chunk]) -> None:
+    async for _ in chunks:
+        pass
 
 
 async def _joined(first: Chunk, rest: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:

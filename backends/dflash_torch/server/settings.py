@@ -1,4 +1,4 @@
-"""The HTTP server's own settings, beside the Deployment: environment `DFLASH_SERVE_HTTP_*`, and a file of API keys."""
+"""The HTTP server's own settings, beside the Deployment: environment `DFLASH_SERVE_HTTP_*`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic_settings import BaseSettings, SettingsConfigDict
-
-from dflash_serve.errors import UserError
 
 from ..facts import SETTINGS_PREFIX
 from .api import AcceptanceMetrics
@@ -21,43 +19,18 @@ class ServerSettings(BaseSettings):
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, lt=65536)
-    served_model_name: str | None = None
-    """Name in the API; None = the deployment's target."""
-    api_key_file: Path | None = None
-    """One key a line; None = open to all."""
-    log_format: Literal["text", "json"] = "text"
-    """json = one object a line."""
-    acceptance_metrics: AcceptanceMetrics = "none"
-    """Default of the requests' field `acceptance_metrics`."""
+    served_model_name: str | None = None  # in the API; None = the deployment's target
+    api_key_file: Path | None = None  # one key a line; None = open to all
+    log_format: Literal["text", "json"] = "text"  # json = one object a line
+    acceptance_metrics: AcceptanceMetrics = "none"  # default of the requests' field of this name
+    # A step's small operators on a CPU: `auto` compiles them where there is a C++ compiler, `plain` is PyTorch's.
     operators: Literal["auto", "plain"] = "auto"
-    """A step's small operators on a CPU: `auto` compiles them where there is a C++ compiler, `plain` leaves them to
-    PyTorch."""
-    drain_seconds: NonNegativeFloat = 30
-    """Time for running requests after SIGTERM."""
+    drain_seconds: NonNegativeFloat = 30  # for running requests after SIGTERM
+    # Time between two comments that keep a stream open while no chunk comes; 0 = no comments.
     ping_seconds: NonNegativeFloat = 15
-    """Time between two comments that keep a stream open while no chunk comes; 0 = no comments."""
     max_body_bytes: PositiveInt = 4 * 1024 * 1024
     max_header_bytes: PositiveInt = 16 * 1024
-    body_seconds: PositiveFloat = 30
-    """Time for a client to send a body."""
+    body_seconds: PositiveFloat = 30  # for a client to send a body
     max_messages: PositiveInt = 1024
     max_prompts: PositiveInt = 16
     max_n: PositiveInt = 16
-
-
-def read_api_keys(path: Path | None) -> list[str]:
-    """One key a line; empty lines and lines that begin with # are skipped. None = no keys.
-
-    Raises:
-        UserError: the file cannot be read or has no key.
-    """
-    if path is None:
-        return []
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read ({error})", where=str(path), do="give a file with one key a line") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise UserError("has no key", where=str(path), do="write one key a line, or leave --api-key-file out")
-    return keys

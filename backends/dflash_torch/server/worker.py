@@ -1,16 +1,17 @@
-"""The engine's thread as the server runs it, and the figures of /metrics.
+"""The engine's thread, the streams of its answers to the event loop, and the figures of /metrics.
 
-News of answers go to the streams of the event loop and into the figures, which have the names of `facts`. A figure that
-is not known yet is left out.
+The figures have the names of `facts`. A figure that is not known yet is left out.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from time import monotonic
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,12 +22,14 @@ from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from .. import facts
-from ..answer import Answer, EngineStoppedError, Item, StepFailedError
-from ..engine import EmbeddedEngine, EngineLoop, EngineThread
+from ..answer import Answer, Item, StepFailedError
+from ..engine import EmbeddedEngine, EngineLoop
 from ..request import Request
 from .api import ApiError
 
 STEP_FAILED = "the step that held this request failed; the server goes on, send it again"
+# After this many failed steps in a row the engine is broken: only a new process helps.
+MAX_FAILED_STEPS = 8
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 LABELS = ["model_name"]
 NAMES = facts.FACTS.metrics
@@ -43,120 +46,107 @@ class EngineSnapshot:
     block_size: int | None = None  # B, the anchor counted; None without a drafter
 
 
-class ServerMetrics:
-    """Latencies and counts as they happen; the other figures come from a snapshot at every scrape."""
+class ServerMetrics(Collector):
+    """Latencies and counts as they happen; the other figures come from a snapshot at every scrape.
 
-    def __init__(self, model_name: str) -> None:
-        self.registry, self.model_name = CollectorRegistry(), model_name
+    Args:
+        snapshot: gives the figures of this moment, in any thread.
+    """
+
+    def __init__(self, model_name: str, snapshot: Callable[[], EngineSnapshot]) -> None:
+        self.registry, self.model_name, self._snapshot = CollectorRegistry(), model_name, snapshot
         self._first_token = self._histogram(NAMES.time_to_first_token, "Arrival to the first token.")
         self._inter_token = self._histogram(
             NAMES.inter_token_latency, "Time between tokens; a step's tokens get equal shares."
         )
         self._end_to_end = self._histogram(NAMES.request_latency, "Arrival to the end.")
         self._queue_time = self._histogram(NAMES.queue_time, "Arrival to a cache entry.")
-        self._prompt = self._counter(facts.PROMPT_TOKENS, "Prompt tokens taken in.")
-        self._cached = self._counter(facts.CACHED_TOKENS, "Prompt tokens whose K/V was reused.")
-        self._generated = self._counter(NAMES.generated, "Tokens generated.")
-        labels = [*LABELS, "finished_reason"]
-        self._ended = Counter(facts.REQUESTS_ENDED, "Requests that ended.", labels, registry=self.registry)
+        self._prompt = self._counter(facts.PROMPT_TOKENS, "Prompt tokens taken in.").labels(model_name)
+        self._cached = self._counter(facts.CACHED_TOKENS, "Prompt tokens whose K/V was reused.").labels(model_name)
+        self._generated = self._counter(NAMES.generated, "Tokens generated.").labels(model_name)
+        self._ended = self._counter(facts.REQUESTS_ENDED, "Requests that ended.", "finished_reason")
         for reason in ("stop", "length", "abort", "error"):  # from the start: a rate needs a first value
             self._ended.labels(model_name, reason)
-        labels = [*LABELS, "status"]
-        self._refused = Counter(facts.REQUESTS_REFUSED, "Requests not admitted.", labels, registry=self.registry)
+        self._refused = self._counter(facts.REQUESTS_REFUSED, "Requests not admitted.", "status")
         for status in ("429", "503"):
             self._refused.labels(model_name, status)
-
-    def watch(self, snapshot: Callable[[], EngineSnapshot]) -> None:
-        """Asks for a snapshot at every scrape."""
-        self.registry.register(_SnapshotCollector(snapshot, self.model_name))
+        self._last_chunk: dict[Answer, float] = {}  # time of the last chunk of each running answer that has one
+        self.registry.register(self)
 
     def render(self) -> bytes:
         """Prometheus text."""
         return generate_latest(self.registry)
 
-    def joined(self, prompt_tokens: int, cached_tokens: int, seconds: float) -> None:
-        """A request joined the batch, `seconds` after it arrived."""
-        self._queue_time.observe(seconds)
-        self._prompt.inc(prompt_tokens)
-        self._cached.inc(cached_tokens)
-
-    def first_tokens(self, tokens: int, seconds: float) -> None:
-        """The first step that gave a request tokens, `seconds` after it arrived."""
-        self._first_token.observe(seconds)
-        self._generated.inc(tokens)
-
-    def later_tokens(self, tokens: int, seconds: float) -> None:
-        """A later step, `seconds` after the step before; each of its tokens gets an equal share."""
-        self._generated.inc(tokens)
-        for _ in range(tokens):
-            self._inter_token.observe(seconds / tokens)
-
-    def ended(self, reason: str, seconds: float | None = None) -> None:
-        """A request ended: stop, length, abort or error."""
-        self._ended.labels(self.model_name, reason).inc()
-        if seconds is not None:
-            self._end_to_end.observe(seconds)
-
     def refused(self, status: int) -> None:
         """A request was refused before it was queued."""
         self._refused.labels(self.model_name, str(status)).inc()
 
+    def observe(self, answer: Answer, request: Request, item: Item) -> None:
+        """Measures news of an answer that is or was in the batch."""
+        now, last = monotonic(), self._last_chunk.pop(answer, None)
+        if last is None:
+            self._queue_time.observe((answer.joined or now) - answer.arrived)
+            self._prompt.inc(request.prompt_length)
+            self._cached.inc(request.reused)
+        if not isinstance(item, Chunk):
+            self._ended.labels(self.model_name, "abort" if item is None else "error").inc()
+            return
+        tokens = len(item.token_ids)
+        self._generated.inc(tokens)
+        if last is None:
+            self._first_token.observe(now - answer.arrived)
+        else:
+            for _ in range(tokens):
+                self._inter_token.observe((now - last) / tokens)
+        if item.finish_reason is None:
+            self._last_chunk[answer] = now
+        else:
+            self._ended.labels(self.model_name, item.finish_reason).inc()
+            self._end_to_end.observe(now - answer.arrived)
+
+    def collect(self) -> Iterable[Metric]:
+        """Queue, cache and acceptance as the metrics of one scrape."""
+        now = self._snapshot()
+        yield self._family(GaugeMetricFamily, facts.QUEUED, "Requests in the queue.", now.waiting)
+        yield self._family(GaugeMetricFamily, facts.RUNNING, "Requests in the batch.", now.running)
+        usage = "Share of the K/V cache in use (1 = all)."
+        yield self._family(GaugeMetricFamily, facts.CACHE_USAGE, usage, now.cache_usage)
+        counts = now.statistics
+        if counts is None:
+            return
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        yield self._family(counter, facts.DRAFTS, "Steps that verified a draft.", counts.verifications or 0)
+        yield self._family(counter, facts.DRAFTED, "Drafted tokens verified.", counts.drafted or 0)
+        yield self._family(counter, facts.ACCEPTED, "Drafted tokens accepted.", counts.accepted or 0)
+        length = "Mean tokens gained per verified draft, the bonus token counted."
+        yield self._family(gauge, facts.ACCEPTANCE_LENGTH, length, counts.acceptance_length)
+        yield self._family(counter, facts.WIDTHS, "Requests' steps by the width chosen.", counts.widths or {}, "width")
+        survival = dict(enumerate(counts.survival(now.block_size or 1), start=1))
+        known = dict(enumerate(counts.accepted_by_slot or (), start=1))
+        accepted = {slot - 1: known.get(slot, 0) for slot in survival}
+        yield self._family(counter, facts.ACCEPTED_BY_SLOT, "By slot, from 0 on.", accepted, "position")
+        text = "P(slot is accepted), where the width covered it."
+        yield self._family(gauge, facts.SURVIVAL, text, survival, "slot")
+
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, LABELS, registry=self.registry, buckets=SECONDS).labels(self.model_name)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, LABELS, registry=self.registry).labels(self.model_name)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, [*LABELS, *labels], registry=self.registry)
 
-
-class _SnapshotCollector(Collector):  # queue, cache and acceptance as the metrics of one scrape
-    def __init__(self, snapshot: Callable[[], EngineSnapshot], model_name: str) -> None:
-        self.snapshot, self.model_name = snapshot, model_name
-
-    def collect(self) -> Iterable[Metric]:
-        now = self.snapshot()
-        yield self._gauge(facts.QUEUED, "Requests in the queue.", now.waiting)
-        yield self._gauge(facts.RUNNING, "Requests in the batch.", now.running)
-        if now.cache_usage is not None:
-            yield self._gauge(facts.CACHE_USAGE, "Share of the K/V cache in use (1 = all).", now.cache_usage)
-        if now.statistics is not None:
-            yield from self._acceptance(now.statistics)
-            yield from self._slots(now.statistics, now.block_size or 1)
-
-    def _acceptance(self, counts: AcceptanceStatistics) -> Iterable[Metric]:
-        yield self._total(facts.DRAFTS, "Steps that verified a draft.", counts.verifications or 0)
-        yield self._total(facts.DRAFTED, "Drafted tokens verified.", counts.drafted or 0)
-        yield self._total(facts.ACCEPTED, "Drafted tokens accepted.", counts.accepted or 0)
-        if counts.acceptance_length is not None:
-            text = "Mean tokens gained per verified draft, the bonus token counted."
-            yield self._gauge(facts.ACCEPTANCE_LENGTH, text, counts.acceptance_length)
-        widths = self._counters(facts.WIDTHS, "Requests' steps by the width chosen.", "width")
-        for width, steps in (counts.widths or {}).items():
-            widths.add_metric([self.model_name, str(width)], steps)
-        yield widths
-
-    def _slots(self, counts: AcceptanceStatistics, block_size: int) -> Iterable[Metric]:
-        accepted = self._counters(facts.ACCEPTED_BY_SLOT, "By slot, from 0 on.", "position")
-        labels = [*LABELS, "slot"]
-        survival = GaugeMetricFamily(facts.SURVIVAL, "P(slot is accepted), where the width covered it.", labels=labels)
-        known = dict(enumerate(counts.accepted_by_slot or (), start=1))
-        for slot, probability in enumerate(counts.survival(block_size), start=1):
-            accepted.add_metric([self.model_name, str(slot - 1)], known.get(slot, 0))
-            if probability is not None:
-                survival.add_metric([self.model_name, str(slot)], probability)
-        yield from (accepted, survival)
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=LABELS)
-        family.add_metric([self.model_name], value)
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        value: float | Mapping[int, float | None] | None,
+        label: str | None = None,
+    ) -> Metric:  # with a sample for each number that is known; `label` tells several apart
+        family = kind(name, text, labels=LABELS if label is None else [*LABELS, label])
+        for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
+            if number is not None:
+                family.add_metric([self.model_name] if label is None else [self.model_name, str(key)], number)
         return family
-
-    def _total(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=LABELS)
-        family.add_metric([self.model_name], value)
-        return family
-
-    def _counters(self, name: str, text: str, label: str) -> CounterMetricFamily:
-        return CounterMetricFamily(name, text, labels=[*LABELS, label])
 
 
 class ResponseStream:
@@ -171,11 +161,6 @@ class ResponseStream:
         self.answers: list[Answer] = []  # all answers of the HTTP request; the stream ends with the last of them
         self.items: asyncio.Queue[Chunk | ApiError] = asyncio.Queue()
         self.cancelled = False
-
-    @property
-    def requests(self) -> list[Request]:
-        """The scheduler's requests of all answers, which have joined."""
-        return [answer.request for answer in self.answers if answer.request is not None]
 
     def cancel(self) -> None:
         """Frees the cache entries of all answers before the next step. Harmless after their end."""
@@ -199,29 +184,43 @@ class ResponseStream:
             yield item
 
 
-class EngineWorker(EngineThread):
-    """Answers the requests of the event loop.
+class EngineWorker:
+    """A thread that loads an engine, and runs the steps of a loop over it while there is work.
 
     Args:
         start: loads the engine; runs in the thread, so that the server answers while it loads.
+        model: the name in the API and in the metrics.
         max_queued: requests that may wait for a cache entry.
     """
 
-    def __init__(self, start: Callable[[], EmbeddedEngine], metrics: ServerMetrics, *, max_queued: int) -> None:
-        super().__init__(start)
-        self.metrics, self.max_queued = metrics, max_queued
+    def __init__(self, start: Callable[[], EmbeddedEngine], model: str, *, max_queued: int) -> None:
+        self._start, self.model, self.max_queued = start, model, max_queued
+        self.metrics = ServerMetrics(model, self.snapshot)
+        self.engine: EmbeddedEngine | None = None
+        self.loop: EngineLoop | None = None
+        self.state: Literal["loading", "ready", "broken", "stopped"] = "loading"
+        self.fatal: BaseException | None = None  # the exception that prevented the engine from loading
         self.admitted = 0  # submitted and not ended; only the event loop changes it
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._news: list[tuple[ResponseStream, Chunk | ApiError | None]] = []
-        self._last_chunk: dict[Answer, float] = {}  # time of the last chunk of each running answer that has one
         self._snapshot = EngineSnapshot()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- called in the event loop
 
     def launch_from(self, event_loop: asyncio.AbstractEventLoop) -> None:
         """Starts the thread; streams are filled in this event loop."""
         self._event_loop = event_loop
-        self.launch()
+        self._thread.start()
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """Ends the thread after its step; False = the step still runs after `timeout` seconds."""
+        self._stopping.set()
+        self.wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def has_room(self, answers: int) -> bool:
         """True if cache and queue have room for `answers` more."""
@@ -240,9 +239,9 @@ class EngineWorker(EngineThread):
         self.loop.submit(answers)
 
     def wake(self) -> None:
-        """Lets the thread see that answers were cancelled."""
-        assert self.loop is not None
-        self.loop.wake()
+        """Lets the thread see that answers were cancelled, or that it is to stop."""
+        if self.loop is not None:
+            self.loop.wake()
 
     @property
     def waiting(self) -> int:
@@ -271,46 +270,57 @@ class EngineWorker(EngineThread):
         """Measures news of an answer, and keeps them for its stream until the step is over."""
         assert isinstance(answer.group, ResponseStream)
         if answer.request is not None:
-            self._measure(answer, answer.request, item)
+            self.metrics.observe(answer, answer.request, item)
         self._news.append((answer.group, _api_error(item) if isinstance(item, Exception) else item))
         if item is None:  # its place is free before the step
             self._post()
 
-    def after_step(self, loop: EngineLoop) -> None:
-        """Posts a step's news to the event loop in one call."""
+    def _run(self) -> None:
+        try:
+            engine = self._start()
+            engine.warm_up()
+        except BaseException as error:  # the server reports it and ends
+            self.fatal, self.state = error, "broken"
+            return
+        loop = EngineLoop(engine.scheduler, engine.tokenizer)
+        self.engine, self.loop = engine, loop
+        self._after_step(engine)
+        self.state = "ready"
+        while self._wait_for_work(loop):
+            loop.step()
+            self._after_step(engine)
+            if loop.failed_steps >= MAX_FAILED_STEPS:
+                self.state = "broken"
+        if self.state == "ready":
+            self.state = "stopped"
+        loop.fail(ApiError(503, "the server is shutting down"), waiting=True)
+        self._after_step(engine)
+
+    def _wait_for_work(self, loop: EngineLoop) -> bool:
+        with loop.changed:
+            while not (self._stopping.is_set() or loop.waiting or loop.running):
+                loop.changed.wait()
+        return not self._stopping.is_set()
+
+    def _after_step(self, engine: EmbeddedEngine) -> None:
         self._post()
-        scheduler = loop.scheduler
+        scheduler = engine.scheduler
         used = sum(request.verified for request in scheduler.running)
         self._snapshot = EngineSnapshot(
             cache_usage=used / (scheduler.cache.entries * scheduler.capacity),
             statistics=deepcopy(scheduler.statistics),
-            block_size=self.engine.block_size if self.engine else None,
+            block_size=engine.block_size,
         )
 
-    def _post(self) -> None:
+    def _post(self) -> None:  # news go to the event loop in one call
         news, self._news = self._news, []
         if news and self._event_loop is not None and not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(self._receive, news)
 
-    def _measure(self, answer: Answer, request: Request, item: Item) -> None:
-        now, last = monotonic(), self._last_chunk.pop(answer, None)
-        if last is None:
-            self.metrics.joined(request.prompt_length, request.reused, (answer.joined or now) - answer.arrived)
-        if isinstance(item, Chunk) and last is None:
-            self.metrics.first_tokens(len(item.token_ids), now - answer.arrived)
-        elif isinstance(item, Chunk) and last is not None:
-            self.metrics.later_tokens(len(item.token_ids), now - last)
-        if not isinstance(item, Chunk):
-            self.metrics.ended("abort" if item is None else "error")
-        elif item.finish_reason is not None:
-            self.metrics.ended(item.finish_reason, now - answer.arrived)
-        else:
-            self._last_chunk[answer] = now
-
 
 def _api_error(error: Exception) -> ApiError:
-    if isinstance(error, EngineStoppedError):
-        return ApiError(503, "the server is shutting down")
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, StepFailedError):
         return ApiError(500, STEP_FAILED)
     return ApiError(400 if isinstance(error, UserError) else 500, str(error))

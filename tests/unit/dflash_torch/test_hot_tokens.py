@@ -63,13 +63,12 @@ def test_what_is_drafted_is_hot_and_no_answer_changes(folders: Folders, tmp_path
     assert {token for draft in found for token in draft} <= set(PART)
 
 
-def test_with_every_token_hot_the_drafts_are_those_of_the_whole_head(folders: Folders, tmp_path: Path) -> None:
+def test_with_every_token_hot_and_under_a_grammar_drafts_are_those_of_the_whole_head(
+    folders: Folders, tmp_path: Path
+) -> None:
     whole = tiny_engine(folders)
     every = list(range(whole.scheduler.target.config.vocab_size))
-    assert drafts(tiny_engine(with_hot_tokens(folders, tmp_path / "hot", every))) == drafts(whole)
-
-
-def test_a_grammar_drafts_from_the_whole_vocabulary(folders: Folders, tmp_path: Path) -> None:
+    assert drafts(tiny_engine(with_hot_tokens(folders, tmp_path / "every", every))) == drafts(whole)
     pattern = r"[a-f]{3,9}-(fox|dog)\."
     hot = tiny_engine(with_hot_tokens(folders, tmp_path / "hot", PART))
     assert drafts(hot, pattern) == drafts(tiny_engine(folders), pattern)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -13,25 +12,14 @@ from dflash_serve import SamplingParams
 from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.models.attention import FlashInferAttention, PaddedAttention, RaggedAttention, windows_fit
 from dflash_serve.models.kv_cache import KVCache, Span
-from dflash_serve.speculation.policy import FixedWidth, Step
-from dflash_torch.model_runner import LONGEST, Shape, StaticPass, padded_table, real_rows, shape_of
-from dflash_torch.model_runner import shapes as shapes_of_all
+from dflash_serve.speculation.policy import FixedWidth
+from dflash_torch.model_runner import LONGEST, Shape, Shapes, StaticPass
 from tests.support import fake_flashinfer
 from tests.support.embedded import answers, tiny_engine, with_passes
 
 PROMPTS = [[10 + n, 20, 30 + n, 40, *range(n)] for n in range(5)]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 KINDS = [AttentionKind(causal=causal, window=window) for causal in (True, False) for window in (None, 10, 2)]
-
-
-@dataclass(frozen=True)
-class Watched(FixedWidth):
-    """Notes what steps are said to have taken."""
-
-    seen: list[float | None] = field(default_factory=list)
-
-    def observe(self, step: Step) -> None:
-        self.seen.append(step.seconds)
 
 
 def filled_cache() -> KVCache:
@@ -80,9 +68,9 @@ def test_padding_changes_no_token(folders: tuple[Path, Path], temperature: float
 
 
 def test_shapes_are_few() -> None:
-    limits = {"max_batch_size": 24, "widest": 10, "capacity": 9000}
+    limits = Shapes(max_batch_size=24, widest=10, capacity=9000)
     shapes = {
-        shape_of([Span(0, start, rows)] * count, **limits)
+        limits.fit([Span(0, start, rows)] * count)
         for count in range(1, 25)
         for rows in range(1, 11)
         for start in range(0, 4000, 50)
@@ -93,9 +81,9 @@ def test_shapes_are_few() -> None:
         for width in (1, 2, 4, 8, 10)
         for length in (256, 512, 1024, 2048, 4096)
     }
-    assert set(shapes_of_all(**limits)) == shapes
-    small = {"max_batch_size": 1, "widest": 1, "capacity": 100}
-    assert shapes_of_all(**small) == [shape_of([Span(0, 30, 1)], **small)] == [Shape(1, 1, 100)]
+    assert set(limits.all()) == shapes
+    small = Shapes(max_batch_size=1, widest=1, capacity=100)
+    assert small.all() == [small.fit([Span(0, 30, 1)])] == [Shape(1, 1, 100)]
 
 
 def test_all_that_decoding_takes_is_captured_ahead(folders: tuple[Path, Path]) -> None:
@@ -138,30 +126,35 @@ def test_a_prompt_goes_ragged_and_leaves_the_others_captured(folders: tuple[Path
     assert [shape for shape, _ in static.target_runner.captured] == [Shape(2, 4, 256)]
 
 
-def test_a_step_that_captures_says_nothing_of_what_others_take(folders: tuple[Path, Path]) -> None:
-    policy = Watched(4)
-    scheduler = with_passes(tiny_engine(folders, width=policy), static=True).scheduler
+def test_a_step_that_captures_says_nothing_of_what_others_take(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float | None] = []
+    monkeypatch.setattr(FixedWidth, "observe", lambda _, step: seen.append(step.seconds))
+    scheduler = with_passes(tiny_engine(folders), static=True).scheduler
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     scheduler.join(PROMPTS[0], params)
-    while len(policy.seen) < 3:
+    while len(seen) < 3:
         scheduler.step()
     scheduler.join(PROMPTS[1][:1], params)  # no more rows than a block: another shape, and no prefill by itself
-    while len(policy.seen) < 6:
+    while len(seen) < 6:
         scheduler.step()
-    assert [seconds is None for seconds in policy.seen] == [True, False, False, True, True, False]
+    assert [seconds is None for seconds in seen] == [True, False, False, True, True, False]
 
 
 @pytest.mark.parametrize(
-    "span", [Span(0, 0, 11), Span(0, 95, 7), Span(0, LONGEST, 1)], ids=["prefill", "no room behind", "too long"]
+    ("span", "capacity"),
+    [(Span(0, 0, 11), 100), (Span(0, 95, 7), 100), (Span(0, LONGEST, 1), 2 * LONGEST)],
+    ids=["prefill", "no room behind", "too long"],
 )
-def test_what_no_shape_holds_goes_ragged(span: Span) -> None:
-    assert shape_of([span], max_batch_size=4, widest=10, capacity=100 if span.start < 100 else 2 * LONGEST) is None
+def test_what_no_shape_holds_goes_ragged(span: Span, capacity: int) -> None:
+    assert Shapes(max_batch_size=4, widest=10, capacity=capacity).fit([span]) is None
 
 
 def test_rows_come_back_in_order_without_what_was_padded() -> None:
     spans = [Span(5, 30, 3), Span(2, 7, 1), Span(1, 9, 2)]
     shape = Shape(4, 4, 256)
-    table = padded_table(spans, [[11, 12, 13], [21], [31, 32]], shape)
+    table = shape.table(spans, [[11, 12, 13], [21], [31, 32]])
     assert table == [[5, 30, 11, 12, 13, 0], [2, 7, 21, 0, 0, 0], [1, 9, 31, 32, 0, 0], [1, 9, 31, 32, 0, 0]]
-    assert real_rows(spans, shape) == [0, 1, 2, 4, 8, 9]
-    assert real_rows([Span(0, 0, 4)] * 3, shape) == slice(12)
+    assert shape.real_rows(spans) == [0, 1, 2, 4, 8, 9]
+    assert shape.real_rows([Span(0, 0, 4)] * 3) == slice(12)

@@ -73,6 +73,9 @@ def test_the_next_turn_of_a_conversation_goes_on_in_its_own_slot(folders: Folder
     turn = scheduler.join([*first.token_ids, 70, 71], GREEDY)
     assert turn.entry == first.entry
     assert turn.reused >= len(first.token_ids) - 2
+    again = scheduler.join(PREFIX, GREEDY)  # all seen before: its last token is computed all the same
+    assert again.reused == len(PREFIX) - 1
+    assert scheduler.step()[1].token_ids
 
 
 def test_prefixes_are_not_shared_across_salts_nor_from_a_failed_step(folders: Folders) -> None:
@@ -82,12 +85,3 @@ def test_prefixes_are_not_shared_across_salts_nor_from_a_failed_step(folders: Fo
     assert scheduler.join(PREFIX, GREEDY, salt="b").reused == 0
     scheduler.leave(first, sound=False)
     assert scheduler.join(PREFIX, GREEDY, salt="a").reused == 0
-
-
-def test_a_prompt_that_was_all_seen_before_still_computes_its_last_token(folders: Folders) -> None:
-    scheduler = tiny_engine(folders).scheduler
-    scheduler.join(PREFIX, GREEDY)
-    scheduler.step()
-    again = scheduler.join(PREFIX, GREEDY)
-    assert again.reused == len(PREFIX) - 1
-    assert scheduler.step()[1].token_ids

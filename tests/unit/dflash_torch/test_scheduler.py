@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from dflash_serve import SamplingParams
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.width import AutoWidth
+from dflash_torch.scheduler import Scheduler
 from tests.support.embedded import PROMPTS, answers, tiny_engine
 
 Folders = tuple[Path, Path]
@@ -22,21 +25,14 @@ def auto() -> AutoWidth:
     return AutoWidth(CostModel(target={1: 1.0, 16: 1.2}, draft={1: 0.1, 4: 0.2}), 4)
 
 
-@pytest.mark.parametrize("width", [2, 4, "auto"])
-def test_greedy_answers_do_not_depend_on_width_or_neighbours(folders: Folders, truth: Truth, width: int | str) -> None:
-    engine = tiny_engine(folders, width=auto() if width == "auto" else int(width), max_batch_size=3, truth=truth)
-    outputs = answers(engine, PROMPTS, GREEDY)
+def test_answers_of_auto_width_do_not_depend_on_width_or_neighbours(folders: Folders, truth: Truth) -> None:
+    """Of fixed widths, `test_heads` says so."""
+    outputs = answers(tiny_engine(folders, width=auto(), max_batch_size=3, truth=truth), PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == list(truth.values())
     assert max(output.statistics.tokens_per_step or 0 for output in outputs) > 1.3
-
-
-@pytest.mark.parametrize("width", [2, 4, "auto"])
-def test_sampled_answers_are_fixed_by_the_seed_whatever_the_drafter_says(
-    folders: Folders, truth: Truth, width: int | str
-) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=24, frequency_penalty=0.3)
     plain = [answers(tiny_engine(folders, width=1), [prompt], params)[0].token_ids for prompt in PROMPTS]
-    engine = tiny_engine(folders, width=auto() if width == "auto" else int(width), max_batch_size=2, truth=truth)
+    engine = tiny_engine(folders, width=auto(), max_batch_size=2, truth=truth)
     assert [output.token_ids for output in answers(engine, PROMPTS, params)] == plain
 
 
@@ -90,47 +86,28 @@ def test_features_do_not_pile_up_while_speculation_does_not_pay(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dflash_torch.scheduler.BACKLOG", 8)
-    engine = tiny_engine(folders, width=auto())
-    engine.scheduler.policy = type(
-        "Off", (), {**_quiet(), "paused": False, "widths": lambda self, ids, *_: [1] * len(ids)}
-    )()
-    request = engine.scheduler.join([5, 6, 7], GREEDY)
+    scheduler = tiny_engine(folders, width=FixedWidth(1)).scheduler
+    request = scheduler.join([5, 6, 7], GREEDY)
     for _ in range(20):
-        engine.scheduler.step()
+        scheduler.step()
         assert sum(len(rows) for rows in request.features) < 8
 
 
-def _quiet() -> dict[str, object]:
-    return {"observe": lambda *_: None, "forget": lambda *_: None}
-
-
-def test_logprobs_are_the_targets_own_whatever_the_width(folders: Folders, truth: Truth) -> None:
-    params = GREEDY.model_copy(update={"logprobs": 3, "max_tokens": 20, "presence_penalty": 0.5})
-    plain = answers(tiny_engine(folders, width=1), PROMPTS, params)
-    wide = answers(tiny_engine(folders, truth=truth), PROMPTS, params)
-    for one, other in zip(plain, wide, strict=True):
-        assert one.logprobs is not None
-        assert other.logprobs is not None
-        assert [entry.token_id for entry in other.logprobs] == other.token_ids
-        for a, b in zip(one.logprobs, other.logprobs, strict=True):
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
-            assert [token for token, _ in a.top] == [token for token, _ in b.top]
-
-
-def test_logprobs_are_what_transformers_computes(folders: Folders) -> None:
+@pytest.mark.parametrize("width", [1, 4])
+def test_logprobs_are_what_transformers_computes_whatever_the_width(folders: Folders, truth: Truth, width: int) -> None:
     from transformers import AutoModelForCausalLM
 
-    params = GREEDY.model_copy(update={"logprobs": 2, "max_tokens": 8, "logit_bias": {9: 4.0}})
-    output = answers(tiny_engine(folders), [PROMPTS[0]], params)[0]
+    params = GREEDY.model_copy(update={"logprobs": 2, "max_tokens": 20, "presence_penalty": 0.5, "logit_bias": {9: 4}})
     model = AutoModelForCausalLM.from_pretrained(folders[0]).eval()
-    ids = torch.tensor([output.prompt_token_ids + output.token_ids])
-    with torch.no_grad():
-        logits = model(ids).logits
-    rows = logits[0, len(output.prompt_token_ids) - 1 : -1].log_softmax(-1)
-    assert output.logprobs is not None
-    for entry, row in zip(output.logprobs, rows, strict=True):
-        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
-        assert entry.top[0][1] == pytest.approx(float(row.max()), abs=1e-4)
+    for output in answers(tiny_engine(folders, width=width, truth=truth), PROMPTS, params):
+        ids = torch.tensor([output.prompt_token_ids + output.token_ids])
+        with torch.no_grad():
+            rows = model(ids).logits[0, len(output.prompt_token_ids) - 1 : -1].log_softmax(-1)
+        assert output.logprobs is not None
+        assert [entry.token_id for entry in output.logprobs] == output.token_ids
+        for entry, row in zip(output.logprobs, rows, strict=True):
+            assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+            assert [value for _, value in entry.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
 
 
 class Pausing(AutoWidth):
@@ -144,25 +121,34 @@ class Pausing(AutoWidth):
         return [1 if self.paused else 4] * len(request_ids)
 
 
+def pausing(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, *, large: int, **engine: Any
+) -> tuple[Scheduler, Pausing]:
+    """A scheduler whose batches count as large from `large` requests on; speculation is paused."""
+    monkeypatch.setattr("dflash_torch.scheduler.LARGE_BATCH", large)
+    scheduler = tiny_engine(folders, max_batch_size=3, **engine).scheduler
+    scheduler.policy = policy = Pausing(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
+    return scheduler, policy
+
+
+def run(scheduler: Scheduler) -> None:
+    while scheduler.running:
+        scheduler.step()
+
+
 def test_a_large_batch_keeps_no_features_while_speculation_is_paused(
     folders: Folders, truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_torch.scheduler.LARGE_BATCH", 2)
-    engine = tiny_engine(folders, max_batch_size=3, truth=truth)
-    engine.scheduler.policy = policy = Pausing(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
-    prompts = [engine.tokenize(prompt) for prompt in PROMPTS[:2]]
-    old = [engine.scheduler.join(prompt, GREEDY) for prompt in prompts]
+    scheduler, policy = pausing(folders, monkeypatch, large=2, truth=truth)
+    old = [scheduler.join(prompt, GREEDY) for prompt in list(truth)[:2]]
     for _ in range(5):
-        engine.scheduler.step()
+        scheduler.step()
     assert [request.features for request in old] == [[], []]
-
     policy.paused = False
-    assert engine.scheduler._wanted_features(old) == ()  # no request can be drafted for
-    new = engine.scheduler.join(prompts[0], GREEDY)
+    new = scheduler.join(next(iter(truth)), GREEDY)
     assert new.reused == 0  # a short prefix with a gap is not reused
-    while engine.scheduler.running:
-        engine.scheduler.step()
-    assert all(width == 1 for request in old for width, _ in request.steps)
+    run(scheduler)
+    assert all(width == 1 for request in old for width, _ in request.steps)  # they cannot be drafted for
     assert max(accepted for _, accepted in new.steps) > 0
     assert [request.output_ids for request in [*old, new]] == [*list(truth.values())[:2], next(iter(truth.values()))]
 
@@ -172,11 +158,9 @@ def test_a_prefix_that_all_prompts_share_leaves_newcomers_to_be_drafted_for(
     folders: Folders, monkeypatch: pytest.MonkeyPatch, worth: int
 ) -> None:
     """The prefix was computed before the pause, and requests that joined in the pause keep it complete for new ones."""
-    monkeypatch.setattr("dflash_torch.scheduler.LARGE_BATCH", 1)
     monkeypatch.setattr("dflash_torch.scheduler.WORTH_IN_LARGE_BATCH", worth)
     prefix = list(range(10, 50))
-    scheduler = tiny_engine(folders, max_batch_size=3).scheduler
-    scheduler.policy = policy = Pausing(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
+    scheduler, policy = pausing(folders, monkeypatch, large=1)
     policy.paused = False
     first = scheduler.join([*prefix, 60], GREEDY)
     scheduler.step()
@@ -190,51 +174,33 @@ def test_a_prefix_that_all_prompts_share_leaves_newcomers_to_be_drafted_for(
     policy.paused = False
     new = scheduler.join([*prefix, 61, 62, 64], GREEDY)
     assert (new.reused, new.draftable) == ((len(prefix), True) if worth else (len(prefix) + 2, False))
+    run(scheduler)
+    assert (max(width for width, _ in new.steps) > 1) is bool(worth)
     fresh = tiny_engine(folders, reuse_prefixes=False).scheduler
     alone = fresh.join([*prefix, 61, 62, 64], GREEDY)
-    for each in (scheduler, fresh):
-        for _ in range(3):
-            each.step()
-    assert new.output_ids[:2] == alone.output_ids[:2]
-    if worth:
-        assert max(width for width, _ in new.steps) > 1
-        assert scheduler.speculator is not None
-        assert fresh.speculator is not None
-        length = min(new.injected, alone.injected)
-        assert length > len(prefix)
-        keys = scheduler.speculator.cache.keys[:, new.entry, :, :length]
-        assert (keys - fresh.speculator.cache.keys[:, alone.entry, :, :length]).abs().max() < 1e-5
+    run(fresh)
+    assert new.output_ids == alone.output_ids
 
 
-@pytest.mark.parametrize(("worth", "borrows"), [(0, True), (2, True), (2048, False)])
-def test_a_prefix_that_takes_long_to_compute_is_worth_more_than_drafts(
-    folders: Folders, truth: Truth, monkeypatch: pytest.MonkeyPatch, worth: int, borrows: bool
+@pytest.mark.parametrize(
+    ("large", "worth", "borrows"), [(1, 0, True), (1, 2, True), (1, 2048, False), (8, 2048, None)], ids=str
+)
+def test_requests_are_drafted_for_after_a_pause_unless_their_prefix_was_long(
+    folders: Folders, truth: Truth, monkeypatch: pytest.MonkeyPatch, large: int, worth: int, borrows: bool | None
 ) -> None:
-    """The prefix of a finished request with a gap in the drafter's context is reused if it is long enough."""
-    monkeypatch.setattr("dflash_torch.scheduler.LARGE_BATCH", 1)
+    """A prefix with a gap in the drafter's context is reused if it is long enough; small batches have no gaps."""
     monkeypatch.setattr("dflash_torch.scheduler.WORTH", worth)
-    engine = tiny_engine(folders, max_batch_size=3, truth=truth)
-    engine.scheduler.policy = policy = Pausing(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
-    prompt = engine.tokenize(PROMPTS[0])
-    old = engine.scheduler.join(prompt, GREEDY)
-    while engine.scheduler.running:
-        engine.scheduler.step()
+    scheduler, policy = pausing(folders, monkeypatch, large=large, truth=truth)
+    prompt, expected = next(iter(truth.items()))
+    old = scheduler.join(prompt, GREEDY)
+    while scheduler.running and (borrows is not None or len(old.steps) < 5):
+        scheduler.step()
     policy.paused = False
-    new = engine.scheduler.join(prompt, GREEDY)
-    while engine.scheduler.running:
-        engine.scheduler.step()
-    assert (new.reused, new.draftable) == ((len(prompt) - 1, False) if borrows else (0, True))
-    assert (max(width for width, _ in new.steps) == 1) is borrows
-    assert new.output_ids == old.output_ids == next(iter(truth.values()))
-
-
-def test_requests_of_a_small_batch_can_be_drafted_for_after_a_pause(folders: Folders, truth: Truth) -> None:
-    engine = tiny_engine(folders, truth=truth)
-    engine.scheduler.policy = policy = Pausing(CostModel(target={1: 1.0}, draft={1: 1.0}), 4)
-    request = engine.scheduler.join(engine.tokenize(PROMPTS[0]), GREEDY)
-    for _ in range(5):
-        engine.scheduler.step()
-    policy.paused = False
-    while engine.scheduler.running:
-        engine.scheduler.step()
-    assert max(accepted for _, accepted in request.steps) > 0
+    new = scheduler.join(prompt, GREEDY)
+    run(scheduler)
+    assert new.output_ids == old.output_ids == expected
+    assert (max(width for width, _ in new.steps) == 1) is bool(borrows)
+    if borrows is None:
+        assert max(accepted for _, accepted in old.steps) > 0
+    else:
+        assert (new.reused, new.draftable) == ((len(prompt) - 1, False) if borrows else (0, True))

@@ -11,8 +11,7 @@ import torch
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.faults.catalogue import catalogue
-from dflash_torch.faults.changes import DrafterFault
+from dflash_torch.faults.catalogue import DrafterFault, catalogue
 from dflash_torch.faults.replay import EmbeddedReference
 from dflash_torch.faults.tensors import first_difference
 from tests.support.embedded import answers, tiny_engine

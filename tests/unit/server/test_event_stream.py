@@ -92,17 +92,12 @@ def test_events_have_data_and_nothing_else() -> None:
     assert b"content-length" not in client.headers
 
 
-def test_a_gap_is_filled_with_comments_that_clients_skip() -> None:
-    body = sent(["a", "b"], gap=0.2, ping=0.05).body
-    assert body.count(b": ping\n\n") >= 4
-    assert texts_of(decoded([body])) == ["a", "b"]
-    assert b"ping" not in sent(["a", "b"], gap=0.05, ping=0).body
-
-
-def test_a_slow_reader_gets_every_event_in_order() -> None:
+def test_comments_and_events_do_not_cut_each_other_for_a_slow_reader() -> None:
     texts = [str(number) for number in range(20)]
-    body = sent(texts, client_seconds=0.01, ping=0.02).body  # comments and events do not cut each other
+    body = sent(texts, client_seconds=0.01, gap=0.01, ping=0.02).body
+    assert body.count(b": ping\n\n") >= 4
     assert texts_of(decoded([body])) == texts
+    assert b"ping" not in sent(["a", "b"], gap=0.05, ping=0).body
 
 
 @pytest.mark.parametrize("stays_for", range(1, 5))
@@ -124,23 +119,21 @@ def test_a_stream_is_over_exactly_once_whenever_the_client_goes(stays_for: int) 
     assert over == [True]
 
 
-def test_a_client_that_had_gone_before_the_stream_began_ends_it_too() -> None:
+@pytest.mark.parametrize("who", ["client", "server"])
+def test_a_client_that_had_gone_before_or_a_server_that_goes_ends_the_stream(who: str) -> None:
+    async def endless() -> AsyncIterator[str]:
+        while True:
+            yield "a"
+            await asyncio.sleep(60)
+
     async def run() -> ResponseStream:
         client, stream = Client(), ResponseStream(lambda: None)
-        client.gone.set()
-        async with asyncio.timeout(5):
-            await EventStream(_endless(), stream, ping_seconds=15)(HTTP, client.receive, client.send)
-        return stream
-
-    assert asyncio.run(run()).cancelled
-
-
-def test_a_server_that_goes_ends_the_stream() -> None:
-    async def run() -> ResponseStream:
-        client, stream = Client(), ResponseStream(lambda: None)
-        response: Any = EventStream(_endless(), stream, ping_seconds=15)(HTTP, client.receive, client.send)
+        if who == "client":
+            client.gone.set()
+        response: Any = EventStream(endless(), stream, ping_seconds=15)(HTTP, client.receive, client.send)
         task = asyncio.create_task(response)
-        await asyncio.sleep(0.01)
+        await asyncio.wait([task], timeout=0.2)
+        assert task.done() is (who == "client")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return stream
@@ -148,36 +141,25 @@ def test_a_server_that_goes_ends_the_stream() -> None:
     assert asyncio.run(run()).cancelled
 
 
-async def _endless() -> AsyncIterator[str]:
-    while True:
-        yield "a"
-        await asyncio.sleep(60)
-
-
-def test_work_for_a_client_that_has_gone_is_cancelled() -> None:
+def test_work_for_a_client_that_has_gone_is_cancelled_and_its_own_error_is_the_callers() -> None:
     cancelled: list[bool] = []
 
-    async def work() -> None:
+    async def work(seconds: float) -> None:
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(seconds)
+            raise ValueError("x")
         except asyncio.CancelledError:
             cancelled.append(True)
             raise
 
     async def run() -> None:
         client = Client()
+        with pytest.raises(ValueError, match="x"):
+            await unless_gone(client.receive, work(0))
         asyncio.get_running_loop().call_later(0.01, client.gone.set)
         with pytest.raises(ClientDisconnect):
-            await unless_gone(client.receive, work())
+            await unless_gone(client.receive, work(60))
         assert len(asyncio.all_tasks()) == 1  # nothing is left behind
 
     asyncio.run(run())
     assert cancelled == [True]
-
-
-def test_an_error_of_the_work_is_the_callers() -> None:
-    async def work() -> None:
-        raise ValueError("x")
-
-    with pytest.raises(ValueError, match="x"):
-        asyncio.run(unless_gone(Client().receive, work()))

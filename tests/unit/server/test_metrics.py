@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -20,33 +21,25 @@ def counts() -> AcceptanceStatistics:
     return statistics
 
 
+def page(**figures: Any) -> str:
+    return ServerMetrics("tiny", lambda: EngineSnapshot(**figures)).render().decode()
+
+
 def test_what_is_written_is_what_the_facts_read() -> None:
-    metrics = ServerMetrics("tiny")
-    metrics.watch(lambda: EngineSnapshot(cache_usage=0.5, statistics=counts(), block_size=4))
-    read = FACTS.read_acceptance(Scrape(lambda _: metrics.render().decode()))
+    written = page(cache_usage=0.5, statistics=counts(), block_size=4)
+    read = FACTS.read_acceptance(Scrape(lambda _: written))
     assert read is not None
     assert dataclasses.replace(read, engine=None) == counts()
-
-
-def test_every_metric_that_the_facts_name_is_written() -> None:
-    metrics = ServerMetrics("tiny")
-    metrics.watch(lambda: EngineSnapshot(cache_usage=0.5, statistics=counts(), block_size=4))
-    metrics.joined(5, 0, 0.1)
-    metrics.first_tokens(3, 0.1)
-    metrics.later_tokens(2, 0.1)
-    metrics.ended("stop", 1.0)
-    written = metrics.render().decode()
     names = dataclasses.asdict(FACTS.metrics)
     del names["path"]
     assert [name for name in names.values() if f"\n{name}" not in written] == []
 
 
-def test_an_engine_that_loads_has_a_queue_and_nothing_else() -> None:
-    metrics = ServerMetrics("tiny")
-    metrics.watch(lambda: EngineSnapshot(waiting=3))
-    samples = Scrape(lambda _: metrics.render().decode()).samples()
+def test_a_figure_that_is_not_known_is_left_out() -> None:
+    samples = Scrape(lambda _: page(waiting=3)).samples()  # as while it loads
     assert samples.total(FACTS.metrics.queued) == 3
     assert samples.total(FACTS.metrics.kv_cache_usage or "") is None
+    assert "spec_decode_acceptance_length{" not in page(statistics=AcceptanceStatistics(), block_size=4)
 
 
 def test_acceptance_in_a_response_adds_up_step_by_step() -> None:

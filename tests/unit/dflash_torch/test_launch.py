@@ -1,0 +1,165 @@
+"""What is decided before PyTorch is loaded: memory by arithmetic, and the way in which threads wait."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.target import TargetLayout, read_target_layout
+from dflash_serve.deployment import Deployment, Model, load_deployment
+from dflash_serve.models.loader import load_target
+from dflash_torch import launch
+from dflash_torch.launch import SPINS, choose_waiting, free_on_gpus, memory_problems, needed_bytes, with_batch_size
+
+
+def deployment(model: object = "t", **sections: Any) -> Deployment:
+    return load_deployment(flags={"target": {"model": str(model)}, **sections})
+
+
+@pytest.fixture
+def layout(folders: tuple[Path, Path]) -> TargetLayout:
+    return read_target_layout(folders[0], Model(model="t"))
+
+
+def test_the_arithmetic_is_that_of_the_real_tensors(folders: tuple[Path, Path], layout: TargetLayout) -> None:
+    asked = deployment(limits={"max_batch_size": 3})
+    target = load_target(str(folders[0]))
+    cache = target.new_cache(3, target.config.max_position_embeddings)
+    real = sum(p.nbytes for p in target.parameters()) + cache.keys.nbytes + cache.values.nbytes
+    assert needed_bytes(asked, layout, None) == pytest.approx(real, rel=0.02)  # norms are not counted
+    drafter, _ = read_config(folders[1])
+    assert needed_bytes(asked, layout, drafter) > needed_bytes(asked, layout, None)
+    assert needed_bytes(asked, layout, None) == 2 * needed_bytes(asked, layout, None, on_gpu=True)  # in bfloat16
+
+
+@pytest.mark.parametrize(
+    ("free", "gpus", "gpu", "problems"),
+    [
+        (10**12, [], None, 0),
+        (10**4, [], None, 1),
+        (None, [], None, 0),
+        (10**12, [10**4], None, 1),  # a GPU's own memory decides
+        (10**12, [10**4], "none", 0),
+    ],
+)
+def test_what_does_not_fit_is_a_problem_where_that_is_known(
+    layout: TargetLayout,
+    monkeypatch: pytest.MonkeyPatch,
+    free: int | None,
+    gpus: list[int],
+    gpu: str | None,
+    problems: int,
+) -> None:
+    monkeypatch.setattr(launch, "free_bytes", lambda: free)
+    monkeypatch.setattr(launch, "free_on_gpus", lambda: gpus)
+    assert len(memory_problems(deployment(hardware={"gpu": gpu}), layout, None)) == problems
+
+
+@pytest.mark.parametrize(("share", "batch"), [(None, 32), (100.0, 32), (3.0, 2), (0.0, 1)])
+def test_an_open_number_of_requests_is_a_power_of_two_that_fits(
+    folders: tuple[Path, Path],
+    layout: TargetLayout,
+    monkeypatch: pytest.MonkeyPatch,
+    share: float | None,
+    batch: int,
+) -> None:
+    """`share`: free memory in K/V caches of one request, beside weights."""
+    asked = deployment(folders[0], hardware={"gpu": "none"})
+    one, two = (needed_bytes(asked, layout, None, batch=count) for count in (1, 2))
+    free = None if share is None else int((2 * one - two + share * (two - one)) / launch.USED_SHARE)
+    monkeypatch.setattr(launch, "free_bytes", lambda: free)
+    assert with_batch_size(asked).limits.max_batch_size == batch
+    given = deployment(folders[0], limits={"max_batch_size": 5})
+    assert with_batch_size(given) is given
+
+
+def fake_nvml(*, driver: bool) -> ModuleType:
+    """cuda.bindings.nvml of cuda-bindings 13.5.0, as far as it is used."""
+    fake = ModuleType("cuda.bindings.nvml")
+
+    def init_v2() -> None:
+        if not driver:
+            raise RuntimeError("NVML is not to be found")
+
+    fake.__dict__.update(
+        init_v2=init_v2,
+        shutdown=lambda: None,
+        device_get_count_v2=lambda: 2,
+        device_get_handle_by_index_v2=lambda index: 1000 + index,
+        device_get_memory_info_v2=lambda handle: SimpleNamespace(total=3000, free=handle),
+    )
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("nvml", "expected"), [(fake_nvml(driver=True), [1000, 1001]), (fake_nvml(driver=False), []), (None, None)]
+)
+def test_free_memory_of_gpus_is_the_drivers(
+    monkeypatch: pytest.MonkeyPatch, nvml: ModuleType | None, expected: list[int] | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", nvml)
+    assert free_on_gpus() == expected
+
+
+def test_every_name_is_one_of_the_real_bindings() -> None:
+    real = pytest.importorskip("cuda.bindings.nvml", reason="the extra [cuda] is not installed")
+    assert [
+        name for name in vars(fake_nvml(driver=True)) if not name.startswith("__") and not hasattr(real, name)
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("later", "given", "expected"),
+    [
+        ("500 0 100 9020 20", {}, {"GOMP_SPINCOUNT": SPINS}),  # quiet
+        ("501 0 100 9019 20", {}, {"GOMP_SPINCOUNT": SPINS}),
+        ("505 0 100 9015 20", {}, {"OMP_WAIT_POLICY": "PASSIVE"}),  # busy
+        ("520 0 100 9000 20", {}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ("500 0 100 9000 20", {}, {}),  # the clock stood still
+        ("", {}, {}),
+        ("500 0 100 9020 20", {"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),  # a user's choice
+        ("500 0 100 9020 20", {"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+    ],
+)
+def test_threads_spin_on_a_quiet_machine_unless_the_user_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  500 0 100 9000 20 0 0 0 0 0\ncpu0 250 0 50 4500 10 0 0 0 0 0\n")
+    monkeypatch.setattr(launch, "sleep", lambda _: stat.write_text(f"cpu  {later} 0 0 0 0 0\n" if later else ""))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    environment = dict(given)
+    choose_waiting(environment, stat)
+    assert environment == expected
+    for too_late in (tmp_path / "none", stat):
+        environment = {}
+        choose_waiting(environment, too_late)
+        assert environment == {}
+        monkeypatch.setitem(sys.modules, "torch", object())
+
+
+def test_engine_and_server_choose_before_they_load_pytorch() -> None:
+    """In a fresh process: `LLM` as `dflash-serve generate` has it; the server loads PyTorch long before the engine."""
+    engine = (
+        "import os; from dflash_serve import LLM; LLM('smollm2', None, max_model_len=64, max_batch_size=1); "
+        "print(*[n for n in ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT') if n in os.environ])"
+    )
+    server = (
+        "import sys; from dflash_torch.server import __main__ as server; from dflash_torch import launch\n"
+        "def choose():\n    print('torch' in sys.modules); raise SystemExit\n"
+        "server.choose_waiting = choose; server.serve(None, None, [], None)"
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in launch.CHOSEN_ALREADY}
+    said = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=kept).stdout
+        for code in (engine, server)
+    ]
+    assert said[0].split()[-1] in launch.CHOSEN_ALREADY
+    assert said[1] == "False\n"
