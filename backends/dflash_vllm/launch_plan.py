@@ -1,20 +1,28 @@
-"""`VLLMPlan`: a deployment, its target and its drafter, and the settings of vLLM that follow from them."""
+"""`VLLMPlan`: a deployment, its target and its drafter, and the settings of vLLM that follow from them.
+
+`static_schedule` is a table of widths that vLLM follows without any code of ours in it: it depends on the load, and
+neither on requests nor on the machine (`dflash_serve.cost_table`, `speculation.allocation`).
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.config import BF16, weight_bytes
 from dflash_serve.cost_table import given_cost, given_survival
 from dflash_serve.deployment import GIB
 from dflash_serve.server_adapter import LaunchPlan
 
-from .drafter_rules import V1_VARIABLE
-from .heads import verifies_whole_blocks
-from .schedule import Row, static_schedule
+from .drafter_rules import V1_VARIABLE, verifies_whole_blocks
 
+if TYPE_CHECKING:
+    from dflash_serve.speculation.costs import CostModel
+
+Row = list[int]  # vLLM's: first batch size, last one, drafted tokens (slots without the anchor)
 ROWS = 8192  # vLLM's default of max_num_batched_tokens on an H100
 DEFAULT_REQUESTS = 256  # vLLM's default of max_num_seqs but on the largest GPUs; tables of widths need a number
 OVERHEAD = 6 * GIB  # CUDA context, NCCL, workspaces, CUDA graphs, activations of a prefill
@@ -48,7 +56,7 @@ class VLLMPlan(LaunchPlan):
         if width != "auto":
             assert isinstance(width, int)
             return (width,)
-        most = self.max_batch_size - 1  # one batch size a width: see `schedule.every_width`
+        most = self.max_batch_size - 1  # one batch size a width: see `every_width`
         powers = [power for power in (2, 4, 8, 16, 32) if power < self.block_size]
         return (1, *[*powers, self.block_size][-most:]) if most > 0 else (self.block_size,)
 
@@ -112,3 +120,23 @@ class VLLMPlan(LaunchPlan):
     def running_bytes(self) -> int:
         """Memory of a device beside weights and K/V."""
         return OVERHEAD
+
+
+def static_schedule(
+    cost: CostModel, survival: Sequence[float], widths: Sequence[int], max_batch_size: int
+) -> list[Row]:
+    """The width with the most tokens per second for every batch size; 0 drafted = off."""
+    from dflash_serve.speculation.allocation import widths_by_batch  # numpy, which not every install has
+
+    stretches = widths_by_batch(survival, cost, widths, max_batch_size)
+    return [[first, last, width - 1] for first, last, width in stretches]
+
+
+def every_width(widths: Sequence[int], max_batch_size: int) -> list[Row]:
+    """A schedule in which every width occurs, because vLLM captures CUDA graphs of those that do, and of no others.
+
+    The widest are for the smallest batches; our scheduler looks widths up elsewhere.
+    """
+    rows = [[batch, batch, width - 1] for batch, width in enumerate(sorted(widths, reverse=True), start=1)]
+    rows[-1][1] = max_batch_size
+    return rows

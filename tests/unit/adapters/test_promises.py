@@ -25,7 +25,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.server_adapter import ServerAdapter, resolve
 from tests.support.built import flip_last_byte, seal
-from tests.support.paper_models import PAPER_DRAFTER, write_paper_drafter, write_paper_target
+from tests.support.paper_models import PAPER_DRAFTER, write_paper_target
 from tests.support.tiny import edit_json, tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
 
 ENGINES = ("sglang", "vllm", "tensorrt-llm")
@@ -37,12 +37,6 @@ LARGE: dict[str, Any] = {
 }  # fmt: skip
 every_engine = pytest.mark.parametrize("engine", ENGINES)
 whole_readers = pytest.mark.parametrize("engine", READ_WHOLE)
-
-
-@pytest.fixture
-def fields(tmp_path: Path) -> dict[str, Any]:
-    target, drafter = write_paper_target(tmp_path / "target"), write_paper_drafter(tmp_path / "drafter")
-    return {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}, "hardware": {"gpu": "h200"}}
 
 
 def adapter(engine: str) -> ServerAdapter[Any]:
@@ -89,14 +83,6 @@ def test_a_fault_is_found_and_says_what_to_do(
 ) -> None:
     change = {key: {**fields.get(key, {}), **value} for key, value in change.items()}
     assert said in problems(engine, fields, **change)
-
-
-@every_engine
-def test_an_unknown_argument_of_the_engine_is_refused_and_anothers_is_ignored(
-    engine: str, fields: dict[str, Any]
-) -> None:
-    assert "has no such" in problems(engine, fields, engine_args={engine: {"nonsense": 1}})
-    assert problems(engine, fields, engine_args={"another": {"nonsense": 1}}) == ""
 
 
 @every_engine
