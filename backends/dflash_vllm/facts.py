@@ -10,7 +10,7 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics
 RELEASES = Releases("vllm", "vLLM", (0, 32), (0, 33))
 REAL_OFF = (0, 33)  # the first release whose drafter (V2 model runner) does not run where the width is 1
 GUESSED_COSTS = f"{ENV_PREFIX}GUESSED_COSTS"
-"""Environment variable: costs as JSON, in steps of one request, by the models' sizes. Served steps correct them."""
+"""Environment variable: costs as JSON, guessed from the models' sizes. Served steps correct them."""
 
 DRAFTS, DRAFTED, ACCEPTED = (
     f"vllm:spec_decode_{name}_total" for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")

@@ -29,6 +29,7 @@ OVERHEAD = 6 * GIB  # CUDA context, NCCL, workspaces, CUDA graphs, activations o
 KNEE, KNEE_OF_A_CPU = 256, 8
 """Rows from which on arithmetic takes longer than reading the weights in bf16: 990 TFLOP/s / 3.35 TB/s = 296 on an
 H100, 2250 / 8 = 281 on a B200; a CPU's is guessed. Served steps correct what follows from it."""
+BANDWIDTH, BANDWIDTH_OF_A_CPU = 3.35e12, 5e10  # bytes/s: an H100's, and a guess; too much costs less than too little
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +83,23 @@ class VLLMPlan(LaunchPlan):
 
     @property
     def guessed_costs(self) -> str:
-        """A `CostModel`'s JSON by the models' sizes, in steps of one request: memory alone, then arithmetic alone."""
+        """A `CostModel`'s JSON by the models' sizes: reading the weights alone, then arithmetic alone."""
         assert self.drafter is not None
         assert self.block_size is not None
+        target = self.target
+        idle = 1 - target.experts_per_token / target.experts if target.experts else 0.0
         head = self.drafter.vocab_size * self.drafter.hidden_size * BF16
-        share = (weight_bytes(self.drafter) + head) / self.target.weight_bytes
+        rate = self.deployment.parallel.tensor * (BANDWIDTH_OF_A_CPU if self.on_cpu else BANDWIDTH)
+        step = (target.weight_bytes - idle * target.expert_bytes) / rate
+        draft = (weight_bytes(self.drafter) + head) / rate
         knee = KNEE_OF_A_CPU if self.on_cpu else KNEE
         blocks = max(1, knee // self.block_size)
-        steep = {
-            "target": {1: 1.0, knee: 1.0, 8 * knee: 8.0},
-            "draft": {1: share, blocks: share, 8 * blocks: 8 * share},
-        }
-        return json.dumps(steep)
+        return json.dumps(
+            {
+                "target": {1: step, knee: step, 8 * knee: 8 * step},
+                "draft": {1: draft, blocks: draft, 8 * blocks: 8 * draft},
+            }
+        )
 
     @property
     def v1_runner(self) -> bool:

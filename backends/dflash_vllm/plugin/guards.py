@@ -35,17 +35,10 @@ def draft_problems(vllm_config: Any) -> list[Problem]:
         found += [*checkpoint.problems, *plain_only(checkpoint.quantization, "vLLM", str(checkpoint.folder))]
     if checkpoint is None or checkpoint.config is None:
         return found
-    longest = int(target.max_model_len)
-    shape = TargetShape(
-        name=str(target.model),
-        model_type=str(target.hf_text_config.model_type),
-        vocab_size=int(target.get_vocab_size()),
-        hidden_size=int(target.get_hidden_size()),
-        num_layers=int(target.get_total_num_hidden_layers()),
-        max_position_embeddings=longest,
-    )
+    sizes = (target.get_vocab_size(), target.get_hidden_size(), target.get_total_num_hidden_layers())
+    shape = TargetShape(target.model, target.hf_text_config.model_type, *sizes, target.max_model_len)
     v1_runner = not vllm_config.use_v2_model_runner
-    found += drafter_problems(checkpoint.config, shape, max_model_len=longest, v1_runner=v1_runner)
+    found += drafter_problems(checkpoint.config, shape, max_model_len=target.max_model_len, v1_runner=v1_runner)
     most = checkpoint.config.block_size - 1
     if asked.num_speculative_tokens > most:
         # vLLM would draft slots for which the drafter was not trained; none of them would be accepted.
@@ -90,17 +83,14 @@ def tensor_problems(names: Iterable[str], parameters: Collection[str]) -> Iterat
 
 def account(names: Iterable[str], parameters: Collection[str]) -> tuple[list[str], list[str]]:
     """Unknown tensors and missing ones, both by the checkpoint's names."""
-    wanted = {piece for name in parameters for piece in _pieces(name.removeprefix("model."))}
-    found = {_plain(name) for name in names if not any(part in name for part in SKIPPED)}
-    needed = {name for name in wanted if not any(part in name for part in OF_THE_TARGET)}
-    return sorted(found - wanted), sorted(needed - found)
-
-
-def _plain(name: str) -> str:
-    name = name.removeprefix("model.")
-    return next((name.replace(old, new) for old, new in ALIASES.items() if old in name), name)
-
-
-def _pieces(parameter: str) -> Iterator[str]:
-    parts = [parameter.replace(whole, part) for part, whole in STACKED.items() if f".{whole}." in parameter]
-    yield from parts or [parameter]
+    found, wanted = set(), set()
+    for name in names:
+        if not any(part in name for part in SKIPPED):
+            name = name.removeprefix("model.")
+            found.add(next((name.replace(old, new) for old, new in ALIASES.items() if old in name), name))
+    for name in parameters:
+        name = name.removeprefix("model.")
+        parts = [name.replace(whole, part) for part, whole in STACKED.items() if f".{whole}." in name]
+        wanted.update(parts or [name])
+    missing = {name for name in wanted - found if not any(part in name for part in OF_THE_TARGET)}
+    return sorted(found - wanted), sorted(missing)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from functools import partial
-from statistics import median
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,11 +12,8 @@ from dflash_serve.cost_table import given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel, LearntCosts
-from dflash_serve.speculation.policy import FixedWidth, Step, WidthPolicy
+from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_vllm.facts import GUESSED_COSTS
-
-CLEAN, ANY = 4, 32
-"""Steps after which the unit of guessed costs is known: steps of decoding alone, or steps of any kind."""
 
 
 def width_policy(
@@ -33,49 +28,15 @@ def width_policy(
     Raises:
         UserError: the costs cannot be read.
     """
-    make = partial(KeptWidth, block_size=block_size, run=run, allowed_widths=allowed_widths)
-    cost, learnt = given_cost(environment), run.costs()
+    cost = given_cost(environment)
     if cost is not None:
-        return make(cost, believed=True)
+        return KeptWidth(cost, block_size, run, allowed_widths, believed=True)
     try:
         guess = CostModel.model_validate_json(environment.get(GUESSED_COSTS, ""))
     except ValidationError as error:
         where, do = GUESSED_COSTS, "start it by `dflash-serve serve`, or give a cost table"
         raise UserError(f"no costs ({str(error).splitlines()[0]})", where=where, do=do) from None
-    return make(guess, learnt=learnt) if learnt else _UnknownUnit(guess, partial(make, guess))
-
-
-class _UnknownUnit:
-    """Does not draft until a few steps have told the unit of guessed costs; then hands over to the real policy."""
-
-    def __init__(self, guess: CostModel, make_policy: Callable[..., WidthPolicy]) -> None:
-        self.guess, self.make_policy = guess, make_policy
-        self.policy: WidthPolicy | None = None
-        self._ratios: list[float] = []  # Measured over guessed seconds of each clean step
-        self._steps = 0
-
-    @property
-    def paused(self) -> bool:
-        return self.policy is not None and self.policy.paused
-
-    def widths(
-        self, request_ids: Sequence[Hashable], context_tokens: int = 0, undraftable: Collection[Hashable] = ()
-    ) -> list[int]:
-        return (self.policy or FixedWidth(1)).widths(request_ids, context_tokens, undraftable)
-
-    def observe(self, step: Step) -> None:
-        if self.policy is not None:
-            self.policy.observe(step)
-            return
-        self._steps += bool(step.widths)
-        if step.seconds:
-            self._ratios.append(step.seconds / self.guess.step_seconds(list(step.widths), step.context_tokens))
-        if len(self._ratios) >= CLEAN or self._steps >= ANY:
-            self.policy = self.make_policy(learnt=LearntCosts.of_unit(median(self._ratios or [1.0])))
-
-    def forget(self, request_id: Hashable) -> None:
-        if self.policy is not None:
-            self.policy.forget(request_id)
+    return KeptWidth(guess, block_size, run, allowed_widths, learnt=run.costs() or LearntCosts.of_unit(1.0))
 
 
 def observed(output: Any, accepted: Mapping[str, int], seconds: float | None, context_tokens: int) -> Step:
