@@ -12,7 +12,7 @@ from dflash_serve.checkpoint.config import DrafterConfig, Heads
 from dflash_serve.errors import Problem
 from dflash_serve.server_adapter import DRAFT, LOGGING, SECRETS, Choice, DraftForm, ServerAdapter
 
-from .checks import problems
+from .checks import captures, problems
 from .drafter_rules import UNTRIED, dialect_of, head_problems, method_of
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table, own_arguments
 from .facts import FACTS, GUESSED_COSTS, REAL_OFF, RELEASES
@@ -200,6 +200,9 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
         if plan.verifies_whole_blocks:
             family = plan.drafter.family
             yield f"{family} on vLLM was read, not run: compare it with the target by `dflash-serve verify`"
+        if captures(plan) is None:
+            family = plan.target.shape.model_type
+            yield f"not checked: whether vLLM's model for {family!r} hands out hidden states, which a drafter needs"
         yield "requests with min_p or logit_bias are answered by HTTP 400: vLLM has neither with speculation"
         release = RELEASES.numbers(RELEASES.installed())
         if 1 in plan.widths and not plan.on_cpu and (release is None or release < REAL_OFF):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from importlib import import_module
 
 from dflash_serve.checkpoint.tensors import plain_only
 from dflash_serve.deployment_checks import (
@@ -30,9 +33,10 @@ CAPTURING = (
     *("llama", "mimo_v2", "minicpm", "minimax_m2", "mistral", "muse_glimmer", "nemotron_h", "plamo3", "qwen2", "qwen3"),
     *("sarvam", "step1"),
 )
-"""Families (model_type's beginning) whose vLLM model hands out hidden states (`SupportsEagle3`)."""
+"""Families (model_type's beginning) whose vLLM model hands out hidden states; the installed vLLM is asked of others."""
 PLUG_IN = "dflash_serve"  # our entry point in vLLM's groups of plug-ins
 PLUG_INS_VARIABLE = "VLLM_PLUGINS"  # vLLM's own: the plug-ins that are loaded; absent = all
+RUST_VARIABLE = "VLLM_USE_RUST_FRONTEND"  # vLLM's own: its front-end in Rust, which runs no stat logger
 PARSER_PLUGINS = {"reasoning-parser-plugin", "tool-parser-plugin"}
 """Arguments that bring parsers of answers which vLLM does not know before it starts."""
 
@@ -82,7 +86,10 @@ def _speculation(plan: VLLMPlan) -> Iterator[Problem]:
     if plug_ins is not None and PLUG_IN not in plug_ins.split(","):  # vLLM only logs that
         what = f"{plug_ins!r} leaves {PLUG_IN} out: drafters would not be loaded strictly, nor their slots counted"
         yield Problem(what, PLUG_INS_VARIABLE, f"add {PLUG_IN}, or unset it")
-    if not family.startswith(CAPTURING):
+    if os.environ.get(RUST_VARIABLE, "0") != "0":
+        what = "vLLM's front-end in Rust runs no stat logger: widths and slots would not be counted"
+        yield Problem(what, RUST_VARIABLE, "unset it")
+    if captures(plan) is False:
         what = f"vLLM's model for {family!r} does not hand out hidden states"
         yield Problem(what, "target.model", "serve without a drafter, or use another backend")
     width, block = plan.deployment.speculation.width, plan.block_size
@@ -97,6 +104,21 @@ def _speculation(plan: VLLMPlan) -> Iterator[Problem]:
         batch, block = plan.max_batch_size, plan.block_size
         what = f"{batch} blocks of {block} slots are {plan.block_rows} rows a step, max_num_tokens is {asked}"
         yield Problem(what, "limits.max_num_tokens", f"set it to {plan.block_rows}, or limits.max_batch_size lower")
+
+
+def captures(plan: VLLMPlan) -> bool | None:
+    """vLLM's model of the target hands out hidden states; None = unknown, as vLLM or the model cannot be imported."""
+    if plan.target.shape.model_type.startswith(CAPTURING):
+        return True
+    if not RELEASES.supports(RELEASES.installed()):
+        return None
+    with redirect_stdout(sys.stderr):  # where vLLM's log goes as soon as it is imported
+        known = import_module("vllm").ModelRegistry.models.get(plan.target.architecture)
+        asks = import_module("vllm.model_executor.models.interfaces").supports_eagle3
+        try:
+            return known is not None and bool(asks(known.load_model_cls()))
+        except ImportError:
+            return None
 
 
 def _devices(plan: VLLMPlan) -> Iterator[Problem]:

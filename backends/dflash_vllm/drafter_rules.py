@@ -15,8 +15,15 @@ from dflash_serve.checkpoint.target import TargetShape
 from dflash_serve.deployment_checks import check_pairing
 from dflash_serve.errors import Problem, UserError
 
+from .facts import RELEASES
+
 UNTRIED = ("DFlash2", "DSpark")  # families that were read and not run: they want a GPU
 TORCH, OTHERS = "use --backend torch", "use --backend torch or sglang"
+RAISES_TABLES = (
+    0,
+    33,
+)  # the first release that makes a drafter's RoPE table as long as max_model_len (V2 model runner)
+CACHE_ONLY = (None, "linear", "llama3")  # RoPE whose frequencies do not depend on the table: the others' stays short
 V1_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's own: 0 brings back the model runner that CPUs have
 
 
@@ -60,7 +67,8 @@ def drafter_problems(
         do = "use --backend sglang: vLLM would accept few drafts, without an error"
         found.append(Problem(what, "target.model", do))
     longest, most = max_model_len or target.max_position_embeddings, drafter.max_position_embeddings
-    if longest is not None and longest > most:
+    is_raised = not v1_runner and (RELEASES.numbers(RELEASES.installed()) or (0,)) >= RAISES_TABLES
+    if longest is not None and longest > most and not (is_raised and drafter.rope.scaling in CACHE_ONLY):
         # V1 stops drafting for the whole batch when one request comes near the end of the table; V2 reads beyond it.
         what = f"{longest} tokens, but the drafter's RoPE table has {most} positions (max_position_embeddings)"
         found.append(Problem(what, "limits.max_model_len", f"set it to {most}, or use a drafter trained for more"))

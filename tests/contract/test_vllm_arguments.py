@@ -211,6 +211,22 @@ def test_false_turns_off_what_true_turns_on() -> None:
             assert {reads(name, action.dest, value) for value in (True, False)} == {True, False}, name
 
 
+@pytest.mark.parametrize(
+    ("family", "architecture", "captured"),
+    [
+        ("mamba2", "Mamba2ForCausalLM", False),
+        ("llava", "LlavaForConditionalGeneration", True),
+        ("unheard_of", "UnheardOfForCausalLM", False),
+    ],
+)
+def test_vllm_is_asked_whether_a_family_that_we_do_not_know_hands_out_hidden_states(
+    family: str, architecture: str, captured: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    other = write_paper_target(tmp_path / family, model_type=family, architectures=[architecture])
+    found = VLLMBackend().check(deployment(models, target={"model": str(other)}))
+    assert [problem.where for problem in found] == ([] if captured else ["target.model"])
+
+
 def test_keys_are_read_from_their_file_and_are_in_no_log(models: dict[str, Path], tmp_path: Path) -> None:
     moved = RELEASES.numbers(version("vllm")) == (0, 33)
     logs = import_module("vllm.entrypoints.common.startup" if moved else "vllm.entrypoints.serve.utils.api_utils")

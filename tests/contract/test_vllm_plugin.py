@@ -184,14 +184,15 @@ def test_steps_and_slots_are_counted_by_width(monkeypatch: pytest.MonkeyPatch) -
     drafting = SimpleNamespace(
         num_drafts=5, num_draft_tokens_per_pos=[5, 5, 2, 0], num_accepted_tokens_per_pos=[4, 2, 1, 0]
     )
-    for iteration in (SimpleNamespace(inter_token_latencies_iter=[0.1] * 8), None):
-        made.record(SimpleNamespace(spec_decoding_stats=drafting if iteration else None), iteration)
+    iteration = SimpleNamespace(inter_token_latencies_iter=[0.1] * 8)
+    for drafts, decoded in ((drafting, iteration), (None, iteration), (None, None)):
+        made.record(SimpleNamespace(spec_decoding_stats=drafts), decoded)
 
     def counted(name: str, label: str, *values: int) -> list[float | None]:
         labels = {"model_name": "m", "engine": "7"}
         return [REGISTRY.get_sample_value(f"{name}_total", {**labels, label: str(value)}) for value in values]
 
-    assert counted(STEPS, "width", 1, 2, 3, 4) == [3, None, 3, 2]
+    assert counted(STEPS, "width", 1, 2, 3, 4) == [3 + 8, None, 3, 2]
     assert counted(SLOTS_OFFERED, "slot", 1, 2, 3, 4) == [5, 5, 2, None]
     assert counted(SLOTS_ACCEPTED, "slot", 1, 2, 3, 4) == [4, 2, 1, None]
 

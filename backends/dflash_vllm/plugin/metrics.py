@@ -55,7 +55,7 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
         decoding = len(iteration.inter_token_latencies_iter) if iteration else 0
         offered = list(drafting.num_draft_tokens_per_pos) if drafting else []
         # A step of width w offers slots 1 to w - 1, so this is the number of steps of widths 1, 2, ...
-        wide = [here - wider for here, wider in zip(offered, [*offered[1:], 0], strict=True)]
+        wide = [here - wider for here, wider in zip(offered, [*offered[1:], 0], strict=False)]
         self._count(STEPS, [decoding - (drafting.num_drafts if drafting else 0), *wide])
         if drafting:
             self._count(SLOTS_OFFERED, offered)

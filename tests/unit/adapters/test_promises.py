@@ -51,6 +51,10 @@ def problems(engine: str, fields: dict[str, Any], **more: Any) -> str:
     return "\n".join(map(str, found))
 
 
+def notes(engine: str, fields: dict[str, Any]) -> list[str]:
+    return list(adapter(engine).preview(Deployment.model_validate(fields), Path("/prepared")).notes)
+
+
 @every_engine
 def test_it_is_a_server_that_has_no_engine_in_this_process(engine: str) -> None:
     assert adapter(engine).name == engine
@@ -89,7 +93,10 @@ def test_a_fault_is_found_and_says_what_to_do(
 def test_a_target_that_hands_out_no_features_or_is_anothers_is_found(engine: str, fields: dict[str, Any]) -> None:
     target = Path(fields["target"]["model"]) / "config.json"
     edit_json(target, {"model_type": "qwen2" if engine == "tensorrt-llm" else "mamba2"})
-    assert "target.model" in problems(engine, fields)
+    if engine == "vllm":  # the installed vLLM is asked: tests/contract
+        assert any(note.startswith("not checked: whether vLLM's model for 'mamba2'") for note in notes(engine, fields))
+    else:
+        assert "target.model" in problems(engine, fields)
     edit_json(target, {"model_type": "qwen3", "hidden_size": 48})
     assert "hidden_size is 64, the target's is 48" in problems(engine, fields)
 

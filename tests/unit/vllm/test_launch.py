@@ -14,7 +14,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_vllm import VLLMBackend
-from dflash_vllm.checks import PLUG_INS_VARIABLE
+from dflash_vllm.checks import PLUG_INS_VARIABLE, RUST_VARIABLE
 from dflash_vllm.drafter_rules import V1_VARIABLE
 from dflash_vllm.engine_arguments import _parser
 from dflash_vllm.launch_plan import static_schedule
@@ -86,7 +86,6 @@ SILENT: dict[str, tuple[dict[str, object], str]] = {
     "more layers than tensors": (
         {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "tensor layers.2."),
     "fewer layers than tensors": ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, "tensor layers.1."),
-    "RoPE table shorter than the context": ({"max_position_embeddings": 128}, "RoPE table has 128 positions"),
     "another vocabulary": ({"vocab_size": 90}, "vocab_size is 90, the target's is 96"),
     "an embedding scale": ({"input_embedding_scale": 8.0}, "which vLLM ignores"),
     "a shifted head": ({"dflash_config.shift_label": True}, "keep the right one"),
@@ -102,6 +101,32 @@ def test_what_vllm_would_swallow_is_refused_before_launch(fault: str, fields: di
     change, message = SILENT[fault]
     edit_json(Path(fields["drafter"]["model"]) / "config.json", change)
     assert message in whats(fields)
+
+
+@pytest.mark.parametrize(
+    ("release", "gpu", "scaling", "served"),
+    [
+        ("0.33.0", "b200", None, True),
+        ("0.33.0", "b200", {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, False),
+        ("0.33.0", "none", None, False),
+        ("0.32.0", "b200", None, False),
+    ],
+)
+def test_a_rope_table_shorter_than_the_context_is_refused_where_vllm_does_not_make_it_longer(
+    release: str,
+    gpu: str,
+    scaling: dict[str, object] | None,
+    served: bool,
+    fields: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dflash_serve.backend.version", lambda _: release)
+    edit_json(
+        Path(fields["drafter"]["model"]) / "config.json", {"max_position_embeddings": 128, "rope_scaling": scaling}
+    )
+    found = whats(fields, hardware__gpu=gpu)
+    assert ("RoPE table has 128 positions" in found) is not served
+    assert served or "limits.max_model_len" in found
 
 
 @pytest.mark.parametrize("tensor", ["fc.weight", "layers.1.self_attn.k_norm.weight"])
@@ -128,6 +153,7 @@ def test_mixed_windows_need_the_second_model_runner(
     [
         (PLUG_INS_VARIABLE, "lora_filesystem_resolver", "leaves dflash_serve out"),
         (PLUG_INS_VARIABLE, "other,dflash_serve", ""),
+        (RUST_VARIABLE, "1", "runs no stat logger"),
         (COST_TABLE, "/nowhere.json", "no cost table"),
         (SURVIVAL, "0.2,0.4", "is no survival"),
     ],
