@@ -31,11 +31,8 @@ __all__ = ["hub"]
 
 PRECISIONS = {"none": None, "fp8": FP8, "fp8-online": None, "nvfp4": NVFP4}
 MATRIX = [
-    (gpu, precision, tensor, expert)
-    for gpu in (*GPUS, None)
-    for precision in PRECISIONS
-    for tensor, expert in ((1, 1), (8, 1), (8, 8))
-    if precision != "nvfp4" or gpu is None or GPUS[gpu].is_blackwell
+    *((gpu, "none", 1, 1) for gpu in (*GPUS, None)),
+    *(("b200", precision, 8, expert) for precision in PRECISIONS for expert in (1, 8)),
 ]
 
 

@@ -17,7 +17,6 @@ from dflash_vllm import VLLMBackend
 from dflash_vllm.checks import PLUG_INS_VARIABLE, RUST_VARIABLE
 from dflash_vllm.drafter_rules import V1_VARIABLE
 from dflash_vllm.engine_arguments import _parser
-from dflash_vllm.launch_plan import static_schedule
 from tests.support.paper_models import NVFP4, write_paper_drafter, write_paper_target
 from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, edit_json
 
@@ -68,10 +67,7 @@ def speculative(fields: dict[str, Any], **more: Any) -> Any:
         ({"kv_cache__memory_fraction": 0.5}, "not of which GPU"),
         ({"limits__max_num_tokens": 64}, "256 blocks of 8 slots are 2048 rows a step, max_num_tokens is 64"),
         ({"role": "decode"}, "role decode is not covered"),
-        (
-            {"engine_args__vllm": {"async-scheduling": False}},
-            "leave it out: `width: auto` needs our scheduler",
-        ),
+        ({"engine_args__vllm": {"async-scheduling": False}}, "leave it out: `width: auto` needs our scheduler"),
     ],
 )
 def test_each_fault_is_found_and_says_what_to_do(change: dict[str, Any], message: str, fields: dict[str, Any]) -> None:
@@ -103,30 +99,20 @@ def test_what_vllm_would_swallow_is_refused_before_launch(fault: str, fields: di
     assert message in whats(fields)
 
 
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
-    ("release", "gpu", "scaling", "served"),
-    [
-        ("0.33.0", "b200", None, True),
-        ("0.33.0", "b200", {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, False),
-        ("0.33.0", "none", None, False),
-        ("0.32.0", "b200", None, False),
-    ],
-)
-def test_a_rope_table_shorter_than_the_context_is_refused_where_vllm_does_not_make_it_longer(
-    release: str,
-    gpu: str,
-    scaling: dict[str, object] | None,
-    served: bool,
-    fields: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    ("release", "gpu", "rope", "served"),
+    [("0.33.0", "b200", None, True), ("0.33.0", "b200", YARN, False), ("0.33.0", "none", None, False),
+     ("0.32.0", "b200", None, False)],
+)  # fmt: skip
+def test_a_short_rope_table_is_refused_where_vllm_does_not_make_it_longer(
+    release: str, gpu: str, rope: object, served: bool, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dflash_serve.backend.version", lambda _: release)
-    edit_json(
-        Path(fields["drafter"]["model"]) / "config.json", {"max_position_embeddings": 128, "rope_scaling": scaling}
-    )
-    found = whats(fields, hardware__gpu=gpu)
-    assert ("RoPE table has 128 positions" in found) is not served
-    assert served or "limits.max_model_len" in found
+    edit_json(Path(fields["drafter"]["model"]) / "config.json", {"max_position_embeddings": 128, "rope_scaling": rope})
+    assert ("RoPE table has 128 positions" in whats(fields, hardware__gpu=gpu)) is not served
 
 
 @pytest.mark.parametrize("tensor", ["fc.weight", "layers.1.self_attn.k_norm.weight"])
@@ -224,26 +210,22 @@ def test_the_speculative_configuration_is_exact_and_inherits_no_keys_and_values(
 
 
 @pytest.mark.parametrize(
-    ("width", "schedule"),
-    [(8, None), (3, [[1, 256, 2]]), ("auto", [[1, 1, 7], [2, 2, 3], [3, 3, 1], [4, 256, 0]])],
+    ("width", "batch", "schedule"),
+    [
+        (8, 256, None),  # whole blocks need none
+        (3, 256, [[1, 256, 2]]),
+        ("auto", 256, [[1, 1, 7], [2, 2, 3], [3, 3, 1], [4, 256, 0]]),
+        ("auto", 3, [[1, 1, 7], [2, 2, 3], [3, 3, 0]]),
+        ("auto", 2, [[1, 1, 7], [2, 2, 0]]),
+        ("auto", 1, None),
+    ],
 )
-def test_a_whole_block_needs_no_schedule_and_auto_lists_every_width(
-    width: object, schedule: object, fields: dict[str, Any]
+def test_auto_lists_every_width_because_graphs_are_captured_of_those(
+    width: object, batch: int, schedule: object, fields: dict[str, Any]
 ) -> None:
-    found = speculative(fields, speculation__width=width)
-    assert found.get("num_speculative_tokens_per_batch_size") == schedule
-    assert ("--scheduler-cls" in flags(fields, speculation__width=width)) is (width == "auto")
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3, 32])
-def test_every_listed_width_gets_a_batch_size_because_graphs_are_captured_of_those(
-    batch: int, fields: dict[str, Any]
-) -> None:
-    found = speculative(fields, limits__max_batch_size=batch)
-    rows = found.get("num_speculative_tokens_per_batch_size", [[1, batch, 7]])
-    assert [row[0] for row in rows] == list(range(1, len(rows) + 1))
-    assert (rows[0][2], rows[-1][1]) == (7, batch)
-    assert batch == 1 or rows[-1][2] == 0
+    limited: dict[str, Any] = {"speculation__width": width, "limits__max_batch_size": batch}
+    assert speculative(fields, **limited).get("num_speculative_tokens_per_batch_size") == schedule
+    assert ("--scheduler-cls" in flags(fields, **limited)) is (width == "auto" and batch > 1)
 
 
 def test_drafted_slots_have_rows_of_their_own(fields: dict[str, Any]) -> None:
@@ -266,20 +248,6 @@ MEASURED = (0.627, 0.347, 0.202, 0.119, 0.093, 0.073, 0.052)
 FLAT_THEN_STEEP = CostModel(target={1: 1.0, 8: 1.0, 256: 32.0}, draft={1: 0.05, 16: 0.05})
 
 
-def test_a_static_schedule_covers_every_batch_and_is_what_pays_at_each() -> None:
-    rows = static_schedule(FLAT_THEN_STEEP, MEASURED, (1, 2, 4, 8), 16)
-    assert [row[0] for row in rows] == [1, *(row[1] + 1 for row in rows[:-1])]
-    assert rows[-1][1] == 16
-    assert (rows[0][2], rows[-1][2]) == (7, 0)
-    for first, last, drafted in rows:
-        for batch in range(first, last + 1):
-
-            def rate(width: int, n: int = batch) -> float:
-                return n * (1 + sum(MEASURED[: width - 1])) / FLAT_THEN_STEEP.step_seconds([width] * n)
-
-            assert rate(drafted + 1) == max(map(rate, (1, 2, 4, 8)))
-
-
 def test_costs_and_a_survival_give_a_static_schedule_without_a_scheduler_of_ours(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,8 +256,9 @@ def test_costs_and_a_survival_give_a_static_schedule_without_a_scheduler_of_ours
     assert "--scheduler-cls" in flags(fields)
     monkeypatch.setenv(SURVIVAL, ",".join(map(str, MEASURED)))
     assert "--scheduler-cls" not in flags(fields)
-    rows = static_schedule(FLAT_THEN_STEEP, MEASURED, (1, 2, 4, 8), 256)
-    assert speculative(fields)["num_speculative_tokens_per_batch_size"] == rows
+    rows = speculative(fields)["num_speculative_tokens_per_batch_size"]
+    assert [row[0] for row in rows] == [1, *(row[1] + 1 for row in rows[:-1])]
+    assert (rows[0][2], rows[-1][1], rows[-1][2]) == (7, 256, 0), "whole blocks for one request, none for all"
     assert speculative(fields, speculation__width=3)["num_speculative_tokens_per_batch_size"] == [[1, 256, 2]]
 
 
