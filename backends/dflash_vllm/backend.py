@@ -201,8 +201,8 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
             family = plan.drafter.family
             yield f"{family} on vLLM was read, not run: compare it with the target by `dflash-serve verify`"
         if captures(plan) is None:
-            family = plan.target.shape.model_type
-            yield f"not checked: whether vLLM's model for {family!r} hands out hidden states, which a drafter needs"
+            target = plan.target.shape.model_type
+            yield f"not checked: whether vLLM's model for {target!r} hands out hidden states, which a drafter needs"
         yield "requests with min_p or logit_bias are answered by HTTP 400: vLLM has neither with speculation"
         release = RELEASES.numbers(RELEASES.installed())
         if 1 in plan.widths and not plan.on_cpu and (release is None or release < REAL_OFF):
