@@ -12,12 +12,11 @@ from dflash_serve.checkpoint.config import DrafterConfig, Heads
 from dflash_serve.errors import Problem
 from dflash_serve.server_adapter import DRAFT, LOGGING, SECRETS, Choice, DraftForm, ServerAdapter
 
-from .checks import problems
+from .checks import captures, problems
+from .drafter_rules import UNTRIED, dialect_of, head_problems, method_of
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table, own_arguments
-from .facts import FACTS, REAL_OFF, RELEASES
-from .heads import UNTRIED, dialect_of, head_problems, method_of
-from .launch_plan import ROWS, VLLMPlan
-from .schedule import GUESSED_COSTS, every_width
+from .facts import FACTS, GUESSED_COSTS, REAL_OFF, RELEASES
+from .launch_plan import ROWS, VLLMPlan, every_width
 
 SCHEDULER = "--scheduler-cls"
 SCHEDULERS = "dflash_vllm.plugin.scheduler"  # the module of our schedulers, whose widths follow the load
@@ -130,17 +129,9 @@ def speculative_config(plan: VLLMPlan, draft: Path) -> dict[str, object]:
         schedule = plan.schedule() or every_width(plan.widths, plan.max_batch_size)
         config["num_speculative_tokens_per_batch_size"] = schedule
     if not plan.on_cpu:
-        # Otherwise a drafter takes over the target's: FP8 keys and values, and kernels made for causal attention.
+        # Otherwise a drafter takes over the target's, which may be FP8.
         config["kv_cache_dtype"] = "bfloat16"
-    kernels = drafter_attention(plan)
-    return config if kernels is None else {**config, "attention_backend": kernels}
-
-
-def drafter_attention(plan: VLLMPlan) -> str | None:
-    """Kernels that take blocks which are not causal; None where the drafter may have the target's."""
-    if plan.on_cpu or plan.drafter is None or all(kind.causal for kind in plan.drafter.layers):
-        return None
-    return "FLASH_ATTN"
+    return config
 
 
 LAUNCHER = "vllm.entrypoints.cli.main"
@@ -165,7 +156,7 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
 
     def head_problems(self, heads: Heads) -> list[Problem]:
         """Reasons why the engine does not serve such a drafter."""
-        return list(head_problems(heads))
+        return head_problems(heads)
 
     def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
         """Arguments that keys of the deployment stand for, with those keys."""
@@ -209,6 +200,9 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
         if plan.verifies_whole_blocks:
             family = plan.drafter.family
             yield f"{family} on vLLM was read, not run: compare it with the target by `dflash-serve verify`"
+        if captures(plan) is None:
+            target = plan.target.shape.model_type
+            yield f"not checked: whether vLLM's model for {target!r} hands out hidden states, which a drafter needs"
         yield "requests with min_p or logit_bias are answered by HTTP 400: vLLM has neither with speculation"
         release = RELEASES.numbers(RELEASES.installed())
         if 1 in plan.widths and not plan.on_cpu and (release is None or release < REAL_OFF):
@@ -231,9 +225,6 @@ def _speculation_choices(plan: VLLMPlan) -> Iterator[Choice]:
         yield Choice("speculation.block_size", f"{plan.block_size}", "the drafter's own")
     width = plan.block_size if plan.verifies_whole_blocks else speculation.width
     yield Choice("speculation.width", str(width), _width(plan))
-    kernels = drafter_attention(plan)
-    if kernels is not None:
-        yield Choice("attention of the drafter", kernels, "vLLM's kernels for blocks that are not causal")
 
 
 def _width(plan: VLLMPlan) -> str:

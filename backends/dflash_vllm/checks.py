@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from importlib import import_module
 
 from dflash_serve.checkpoint.tensors import plain_only
 from dflash_serve.common.http import read_keys
@@ -30,16 +33,12 @@ CAPTURING = (
     *("llama", "mimo_v2", "minicpm", "minimax_m2", "mistral", "muse_glimmer", "nemotron_h", "plamo3", "qwen2", "qwen3"),
     *("sarvam", "step1"),
 )
-"""Families (model_type's beginning) whose vLLM model hands out hidden states (`SupportsEagle3`)."""
+"""Families (model_type's beginning) whose vLLM model hands out hidden states; the installed vLLM is asked of others."""
 PLUG_IN = "dflash_serve"  # our entry point in vLLM's groups of plug-ins
 PLUG_INS_VARIABLE = "VLLM_PLUGINS"  # vLLM's own: the plug-ins that are loaded; absent = all
+RUST_VARIABLE = "VLLM_USE_RUST_FRONTEND"  # vLLM's own: its front-end in Rust, which runs no stat logger
 PARSER_PLUGINS = {"reasoning-parser-plugin", "tool-parser-plugin"}
 """Arguments that bring parsers of answers which vLLM does not know before it starts."""
-
-
-def why_not_captured(family: str) -> str | None:
-    """Why no drafter gets features of targets of this model_type; None = it does."""
-    return None if family.startswith(CAPTURING) else f"vLLM's model for {family!r} does not hand out hidden states"
 
 
 def problems(plan: VLLMPlan) -> list[Problem]:
@@ -53,26 +52,14 @@ def problems(plan: VLLMPlan) -> list[Problem]:
             plan.drafter, plan.target.shape, max_model_len=limits.max_model_len, v1_runner=plan.v1_runner
         )
         found += block_problems(plan.deployment, plan.drafter)
-    for problems_of in (_speculation, _devices, _experts, _heads, _precision, _memory):
-        found += problems_of(plan)
-    found += _schedule_problems(plan) or _arguments(plan)
-    return [*found, *length_problems(plan.deployment, plan.target.shape)]
-
-
-def _schedule_problems(plan: VLLMPlan) -> list[Problem]:
+    found += [*_speculation(plan), *_devices(plan), *expert_problems(plan.deployment, plan.target.experts, "vLLM")]
+    found += head_problems(plan.target, plan.drafter, plan.deployment.parallel.tensor)
+    found += [*_precision(plan), *memory_problems(plan)]
     try:
-        plan.schedule()
-    except UserError as error:
-        return [Problem(error.what, error.where, error.do)]
-    return []
-
-
-def plug_in_problems(environment: Mapping[str, str] = os.environ) -> Iterator[Problem]:
-    """An environment in which vLLM would not load our plug-in; it only logs that."""
-    named = environment.get(PLUG_INS_VARIABLE)
-    if named is not None and PLUG_IN not in named.split(","):
-        what = f"{named!r} leaves {PLUG_IN} out: drafters would not be loaded strictly, nor their slots counted"
-        yield Problem(what, PLUG_INS_VARIABLE, f"add {PLUG_IN}, or unset it")
+        found += _arguments(plan)
+    except UserError as error:  # of the cost table or the survival that was given
+        found.append(Problem(error.what, error.where, error.do))
+    return [*found, *length_problems(plan.deployment, plan.target.shape)]
 
 
 def _arguments(plan: VLLMPlan) -> Iterator[Problem]:
@@ -81,20 +68,13 @@ def _arguments(plan: VLLMPlan) -> Iterator[Problem]:
     if not PARSER_PLUGINS & plan.given:
         yield from parser_problems(table, serving, PARSERS, PARSER_FLAGS)
     if serving.api_key_file is not None:
-        yield from key_problems(serving.api_key_file)
-        yield from _unusable_keys(serving.api_key_file)
+        unreadable = list(key_problems(serving.api_key_file))
+        yield from unreadable
+        if not unreadable and any(key.startswith("-") for key in read_keys(serving.api_key_file)):
+            what = f"{serving.api_key_file} has a key that begins with -, which vLLM takes for a flag"
+            yield Problem(what, "serving.api_key_file", "make another key")
     if RELEASES.installed() is not None:
         yield from tracing_problems(plan.deployment)
-
-
-def _unusable_keys(file: str) -> Iterator[Problem]:
-    try:
-        keys = read_keys(file)
-    except UserError:
-        return  # `key_problems` has said it
-    if any(key.startswith("-") for key in keys):
-        what = f"{file} has a key that begins with -, which vLLM takes for a flag"
-        yield Problem(what, "serving.api_key_file", "make another key")
 
 
 def _speculation(plan: VLLMPlan) -> Iterator[Problem]:
@@ -102,10 +82,16 @@ def _speculation(plan: VLLMPlan) -> Iterator[Problem]:
         if plan.deployment.speculation.draft_window is not None:
             yield Problem("there is no drafter", "speculation.draft_window", "name one, or remove the window")
         return
-    yield from plug_in_problems()
-    why_not = why_not_captured(plan.target.shape.model_type)
-    if why_not is not None:
-        yield Problem(why_not, "target.model", "serve without a drafter, or use another backend")
+    plug_ins, family = os.environ.get(PLUG_INS_VARIABLE), plan.target.shape.model_type
+    if plug_ins is not None and PLUG_IN not in plug_ins.split(","):  # vLLM only logs that
+        what = f"{plug_ins!r} leaves {PLUG_IN} out: drafters would not be loaded strictly, nor their slots counted"
+        yield Problem(what, PLUG_INS_VARIABLE, f"add {PLUG_IN}, or unset it")
+    if os.environ.get(RUST_VARIABLE, "0") != "0":
+        what = "vLLM's front-end in Rust runs no stat logger: widths and slots would not be counted"
+        yield Problem(what, RUST_VARIABLE, "unset it")
+    if captures(plan) is False:
+        what = f"vLLM's model for {family!r} does not hand out hidden states"
+        yield Problem(what, "target.model", "serve without a drafter, or use another backend")
     width, block = plan.deployment.speculation.width, plan.block_size
     if plan.verifies_whole_blocks and plan.drafter is not None and width not in ("auto", block):
         what = f"vLLM verifies whole blocks of {block} slots with a {plan.drafter.family} drafter, not {width}"
@@ -118,6 +104,21 @@ def _speculation(plan: VLLMPlan) -> Iterator[Problem]:
         batch, block = plan.max_batch_size, plan.block_size
         what = f"{batch} blocks of {block} slots are {plan.block_rows} rows a step, max_num_tokens is {asked}"
         yield Problem(what, "limits.max_num_tokens", f"set it to {plan.block_rows}, or limits.max_batch_size lower")
+
+
+def captures(plan: VLLMPlan) -> bool | None:
+    """vLLM's model of the target hands out hidden states; None = unknown, as vLLM or the model cannot be imported."""
+    if plan.target.shape.model_type.startswith(CAPTURING):
+        return True
+    if not RELEASES.supports(RELEASES.installed()):
+        return None
+    with redirect_stdout(sys.stderr):  # where vLLM's log goes as soon as it is imported
+        known = import_module("vllm").ModelRegistry.models.get(plan.target.architecture)
+        asks = import_module("vllm.model_executor.models.interfaces").supports_eagle3
+        try:
+            return known is not None and bool(asks(known.load_model_cls()))
+        except ImportError:
+            return None
 
 
 def _devices(plan: VLLMPlan) -> Iterator[Problem]:
@@ -144,14 +145,6 @@ def _devices(plan: VLLMPlan) -> Iterator[Problem]:
         yield Problem(what, "role", "serve whole, or use --backend sglang")
 
 
-def _experts(plan: VLLMPlan) -> Iterator[Problem]:
-    return expert_problems(plan.deployment, plan.target.experts, "vLLM")
-
-
-def _heads(plan: VLLMPlan) -> Iterator[Problem]:
-    return head_problems(plan.target, plan.drafter, plan.deployment.parallel.tensor)
-
-
 def _precision(plan: VLLMPlan) -> Iterator[Problem]:
     asked, native = plan.deployment.target.quantization, plan.target.native_quantization
     where, drafter = "target.quantization", plan.deployment.drafter
@@ -168,12 +161,8 @@ def _precision(plan: VLLMPlan) -> Iterator[Problem]:
     if plan.deployment.kv_cache.dtype == "nvfp4":
         what = "NVFP4 keys and values are not covered by this backend"
         yield Problem(what, "kv_cache.dtype", "use fp8 or bfloat16")
-    if plan.dtype == "float32" and not plan.on_cpu:
-        yield Problem("vLLM's attention on GPUs has no float32", "hardware.dtype", "use auto or bfloat16")
-
-
-def _memory(plan: VLLMPlan) -> Iterator[Problem]:
     if plan.deployment.kv_cache.memory_fraction is not None and plan.memory is None:
         what = "a share of the memory is asked for, but not of which GPU"
         yield Problem(what, "kv_cache.memory_fraction", "name hardware.gpu, or leave the share to vLLM")
-    yield from memory_problems(plan)
+    if plan.dtype == "float32" and not plan.on_cpu:
+        yield Problem("vLLM's attention on GPUs has no float32", "hardware.dtype", "use auto or bfloat16")

@@ -74,7 +74,7 @@ OF_OUR_DRAFTER = {
     "api_server_count": "one front-end counts the steps of speculation",
 }
 """Without one of ours, they are the user's."""
-OUR_SCHEDULER = dict.fromkeys(("scheduler_cls", "async_scheduling"), "speculation.width `auto` needs ours")
+OUR_SCHEDULER = dict.fromkeys(("scheduler_cls", "async_scheduling"), "`width: auto` needs our scheduler")
 PARSERS = ParserNames(
     reasoning={"gpt-oss": "openai_gptoss", "deepseek-r1": "deepseek_r1", "qwen3_5": "qwen3", "kimi_k25": "kimi_k2"},
     tool_call={"gpt-oss": "openai", "qwen3": "hermes", "qwen": "hermes", "qwen25": "hermes", "llama3": "llama3_json",

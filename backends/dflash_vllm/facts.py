@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dflash_serve.backend import EngineFacts, MetricNames, Probes, Releases, SpeculationLines
 from dflash_serve.common.prometheus import Samples, Scrape, rate
+from dflash_serve.common.settings import ENV_PREFIX
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 RELEASES = Releases("vllm", "vLLM", (0, 32), (0, 33))
 REAL_OFF = (0, 33)  # the first release whose drafter (V2 model runner) does not run where the width is 1
+GUESSED_COSTS = f"{ENV_PREFIX}GUESSED_COSTS"
+"""Environment variable: costs as JSON, guessed from the models' sizes. Served steps correct them."""
 
 DRAFTS, DRAFTED, ACCEPTED = (
     f"vllm:spec_decode_{name}_total" for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")

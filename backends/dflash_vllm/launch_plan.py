@@ -1,25 +1,34 @@
-"""`VLLMPlan`: a deployment, its target and its drafter, and the settings of vLLM that follow from them."""
+"""`VLLMPlan`: a deployment, its target and its drafter, and the settings of vLLM that follow from them.
+
+`static_schedule` is a table of widths that vLLM follows without any code of ours in it: it depends on the load, and
+neither on requests nor on the machine (`dflash_serve.deployment`, `speculation.allocation`).
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.config import BF16, weight_bytes
 from dflash_serve.deployment import GIB, given_cost, given_survival
 from dflash_serve.server_adapter import LaunchPlan
 
-from .drafter_rules import V1_VARIABLE
-from .heads import verifies_whole_blocks
-from .schedule import Row, static_schedule
+from .drafter_rules import V1_VARIABLE, verifies_whole_blocks
 
+if TYPE_CHECKING:
+    from dflash_serve.speculation.costs import CostModel
+
+Row = list[int]  # vLLM's: first batch size, last one, drafted tokens (slots without the anchor)
 ROWS = 8192  # vLLM's default of max_num_batched_tokens on an H100
 DEFAULT_REQUESTS = 256  # vLLM's default of max_num_seqs but on the largest GPUs; tables of widths need a number
 OVERHEAD = 6 * GIB  # CUDA context, NCCL, workspaces, CUDA graphs, activations of a prefill
 KNEE, KNEE_OF_A_CPU = 256, 8
 """Rows from which on arithmetic takes longer than reading the weights in bf16: 990 TFLOP/s / 3.35 TB/s = 296 on an
 H100, 2250 / 8 = 281 on a B200; a CPU's is guessed. Served steps correct what follows from it."""
+BANDWIDTH, BANDWIDTH_OF_A_CPU = 3.35e12, 5e10  # bytes/s: an H100's, and a guess; too much costs less than too little
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +56,7 @@ class VLLMPlan(LaunchPlan):
         if width != "auto":
             assert isinstance(width, int)
             return (width,)
-        most = self.max_batch_size - 1  # one batch size a width: see `schedule.every_width`
+        most = self.max_batch_size - 1  # one batch size a width: see `every_width`
         powers = [power for power in (2, 4, 8, 16, 32) if power < self.block_size]
         return (1, *[*powers, self.block_size][-most:]) if most > 0 else (self.block_size,)
 
@@ -73,18 +82,23 @@ class VLLMPlan(LaunchPlan):
 
     @property
     def guessed_costs(self) -> str:
-        """A `CostModel`'s JSON by the models' sizes, in steps of one request: memory alone, then arithmetic alone."""
+        """A `CostModel`'s JSON by the models' sizes: reading the weights alone, then arithmetic alone."""
         assert self.drafter is not None
         assert self.block_size is not None
+        target = self.target
+        idle = 1 - target.experts_per_token / target.experts if target.experts else 0.0
         head = self.drafter.vocab_size * self.drafter.hidden_size * BF16
-        share = (weight_bytes(self.drafter) + head) / self.target.weight_bytes
+        rate = self.deployment.parallel.tensor * (BANDWIDTH_OF_A_CPU if self.on_cpu else BANDWIDTH)
+        step = (target.weight_bytes - idle * target.expert_bytes) / rate
+        draft = (weight_bytes(self.drafter) + head) / rate
         knee = KNEE_OF_A_CPU if self.on_cpu else KNEE
         blocks = max(1, knee // self.block_size)
-        steep = {
-            "target": {1: 1.0, knee: 1.0, 8 * knee: 8.0},
-            "draft": {1: share, blocks: share, 8 * blocks: 8 * share},
-        }
-        return json.dumps(steep)
+        return json.dumps(
+            {
+                "target": {1: step, knee: step, 8 * knee: 8 * step},
+                "draft": {1: draft, blocks: draft, 8 * blocks: 8 * draft},
+            }
+        )
 
     @property
     def v1_runner(self) -> bool:
@@ -111,3 +125,23 @@ class VLLMPlan(LaunchPlan):
     def running_bytes(self) -> int:
         """Memory of a device beside weights and K/V."""
         return OVERHEAD
+
+
+def static_schedule(
+    cost: CostModel, survival: Sequence[float], widths: Sequence[int], max_batch_size: int
+) -> list[Row]:
+    """The width with the most tokens per second for every batch size; 0 drafted = off."""
+    from dflash_serve.speculation.allocation import widths_by_batch  # numpy, which not every install has
+
+    stretches = widths_by_batch(survival, cost, widths, max_batch_size)
+    return [[first, last, width - 1] for first, last, width in stretches]
+
+
+def every_width(widths: Sequence[int], max_batch_size: int) -> list[Row]:
+    """A schedule in which every width occurs, because vLLM captures CUDA graphs of those that do, and of no others.
+
+    The widest are for the smallest batches; our scheduler looks widths up elsewhere.
+    """
+    rows = [[batch, batch, width - 1] for batch, width in enumerate(sorted(widths, reverse=True), start=1)]
+    rows[-1][1] = max_batch_size
+    return rows

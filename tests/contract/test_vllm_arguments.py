@@ -31,11 +31,8 @@ __all__ = ["hub"]
 
 PRECISIONS = {"none": None, "fp8": FP8, "fp8-online": None, "nvfp4": NVFP4}
 MATRIX = [
-    (gpu, precision, tensor, expert)
-    for gpu in (*GPUS, None)
-    for precision in PRECISIONS
-    for tensor, expert in ((1, 1), (8, 1), (8, 8))
-    if precision != "nvfp4" or gpu is None or GPUS[gpu].is_blackwell
+    *((gpu, "none", 1, 1) for gpu in (*GPUS, None)),
+    *(("b200", precision, 8, expert) for precision in PRECISIONS for expert in (1, 8)),
 ]
 
 
@@ -209,6 +206,22 @@ def test_false_turns_off_what_true_turns_on() -> None:
         action = parser.action(name)
         if isinstance(action, BooleanOptionalAction):
             assert {reads(name, action.dest, value) for value in (True, False)} == {True, False}, name
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "captured"),
+    [
+        ("mamba2", "Mamba2ForCausalLM", False),
+        ("llava", "LlavaForConditionalGeneration", True),
+        ("unheard_of", "UnheardOfForCausalLM", False),
+    ],
+)
+def test_vllm_is_asked_whether_a_family_that_we_do_not_know_hands_out_hidden_states(
+    family: str, architecture: str, captured: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    other = write_paper_target(tmp_path / family, model_type=family, architectures=[architecture])
+    found = VLLMBackend().check(deployment(models, target={"model": str(other)}))
+    assert [problem.where for problem in found] == ([] if captured else ["target.model"])
 
 
 def test_keys_are_read_from_their_file_and_are_in_no_log(models: dict[str, Path], tmp_path: Path) -> None:

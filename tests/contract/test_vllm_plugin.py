@@ -14,7 +14,7 @@ import pytest
 
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import AutoWidth
-from dflash_vllm.schedule import GUESSED_COSTS
+from dflash_vllm.facts import GUESSED_COSTS, SLOTS_ACCEPTED, SLOTS_OFFERED, STEPS
 
 pytest.importorskip("vllm")
 
@@ -132,6 +132,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "_last_run", lambda _: run)
     monkeypatch.setattr(module, "proof", lambda: None)
     monkeypatch.setattr(Scheduler, "__init__", begin)
+    monkeypatch.setattr(Scheduler, "schedule", lambda _: None)
     monkeypatch.setattr(Scheduler, "update_from_output", lambda *_: "vLLM's answer")
     return module.WidthScheduler()
 
@@ -148,6 +149,52 @@ def step(scheduler: Any) -> int:
     )
     assert scheduler.update_from_output(output, None) == "vLLM's answer"
     return drafted
+
+
+def test_a_steps_time_is_from_the_last_result_or_from_its_scheduling_after_an_idle_time(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(40):
+        step(scheduler)
+    times: list[float | None] = []
+    now, requests = SimpleNamespace(seconds=0.0), scheduler.running
+    monkeypatch.setattr("dflash_vllm.plugin.scheduler.perf_counter", lambda: now.seconds)
+    monkeypatch.setattr(AutoWidth, "widths", lambda *_: [1, 1])
+    monkeypatch.setattr(AutoWidth, "observe", lambda _, step: times.append(step.seconds))
+    for begun, answered, busy in [
+        (0, 9, False),
+        (10, 12, True),
+        (12.5, 15, False),
+        (100, 101, True),
+        (100.5, 103, True),
+    ]:
+        now.seconds = begun
+        scheduler.schedule()
+        now.seconds, scheduler.running = answered, requests if busy else []
+        step(scheduler)
+    assert times[1:] == [2, 3, 1, 2]  # the third began after a pause; the fourth was scheduled while it computed
+
+
+def test_steps_and_slots_are_counted_by_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prometheus_client import REGISTRY
+
+    made_by = logger_class()
+    monkeypatch.setattr(sys.modules[made_by.__module__], "proof", lambda: None)
+    made = made_by(server("dflash"), 7)
+    drafting = SimpleNamespace(
+        num_drafts=5, num_draft_tokens_per_pos=[5, 5, 2, 0], num_accepted_tokens_per_pos=[4, 2, 1, 0]
+    )
+    iteration = SimpleNamespace(inter_token_latencies_iter=[0.1] * 8)
+    for drafts, decoded in ((drafting, iteration), (None, iteration), (None, None)):
+        made.record(SimpleNamespace(spec_decoding_stats=drafts), decoded)
+
+    def counted(name: str, label: str, *values: int) -> list[float | None]:
+        labels = {"model_name": "m", "engine": "7"}
+        return [REGISTRY.get_sample_value(f"{name}_total", {**labels, label: str(value)}) for value in values]
+
+    assert counted(STEPS, "width", 1, 2, 3, 4) == [3 + 8, None, 3, 2]
+    assert counted(SLOTS_OFFERED, "slot", 1, 2, 3, 4) == [5, 5, 2, None]
+    assert counted(SLOTS_ACCEPTED, "slot", 1, 2, 3, 4) == [4, 2, 1, None]
 
 
 @pytest.mark.parametrize("method", ["widths", "observe", "forget"])
@@ -167,5 +214,5 @@ def test_a_policy_that_fails_is_logged_once_and_blocks_are_whole_from_then_on(
     assert [step(scheduler) for _ in range(5)] == [7] * 5
     assert len(calls) == 1
     (failed,) = our_lines(caplog)
-    assert "whole blocks are drafted from now on" in failed.getMessage()
+    assert "whole blocks are verified from now on" in failed.getMessage()
     assert failed.exc_info is not None

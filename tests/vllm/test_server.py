@@ -32,7 +32,7 @@ from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_serve.verify.subjects import two_servers
 from dflash_serve.verify.verification import Verification
 from dflash_vllm.facts import ACCEPTED, DRAFTED, DRAFTS, FACTS, SLOTS_ACCEPTED, SLOTS_OFFERED, STEPS
-from dflash_vllm.schedule import static_schedule
+from dflash_vllm.launch_plan import static_schedule
 from tests.support.prompts import word_problems
 from tests.support.promql import exported, missing
 from tests.support.vllm_server import CROWD, Fleet, OnCpu, Server, fleet, smollm2

@@ -26,24 +26,24 @@ SKIPPED = ("t2d", "d2t", "rotary_emb.")  # parts of the names of tensors that no
 
 def draft_problems(vllm_config: Any) -> list[Problem]:
     """Problems of the drafter that vLLM was given, and of its settings."""
-    asked = vllm_config.speculative_config
-    found: list[Problem] = []
+    asked, target, checkpoint = vllm_config.speculative_config, vllm_config.model_config, draft_checkpoint(vllm_config)
+    found, where = [], "--speculative-config"
     if asked.rejection_sample_method not in EXACT:
         what = f"rejection_sample_method {asked.rejection_sample_method} changes what the target would have said"
-        found.append(Problem(what, "--speculative-config", "use standard"))
-    checkpoint = draft_checkpoint(vllm_config)
-    if checkpoint is None:
+        found.append(Problem(what, where, "use standard"))
+    if checkpoint is not None:
+        found += [*checkpoint.problems, *plain_only(checkpoint.quantization, "vLLM", str(checkpoint.folder))]
+    if checkpoint is None or checkpoint.config is None:
         return found
-    found += [*checkpoint.problems, *plain_only(checkpoint.quantization, "vLLM", str(checkpoint.folder))]
-    if checkpoint.config is not None:
-        target = vllm_config.model_config
-        found += drafter_problems(
-            checkpoint.config,
-            target_shape(target),
-            max_model_len=int(target.max_model_len),
-            v1_runner=not vllm_config.use_v2_model_runner,
-        )
-        found += _block_problems(checkpoint, asked.num_speculative_tokens)
+    sizes = (target.get_vocab_size(), target.get_hidden_size(), target.get_total_num_hidden_layers())
+    shape = TargetShape(target.model, target.hf_text_config.model_type, *sizes, target.max_model_len)
+    v1_runner = not vllm_config.use_v2_model_runner
+    found += drafter_problems(checkpoint.config, shape, max_model_len=target.max_model_len, v1_runner=v1_runner)
+    most = checkpoint.config.block_size - 1
+    if asked.num_speculative_tokens > most:
+        # vLLM would draft slots for which the drafter was not trained; none of them would be accepted.
+        what = f"num_speculative_tokens {asked.num_speculative_tokens} is more than block_size - 1 = {most}"
+        found.append(Problem(what, where, f"use {most} or less: vLLM does not count the anchor"))
     return found
 
 
@@ -58,46 +58,17 @@ def draft_checkpoint(vllm_config: Any) -> Checkpoint | None:
     return open_checkpoint(folder) if is_plain(folder) else None
 
 
-def target_shape(model_config: Any) -> TargetShape:
-    """The target as vLLM read it."""
-    text = model_config.hf_text_config
-    return TargetShape(
-        name=str(model_config.model),
-        model_type=str(text.model_type),
-        vocab_size=int(model_config.get_vocab_size()),
-        hidden_size=int(model_config.get_hidden_size()),
-        num_layers=int(model_config.get_total_num_hidden_layers()),
-        max_position_embeddings=int(model_config.max_model_len),
-    )
-
-
-def _block_problems(checkpoint: Checkpoint, drafted: int) -> Iterator[Problem]:
-    """vLLM would draft slots for which the drafter was not trained; none of them would be accepted."""
-    assert checkpoint.config is not None
-    most = checkpoint.config.block_size - 1
-    if drafted > most:
-        what = f"num_speculative_tokens {drafted} is more than block_size - 1 = {most}"
-        yield Problem(what, "--speculative-config", f"use {most} or less: vLLM does not count the anchor")
-
-
 def reading_problems(model: Any, vllm_config: Any) -> Iterator[Problem]:
-    """Differences between the model that vLLM built and the checkpoint: ids, windows, causality."""
+    """Windows and causality of the layers that vLLM built, where the checkpoint has others."""
     checkpoint = draft_checkpoint(vllm_config)
     if checkpoint is None or checkpoint.config is None:
         return
-    drafter, where, do = checkpoint.config, str(checkpoint.folder), "dflash-serve convert it --to zlab"
     built = [(layer.self_attn.sliding_window, bool(layer.self_attn.causal)) for layer in model.model.layers]
-    meant = [(kind.window, kind.causal) for kind in drafter.layers]
+    meant = [(kind.window, kind.causal) for kind in checkpoint.config.layers]
     if built != meant:
-        what = f"its layers' (window, causal) are {_several(meant)}, vLLM reads {_several(built)}"
-        yield Problem(what, where, do)
-    ids = list((getattr(model.config, "dflash_config", None) or {}).get("target_layer_ids") or [])
-    if ids != list(drafter.target_layer_ids):
-        yield Problem(f"its target_layer_ids are {list(drafter.target_layer_ids)}, vLLM reads {ids}", where, do)
-
-
-def _several(values: list[tuple[int | None, bool]]) -> str:
-    return str(values[0]) if len(set(values)) == 1 else str(values)
+        differing = [pair for pair in zip(meant, built, strict=False) if pair[0] != pair[1]]
+        what = f"its layers' (window, causal) are {differing[0][0]}, vLLM reads {differing[0][1]}"
+        yield Problem(what, str(checkpoint.folder), "dflash-serve convert it --to zlab")
 
 
 def tensor_problems(names: Iterable[str], parameters: Collection[str]) -> Iterator[Problem]:
@@ -112,17 +83,14 @@ def tensor_problems(names: Iterable[str], parameters: Collection[str]) -> Iterat
 
 def account(names: Iterable[str], parameters: Collection[str]) -> tuple[list[str], list[str]]:
     """Unknown tensors and missing ones, both by the checkpoint's names."""
-    wanted = {piece for name in parameters for piece in _pieces(name.removeprefix("model."))}
-    found = {_plain(name) for name in names if not any(part in name for part in SKIPPED)}
-    needed = {name for name in wanted if not any(part in name for part in OF_THE_TARGET)}
-    return sorted(found - wanted), sorted(needed - found)
-
-
-def _plain(name: str) -> str:
-    name = name.removeprefix("model.")
-    return next((name.replace(old, new) for old, new in ALIASES.items() if old in name), name)
-
-
-def _pieces(parameter: str) -> Iterator[str]:
-    parts = [parameter.replace(whole, part) for part, whole in STACKED.items() if f".{whole}." in parameter]
-    yield from parts or [parameter]
+    found, wanted = set(), set()
+    for name in names:
+        if not any(part in name for part in SKIPPED):
+            name = name.removeprefix("model.")
+            found.add(next((name.replace(old, new) for old, new in ALIASES.items() if old in name), name))
+    for name in parameters:
+        name = name.removeprefix("model.")
+        parts = [name.replace(whole, part) for part, whole in STACKED.items() if f".{whole}." in name]
+        wanted.update(parts or [name])
+    missing = {name for name in wanted - found if not any(part in name for part in OF_THE_TARGET)}
+    return sorted(found - wanted), sorted(missing)

@@ -7,18 +7,24 @@ Readers derive from them: survival of slot k = slots_accepted{slot="k"} / slots_
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from prometheus_client import Counter
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from dflash_vllm.facts import SLOTS_ACCEPTED, SLOTS_OFFERED, STEPS
 
 from . import is_ours, proof
-from .steps import steps_by_width
 
 logger = logging.getLogger(__name__)
+COUNTERS = {
+    STEPS: ("width", "Decoding steps of one request, by width (the anchor counted; 1 = no draft)."),
+    SLOTS_OFFERED: ("slot", "Drafted tokens that were verified, by slot of the block."),
+    SLOTS_ACCEPTED: ("slot", "Drafted tokens that were accepted, by slot of the block."),
+}
+"""Name -> label and help."""
 
 
 class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
@@ -46,39 +52,32 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
 
     def _record(self, drafting: Any, iteration: Any) -> None:
         """`drafting`: statistics of requests with drafts; `iteration`: of all decoded tokens."""
-        offered = list(drafting.num_draft_tokens_per_pos) if drafting else []
-        widths = steps_by_width(offered)
         decoding = len(iteration.inter_token_latencies_iter) if iteration else 0
-        plain = decoding - (drafting.num_drafts if drafting else 0)
-        if plain > 0:
-            widths[1] = plain
-        for width, count in widths.items():
-            _counter(STEPS, "width").labels(*self.labels, str(width)).inc(count)
+        offered = list(drafting.num_draft_tokens_per_pos) if drafting else []
+        # A step of width w offers slots 1 to w - 1, so this is the number of steps of widths 1, 2, ...
+        wide = [here - wider for here, wider in zip(offered, [*offered[1:], 0], strict=False)]
+        self._count(STEPS, [decoding - (drafting.num_drafts if drafting else 0), *wide])
         if drafting:
             self._count(SLOTS_OFFERED, offered)
             self._count(SLOTS_ACCEPTED, drafting.num_accepted_tokens_per_pos)
 
-    def _count(self, name: str, by_slot: Sequence[int]) -> None:
-        for slot, count in enumerate(by_slot, start=1):
-            if count:
-                _counter(name, "slot").labels(*self.labels, str(slot)).inc(count)
-
-    def log_engine_initialized(self) -> None:
-        """Says nothing."""
+    def _count(self, name: str, counts: Sequence[int]) -> None:
+        """Counts of widths or slots 1, 2, ..."""
+        for place, count in enumerate(counts, start=1):
+            if count > 0:
+                _child(name, *self.labels, str(place)).inc(count)
 
 
 # A later release may add abstract methods to its base class; without this they would end servers that are not ours.
 SpeculationMetrics.__abstractmethods__ = frozenset()
 
-HELP: Mapping[str, str] = {
-    STEPS: "Decoding steps of one request, by width (the anchor counted; 1 = no draft).",
-    SLOTS_OFFERED: "Drafted tokens that were verified, by slot of the block.",
-    SLOTS_ACCEPTED: "Drafted tokens that were accepted, by slot of the block.",
-}
+
+@cache
+def _counter(name: str) -> Counter:  # one for all engines of this process
+    label, text = COUNTERS[name]
+    return Counter(name, text, ["model_name", "engine", label])
 
 
 @cache
-def _counter(name: str, label: str) -> Any:  # one for all engines of this process
-    from prometheus_client import Counter
-
-    return Counter(name, HELP[name], ["model_name", "engine", label])
+def _child(name: str, *labels: str) -> Counter:  # `labels` alone takes longer than all else of a step
+    return _counter(name).labels(*labels)

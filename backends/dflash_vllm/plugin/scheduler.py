@@ -7,12 +7,10 @@ policy fails, whole blocks are drafted from then on.
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -20,24 +18,22 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import vllm
-from dflash_serve.last_run import KeptWidth, LastRun
-from dflash_vllm.schedule import GUESSED_COSTS
+from dflash_serve.last_run import LastRun
+from dflash_serve.speculation.policy import GuardedPolicy
+from dflash_vllm.facts import GUESSED_COSTS
 
 from . import proof
-from .steps import StepClock, decoding_steps, is_even
-from .widths import LiveWidths, make_widths
-
-logger = logging.getLogger(__name__)
+from .widths import observed, width_policy
 
 
 class _Lookup:
     """Takes the place of vLLM's table from batch size to drafted tokens."""
 
-    def __init__(self, scheduler: _FollowsLoad) -> None:
-        self.scheduler = scheduler
+    def __init__(self, drafted_tokens: Callable[[], int]) -> None:
+        self.drafted_tokens = drafted_tokens
 
     def __getitem__(self, batch_size: int) -> int:
-        return self.scheduler.drafted_tokens()
+        return self.drafted_tokens()
 
 
 class _FollowsLoad:
@@ -49,6 +45,7 @@ class _FollowsLoad:
     """
 
     is_async: bool
+    running: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,24 +57,21 @@ class _FollowsLoad:
             other = "WidthScheduler" if self.is_async else "AsyncWidthScheduler"
             raise ValueError(f"dflash-serve: for this async_scheduling use --scheduler-cls {__name__}.{other}")
         wide = sorted({drafted + 1 for drafted in host.dynamic_sd_lookup[1:] if drafted})
-        run = _last_run(host.vllm_config)
-        policy = partial(KeptWidth, block_size=host.num_spec_tokens + 1, run=run, allowed_widths=wide)
-        self.widths: LiveWidths | None = make_widths(policy, run.costs())  # None = the policy has failed
-        self._whole_block = max(wide, default=1)
-        self._clock = StepClock()
+        policy = width_policy(host.num_spec_tokens + 1, wide, _last_run(host.vllm_config))
+        self.widths = GuardedPolicy(policy, max(wide, default=1))
+        self._context_tokens = 0
         self._accepted: dict[str, int] = {}
-        host.dynamic_sd_lookup = _Lookup(self)
+        self._begun: float | None = None  # Time of the last result, or of the scheduling after an idle time
+        host.dynamic_sd_lookup = _Lookup(self.drafted_tokens)
 
     def drafted_tokens(self) -> int:
         """Tokens that this step drafts for each request."""
-        running, width = self.running, self._whole_block  # type: ignore[attr-defined]
-        with self._giving_up():
-            if self.widths is not None:
-                width = self.widths.choose([request.request_id for request in running], _context_tokens(running))
-        return width - 1
+        self._context_tokens = sum(request.num_computed_tokens for request in self.running)
+        ids = [request.request_id for request in self.running]
+        return max(self.widths.widths(ids, self._context_tokens), default=1) - 1
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self._clock.scheduled()
+        self._begun = self._begun or perf_counter()
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,31 +80,14 @@ class _FollowsLoad:
         return super().make_spec_decoding_stats(*args, **kwargs)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        seconds = self._clock.answered()
-        self._accepted = {}
-        tokens = _context_tokens(self.running)  # type: ignore[attr-defined]
+        now, self._accepted = perf_counter(), {}
+        seconds = None if self._begun is None else now - self._begun
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-        with self._giving_up():
-            self._learn(scheduler_output, seconds, tokens)
-        self._clock.settled(busy=bool(self.running))  # type: ignore[attr-defined]
+        self._begun = now if self.running else None
+        self.widths.observe(observed(scheduler_output, self._accepted, seconds, self._context_tokens))
+        for request_id in scheduler_output.finished_req_ids:
+            self.widths.forget(request_id)
         return outputs
-
-    def _learn(self, scheduler_output: Any, seconds: float | None, context_tokens: int) -> None:
-        if self.widths is None:
-            return
-        steps = decoding_steps(scheduler_output, self._accepted)
-        is_clean = is_even(scheduler_output, steps)
-        self.widths.verified(steps, seconds=seconds if is_clean else None, context_tokens=context_tokens)
-        self.widths.finished(list(scheduler_output.finished_req_ids))
-
-    @contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        """Drops a policy that fails: an error here would end vLLM's engine and all its requests."""
-        try:
-            yield
-        except Exception:
-            logger.exception("dflash-serve: the choice of widths failed; whole blocks are drafted from now on")
-            self.widths = None
 
 
 class WidthScheduler(_FollowsLoad, Scheduler):  # type: ignore[misc]
@@ -130,7 +107,3 @@ def _last_run(config: Any) -> LastRun:
     conditions = [vllm.__version__, current_platform.get_device_name(), str(model.dtype), model.quantization]
     conditions += [parallel.world_size, os.environ.get(GUESSED_COSTS)]
     return LastRun(Path(config.speculative_config.model), model.model, json.dumps(conditions))
-
-
-def _context_tokens(running: Any) -> int:
-    return sum(request.num_computed_tokens for request in running)

@@ -25,7 +25,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.server_adapter import ServerAdapter, resolve
 from tests.support.built import flip_last_byte, seal
-from tests.support.paper_models import PAPER_DRAFTER, write_paper_drafter, write_paper_target
+from tests.support.paper_models import PAPER_DRAFTER, write_paper_target
 from tests.support.tiny import edit_json, tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
 
 ENGINES = ("sglang", "vllm", "tensorrt-llm")
@@ -39,12 +39,6 @@ every_engine = pytest.mark.parametrize("engine", ENGINES)
 whole_readers = pytest.mark.parametrize("engine", READ_WHOLE)
 
 
-@pytest.fixture
-def fields(tmp_path: Path) -> dict[str, Any]:
-    target, drafter = write_paper_target(tmp_path / "target"), write_paper_drafter(tmp_path / "drafter")
-    return {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}, "hardware": {"gpu": "h200"}}
-
-
 def adapter(engine: str) -> ServerAdapter[Any]:
     found = server_backend(engine)
     assert isinstance(found, ServerAdapter)
@@ -55,6 +49,10 @@ def problems(engine: str, fields: dict[str, Any], **more: Any) -> str:
     found = adapter(engine).check(Deployment.model_validate({**fields, **more}))
     assert all(problem.what and problem.where and problem.do and "\n" not in str(problem) for problem in found)
     return "\n".join(map(str, found))
+
+
+def notes(engine: str, fields: dict[str, Any]) -> list[str]:
+    return list(adapter(engine).preview(Deployment.model_validate(fields), Path("/prepared")).notes)
 
 
 @every_engine
@@ -92,18 +90,13 @@ def test_a_fault_is_found_and_says_what_to_do(
 
 
 @every_engine
-def test_an_unknown_argument_of_the_engine_is_refused_and_anothers_is_ignored(
-    engine: str, fields: dict[str, Any]
-) -> None:
-    assert "has no such" in problems(engine, fields, engine_args={engine: {"nonsense": 1}})
-    assert problems(engine, fields, engine_args={"another": {"nonsense": 1}}) == ""
-
-
-@every_engine
 def test_a_target_that_hands_out_no_features_or_is_anothers_is_found(engine: str, fields: dict[str, Any]) -> None:
     target = Path(fields["target"]["model"]) / "config.json"
     edit_json(target, {"model_type": "qwen2" if engine == "tensorrt-llm" else "mamba2"})
-    assert "target.model" in problems(engine, fields)
+    if engine == "vllm":  # the installed vLLM is asked: tests/contract
+        assert any(note.startswith("not checked: whether vLLM's model for 'mamba2'") for note in notes(engine, fields))
+    else:
+        assert "target.model" in problems(engine, fields)
     edit_json(target, {"model_type": "qwen3", "hidden_size": 48})
     assert "hidden_size is 64, the target's is 48" in problems(engine, fields)
 

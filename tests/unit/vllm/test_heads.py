@@ -12,15 +12,11 @@ import pytest
 from dflash_serve.checkpoint.reader import open_checkpoint
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.deployment import Deployment
-from dflash_serve.server_adapter import Choice
 from dflash_vllm import VLLMBackend
 from dflash_vllm.drafter_rules import V1_VARIABLE
 from tests.support.heads import HEADS
 from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, random_tensors, tiny_drafter_config
 from tests.support.tiny_target import SPECIALS, write_tiny_target
-
-DSPARK = ["vanilla Markov", "vanilla Markov, fill-in", "Markov and confidence"]
-SERVED = ["plain", "reduced vocabulary", "DFlash2", *DSPARK]
 
 
 def deployed(folder: Path, heads: dict[str, Any], **more: Any) -> Deployment:
@@ -34,38 +30,10 @@ def deployed(folder: Path, heads: dict[str, Any], **more: Any) -> Deployment:
     return Deployment.model_validate({**models, **more})
 
 
-def told(deployment: Deployment, folder: Path) -> dict[str, Any]:
-    """The `--speculative-config`."""
-    argv = VLLMBackend().command(deployment, folder).argv
-    found: dict[str, Any] = json.loads(dict(pairwise(argv))["--speculative-config"])
-    return found
-
-
-def width_choice(deployment: Deployment, folder: Path) -> Choice:
-    choices = {choice.key: choice for choice in VLLMBackend().preview(deployment, folder).choices}
-    return choices["speculation.width"]
-
-
 def whats(deployment: Deployment) -> str:
     found = VLLMBackend().check(deployment)
     assert all("\n" not in str(problem) and problem.do for problem in found)
     return "\n".join(map(str, found))
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_the_draft_folder_is_the_same_drafter_in_a_form_that_vllm_reads(name: str, tmp_path: Path) -> None:
-    deployment = deployed(tmp_path, dict(HEADS[name]))
-    backend = VLLMBackend()
-    assert backend.check(deployment) == []
-    backend.prepare(deployment, tmp_path / "prepared")
-    written, given = (open_checkpoint(tmp_path / folder) for folder in ("prepared/draft", "drafter"))
-    assert (written.problems, written.config) == ([], given.config)
-    raw = json.loads((tmp_path / "prepared/draft/config.json").read_text())
-    assert raw["sample_from_anchor"] is (written.config is not None and written.config.slots == "anchor-first")
-    assert told(deployment, tmp_path)["num_speculative_tokens"] == 7  # B - 1, whatever the slots
-    if name == "reduced vocabulary":  # vLLM renames d2t and asks for a head of its own
-        assert {"d2t", "lm_head.weight"} <= written.headers.keys()
-        assert (raw["draft_vocab_size"], raw["sliding_window_non_causal"]) == (40, True)
 
 
 @pytest.mark.parametrize(
@@ -75,20 +43,31 @@ def test_the_draft_folder_is_the_same_drafter_in_a_form_that_vllm_reads(name: st
         ("reduced vocabulary", "dflash", "DFlashSpeculator", False),
         ("DFlash2", "dflash", "DFlash2DraftModel", True),
         ("vanilla Markov", "dspark", "Qwen3DSparkModel", True),
+        ("vanilla Markov, fill-in", "dspark", "Qwen3DSparkModel", True),
+        ("Markov and confidence", "dspark", "Qwen3DSparkModel", True),
     ],
 )
-def test_method_form_and_width_follow_the_heads(
+def test_method_form_and_width_follow_the_heads_and_the_drafter_stays_the_same(
     name: str, method: str, architecture: str, whole: bool, tmp_path: Path
 ) -> None:
-    deployment = deployed(tmp_path, dict(HEADS[name]))
-    VLLMBackend().prepare(deployment, tmp_path / "prepared")
-    found = told(deployment, tmp_path)
-    assert found["method"] == method
-    assert json.loads((tmp_path / "prepared/draft/config.json").read_text())["architectures"] == [architecture]
-    assert ("num_speculative_tokens_per_batch_size" not in found) is whole
-    argv = VLLMBackend().command(deployment, tmp_path).argv
+    deployment, folder = deployed(tmp_path, dict(HEADS[name])), tmp_path / "prepared"
+    launch = VLLMBackend().resolve(deployment)
+    assert launch.problems == []
+    launch.prepare(folder)
+    written, given = open_checkpoint(folder / "draft"), open_checkpoint(tmp_path / "drafter")
+    assert (written.problems, written.config) == ([], given.config)
+    raw = json.loads((folder / "draft/config.json").read_text())
+    assert raw["architectures"] == [architecture]
+    assert raw["sample_from_anchor"] is (written.config is not None and written.config.slots == "anchor-first")
+    if name == "reduced vocabulary":  # vLLM renames d2t and asks for a head of its own
+        assert {"d2t", "lm_head.weight"} <= written.headers.keys()
+        assert (raw["draft_vocab_size"], raw["sliding_window_non_causal"]) == (40, True)
+    argv = launch.command(folder).argv
+    told = json.loads(dict(pairwise(argv))["--speculative-config"])
+    assert (told["method"], told["num_speculative_tokens"]) == (method, 7), "B - 1, whatever the slots"
+    assert ("num_speculative_tokens_per_batch_size" not in told) is whole
     assert ("--scheduler-cls" not in argv) is whole
-    choice = width_choice(deployment, tmp_path)
+    choice = {choice.key: choice for choice in launch.preview(folder).choices}["speculation.width"]
     assert (choice.value == "8") is whole
     assert ("whole blocks, the width never changes" in choice.why) is whole
 
@@ -130,7 +109,7 @@ def test_heads_of_the_second_model_runner_are_refused_on_a_cpu(
 def test_a_reduced_vocabulary_runs_on_a_cpu_with_our_widths(tmp_path: Path) -> None:
     deployment = deployed(tmp_path, dict(HEADS["reduced vocabulary"]), hardware={"gpu": "none"})
     assert whats(deployment) == ""
-    assert "our scheduler inside vLLM" in width_choice(deployment, tmp_path).why
+    assert "--scheduler-cls" in VLLMBackend().command(deployment, tmp_path).argv
 
 
 @pytest.mark.parametrize(("width", "fine"), [(3, False), (8, True), ("auto", True), ("off", True)])

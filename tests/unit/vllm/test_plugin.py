@@ -1,23 +1,21 @@
-"""The parts of the plug-in that need no vLLM: accounting for tensors, widths, steps and their time."""
+"""The parts of the plug-in that need no vLLM: accounting for tensors, widths, and what a step tells."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from dflash_serve.deployment import COST_TABLE, given_cost
+from dflash_serve.deployment import COST_TABLE
 from dflash_serve.errors import UserError
+from dflash_serve.last_run import LastRun
 from dflash_serve.speculation.costs import CostModel, LearntCosts
 from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_serve.speculation.width import AutoWidth
-from dflash_vllm.plugin import steps
+from dflash_vllm.facts import GUESSED_COSTS
 from dflash_vllm.plugin.guards import account
-from dflash_vllm.plugin.steps import StepClock, decoding_steps, is_even, steps_by_width
-from dflash_vllm.plugin.widths import ANY, CLEAN, LiveWidths, make_widths
-from dflash_vllm.schedule import GUESSED_COSTS
+from dflash_vllm.plugin.widths import observed, width_policy
 
 PARAMETERS = [
     *("model.embed_tokens.weight", "lm_head.weight", "model.mask_embedding", "model.fc.weight", "model.norm.weight"),
@@ -51,22 +49,8 @@ def test_every_tensor_that_goes_nowhere_is_named(name: str) -> None:
     assert account([*TENSORS, name], PARAMETERS) == ([name], [])
 
 
-def output(rows: dict[str, int], drafted: dict[str, int], new: tuple[str, ...] = ()) -> Any:
-    return SimpleNamespace(
-        num_scheduled_tokens=rows,
-        scheduled_spec_decode_tokens={name: [0] * count for name, count in drafted.items()},
-        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
-    )
-
-
-def test_a_step_tells_of_the_requests_that_decoded_and_had_not_ended() -> None:
-    rows = {"drafting": 4, "plain": 1, "prompt": 40, "short prompt": 1, "chunk": 5, "ended": 4}
-    step = output(rows, {"drafting": 3, "ended": 3}, new=("prompt", "short prompt"))
-    assert decoding_steps(step, {"drafting": 2}) == {"drafting": (4, 2), "plain": (1, 0)}
-
-
 @pytest.mark.parametrize(
-    ("rows", "drafts", "even"),
+    ("rows", "drafts", "clean"),
     [
         ({"a": 4, "b": 4}, 3, True),
         ({"a": 1, "b": 1}, 0, True),
@@ -74,131 +58,93 @@ def test_a_step_tells_of_the_requests_that_decoded_and_had_not_ended() -> None:
         ({"a": 4, "b": 4}, 0, False),  # the last ones are verified: none of a step with it
         ({"a": 4, "b": 4}, 1, False),
         ({"a": 4, "b": 1}, 3, False),
-        ({"a": 4, "prompt": 9}, 3, False),
+        ({"a": 4, "b": 4, "ended": 4}, 3, False),
+        ({"a": 4, "b": 4, "prompt": 9}, 3, False),
+        ({"a": 4, "b": 4, "short prompt": 1}, 3, False),
     ],
 )
-def test_a_step_is_timed_where_it_verifies_as_much_as_it_drafts(rows: dict[str, int], drafts: int, even: bool) -> None:
-    step = output(rows, {name: count - 1 for name, count in rows.items() if name != "prompt"}, new=("prompt",))
-    step.num_spec_tokens_to_schedule = drafts
-    assert is_even(step, decoding_steps(step, {"a": 0, "b": 0})) == even
+def test_a_step_tells_of_requests_that_decoded_and_its_time_where_it_verified_as_much_as_it_drafted(
+    rows: dict[str, int], drafts: int, clean: bool
+) -> None:
+    prompts = [name for name in rows if "prompt" in name]
+    output = SimpleNamespace(
+        num_scheduled_tokens=rows,
+        scheduled_spec_decode_tokens={name: [0] * (count - 1) for name, count in rows.items() if name not in prompts},
+        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in prompts],
+        num_spec_tokens_to_schedule=drafts,
+    )
+    step = observed(output, {"a": 2 if rows["a"] > 1 else 0, "b": 0}, 0.5, 7)
+    assert step == Step(["a", "b"], [rows["a"], rows["b"]], [min(2, rows["a"] - 1), 0], 0.5 if clean else None, 7)
 
 
-def test_steps_by_width_come_from_how_often_each_slot_was_offered() -> None:
-    assert steps_by_width([]) == {}
-    assert steps_by_width([5, 5, 2, 0]) == {3: 3, 4: 2}
-    assert steps_by_width([3, 3, 3]) == {4: 3}
+GUESS = CostModel(target={1: 1e-3, 8: 1e-3, 64: 8e-3}, draft={1: 1e-4, 64: 8e-4})
+SLOWER = 4.0
+"""Times as long that steps take: the guess reads weights as fast as the device could."""
 
 
-def test_steps_that_follow_one_another_are_timed_from_answer_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = SimpleNamespace(time=0.0)
-    monkeypatch.setattr(steps, "perf_counter", lambda: now.time)
-    clock, found = StepClock(), []
-    for begun, answered, busy in [(10, 12, True), (12.5, 15, False), (100, 101, True), (100.5, 103, True)]:
-        now.time = begun
-        clock.scheduled()
-        now.time = answered
-        found.append(clock.answered())
-        clock.settled(busy=busy)
-    assert found == [2, 3, 1, 2]  # the third began after a pause; the fourth was scheduled while it computed
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LastRun:
+    """No run before this one."""
+    monkeypatch.setattr("dflash_serve.last_run.cache_home", lambda: tmp_path / "cache")
+    return LastRun(tmp_path, "target")
 
 
-def test_a_cost_table_that_is_none_is_named(tmp_path: Path) -> None:
-    assert given_cost({}) is None
-    path = tmp_path / "cost.json"
-    path.write_text('{"target": {"1": 1.0, "8": 2.0}, "draft": {"1": 0.5}}')
-    cost = given_cost({COST_TABLE: str(path)})
-    assert cost is not None
-    assert cost.target_seconds(8) == 2.0
-    path.write_text('{"target": {}}')
-    with pytest.raises(UserError, match=r"cost.json: no cost table"):
-        given_cost({COST_TABLE: str(path)})
+def guessed(run: LastRun) -> WidthPolicy:
+    return width_policy(8, [2, 4, 8], run, {GUESSED_COSTS: GUESS.model_dump_json()})
 
 
-GUESS = CostModel(target={1: 1.0, 8: 1.0, 64: 8.0}, draft={1: 0.1, 64: 0.8})
-"""In steps of one request."""
-STEP_SECONDS = 0.004
-"""What such a step takes."""
+def serve(
+    policy: WidthPolicy, requests: int, steps: int, *, accepts: int, clean: bool = True, draft_factor: float = 1.0
+) -> list[int]:
+    """The widths of some steps in which every request's first drafted tokens are right.
 
-
-def serve(widths: LiveWidths, requests: int, steps: int, *, accepts: int, clean: bool = True) -> list[int]:
-    """The widths of some steps in which every request's first drafted tokens are right, on a machine as guessed."""
+    Args:
+        clean: the times of steps are known.
+        draft_factor: of the time of steps with a draft, over the guess.
+    """
     ids, chosen = [f"{requests}-{i}" for i in range(requests)], []
     for _ in range(steps):
-        width = widths.choose(ids, 100)
+        width = max(policy.widths(ids, 100))
         chosen.append(width)
-        seconds = STEP_SECONDS * GUESS.step_seconds([width] * requests) if clean else None
-        step = {name: (width, min(accepts, width - 1)) for name in ids}
-        widths.verified(step, seconds=seconds, context_tokens=100)
-    widths.finished(ids)
+        seconds = SLOWER * GUESS.step_seconds([width] * requests) * (draft_factor if width > 1 else 1.0)
+        accepted = [min(accepts, width - 1)] * requests
+        policy.observe(Step(ids, [width] * requests, accepted, seconds if clean else None, 100))
+    for request_id in ids:
+        policy.forget(request_id)
     return chosen
 
 
-def policy(cost: CostModel, *, believed: bool = False, learnt: LearntCosts | None = None) -> WidthPolicy:
-    return AutoWidth(cost, 8, [2, 4, 8], believed=believed, learnt=learnt)
+@pytest.mark.parametrize("clean", [True, False])
+def test_widths_follow_the_load_from_a_guess_that_is_too_fast(clean: bool, run: LastRun) -> None:
+    policy = guessed(run)
+    assert set(serve(policy, 1, 40, accepts=7, clean=clean)[-20:]) == {8}
+    assert sorted(serve(policy, 64, 60, accepts=0, clean=clean))[30] == 1
+    assert sorted(serve(policy, 1, 60, accepts=7, clean=clean))[30] == 8
 
 
-def guessed(learnt: LearntCosts | None = None) -> LiveWidths:
-    return make_widths(policy, learnt, {GUESSED_COSTS: GUESS.model_dump_json()})
+def test_many_requests_in_the_first_steps_do_not_keep_one_stream_from_drafting(run: LastRun) -> None:
+    policy = guessed(run)
+    serve(policy, 12, 12, accepts=2)
+    assert sorted(serve(policy, 1, 60, accepts=3))[30] >= 4
 
 
-def test_the_first_steps_tell_the_unit_of_a_guess_and_then_widths_follow_the_load() -> None:
-    widths = guessed()
-    assert serve(widths, 1, CLEAN, accepts=7) == [1] * CLEAN
-    assert set(serve(widths, 1, 40, accepts=7)[-20:]) == {8}
-    crowd = serve(widths, 64, 60, accepts=0)
-    assert sorted(crowd)[30] == 1
-    assert sorted(serve(widths, 1, 60, accepts=7))[30] == 8
+def test_a_cost_table_that_was_measured_is_believed(run: LastRun, tmp_path: Path) -> None:
+    """Off from the first step of a crowd on, whatever steps take."""
+    (tmp_path / "cost.json").write_text(GUESS.model_dump_json())
+    policy = width_policy(8, [2, 4, 8], run, {COST_TABLE: str(tmp_path / "cost.json")})
+    assert set(serve(policy, 1, 60, accepts=7)[-40:]) == {8}
+    assert set(serve(policy, 64, 20, accepts=0, draft_factor=1e-6)[-10:]) == {1}
 
 
-def test_a_unit_is_settled_for_even_if_no_step_is_ever_clean() -> None:
-    widths = guessed()
-    serve(widths, 64, ANY, accepts=0, clean=False)
-    assert sorted(serve(widths, 64, 40, accepts=0, clean=False))[20] == 1
-
-
-def test_a_cost_table_that_was_measured_is_believed(tmp_path: Path) -> None:
-    """Off from the first step of a crowd on, whatever was earned before and whatever steps take."""
-    path = tmp_path / "cost.json"
-    path.write_text(GUESS.model_dump_json())
-    widths = make_widths(policy, environment={COST_TABLE: str(path)})
-    assert set(serve(widths, 1, 60, accepts=7)[-40:]) == {8}
-    ids = [f"{i}" for i in range(64)]
-    for _ in range(20):
-        width = widths.choose(ids, 100)
-        step = {name: (width, int(i % 3 == 0 and width > 1)) for i, name in enumerate(ids)}
-        widths.verified(step, seconds=1e-9, context_tokens=100)
-    assert width == 1
-
-
-def test_without_costs_and_without_a_guess_nothing_starts() -> None:
+def test_without_costs_and_without_a_guess_nothing_starts(run: LastRun) -> None:
     with pytest.raises(UserError, match="start it by `dflash-serve serve`"):
-        make_widths(policy, environment={})
+        width_policy(8, [2, 4, 8], run, {})
 
 
-def test_what_the_last_run_learnt_of_a_guess_spares_the_next_one_finding_out() -> None:
+def test_what_the_last_run_learnt_of_a_guess_spares_the_next_one_finding_out(run: LastRun) -> None:
     """On a machine where steps with a draft take twice the guess, which makes them a loss."""
-    ids = [f"{i}" for i in range(4)]
-
-    def crowd(policy: WidthPolicy, steps: int) -> int:
-        drafted = 0
-        for step in range(steps):
-            widths = policy.widths(ids)
-            accepted = [min(width - 1, int((i + step) % 2)) for i, width in enumerate(widths)]
-            drafting = max(widths) > 1
-            seconds = STEP_SECONDS * GUESS.step_seconds(widths) * (2 if drafting else 1)
-            policy.observe(Step(ids, widths, accepted, seconds))
-            drafted += drafting
-        return drafted
-
-    first = AutoWidth(GUESS, 8, [2, 4, 8], learnt=LearntCosts.of_unit(STEP_SECONDS))
-    tried = crowd(first, 100)
-    learnt = LearntCosts.model_validate_json(first.times.learnt.model_dump_json())
-    second = guessed(learnt)
-    assert crowd(second.policy, 100) < tried / 2
-
-
-def test_a_crowd_in_the_first_steps_does_not_keep_one_stream_from_drafting() -> None:
-    """Finding the unit costs no drafts, so it cannot leave the policy in debt."""
-    widths = guessed()
-    serve(widths, 12, CLEAN + 8, accepts=2)
-    assert sorted(serve(widths, 1, 60, accepts=3))[30] >= 4
+    first = AutoWidth(GUESS, 8, [2, 4, 8], learnt=LearntCosts.of_unit(SLOWER))
+    tried = serve(first, 4, 100, accepts=1, draft_factor=2.5)
+    run.keep([], first.times.learnt)
+    again = serve(guessed(run), 4, 100, accepts=1, draft_factor=2.5)
+    assert sum(width > 1 for width in again) < sum(width > 1 for width in tried) / 2
