@@ -6,7 +6,7 @@ import pytest
 
 
 def test_steps_become_costs_of_rows_of_drafts_and_of_context() -> None:
-    from dflash_sglang.plugin.calibration import tabulate
+    from dflash_sglang.plugin.startup import tabulate
 
     def taken(requests: int, width: int, context: int) -> float:
         """A row takes 1, a draft 5 and 2 for each request, a token of context 0.01, and 0.02 to draft."""
@@ -24,7 +24,7 @@ def test_steps_become_costs_of_rows_of_drafts_and_of_context() -> None:
 
 def test_a_machine_that_is_slow_with_wide_blocks_alone_is_known_as_such() -> None:
     """Rows that one width has graphs for and another has not: both are measured, at every number of requests."""
-    from dflash_sglang.plugin.calibration import tabulate
+    from dflash_sglang.plugin.startup import tabulate
 
     jobs = {(n, w, 128): (1.0 if w == 1 else 3.0) for n in (1, 2, 4, 8) for w in (1, 4)}
     cost = tabulate(jobs)
@@ -34,7 +34,7 @@ def test_a_machine_that_is_slow_with_wide_blocks_alone_is_known_as_such() -> Non
 
 def test_drafts_for_more_requests_are_never_cheaper() -> None:
     """Steps without a draft that were timed beside other work would otherwise make the drafts beside them free."""
-    from dflash_sglang.plugin.calibration import tabulate
+    from dflash_sglang.plugin.startup import tabulate
 
     jobs = {(n, w, 128): 10.0 + n * w + 5 * (w > 1) for n in (1, 2, 4, 8) for w in (1, 2, 4, 8)}
     jobs[4, 1, 128] = 30.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .requests import penalties_of
+from .refusals import penalties_of
 
 
 @dataclass
