@@ -1,12 +1,16 @@
-"""The interface between an engine and a width policy, and the policy of a fixed width."""
+"""The interface between an engine and a width policy, the policy of a fixed width, and a guard around any policy."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+import logging
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from dflash_serve.speculation.costs import Context
+
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -82,3 +86,37 @@ class FixedWidth:
 
     def forget(self, request_id: Hashable) -> None:
         pass
+
+
+class GuardedPolicy:
+    """A policy inside an engine's scheduler, where an error would end all requests.
+
+    A policy that fails is logged once, and from then on all blocks have `whole_block` slots.
+    """
+
+    def __init__(self, policy: WidthPolicy, whole_block: int) -> None:
+        self.policy: WidthPolicy = policy
+        self._fallback = FixedWidth(whole_block)
+
+    @property
+    def paused(self) -> bool:
+        return self._guarded(lambda policy: policy.paused)
+
+    def widths(
+        self, request_ids: Sequence[Hashable], context_tokens: int = 0, undraftable: Collection[Hashable] = ()
+    ) -> list[int]:
+        return self._guarded(lambda policy: policy.widths(request_ids, context_tokens, undraftable))
+
+    def observe(self, step: Step) -> None:
+        self._guarded(lambda policy: policy.observe(step))
+
+    def forget(self, request_id: Hashable) -> None:
+        self._guarded(lambda policy: policy.forget(request_id))
+
+    def _guarded(self, ask: Callable[[WidthPolicy], Answer]) -> Answer:
+        try:
+            return ask(self.policy)
+        except Exception:
+            log.exception("dflash-serve: the choice of widths failed; whole blocks are verified from now on")
+            self.policy = self._fallback
+            return ask(self.policy)

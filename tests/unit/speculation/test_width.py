@@ -350,14 +350,7 @@ def test_what_is_not_learnt_yet_of_a_request_that_ends_brings_it_back_no_more() 
     assert len(policy.acceptance.offsets) == 1
 
 
-def test_fixed_widths_stay_and_nonsense_is_refused() -> None:
-    policy: WidthPolicy = FixedWidth(4)
-    policy.observe(Step("a", [4], [3]))
-    policy.forget("a")
-    assert policy.widths(["a", "b"]) == [4, 4]
-    assert FixedWidth(1).paused
-    with pytest.raises(ValueError, match="width 0"):
-        FixedWidth(0)
+def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="allowed_widths"):
         AutoWidth(CHEAP, 8, [16])
     with pytest.raises(ValueError, match="0 <= accepted < width"):
