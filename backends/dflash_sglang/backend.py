@@ -153,7 +153,7 @@ def _speculation(plan: SGLangPlan, folder: Path) -> Iterator[Flag]:
     if "speculative-draft-kv-cache-dtype" not in plan.given:
         yield "--speculative-draft-kv-cache-dtype", "bfloat16"
     if plan.target.penalises and plan.width is None:
-        # SGLang would penalise every request by the model's defaults, and wrongly so (`plugin.requests`).
+        # SGLang would penalise every request by the model's defaults, and wrongly so (`plugin.refusals`).
         yield "--sampling-defaults", "openai"
     if plan.deployment.speculation.draft_window is not None:
         yield "--speculative-draft-window-size", str(plan.deployment.speculation.draft_window)
