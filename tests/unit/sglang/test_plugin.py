@@ -40,8 +40,8 @@ def test_the_adapter_needs_neither_sglang_nor_the_plug_in_and_neither_half_needs
         imported = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         assert not [node for node in imported if (node.module or "").startswith(("sglang", "plugin"))], path.name
     code = "import sys, dflash_sglang.plugin; sys.exit(bool({'torch', 'sglang', 'transformers'} & set(sys.modules)))"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
-    assert subprocess.run([sys.executable, "-c", code], check=False, env={"PYTHONPATH": path}).returncode == 0
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=environment).returncode == 0
 
 
 @pytest.mark.parametrize(
