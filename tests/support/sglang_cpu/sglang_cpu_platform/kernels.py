@@ -24,8 +24,9 @@ def install() -> None:
     for name, function in replacements.items():
         HookRegistry.register(name, function, HookType.REPLACE)
     HookRegistry.register("sglang.srt.models.dflash.DFlashDraftModel.forward", in_own_dtype, HookType.AROUND)
-    worker = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2.__init__"
-    HookRegistry.register(worker, with_fused_kernels, HookType.AROUND)
+    # The last step of the worker's constructor; the constructor itself can be hooked once only, which the plug-in does.
+    built = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._defer_target_verify_gather"
+    HookRegistry.register(built, with_fused_kernels, HookType.AROUND)
     dspark = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
     HookRegistry.register(dspark, with_dspark, HookType.AROUND)
     gather = "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor"
@@ -155,10 +156,10 @@ def accept_blocks(
     new_seq_lens_out.copy_(prefix_lens + accepted + 1)
 
 
-def with_fused_kernels(build: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
+def with_fused_kernels(deferred: Any, worker: Any) -> Any:
     """SGLang takes its fused kernels on GPUs only; here they have PyTorch forms."""
-    build(worker, *args, **kwargs)
     worker._use_triton_prepare_block = worker._use_triton_accept_bonus = True
+    return deferred(worker)
 
 
 def gathered(_: Any, group: Any, output: Tensor, part: Tensor) -> None:
