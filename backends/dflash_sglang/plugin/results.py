@@ -6,10 +6,10 @@ slots_accepted{slot="k"} / slots_offered{slot="k"}; acceptance length = 1 + sum 
 
 from __future__ import annotations
 
+from collections import Counter as Numbers
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -72,29 +72,28 @@ class SpeculationMetrics:
     def __init__(self, model_name: str) -> None:
         from prometheus_client import Counter, Histogram
 
-        self._model = model_name
-        labels = ["model_name", "slot"]
-        self._offered = Counter(OFFERED, "Drafted tokens that were verified, by slot of the block.", labels)
-        self._accepted = Counter(ACCEPTED, "Drafted tokens that were accepted, by slot of the block.", labels)
-        about = "Verifications of one request, by width (the anchor counted)."
-        self._steps = Counter(STEPS, about, ["model_name", "width"])
+        def counter(name: str, about: str, label: str) -> Callable[[int], Any]:  # looking a label up is slow
+            made = Counter(name, about, ["model_name", label])
+            return cache(lambda value: made.labels(model_name, str(value)))
+
+        self._offered = counter(OFFERED, "Drafted tokens that were verified, by slot of the block.", "slot")
+        self._accepted = counter(ACCEPTED, "Drafted tokens that were accepted, by slot of the block.", "slot")
+        self._steps = counter(STEPS, "Verifications of one request, by width (the anchor counted).", "width")
         about = "Time of one drafter pass over a batch."
-        self._drafting = Histogram(DRAFT_SECONDS, about, ["model_name"], buckets=SECONDS)
+        self.drafting = Histogram(DRAFT_SECONDS, about, ["model_name"], buckets=SECONDS).labels(model_name)
 
     def verified(self, step: Step) -> None:
         """Counts a step."""
         requests = len(step.widths)
         if not requests:
             return
-        width = step.widths[0]
-        self._steps.labels(self._model, str(width)).inc(requests)
-        for slot in range(1, width):
-            self._offered.labels(self._model, str(slot)).inc(requests)
-            self._accepted.labels(self._model, str(slot)).inc(sum(count >= slot for count in step.accepted))
-
-    def drafted(self, seconds: float) -> None:
-        """Counts a drafter pass."""
-        self._drafting.labels(self._model).observe(seconds)
+        width, passed = step.widths[0], 0
+        self._steps(width).inc(requests)
+        ended_at = Numbers(step.accepted)
+        for slot in range(width - 1, 0, -1):
+            passed += ended_at[slot]
+            self._offered(slot).inc(requests)
+            self._accepted(slot).inc(passed)
 
 
 def watch(worker: Any) -> None:
@@ -107,25 +106,12 @@ def watch(worker: Any) -> None:
         return
     metrics = SpeculationMetrics(settings.served_model_name)
     RESULTS.listeners.append(metrics.verified)
-    runner, timed = worker.draft_model_runner, _timed_on_host
-    if str(worker.device).startswith("cuda"):
-        timed = _timed_on_gpu
-    runner.forward = timed(runner.forward, metrics.drafted)
-
-
-@contextmanager
-def unwatched(runner: Any) -> Iterator[None]:
-    """Does not time the drafter's passes meanwhile, such as those of a calibration."""
-    watched = runner.forward
-    runner.forward = getattr(watched, "__wrapped__", watched)
-    try:
-        yield
-    finally:
-        runner.forward = watched
+    runner, report = worker.draft_model_runner, metrics.drafting.observe
+    on_gpu = str(worker.device).startswith("cuda")
+    runner.forward = _timed_on_gpu(runner.forward, report) if on_gpu else _timed_on_host(runner.forward, report)
 
 
 def _timed_on_host(forward: Callable[..., Any], report: Callable[[float], None]) -> Callable[..., Any]:
-    @wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         start = perf_counter()
         output = forward(*args, **kwargs)
@@ -140,7 +126,6 @@ def _timed_on_gpu(forward: Callable[..., Any], report: Callable[[float], None]) 
 
     waiting: deque[tuple[Any, Any]] = deque(maxlen=PENDING)
 
-    @wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         while waiting and waiting[0][1].query():
             start, end = waiting.popleft()

@@ -6,8 +6,6 @@ pools. Shapes: n requests, B slots in a drafted block, w = width slots verified,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -257,8 +255,9 @@ def _accept(
     (`DFlashVerifyInput.prepare_for_verify`); sampling reads top-k bounds from it.
     """
     requests, width = tokens.shape
-    worker._ensure_accept_bonus_buffers(requests)
-    with _blocks_of(worker, width):
+    worker._ensure_accept_bonus_buffers(requests)  # as wide as a whole block
+    block, worker.block_size = worker.block_size, width
+    try:
         _, gained, bonus, out_tokens, lengths = worker._accept_block(
             candidates=tokens,
             next_token_logits=logits.next_token_logits,
@@ -268,16 +267,9 @@ def _accept(
             bs=requests,
             target_predict=best,
         )
-    return gained, bonus, out_tokens, batch.seq_lens + gained if lengths is None else lengths
-
-
-@contextmanager
-def _blocks_of(worker: Any, width: int) -> Iterator[None]:
-    whole, worker.block_size = worker.block_size, width
-    try:
-        yield
     finally:
-        worker.block_size = whole
+        worker.block_size = block
+    return gained, bonus, out_tokens, batch.seq_lens + gained if lengths is None else lengths
 
 
 def _report(batch: Any, logits: Any, draft_input: Any, out_tokens: Any, gained: Any) -> None:

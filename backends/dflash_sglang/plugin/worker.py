@@ -22,7 +22,7 @@ from dflash_sglang.launch_plan import narrow_widths
 
 from .penalties import Penalties
 from .ranks import RankError, Ranks
-from .results import RESULTS, unwatched
+from .results import RESULTS
 from .startup import WidthState, build_states, measure
 from .step import run_step
 from .widths import BatchWidths, asked_width
@@ -72,7 +72,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         offered = sorted({*self.states, self.block_size}) if fixed is None else [fixed]
         policy = FixedWidth(fixed) if fixed is not None else self._policy(self._costs(offered), offered)
         self.widths = BatchWidths(GuardedPolicy(policy, offered[-1]), offered)
-        if self.ranks.is_first:  # which decides for all
+        if self.ranks.is_first and fixed is None:  # it decides for all
             RESULTS.listeners.append(self.widths.policy.observe)
         return None
 
@@ -85,8 +85,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
     def _costs(self, offered: list[int]) -> CostModel:  # the first rank's table, else measured together
         cost = self.ranks.from_first("the cost table", given_cost)
         if cost is None:
-            with unwatched(self.draft_model_runner):
-                cost = measure(self, offered, self._step, self.ranks)
+            cost = measure(self, offered, self._step, self.ranks)
         logger.info("dflash-serve: costs %s", cost.model_dump_json())
         return cost
 
@@ -126,6 +125,8 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
             self._serve_whole("SGLang has captured its CUDA graphs again, and those of other widths are out of date")
         if self.widths is None:
             return self.block_size
+        if len(self.widths.offered) == 1:  # nothing to decide, and nothing to tell other ranks
+            return self.widths.offered[0]
         choice = 0
         if self.ranks.is_first:
             choice = self.widths.choose([str(request.rid) for request in batch.reqs], context)

@@ -153,7 +153,7 @@ def test_a_step_takes_the_same_few_kernels_at_every_width_and_nothing_from_the_h
         with Kernels() as kernels:
             penalties.constrain(running, logits, tokens)
             penalties.settle(running, tokens, gained)
-        seen.append((kernels.launched, kernels.sent)); print(seen)
+        seen.append((kernels.launched, kernels.sent))
     assert seen[1] == seen[2]
     assert seen[1][0] <= 50
     assert seen[1][1] == 0
