@@ -93,14 +93,6 @@ def test_every_row_of_every_block_is_penalised_as_a_plain_loop_does(params: dict
         output = output[:-1] + tokens[1, :gained].tolist() + [bonus]
 
 
-def test_after_a_retraction_the_prefills_token_is_penalised_by_all_that_was_put_out() -> None:
-    penalties, again = Penalties(VOCAB, "cpu"), request("a", [3, 3, 5], presence_penalty=1.0, repetition_penalty=2.0)
-    information: Any = prefilled(penalties, [request("b", []), again])
-    assert information.acc_additive_penalties[1].nonzero().flatten().tolist() == [3, 5]
-    assert (information.acc_scaling_penalties[1] == 2.0).nonzero().flatten().tolist() == [3, 5]
-    assert not information.acc_additive_penalties[0].any()
-
-
 def test_a_request_that_decodes_in_a_mixed_batch_counts_its_anchor() -> None:
     penalties, ours = Penalties(VOCAB, "cpu"), request("a", [], presence_penalty=1.0)
     prefilled(penalties, [ours])
@@ -120,12 +112,14 @@ def test_requests_that_are_gone_are_forgotten_and_others_cost_nothing() -> None:
     assert torch.equal(information.acc_additive_penalties[0], expected), "nothing is left of who had the row before"
 
 
-def test_many_requests_are_counted_each_for_itself() -> None:
-    penalties = Penalties(VOCAB, "cpu")
-    requests = [request(str(i), [i % VOCAB] * (i + 1), frequency_penalty=1.0) for i in range(20)]
-    information: Any = prefilled(penalties, requests)
-    expected = torch.stack([-(i + 1.0) * torch.eye(VOCAB)[i % VOCAB] for i in range(20)])
-    assert torch.equal(information.acc_additive_penalties, expected)
+def test_a_prefills_token_is_penalised_by_all_that_its_own_request_has_put_out() -> None:
+    """After retractions, of more requests than the tables have rows for at first."""
+    knobs = {"frequency_penalty": 1.0, "repetition_penalty": 2.0}
+    requests = [request(str(i), [i % VOCAB] * (i + 1), **knobs) for i in range(20)]
+    information: Any = prefilled(Penalties(VOCAB, "cpu"), [*requests, request("plain", [3])])
+    own = torch.cat([torch.eye(VOCAB)[[i % VOCAB for i in range(20)]], torch.zeros(1, VOCAB)])
+    assert torch.equal(information.acc_additive_penalties, -torch.arange(1.0, 22)[:, None] * own)
+    assert torch.equal(information.acc_scaling_penalties, 1 + own)
 
 
 class Kernels(TorchDispatchMode):
