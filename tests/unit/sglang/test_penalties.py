@@ -126,7 +126,7 @@ class Kernels(TorchDispatchMode):
     """Counts operators that launch a kernel, and tensors that come from the host."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.launched = self.sent = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -20,7 +20,7 @@ from dflash_serve.speculation.policy import FixedWidth, Step
 from dflash_serve.speculation.width import AutoWidth
 from dflash_sglang.launch_plan import WIDTH_VARIABLE, narrow_widths
 from dflash_sglang.plugin.refusals import NEUTRAL, StrictLoad, account, draft_problems, guarded, refusal
-from dflash_sglang.plugin.results import Results
+from dflash_sglang.plugin.results import Results, SpeculationMetrics
 from dflash_sglang.plugin.widths import AUTO, BatchWidths, asked_width
 from tests.support.heads import HEADS
 from tests.support.tiny import tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
@@ -165,6 +165,19 @@ def test_a_result_has_the_requests_that_sglang_counts_and_a_time_where_the_step_
     ]
     assert [step.seconds is None for step in heard] == [True, False, True, True]
     assert [step.context_tokens for step in heard] == [7, 0, 0, 0]
+
+
+def test_metrics_count_every_slot_of_every_request() -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    SpeculationMetrics("m").verified(Step(["a", "b", "c"], [4] * 3, [0, 1, 3]))
+
+    def read(name: str, label: str, *values: int) -> list[float]:
+        of = prometheus.REGISTRY.get_sample_value
+        return [of(f"dflash_serve:{name}_total", {"model_name": "m", label: str(value)}) for value in values]
+
+    assert read("steps", "width", 4) == [3]
+    assert read("slots_offered", "slot", 1, 2, 3) == [3, 3, 3]
+    assert read("slots_accepted", "slot", 1, 2, 3) == [2, 1, 1]
 
 
 def test_a_narrow_step_costs_what_its_batch_says() -> None:
