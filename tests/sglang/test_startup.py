@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang.plugin.ranks import RankError, Ranks
+from dflash_sglang.plugin.ranks import Ranks
 
 BLOCK, NARROW = 8, [1, 2, 4]
 ALONE = Ranks(SimpleNamespace(cpu_group=None, world_size=1, rank_in_group=0))
@@ -111,12 +111,12 @@ def test_widths_that_do_not_fit_are_left_out_the_least_useful_first(
     assert list(build_states(worker, NARROW, ALONE)) == built
 
 
-def test_a_width_that_fails_leaves_everything_as_it_was(worker: Any) -> None:
+def test_a_width_that_fails_is_left_out_and_leaves_everything_as_it_was(worker: Any) -> None:
+    """Some attention kernels exist for some widths only."""
     from dflash_sglang.plugin.startup import build_states
 
     worker.model_runner.fails_at = 4
-    with pytest.raises(RankError, match="width 4: out of memory"):
-        build_states(worker, NARROW, ALONE)
+    assert list(build_states(worker, NARROW, ALONE)) == [1, 2]
     assert worker.model_runner.init_new_workspace is False
     assert worker.model_runner.settings.speculative_num_draft_tokens == BLOCK
 

@@ -32,7 +32,7 @@ from sglang.srt.utils import get_available_gpu_memory
 
 from dflash_serve.speculation.costs import CostModel, is_confirmed
 
-from .ranks import Ranks
+from .ranks import RankError, Ranks
 
 logger = logging.getLogger(__name__)
 FIRST_GB = 1.5
@@ -74,10 +74,7 @@ def verifying(runner: Any, state: WidthState | None) -> Iterator[None]:
 
 def build_states(worker: Any, widths: Iterable[int], ranks: Ranks) -> dict[int, WidthState]:
     """Makes states for widths while there is memory, the most useful first. Call it after SGLang has captured its
-    graphs.
-
-    Raises:
-        RankError: attention or graphs of a width could not be made on one rank; all ranks raise it.
+    graphs. A width whose attention or graphs cannot be made on one rank is left out on all.
     """
     states: dict[int, WidthState] = {}
     needed, reserve = FIRST_GB, _reserve_gb(worker)
@@ -89,7 +86,10 @@ def build_states(worker: Any, widths: Iterable[int], ranks: Ranks) -> dict[int, 
             text = "dflash-serve: no memory for widths %s: %.1f GB are free, one needs %.1f beside %.1f to serve"
             logger.warning(text, left, free, needed, reserve)
             break
-        states[width] = _build(worker, width, ranks)
+        try:
+            states[width] = _build(worker, width, ranks)
+        except RankError as error:
+            logger.warning("dflash-serve: no width %d: %s", width, error)
         needed = max(needed if len(states) > 1 else 0.1, free - ranks.least(free_gb(worker)))
     return states
 

@@ -67,7 +67,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
             return None if fixed == self.block_size else f"width {fixed} is beyond the block of {self.block_size} slots"
         self.states = build_states(self, narrow_widths(self.block_size) if fixed is None else [fixed], self.ranks)
         if (fixed or 1) not in self.states:
-            return "there is no memory for another width"
+            return f"width {fixed or 1} could not be prepared"
         self._whole_graphs = self.model_runner.decode_cuda_graph_runner
         offered = sorted({*self.states, self.block_size}) if fixed is None else [fixed]
         policy = FixedWidth(fixed) if fixed is not None else self._policy(self._costs(offered), offered)
