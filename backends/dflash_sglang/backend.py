@@ -12,15 +12,12 @@ from dflash_serve.backend import Command
 from dflash_serve.checkpoint.config import DrafterConfig, Heads
 from dflash_serve.deployment import Gpu
 from dflash_serve.errors import Problem, UserError
-from dflash_serve.server_adapter import DRAFT, SECRETS, Choice, DraftForm, PreparedFile, ServerAdapter
+from dflash_serve.server_adapter import DRAFT, SECRETS, Choice, DraftForm, ServerAdapter
 
 from .checks import problems
 from .engine_arguments import PARSERS, argument_table, own_arguments
 from .facts import FACTS, RELEASES
-from .heads import DSPARK, dialect_of, head_problems
-from .launch_plan import WIDTH_VARIABLE, SGLangPlan
-from .planner_table import FILE as PLANNER
-from .planner_table import planner_costs, planner_table
+from .launch_plan import DSPARK, WIDTH_VARIABLE, SGLangPlan, dialect_of, head_problems
 
 KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4", "mxfp4": "mxfp4"}
@@ -151,14 +148,12 @@ def _speculation(plan: SGLangPlan, folder: Path) -> Iterator[Flag]:
     yield "--speculative-num-draft-tokens", str(plan.block_size)
     if plan.algorithm == DSPARK and plan.block_size is not None:
         yield "--speculative-dspark-block-size", str(plan.block_size - 1)
-        if plan.drafter is not None and planner_costs(plan.drafter) is not None:
-            yield "--speculative-dspark-sps-table-path", str(folder / PLANNER)
     # Otherwise a draft inherits the target's quantisation and K/V format, and accepts next to nothing.
     yield "--speculative-draft-model-quantization", "unquant"
     if "speculative-draft-kv-cache-dtype" not in plan.given:
         yield "--speculative-draft-kv-cache-dtype", "bfloat16"
     if plan.target.penalises and plan.width is None:
-        # SGLang would penalise every request by the model's defaults, and wrongly so (`plugin.requests`).
+        # SGLang would penalise every request by the model's defaults, and wrongly so (`plugin.refusals`).
         yield "--sampling-defaults", "openai"
     if plan.deployment.speculation.draft_window is not None:
         yield "--speculative-draft-window-size", str(plan.deployment.speculation.draft_window)
@@ -207,13 +202,6 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
         """z-lab's or DeepSpec's dialect, in bfloat16."""
         dialect = dialect_of(drafter)
         return DraftForm(dialect, f"{'z-lab' if dialect == 'zlab' else 'DeepSpec'}'s dialect", dtype="bfloat16")
-
-    def own_files(self, plan: SGLangPlan, folder: Path) -> Iterator[PreparedFile]:
-        """Costs for the planner of DSPARK."""
-        costs = None if plan.drafter is None else planner_costs(plan.drafter)
-        if costs is not None and plan.block_size is not None:
-            batch = plan.deployment.limits.max_batch_size or SPECULATING_REQUESTS
-            yield PreparedFile(PLANNER, "costs for DSPARK's planner", planner_table(costs, batch * plan.block_size))
 
     def launch(self, plan: SGLangPlan, folder: Path, host: str, port: int) -> Command:
         """The command line for a prepared folder; on several nodes, the command of the node that this runs on.

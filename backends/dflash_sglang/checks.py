@@ -22,9 +22,8 @@ from dflash_serve.server_adapter import memory_problems
 
 from .engine_arguments import PARSERS, argument_table
 from .facts import RELEASES
-from .heads import DSPARK
-from .heads import head_problems as drafter_head_problems
-from .launch_plan import SGLangPlan
+from .launch_plan import DSPARK, SGLangPlan
+from .launch_plan import head_problems as drafter_head_problems
 
 CAPTURING = (
     *("beam", "deepseek", "gemma4", "glm4_moe_lite", "glm5", "gpt_oss", "inkling", "kimi", "laguna", "lfm2", "llama"),

@@ -1,21 +1,54 @@
-"""`SGLangPlan`: a deployment, its target and its drafter, and the settings of SGLang that follow from them."""
+"""`SGLangPlan`: a deployment, its target and its drafter, and the settings of SGLang that follow from them.
+
+SGLang 0.5.23 serves heads by `models/dflash.py` (plain, convolutions, DFlash2) and `models/dspark.py` (a Markov head of
+any kind, both slot conventions). Neither knows a reduced vocabulary; DSPARK always builds a Markov head.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dflash_serve.checkpoint.config import Heads
 from dflash_serve.common.settings import ENV_PREFIX
 from dflash_serve.deployment import GIB
+from dflash_serve.errors import Problem
 from dflash_serve.server_adapter import LaunchPlan
 
-from .heads import DFLASH, algorithm_of, verifies_whole_blocks
-
-NATIVE = DFLASH  # SGLang's own algorithm; where a width is asked for, our plug-in gives it another worker
+DFLASH, DSPARK = "DFLASH", "DSPARK"
+"""SGLang's names of its algorithms. Where a width is asked for, our plug-in gives DFLASH another worker."""
 WIDTH_VARIABLE = f"{ENV_PREFIX}SPECULATION__WIDTH"
 """The Deployment's own variable, by which the plug-in is told the width: `auto`, or a number."""
 RUNTIME_BYTES = 3 * GIB  # CUDA context, NCCL, workspaces
 GRAPH_BYTES = 3 * GIB  # CUDA graphs of target and drafter, and activations of a prefill
 WIDTH_BYTES = GIB  # attention workspace and CUDA graphs of another width than B
+
+
+def algorithm_of(heads: Heads) -> str:
+    """DSPARK with a Markov head, else DFLASH, which finds DFlash2 by its architecture."""
+    return DFLASH if heads.markov is None else DSPARK
+
+
+def dialect_of(heads: Heads) -> str:
+    """Dialect of the draft folder: DSPARK reads `markov_rank` at top level only, as DeepSpec writes it."""
+    return "zlab" if heads.markov is None else "deepspec"
+
+
+def head_problems(heads: Heads) -> Iterator[Problem]:
+    """Heads that SGLang would refuse late, or silently leave out."""
+    other = "use --backend torch"
+    if heads.draft_vocabulary is not None:
+        what = "a reduced draft vocabulary: SGLang would skip d2t and lm_head and draft through the target's head"
+        do = f"convert it (`dflash-serve convert --full-vocabulary --target ...`), or {other}"
+        yield Problem(what, "drafter.model", do)
+    if heads.slots == "anchor-first" and heads.markov is None:
+        what = (
+            "anchor-first slots without a Markov head: SGLang's DFLASH reads fill-in slots, its DSPARK needs the head"
+        )
+        do = f"convert it (`dflash-serve convert --to deepspec --markov-head zero`), or {other}"
+        yield Problem(what, "drafter.model", do)
+    if heads.markov is not None and heads.convolution is not None:
+        yield Problem("convolutions beside a Markov head, which no checkpoint of SGLang's has", "drafter.model", other)
 
 
 def narrow_widths(block_size: int) -> list[int]:
@@ -47,7 +80,7 @@ class SGLangPlan(LaunchPlan):
         if self.drafter is None:
             return None
         parts = {
-            f"a {self.family} drafter": verifies_whole_blocks(self.drafter),
+            f"a {self.family} drafter": self.drafter.markov is not None or self.drafter.selector is not None,
             "one half of a disaggregated pair": self.is_half,
             "recurrent layers in the target": self.target.recurrent,
             "data-parallel attention": self.deployment.parallel.attention_data,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,41 +26,29 @@ from tests.support.paper_models import FP8, NVFP4, write_paper_drafter, write_pa
 pytest.importorskip("sglang")
 __all__ = ["hub"]
 
-HOPPER = {"is_sm90": True, "is_hopper_with_cuda_12_3": True, "device_sm": 90, "device_capability": (9, 0)}
-BLACKWELL = {
-    "is_sm100": True,
-    "is_sm100_or_sm110": True,
-    "is_blackwell": True,
-    "device_sm": 100,
-    "device_capability": (10, 0),
+BACKEND = SGLangBackend()
+FACTS = {
+    "h200": {"is_sm90": True, "is_hopper_with_cuda_12_3": True, "device_sm": 90, "device_capability": (9, 0)},
+    "b200": {
+        "is_sm100": True,
+        "is_sm100_or_sm110": True,
+        "is_blackwell": True,
+        "device_sm": 100,
+        "device_capability": (10, 0),
+    },
 }
-FACTS = {"h100": HOPPER, "h200": HOPPER, "b200": BLACKWELL, "b300": BLACKWELL, "gb200": BLACKWELL, "gb300": BLACKWELL}
-
-
-@dataclass(frozen=True)
-class Layout:
-    name: str
-    tensor: int = 1
-    expert: int = 1
-    nodes: int = 1
-    attention_data: bool = False
-
-
-LAYOUTS = (
-    Layout("one"),
-    Layout("tp2", 2),
-    Layout("tp8", 8),
-    Layout("tp8ep8", 8, 8),
-    Layout("tp8dp8", 8, attention_data=True),
-    Layout("two-nodes", 16, nodes=2),
-)
-PRECISIONS = ("none", "fp8", "fp8-online", "nvfp4")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tensor": 2},
+    "tp8": {"tensor": 8},
+    "tp8ep8": {"tensor": 8, "expert": 8},
+    "tp8dp8": {"tensor": 8, "attention_data": True},
+    "two-nodes": {"tensor": 16, "nodes": 2},
+}
 MATRIX = [
-    (gpu, precision, layout)
-    for gpu in GPUS
-    for precision in PRECISIONS
-    for layout in LAYOUTS
-    if precision != "nvfp4" or GPUS[gpu].is_blackwell
+    *((gpu, "none", layout) for gpu in FACTS for layout in LAYOUTS),
+    *((gpu, precision, layout) for gpu in FACTS for precision in ("fp8", "fp8-online") for layout in ("one", "tp8ep8")),
+    *(("b200", "nvfp4", layout) for layout in ("one", "tp8ep8")),
 ]
 
 
@@ -89,7 +76,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def resolve(argv: tuple[str, ...], gpu: str) -> Any:
         assert argv[1:3] == ("-m", "sglang.launch_server")
-        with override_platform(is_cuda=True, **FACTS[gpu]):
+        with override_platform(is_cuda=True, **FACTS["b200" if GPUS[gpu].is_blackwell else "h200"]):
             server_args = prepare_server_args([*argv[3:], "--device", "cuda"])
             server_args.resolve_once()
             server_args.check_server_args()
@@ -98,24 +85,22 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return resolve
 
 
-def deployment(models: dict[str, Path], gpu: str, precision: str, layout: Layout, **changes: Any) -> Deployment:
-    target = models[f"{precision}-experts" if layout.expert > 1 else precision]
+def deployment(
+    models: dict[str, Path], gpu: str = "h200", precision: str = "none", layout: str = "one", **changes: Any
+) -> Deployment:
+    parallel = LAYOUTS[layout]
+    target = models[f"{precision}-experts" if "expert" in parallel else precision]
     fields: dict[str, Any] = {
         "target": {"model": str(target), "quantization": precision.removesuffix("-online")},
         "drafter": {"model": str(models["drafter"])},
         "speculation": {"width": 8},
-        "parallel": {
-            "tensor": layout.tensor,
-            "expert": layout.expert,
-            "nodes": layout.nodes,
-            "attention_data": layout.attention_data,
-        },
-        "hardware": {"gpu": gpu, "count": layout.tensor},
+        "parallel": parallel,
+        "hardware": {"gpu": gpu, "count": parallel.get("tensor", 1)},
     }
-    for path, value in changes.items():
-        room, field = path.split("__")
-        fields.setdefault(room, {})[field] = value
-    return Deployment.model_validate(fields)
+    merged = {
+        key: {**fields.get(key, {}), **value} if isinstance(value, dict) else value for key, value in changes.items()
+    }
+    return Deployment.model_validate({**fields, **merged})
 
 
 @pytest.fixture
@@ -125,99 +110,87 @@ def leader(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("leader")
-@pytest.mark.parametrize(
-    ("gpu", "precision", "layout"), MATRIX, ids=lambda value: value.name if isinstance(value, Layout) else value
-)
+@pytest.mark.parametrize(("gpu", "precision", "layout"), MATRIX)
 def test_sglang_understands_what_we_write(
-    models: dict[str, Path], on_gpu: Any, tmp_path: Path, gpu: str, precision: str, layout: Layout
+    models: dict[str, Path], on_gpu: Any, tmp_path: Path, gpu: str, precision: str, layout: str
 ) -> None:
-    wanted = deployment(models, gpu, precision, layout)
-    backend = SGLangBackend()
-    assert backend.check(wanted) == []
-    backend.prepare(wanted, tmp_path)
-    resolved = on_gpu(backend.command(wanted, tmp_path).argv, gpu)
+    wanted, parallel = deployment(models, gpu, precision, layout), LAYOUTS[layout]
+    assert BACKEND.check(wanted) == []
+    BACKEND.prepare(wanted, tmp_path)
+    resolved = on_gpu(BACKEND.command(wanted, tmp_path).argv, gpu)
     assert resolved.speculative_algorithm == "DFLASH"
     assert resolved.speculative_num_draft_tokens == 8
     assert resolved.speculative_draft_model_quantization is None
     assert resolved.speculative_draft_kv_cache_dtype == "bfloat16"
     assert resolved.speculative_draft_attention_backend == kernels_of(GPUS[gpu]).drafter
     assert resolved.attention_backend == kernels_of(GPUS[gpu]).target
-    assert (resolved.tp_size, resolved.ep_size, resolved.nnodes) == (layout.tensor, layout.expert, layout.nodes)
-    assert resolved.attn_dp_size == (layout.tensor if layout.attention_data else 1)
-    assert resolved.node_rank == (1 if layout.nodes > 1 else 0)
+    assert (resolved.tp_size, resolved.ep_size) == (parallel.get("tensor", 1), parallel.get("expert", 1))
+    assert resolved.attn_dp_size == (8 if "attention_data" in parallel else 1)
+    assert (resolved.nnodes, resolved.node_rank) == ((2, 1) if "nodes" in parallel else (1, 0))
     assert resolved.max_running_requests == 48, "SGLang's own number, as the dry-run says"
-    if precision.startswith(("none", "fp8-online")):  # else the checkpoint itself says it, sooner or later
+    if precision in ("none", "fp8-online"):  # else the checkpoint itself says it, sooner or later
         assert resolved.quantization == ("fp8" if precision == "fp8-online" else None)
 
 
-REFUSED: dict[str, dict[str, Any]] = {
-    "pipeline": {"parallel__pipeline": 2},
-    "nvfp4 keys and values": {"kv_cache__dtype": "nvfp4"},
-    "window below the block": {"speculation__draft_window": 4},
-    "more nodes than devices": {"parallel__nodes": 3},
-}
-
-
 @pytest.mark.usefixtures("leader")
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parallel": {"pipeline": 2}},
+        {"kv_cache": {"dtype": "nvfp4"}},
+        {"speculation": {"draft_window": 4}},
+        {"parallel": {"nodes": 3}},
+    ],
+)
 def test_what_sglang_refuses_we_refuse_first(
-    models: dict[str, Path], on_gpu: Any, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], on_gpu: Any, tmp_path: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LWS_GROUP_SIZE", "3")
-    SGLangBackend().prepare(deployment(models, "b200", "none", Layout("tp8", 8)), tmp_path)
-    bad = deployment(models, "b200", "none", Layout("tp8", 8), **REFUSED[what])
-    assert SGLangBackend().check(bad)
+    BACKEND.prepare(deployment(models, "b200", layout="tp8"), tmp_path)
+    bad = deployment(models, "b200", layout="tp8", **change)
+    assert BACKEND.check(bad)
     with pytest.raises((ValueError, AssertionError, RuntimeError)):
-        on_gpu(SGLangBackend().command(bad, tmp_path).argv, "b200")
+        on_gpu(BACKEND.command(bad, tmp_path).argv, "b200")
 
 
-@pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16", "fp8"])
-def test_cache_and_window_arrive(
-    models: dict[str, Path], on_gpu: Any, tmp_path: Path, window: int | None, kv_dtype: str
+@pytest.mark.parametrize(
+    ("kv_dtype", "told", "window", "role"),
+    [
+        ("auto", "auto", None, "whole"),
+        ("bfloat16", "bfloat16", 64, "prefill"),
+        ("fp8", "fp8_e4m3", 64, "whole"),
+        ("fp8", "fp8_e4m3", None, "decode"),
+    ],
+)
+def test_cache_window_and_role_arrive(
+    models: dict[str, Path], on_gpu: Any, tmp_path: Path, kv_dtype: str, told: str, window: int | None, role: str
 ) -> None:
     wanted = deployment(
         models,
-        "h200",
-        "none",
-        Layout("one"),
-        kv_cache__dtype=kv_dtype,
-        kv_cache__block_reuse=False,
-        kv_cache__memory_fraction=0.5,
-        speculation__draft_window=window,
-        limits__max_num_tokens=64,
+        kv_cache={"dtype": kv_dtype, "block_reuse": role == "prefill", "memory_fraction": 0.5},
+        speculation={"draft_window": window},
+        limits={"max_num_tokens": 64},
+        role=role,
     )
-    backend = SGLangBackend()
-    assert backend.check(wanted) == []
-    backend.prepare(wanted, tmp_path)
-    resolved = on_gpu(backend.command(wanted, tmp_path).argv, "h200")
-    assert resolved.kv_cache_dtype == {"auto": "auto", "bfloat16": "bfloat16", "fp8": "fp8_e4m3"}[kv_dtype]
+    assert BACKEND.check(wanted) == []
+    BACKEND.prepare(wanted, tmp_path)
+    resolved = on_gpu(BACKEND.command(wanted, tmp_path).argv, "h200")
+    assert resolved.kv_cache_dtype == told
     assert resolved.speculative_draft_window_size == window
-    assert resolved.disable_radix_cache
+    assert resolved.disable_radix_cache is (role != "prefill")
     assert resolved.mem_fraction_static == pytest.approx(0.5, abs=0.01)
     assert resolved.chunked_prefill_size == 64
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_the_halves_of_a_pair_say_which_they_are(
-    models: dict[str, Path], on_gpu: Any, tmp_path: Path, role: str
-) -> None:
-    fields = deployment(models, "h200", "none", Layout("one")).model_dump()
-    half = Deployment.model_validate({**fields, "role": role})
-    backend = SGLangBackend()
-    backend.prepare(half, tmp_path)
-    resolved = on_gpu(backend.command(half, tmp_path).argv, "h200")
-    assert resolved.disaggregation_mode == role
+    assert resolved.disaggregation_mode == {"whole": "null"}.get(role, role)
 
 
 @pytest.mark.parametrize("width", [8, "auto"])
 def test_what_a_dry_run_prints_is_what_sglang_understands(
     models: dict[str, Path], on_gpu: Any, tmp_path: Path, width: int | str
 ) -> None:
-    wanted = deployment(models, "b200", "fp8", Layout("tp2", 2), speculation__width=width)
+    wanted = deployment(models, "b200", "fp8", "tp2", speculation={"width": width})
     file = tmp_path / "deployment.yaml"
     file.write_text(yaml.safe_dump(wanted.model_dump(mode="json", exclude_unset=True)))
-    SGLangBackend().prepare(wanted, tmp_path / "prepared")
+    BACKEND.prepare(wanted, tmp_path / "prepared")
     dry_run = ["serve", str(file), "--backend", "sglang", "--dry-run", "--quiet"]
     dry_run += ["--folder", str(tmp_path / "prepared")]
     printed = CliRunner().invoke(app, [*dry_run, "--host", "0.0.0.0", "--port", "30000"])
@@ -231,8 +204,8 @@ def test_what_a_dry_run_prints_is_what_sglang_understands(
 
 
 def test_without_a_drafter_nothing_speculates(models: dict[str, Path], on_gpu: Any, tmp_path: Path) -> None:
-    plain = deployment(models, "h200", "none", Layout("one"), speculation__width="off")
-    resolved = on_gpu(SGLangBackend().command(plain, tmp_path).argv, "h200")
+    plain = deployment(models, speculation={"width": "off"})
+    resolved = on_gpu(BACKEND.command(plain, tmp_path).argv, "h200")
     assert resolved.speculative_algorithm is None
 
 
@@ -240,7 +213,7 @@ def test_the_draft_folder_is_what_sglangs_own_parser_expects(models: dict[str, P
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
     from sglang.srt.utils.hf_transformers_utils import get_config
 
-    SGLangBackend().prepare(deployment(models, "h200", "none", Layout("one")), tmp_path)
+    BACKEND.prepare(deployment(models), tmp_path)
     parsed = parse_dflash_draft_config(draft_hf_config=get_config(str(tmp_path / "draft"), trust_remote_code=False))
     assert parsed.block_size == 8
     assert parsed.mask_token_id == 7
@@ -291,15 +264,13 @@ def test_the_pinned_list_is_that_of_the_installed_sglang() -> None:
         ("mem-fraction-static", "much", "invalid float value"),
         ("schedule-policy", "best", "invalid choice"),
         ("mem-fraction-statc", 0.9, "did you mean mem-fraction-static?"),
-        ("tp-size", 2, "set parallel.tensor"),
         ("tensor-parallel-size", 2, "set parallel.tensor"),
     ],
 )
 def test_arguments_are_held_against_the_installed_parser(
     models: dict[str, Path], name: str, value: object, said: str
 ) -> None:
-    fields = deployment(models, "b200", "none", Layout("one")).model_dump()
-    (problem,) = SGLangBackend().check(Deployment.model_validate({**fields, "engine_args": {"sglang": {name: value}}}))
+    (problem,) = BACKEND.check(deployment(models, "b200", engine_args={"sglang": {name: value}}))
     assert said in str(problem)
 
 
@@ -307,11 +278,9 @@ def test_the_key_is_read_from_its_file_and_is_on_no_command_line(
     models: dict[str, Path], on_gpu: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("# ours\nsecret-one\n")
-    fields = deployment(models, "b200", "none", Layout("one")).model_dump()
-    keyed = Deployment.model_validate({**fields, "serving": {"api_key_file": str(tmp_path / "keys")}})
-    backend = SGLangBackend()
-    backend.prepare(keyed, tmp_path / "prepared")
-    command = backend.command(keyed, tmp_path / "prepared")
+    keyed = deployment(models, "b200", serving={"api_key_file": str(tmp_path / "keys")})
+    BACKEND.prepare(keyed, tmp_path / "prepared")
+    command = BACKEND.command(keyed, tmp_path / "prepared")
     assert "secret-one" not in " ".join([*command.argv, *command.env.values()])
     assert on_gpu(command.argv, "b200").api_key == "secret-one"
     assert (tmp_path / "prepared" / "secrets.yaml").stat().st_mode & 0o077 == 0

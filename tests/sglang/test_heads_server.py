@@ -4,7 +4,6 @@ steps as our own loop.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ import pytest
 
 from dflash_serve import SamplingParams
 from dflash_serve.checkpoint.writer import write_drafter
-from dflash_serve.deployment import Deployment
 from tests.support.embedded import answers, tiny_engine
 from tests.support.heads import CONVOLUTION, SELECTOR, SHIFTED, VANILLA
-from tests.support.sglang_server import Berth, OnCpu, fleet
-from tests.support.tiny import random_tensors, tiny_drafter_config
-from tests.support.tiny_target import SPECIALS, write_tiny_target
+from tests.support.sglang_server import Berth, OnCpu, deployment, fleet, tiny_pair
+from tests.support.tiny import random_tensors
 
 PROMPTS = ["the quick brown fox", '{"name": [1', "over the lazy dog jumps", "fox fox fox"]
 BLOCK, TOKENS = 8, 32
@@ -32,39 +29,22 @@ IN_STEP = "--disable-overlap-schedule"
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """A target, and a drafter of each kind."""
-    folder = tmp_path_factory.mktemp("pairs")
-    target = write_tiny_target(folder / "target", family="qwen3", positions=512)
-    vocab_size = json.loads((target / "config.json").read_text())["vocab_size"]
     made = {}
     for name, heads in PAIRS.items():
-        config = tiny_drafter_config(
-            block_size=BLOCK,
-            num_target_layers=4,
-            target_layer_ids=(0, 1, 2),
-            mask_token_id=SPECIALS.index("<mask>"),
-            vocab_size=vocab_size,
-            max_position_embeddings=512,
-            **heads,
-        )
-        tensors = random_tensors(config)
-        tensors = {key: tensor.bfloat16().float() for key, tensor in tensors.items()}  # as it is prepared
-        write_drafter(folder / name, config, tensors, dialect="modelopt")
-        made[name] = target, folder / name
+        folder = tmp_path_factory.mktemp(name)
+        target, config = tiny_pair(folder, BLOCK, **heads)
+        tensors = {key: tensor.bfloat16().float() for key, tensor in random_tensors(config).items()}  # as prepared
+        write_drafter(folder / "drafter", config, tensors, dialect="modelopt")
+        made[name] = target, folder / "drafter"
     return made
-
-
-def deployment(models: tuple[Path, Path], width: int | str) -> Deployment:
-    target, drafter = map(str, models)
-    fields = {"target": {"model": target}, "drafter": {"model": drafter}, "limits": {"max_batch_size": 4}}
-    return Deployment.model_validate({**fields, "speculation": {"width": width}})
 
 
 @pytest.fixture(scope="module")
 def servers(
     folders: dict[str, tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mapping[str, Berth]]:
-    plain = deployment(next(iter(folders.values())), "off"), OnCpu(IN_STEP)
-    wanted = {name: (deployment(models, "auto"), OnCpu(IN_STEP)) for name, models in folders.items()}
+    plain = deployment(next(iter(folders.values())), requests=4, width="off"), OnCpu(IN_STEP)
+    wanted = {name: (deployment(models, requests=4, width="auto"), OnCpu(IN_STEP)) for name, models in folders.items()}
     with fleet(tmp_path_factory.mktemp("servers"), {"plain": plain, **wanted}, at_once=1) as running:
         yield running
 

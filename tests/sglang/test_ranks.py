@@ -19,7 +19,7 @@ FAILING = 1
 
 def both_told(rank: int, folder: str, failing: str) -> None:
     """Measures costs on one of two ranks, and notes what it was told."""
-    from dflash_sglang.plugin import calibration
+    from dflash_sglang.plugin import startup
     from dflash_sglang.plugin.ranks import RankError, Ranks
 
     torch.set_num_threads(1)
@@ -37,14 +37,14 @@ def both_told(rank: int, folder: str, failing: str) -> None:
         if failing == "table" or (rank == FAILING and failing == "step"):
             raise MemoryError("no memory for a step")
 
-    calibration.made_up_batch = made_up_batch  # type: ignore[assignment]
+    startup.made_up_batch = made_up_batch  # type: ignore[assignment]
     config = SimpleNamespace(context_len=512)
     runner = SimpleNamespace(max_running_requests=2, model_config=config)
     worker: Any = SimpleNamespace(model_runner=runner, device=torch.device("cpu"))
     try:
         if failing == "table":
             ranks.from_first("the cost table", lambda: step(None, 1))
-        calibration.measure(worker, [1, 4], step, ranks)
+        startup.measure(worker, [1, 4], step, ranks)
         told = "measured"
     except RankError as error:
         told = str(error)
@@ -63,9 +63,9 @@ def both_told(rank: int, folder: str, failing: str) -> None:
 )
 def test_costs_are_measured_on_all_ranks_or_on_none(tmp_path: Path, failing: str, here: str, there: str) -> None:
     start = time.monotonic()
-    import dflash_sglang.plugin.calibration  # once, before the fork: SGLang takes seconds to import
+    import dflash_sglang.plugin.startup  # once, before the fork: SGLang takes seconds to import
 
-    assert dflash_sglang.plugin.calibration
+    assert dflash_sglang.plugin.startup
     start_processes(both_told, (str(tmp_path), failing), nprocs=2, start_method="fork")
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == [here, there]
     assert time.monotonic() - start < 60

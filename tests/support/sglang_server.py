@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.backend import Command
+from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.common.prometheus import Samples
 from dflash_serve.deployment import Deployment
@@ -25,6 +26,8 @@ from dflash_serve.server_adapter import running_server
 from dflash_sglang import SGLangBackend
 from dflash_sglang.facts import FACTS
 from dflash_sglang.launch_plan import SGLangPlan
+from tests.support.tiny import tiny_drafter_config
+from tests.support.tiny_target import SPECIALS, write_tiny_target
 
 ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "8192"),
@@ -134,6 +137,30 @@ def smollm2(width: int | str) -> Deployment:
     fields: dict[str, Any] = {"target": {"model": target}, "drafter": {"model": "smollm2"}}
     limits = {"max_batch_size": CROWD, "max_model_len": 1024}
     return Deployment.model_validate({**fields, "limits": limits, "speculation": {"width": width}})
+
+
+def tiny_pair(folder: Path, block_size: int, **heads: Any) -> tuple[Path, DrafterConfig]:
+    """A tiny Qwen3 target of 512 positions, written into `folder`, and the configuration of a drafter for it."""
+    target = write_tiny_target(folder / "target", family="qwen3", positions=512)
+    vocab_size = json.loads((target / "config.json").read_text())["vocab_size"]
+    config = tiny_drafter_config(
+        block_size=block_size,
+        num_target_layers=4,
+        target_layer_ids=(0, 1, 2),
+        mask_token_id=SPECIALS.index("<mask>"),
+        vocab_size=vocab_size,
+        max_position_embeddings=512,
+        **heads,
+    )
+    return target, config
+
+
+def deployment(models: tuple[Path, Path], ranks: int = 1, requests: int = 8, **speculation: Any) -> Deployment:
+    """Target and drafter, served to so many requests at once."""
+    target, drafter = map(str, models)
+    fields = {"target": {"model": target}, "drafter": {"model": drafter}, "limits": {"max_batch_size": requests}}
+    devices = {"parallel": {"tensor": ranks}, "hardware": {"count": ranks}}
+    return Deployment.model_validate({**fields, **devices, "speculation": speculation})
 
 
 @dataclass(frozen=True)

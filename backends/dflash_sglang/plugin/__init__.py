@@ -3,36 +3,49 @@
 Nothing is changed until a server asks for DFLASH: then its draft is checked before anything is loaded, loaded strictly,
 and measured; and where a width is asked for (`DFLASH_SERVE_SPECULATION__WIDTH`), our worker runs in the place of
 SGLang's. An SGLang that is not the one we were tested with runs as if we were not installed, but for a warning.
+
+SGLang promises none of the names here; tests/contract/test_sglang_names.py holds them, and every name that we import,
+against the installed release.
 """
 
 from __future__ import annotations
 
 import logging
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from dflash_serve.deployment import given_cost, given_survival
 from dflash_serve.errors import Problem, UserError, refuse
 from dflash_sglang.facts import RELEASES
-from dflash_sglang.launch_plan import NATIVE
+from dflash_sglang.launch_plan import DFLASH
 
-from .drafts import StrictLoad, draft_problems
-from .host import CREATE_WORKER, LOAD_WEIGHTS, QUEUE, RESOLUTION, RESULT, ROW_HEADROOM, WORKER
-from .requests import guarded
+from .refusals import StrictLoad, draft_problems, guarded
 from .widths import AUTO, asked_width
 
 logger = logging.getLogger(__name__)
-STRICT = StrictLoad()
 ASIDE = "dflash-serve steps aside, and SGLang runs as it does without it: %s"
+RESOLUTION = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
+CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
+BUILD_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2.__init__"
+RESULT = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
+    "_resolve_spec_v2_tokens"
+)
+LOAD_WEIGHTS = "sglang.srt.models.dflash.DFlashDraftModel.load_weights"
+QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
+ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
 
 def install() -> None:
     """Registers our hooks; the entry point."""
+    _around({RESOLUTION: before_resolution, CREATE_WORKER: before_worker})
+
+
+def _around(hooks: dict[str, Callable[..., Any]]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(RESOLUTION, before_resolution, HookType.AROUND)
-    HookRegistry.register(CREATE_WORKER, before_worker, HookType.AROUND)
+    for name, hook in hooks.items():
+        HookRegistry.register(name, hook, HookType.AROUND)
 
 
 def usable() -> bool:
@@ -49,20 +62,14 @@ def before_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
     Raises:
         ValueError: this draft or these settings will not do; the message says why.
     """
-    if _asks_for_dflash(server_args) and usable():
-        try:
-            from sglang.srt.arg_groups.overrides import resolving_view
-        except ImportError as error:
-            logger.warning(ASIDE, error)
-        else:
-            asked = resolving_view(server_args)
-            refuse(draft_problems(asked))
-            refuse(width_problems(asked))
+    algorithm = getattr(server_args, "speculative_algorithm", None)  # of whatever release
+    if str(algorithm).upper() == DFLASH and usable():
+        from sglang.srt.arg_groups.overrides import resolving_view
+
+        asked = resolving_view(server_args)
+        refuse(draft_problems(asked))
+        refuse(width_problems(asked))
     resolve(server_args)
-
-
-def _asks_for_dflash(server_args: Any) -> bool:  # called under every SGLang release
-    return str(getattr(server_args, "speculative_algorithm", None)).upper() == NATIVE
 
 
 def width_problems(server_args: Any) -> list[Problem]:
@@ -85,46 +92,42 @@ def before_worker(create: Callable[..., type], algorithm: Any, server_args: Any)
     theirs = create(algorithm, server_args)
     try:
         return ours(theirs, server_args) if algorithm.is_dflash() and usable() else theirs
-    except (ImportError, AttributeError) as error:
-        logger.warning(ASIDE, error)
-        return theirs
     except Exception:
         logger.exception("dflash-serve steps aside: its worker could not be prepared, SGLang's own runs")
         return theirs
 
 
 def ours(theirs: type, server_args: Any) -> type:
-    """The worker to build where SGLang would build `theirs`, and everything that it is watched by."""
+    """The worker to build where SGLang would build `theirs`; what it loads, counts and refuses is hooked."""
     from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
-    # A name that is gone shows here, before anything of SGLang is hooked.
-    from . import metrics, results  # noqa: F401
+    from .results import RESULTS, watch
     from .worker import WidthWorker
 
-    for name in (ROW_HEADROOM, LOAD_WEIGHTS, RESULT, QUEUE):
-        pkgutil.resolve_name(name)
-    watch_worker()
+    strict = StrictLoad()
+
+    def built(build: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:
+        build(worker, *args, **kwargs)
+        strict.active = False  # the draft has been loaded; later loads are updates
+        watch(worker)
+
+    _around(
+        {
+            ROW_HEADROOM: room_for_a_step,
+            LOAD_WEIGHTS: strict,
+            RESULT: RESULTS.on_result,
+            QUEUE: guarded,
+            BUILD_WORKER: built,
+        }
+    )
+    HookRegistry.apply_hooks()
     if asked_width() in (None, resolving_view(server_args).speculative_num_draft_tokens):
         return theirs
     if theirs is not WidthWorker.__base__:
         logger.warning("dflash-serve: this platform has a worker of its own (%s), which runs alone", theirs.__name__)
         return theirs
     return WidthWorker
-
-
-def watch_worker() -> None:
-    """Makes the worker that is built next load its draft strictly, count its results and time its drafter."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    from .results import STEPS
-
-    STRICT.active = True
-    HookRegistry.register(ROW_HEADROOM, room_for_a_step, HookType.AROUND)
-    HookRegistry.register(LOAD_WEIGHTS, STRICT, HookType.AROUND)
-    HookRegistry.register(RESULT, STEPS.on_result, HookType.AROUND)
-    HookRegistry.register(QUEUE, guarded, HookType.AROUND)
-    HookRegistry.register(f"{WORKER}.__init__", on_worker_built, HookType.AROUND)
-    HookRegistry.apply_hooks()
 
 
 def room_for_a_step(headroom: Callable[[], int]) -> int:
@@ -136,14 +139,3 @@ def room_for_a_step(headroom: Callable[[], int]) -> int:
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size, get_alloc_reserve_per_decode
 
     return max(headroom(), int(get_alloc_reserve_per_decode() + get_alloc_page_size()) - 1)
-
-
-def on_worker_built(build: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:
-    """Around the worker's constructor: its draft is loaded when it ends."""
-    from .metrics import watch
-
-    try:
-        build(worker, *args, **kwargs)
-    finally:
-        STRICT.active = False
-    watch(worker)

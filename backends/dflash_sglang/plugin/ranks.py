@@ -28,30 +28,23 @@ class Ranks:
 
     def __init__(self, group: Any) -> None:
         self.group = group.cpu_group
-        self.count = int(group.world_size)
-        self.several = self.count > 1
+        self.several = int(group.world_size) > 1
         self.is_first = group.rank_in_group == 0
 
     def least(self, value: float) -> float:
         """The smallest of all ranks' values."""
         return self._reduced(torch.tensor([value], dtype=torch.float64), distributed.ReduceOp.MIN)[0].item()
 
-    def all_agree(self, ok: bool) -> bool:
-        """True if every rank says yes.
-
-        Raises:
-            RuntimeError: a rank did not come (it failed where the others still wait for it).
-        """
-        if self.several:
-            distributed.monitored_barrier(self.group, timeout=PATIENCE)
-        return self.least(float(ok)) == 1.0
+    def slowest(self, seconds: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' values, one by one."""
+        return self._reduced(seconds, distributed.ReduceOp.MAX)
 
     def together(self, what: str, make: Callable[[], T]) -> T:
         """Gives what `make` gives on this rank, if no rank's `make` failed.
 
         Raises:
             RankError: it failed on one.
-            RuntimeError: a rank did not come.
+            RuntimeError: a rank did not come (it failed where the others still wait for it).
         """
         made, error = None, None
         try:
@@ -59,13 +52,11 @@ class Ranks:
         except Exception as failure:
             error = failure
             logger.exception("dflash-serve: %s", what)
-        if not self.all_agree(error is None):
+        if self.several:
+            distributed.monitored_barrier(self.group, timeout=PATIENCE)
+        if self.least(float(error is None)) < 1:
             raise RankError(f"{what}: {error or 'another rank failed'}") from error
         return made  # type: ignore[return-value]
-
-    def slowest(self, seconds: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' values, one by one."""
-        return self._reduced(seconds, distributed.ReduceOp.MAX)
 
     def from_first(self, what: str, make: Callable[[], T]) -> T:
         """Gives what `make` gives on the first rank, anything that can be pickled: start-up only.

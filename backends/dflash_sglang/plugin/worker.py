@@ -17,17 +17,14 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from dflash_serve.deployment import given_cost
 from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
+from dflash_serve.speculation.policy import FixedWidth, GuardedPolicy, WidthPolicy
 from dflash_sglang.launch_plan import narrow_widths
 
-from .calibration import costs_of
-from .host import worker_problems
-from .metrics import unwatched
 from .penalties import Penalties
 from .ranks import RankError, Ranks
-from .results import STEPS
-from .states import WidthState, build_states
-from .step import WidthStep
+from .results import RESULTS
+from .startup import WidthState, build_states, measure
+from .step import run_step
 from .widths import BatchWidths, asked_width
 
 logger = logging.getLogger(__name__)
@@ -35,13 +32,13 @@ WHOLE = "dflash-serve: blocks are verified whole, as SGLang does by itself: %s"
 
 
 class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
-    """The worker; our steps see it as a `HostWorker`."""
+    """SGLang's worker, with steps of other widths than its own."""
 
     block_size: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.counts_penalties = False  # True if penalised requests are answered; read by `requests.guarded`
+        self.counts_penalties = False  # True if penalised requests are answered; read by `refusals.guarded`
         self.widths: BatchWidths | None = None  # None: only whole blocks are verified
         self.states: dict[int, WidthState] = {}  # attention and graphs by width, for widths below B
 
@@ -53,42 +50,42 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
             self.penalties = Penalties(self.model_runner.model_config.vocab_size, self.device)
             self.counts_penalties = True
             self.ranks = Ranks(get_parallel().tp_group)
-            reason = self._start()
+            try:
+                reason = self._start()
+            except RankError as error:
+                reason = str(error)
         if reason is not None:
-            self.states, self.widths = {}, None
-            logger.warning(WHOLE, reason)
+            self._serve_whole(reason)
+
+    def _serve_whole(self, reason: str) -> None:
+        self.states, self.widths = {}, None
+        logger.warning(WHOLE, reason)
 
     def _start(self) -> str | None:  # returns the reason if it cannot
         fixed = asked_width() or None
         if fixed is not None and fixed >= self.block_size:
             return None if fixed == self.block_size else f"width {fixed} is beyond the block of {self.block_size} slots"
-        narrow = narrow_widths(self.block_size) if fixed is None else [fixed]
-        try:
-            self.states = build_states(self, narrow, self.ranks)
-            if (fixed or 1) not in self.states:
-                return "there is no memory for another width"
-            self._whole_graphs = self.model_runner.decode_cuda_graph_runner
-            offered = {fixed} if fixed is not None else {*self.states, self.block_size}
-            cost = None if fixed is not None else self._costs()
-        except RankError as error:
-            return str(error)
-        self.widths = BatchWidths(self._policy(cost, sorted(offered)), offered)
-        if self.ranks.is_first:  # which decides for all
-            STEPS.listeners.append(self.widths)
+        self.states = build_states(self, narrow_widths(self.block_size) if fixed is None else [fixed], self.ranks)
+        if (fixed or 1) not in self.states:
+            return f"width {fixed or 1} could not be prepared"
+        self._whole_graphs = self.model_runner.decode_cuda_graph_runner
+        offered = sorted({*self.states, self.block_size}) if fixed is None else [fixed]
+        policy = FixedWidth(fixed) if fixed is not None else self._policy(self._costs(offered), offered)
+        self.widths = BatchWidths(GuardedPolicy(policy, offered[-1]), offered)
+        if self.ranks.is_first and fixed is None:  # it decides for all
+            RESULTS.listeners.append(self.widths.policy.observe)
         return None
 
-    def _policy(self, cost: CostModel | None, offered: list[int]) -> WidthPolicy:
-        if cost is None:
-            return FixedWidth(offered[0])
+    def _policy(self, cost: CostModel, offered: list[int]) -> WidthPolicy:
         args = self.server_args
-        run = LastRun(Path(args.speculative_draft_model_path), args.model_path)
-        return KeptWidth(cost, self.block_size, run, offered)
+        return KeptWidth(
+            cost, self.block_size, LastRun(Path(args.speculative_draft_model_path), args.model_path), offered
+        )
 
-    def _costs(self) -> CostModel:  # the first rank's table, else measured together
+    def _costs(self, offered: list[int]) -> CostModel:  # the first rank's table, else measured together
         cost = self.ranks.from_first("the cost table", given_cost)
         if cost is None:
-            with unwatched(self.draft_model_runner):
-                cost = costs_of(self, sorted({*self.states, self.block_size}), self._step, self.ranks)
+            cost = measure(self, offered, self._step, self.ranks)
         logger.info("dflash-serve: costs %s", cost.model_dump_json())
         return cost
 
@@ -101,45 +98,35 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         if self.counts_penalties and extends and not mode.is_idle():
             self.penalties.at_prefill(batch)
         if extends or mode.is_idle() or batch.spec_info is None:
-            STEPS.launched()
+            RESULTS.launched()
             return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
-        context = _context_tokens(batch)
-        with STEPS.part("policy"):
-            width = self._decided(batch, context)
-        penalties = self.penalties if self.counts_penalties and self.penalties.concern(batch.reqs) else None
-        result = self._step(batch, width, on_publish, grammar_barrier, penalties)
-        STEPS.launched(result, context_tokens=context)
+        known = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
+        context = 0 if known is None else int(known.sum())  # K/V tokens of all requests together
+        result = self._step(batch, self._decided(batch, context), on_publish, grammar_barrier)
+        RESULTS.launched(result, context_tokens=context)
         return result
 
-    def _step(
-        self,
-        batch: Any,
-        width: int,
-        on_publish: Any = None,
-        grammar_barrier: Any = None,
-        penalties: Penalties | None = None,
-    ) -> Any:
+    def _step(self, batch: Any, width: int, on_publish: Any = None, grammar_barrier: Any = None) -> Any:
         """One decoding step: SGLang's own code for a whole block without penalties, else ours."""
+        penalties = self.penalties if self.counts_penalties and self.penalties.concern(batch.reqs) else None
         if width == self.block_size and penalties is None:
-            with STEPS.part("whole"):
-                return super().forward_batch_generation(batch, on_publish, grammar_barrier)
+            return super().forward_batch_generation(batch, on_publish, grammar_barrier)
         self._validate_phase1_sampling_support(batch)
-        step = WidthStep(self, width, self.states.get(width), penalties=penalties)
-        return step.run(batch, on_publish, grammar_barrier)
+        how = {"penalties": penalties, "on_publish": on_publish, "grammar_barrier": grammar_barrier}
+        return run_step(self, batch, width, self.states.get(width), **how)
 
-    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
-        """Called by SGLang when a request has ended."""
-        if self.widths is not None:
-            self.widths.finished(rid)
+    def _next_accept_bonus_buffers(self, bs: int) -> Any:
+        """Buffers of the fused acceptance, as wide as the step; SGLang's own are as wide as the block."""
+        accepted, gained, bonus, tokens, lengths = super()._next_accept_bonus_buffers(bs)
+        return accepted, gained, bonus, tokens.view(-1)[: bs * self.block_size].view(bs, self.block_size), lengths
 
     def _decided(self, batch: Any, context: int) -> int:  # by the first rank
         if self.widths is not None and self.model_runner.decode_cuda_graph_runner is not self._whole_graphs:
-            self.states, self.widths = {}, None
-            logger.warning(
-                WHOLE, "SGLang has captured its CUDA graphs again, and those of other widths are out of date"
-            )
+            self._serve_whole("SGLang has captured its CUDA graphs again, and those of other widths are out of date")
         if self.widths is None:
             return self.block_size
+        if len(self.widths.offered) == 1:  # nothing to decide, and nothing to tell other ranks
+            return self.widths.offered[0]
         choice = 0
         if self.ranks.is_first:
             choice = self.widths.choose([str(request.rid) for request in batch.reqs], context)
@@ -148,9 +135,6 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
 
 def whole_only(worker: WidthWorker) -> str | None:
     """The reason why this server verifies whole blocks only; None: other widths can be verified."""
-    problems = list(worker_problems(worker))
-    if problems:
-        return str(problems[0])
     reasons = {
         "the draft is not a plain DFlash one": not (worker.selector is worker.lilicorr is None) or worker._is_domino,
         "the drafter's block has one slot": worker.block_size < 2,
@@ -162,9 +146,3 @@ def whole_only(worker: WidthWorker) -> str | None:
         "the device is an NPU": str(worker.device).startswith("npu"),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _context_tokens(batch: Any) -> int:
-    """K/V tokens of all requests together, from lengths on the host; 0 if it has none."""
-    known = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
-    return 0 if known is None else int(known.sum())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_sglang.plugin.penalties import Penalties
 
@@ -92,14 +93,6 @@ def test_every_row_of_every_block_is_penalised_as_a_plain_loop_does(params: dict
         output = output[:-1] + tokens[1, :gained].tolist() + [bonus]
 
 
-def test_after_a_retraction_the_prefills_token_is_penalised_by_all_that_was_put_out() -> None:
-    penalties, again = Penalties(VOCAB, "cpu"), request("a", [3, 3, 5], presence_penalty=1.0, repetition_penalty=2.0)
-    information: Any = prefilled(penalties, [request("b", []), again])
-    assert information.acc_additive_penalties[1].nonzero().flatten().tolist() == [3, 5]
-    assert (information.acc_scaling_penalties[1] == 2.0).nonzero().flatten().tolist() == [3, 5]
-    assert not information.acc_additive_penalties[0].any()
-
-
 def test_a_request_that_decodes_in_a_mixed_batch_counts_its_anchor() -> None:
     penalties, ours = Penalties(VOCAB, "cpu"), request("a", [], presence_penalty=1.0)
     prefilled(penalties, [ours])
@@ -108,9 +101,53 @@ def test_a_request_that_decodes_in_a_mixed_batch_counts_its_anchor() -> None:
 
 
 def test_requests_that_are_gone_are_forgotten_and_others_cost_nothing() -> None:
-    penalties, ours = Penalties(VOCAB, "cpu"), request("a", [], presence_penalty=1.0)
+    penalties, ours = Penalties(VOCAB, "cpu"), request("a", [5, 5], presence_penalty=1.0)
     prefilled(penalties, [request("b", [])])
     assert not penalties.concern([request("b", [])])
     prefilled(penalties, [ours])
     penalties.settle([request("b", [])], torch.zeros(1, 2, dtype=torch.int64), torch.tensor([1]))
     assert not penalties.concern([ours])
+    information: Any = prefilled(penalties, [request("c", [3], frequency_penalty=1.0, min_new_tokens=2)])
+    expected = torch.zeros(VOCAB).index_fill(0, torch.tensor([3]), -1.0).index_fill(0, torch.tensor([STOP]), -torch.inf)
+    assert torch.equal(information.acc_additive_penalties[0], expected), "nothing is left of who had the row before"
+
+
+def test_a_prefills_token_is_penalised_by_all_that_its_own_request_has_put_out() -> None:
+    """After retractions, of more requests than the tables have rows for at first."""
+    knobs = {"frequency_penalty": 1.0, "repetition_penalty": 2.0}
+    requests = [request(str(i), [i % VOCAB] * (i + 1), **knobs) for i in range(20)]
+    information: Any = prefilled(Penalties(VOCAB, "cpu"), [*requests, request("plain", [3])])
+    own = torch.cat([torch.eye(VOCAB)[[i % VOCAB for i in range(20)]], torch.zeros(1, VOCAB)])
+    assert torch.equal(information.acc_additive_penalties, -torch.arange(1.0, 22)[:, None] * own)
+    assert torch.equal(information.acc_scaling_penalties, 1 + own)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that launch a kernel, and tensors that come from the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launched = self.sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.sent += "lift_fresh" in str(func) or "_local_scalar_dense" in str(func)
+        self.launched += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+def test_a_step_takes_the_same_few_kernels_at_every_width_and_nothing_from_the_host(requests: int) -> None:
+    """On a GPU every operator is a launch, and every tensor from the host waits for the verification."""
+    running, penalties = [request(str(i), [], repetition_penalty=1.1) for i in range(requests)], Penalties(VOCAB, "cpu")
+    prefilled(penalties, running)
+    seen = []
+    for width in (4, 4, 16):
+        tokens, logits = torch.zeros(requests, width, dtype=torch.int64), torch.randn(requests * width, VOCAB)
+        gained = torch.ones(requests, dtype=torch.int64)
+        with Kernels() as kernels:
+            penalties.constrain(running, logits, tokens)
+            penalties.settle(running, tokens, gained)
+        seen.append((kernels.launched, kernels.sent))
+    assert seen[1] == seen[2]
+    assert seen[1][0] <= 50
+    assert seen[1][1] == 0

@@ -30,9 +30,9 @@ def _asked() -> str | None:
 
 def _short_of_memory(create: Any, *args: Any) -> Any:
     if _asked() == "memory":
-        from dflash_sglang.plugin import states
+        from dflash_sglang.plugin import startup
 
-        states.free_gb = lambda worker: 0.1
+        startup.free_gb = lambda worker: 0.1
     return create(*args)
 
 

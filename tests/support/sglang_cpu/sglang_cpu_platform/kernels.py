@@ -18,10 +18,15 @@ def install() -> None:
         "sglang.kernels.ops.attention.table_qk_norm_rope.table_qk_norm_rope_": qk_norm_rope,
         "sglang.kernels.ops.kvcache.cache_move.copy_all_layer_kv_cache_func": _nothing,
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": assign_entries,
+        "sglang.kernels.ops.speculative.dflash._prepare_dflash_draft_block_unchecked": prepare_blocks,
+        "sglang.kernels.ops.speculative.dflash._compute_dflash_accept_bonus_triton_unchecked": accept_blocks,
     }
     for name, function in replacements.items():
         HookRegistry.register(name, function, HookType.REPLACE)
     HookRegistry.register("sglang.srt.models.dflash.DFlashDraftModel.forward", in_own_dtype, HookType.AROUND)
+    # The last step of the worker's constructor; the constructor itself can be hooked once only, which the plug-in does.
+    built = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._defer_target_verify_gather"
+    HookRegistry.register(built, with_fused_kernels, HookType.AROUND)
     dspark = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
     HookRegistry.register(dspark, with_dspark, HookType.AROUND)
     gather = "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor"
@@ -102,6 +107,59 @@ def assign_entries(
         at = row * req_to_token.shape[1]
         table[at + start : at + end] = out_cache_loc[taken : taken + end - start].to(table.dtype)
         taken += end - start
+
+
+def prepare_blocks(
+    *,
+    bonus_tokens: Tensor,
+    prefix_lens: Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    block_ids_out: Tensor,
+    positions_out: Tensor,
+    cache_loc_out: Tensor,
+    mask_token_id: int,
+) -> None:
+    """Ids (the anchors, then masks), positions and K/V entries of blocks [n, B], into the three outputs."""
+    assert all(out.is_contiguous() for out in (block_ids_out, positions_out, cache_loc_out))
+    positions = prefix_lens[:, None] + torch.arange(block_ids_out.shape[1])
+    last = req_to_token.shape[1] - 1
+    entries = req_to_token[req_pool_indices[:, None], positions.clamp(max=last)]
+    block_ids_out.fill_(mask_token_id)
+    block_ids_out[:, 0] = bonus_tokens
+    positions_out.copy_(positions)
+    cache_loc_out.copy_(torch.where(positions <= last, entries, 0))
+
+
+def accept_blocks(
+    *,
+    candidates: Tensor,
+    target_top1: Tensor,
+    accept_lens_out: Tensor,
+    commit_lens_out: Tensor,
+    bonus_ids_out: Tensor,
+    out_tokens_out: Tensor,
+    prefix_lens: Tensor,
+    new_seq_lens_out: Tensor,
+) -> None:
+    """Accepts drafts of candidates [n, w] (the anchor first) as far as the target agrees; writes the five outputs."""
+    assert all(tokens.is_contiguous() for tokens in (candidates, target_top1, out_tokens_out))
+    assert candidates.shape == target_top1.shape == out_tokens_out.shape
+    accepted = (candidates[:, 1:] == target_top1[:, :-1]).long().cumprod(1).sum(1)
+    bonus = target_top1.gather(1, accepted[:, None])
+    accept_lens_out.copy_(accepted)
+    commit_lens_out.copy_(accepted + 1)
+    bonus_ids_out.copy_(bonus[:, 0])
+    out_tokens_out[:, :-1] = candidates[:, 1:]
+    out_tokens_out[:, -1] = 0
+    out_tokens_out.scatter_(1, accepted[:, None], bonus)
+    new_seq_lens_out.copy_(prefix_lens + accepted + 1)
+
+
+def with_fused_kernels(deferred: Any, worker: Any) -> Any:
+    """SGLang takes its fused kernels on GPUs only; here they have PyTorch forms."""
+    worker._use_triton_prepare_block = worker._use_triton_accept_bonus = True
+    return deferred(worker)
 
 
 def gathered(_: Any, group: Any, output: Tensor, part: Tensor) -> None:

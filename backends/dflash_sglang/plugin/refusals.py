@@ -1,8 +1,10 @@
-"""Drafts that SGLang would silently read wrongly: found from their files before anything is loaded, then loaded
-strictly.
+"""Drafts and requests that SGLang would silently read or answer wrongly: refused in its own processes.
 
-SGLang's `load_weights` skips unknown names and does not look for missing ones. Such a server would start and accept
-nothing.
+* Drafts are checked from their files before anything is loaded, then loaded strictly. SGLang's `load_weights` skips
+  unknown names and does not look for missing ones; such a server would start and accept nothing.
+* Penalties: SGLang counts a request's output for its penalties only in plain decoding steps
+  (`schedule_batch.prepare_for_decode`), so its own DFlash worker ignores them. Our worker counts them (`penalties`).
+* Sampling: without the sampling kernel SGLang logs one warning and answers every request as if at temperature 0.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_serve.checkpoint.reader import Checkpoint, is_plain, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder
+from dflash_serve.checkpoint.target import PENALTIES
 from dflash_serve.checkpoint.tensors import FUSED, plain_only
 from dflash_serve.errors import Problem, UserError
-from dflash_sglang.heads import DFLASH, DSPARK, algorithm_of, head_problems
+from dflash_sglang.launch_plan import head_problems
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +45,8 @@ def draft_problems(server_args: Any) -> list[Problem]:
     checkpoint = open_checkpoint(folder)
     found = [problem for problem in checkpoint.problems if not problem.where.endswith(READ_BY_SGLANG)]
     found += plain_only(checkpoint.quantization, "SGLang", str(folder))
-    return [*_dialect(checkpoint), *found, *_heads(checkpoint), *_block_size(checkpoint, server_args)]
+    heads = [] if checkpoint.config is None else head_problems(checkpoint.config)
+    return [*_dialect(checkpoint), *found, *heads, *_block_size(checkpoint, server_args)]
 
 
 def _dialect(checkpoint: Checkpoint) -> Iterator[Problem]:
@@ -58,15 +62,6 @@ def _dialect(checkpoint: Checkpoint) -> Iterator[Problem]:
     if checkpoint.config.has_mask_embedding:
         what = "the draft brings its mask embedding as a tensor, which SGLang does not read"
         yield Problem(what, str(checkpoint.folder), "use a draft that masks with a token")
-
-
-def _heads(checkpoint: Checkpoint) -> Iterator[Problem]:  # what DFLASH would misread or leave out
-    if checkpoint.config is None:
-        return
-    yield from head_problems(checkpoint.config)
-    if algorithm_of(checkpoint.config) != DFLASH:
-        what = "the draft has a Markov head, which DFLASH silently leaves out"
-        yield Problem(what, str(checkpoint.folder), f"start it with --speculative-algorithm {DSPARK}")
 
 
 def _block_size(checkpoint: Checkpoint, server_args: Any) -> Iterator[Problem]:
@@ -98,7 +93,7 @@ class StrictLoad:
     """
 
     def __init__(self) -> None:
-        self.active = False
+        self.active = True  # until the worker is built
         self._own: frozenset[str] | None = None
         """Names of the tensors of the draft's checkpoint; None: nothing was loaded yet."""
 
@@ -163,3 +158,43 @@ def _parameter(name: str, parameters: Collection[str]) -> str | None:
 def _pieces(name: str) -> Iterator[tuple[str, str]]:
     parts = [part for part, whole in STACKED.items() if f".{whole}." in name]
     yield from ((name, part) for part in parts or [""])
+
+
+NEUTRAL = {**PENALTIES, "min_new_tokens": 0}
+"""Sampling parameters that depend on the generated tokens, and their neutral values."""
+PENALISED = (
+    "dflash-serve: SGLang does not count the tokens of DFlash steps for {names}, so the answer would not be the one "
+    "without speculation; leave it out (where the model's generation_config.json sets it, start the server with "
+    "--sampling-defaults openai), or serve with an automatic width, or without speculation"
+)
+SAMPLED = (
+    "dflash-serve: this SGLang build cannot verify sampled tokens of DFlash drafts (its kernel is absent), and would "
+    "answer greedily without saying so; send temperature 0, or serve without speculation"
+)
+
+
+def penalties_of(params: Any) -> list[str]:
+    """Names of the parameters that depend on the generated tokens and are not neutral."""
+    return [name for name, neutral in NEUTRAL.items() if getattr(params, name) != neutral]
+
+
+def refusal(params: Any, *, can_sample: bool, counts_penalties: bool) -> str | None:
+    """The reason to refuse a request with these sampling parameters (SGLang's, normalised); None: it is answered."""
+    names = penalties_of(params)
+    if names and not counts_penalties:
+        return PENALISED.format(names=", ".join(names))
+    greedy = params.top_k == 1  # SGLang has made that of temperature 0 by then
+    return None if greedy or can_sample else SAMPLED
+
+
+def guarded(add: Callable[..., Any], scheduler: Any, req: Any, is_retracted: bool = False) -> Any:
+    """Around `Scheduler._add_request_to_queue`: a refused request is answered with HTTP 400."""
+    worker = scheduler.draft_worker
+    if worker is not None and not is_retracted and req.to_finish is None:
+        from sglang.srt.speculative.dflash_utils import is_dflash_sampling_verify_available
+
+        counts = bool(getattr(worker, "counts_penalties", False))
+        reason = refusal(req.sampling_params, can_sample=is_dflash_sampling_verify_available(), counts_penalties=counts)
+        if reason is not None:
+            req.set_finish_with_abort(reason)
+    return add(scheduler, req, is_retracted)

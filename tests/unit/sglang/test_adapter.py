@@ -1,0 +1,252 @@
+"""SGLang's refusals, command lines and choices for a deployment; no SGLang and no GPU needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_serve.checkpoint.reader import Checkpoint
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+from dflash_sglang import SGLangBackend
+from tests.support.heads import HEADS
+from tests.support.paper_models import NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
+from tests.support.tiny import edit_json, tiny_drafter_config, write_tiny_drafter
+
+BACKEND = SGLangBackend()
+
+
+@pytest.fixture
+def fields(tmp_path: Path) -> dict[str, Any]:
+    target, drafter = write_paper_target(tmp_path / "target"), write_paper_drafter(tmp_path / "drafter")
+    return {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}}
+
+
+def deployed(fields: dict[str, Any], **more: Any) -> Deployment:
+    merged = {
+        key: {**fields.get(key, {}), **value} if isinstance(value, dict) else value for key, value in more.items()
+    }
+    return Deployment.model_validate({**fields, **merged})
+
+
+def problems(fields: dict[str, Any], **more: Any) -> str:
+    found = BACKEND.check(deployed(fields, **more))
+    assert all(problem.what and problem.where and problem.do for problem in found)
+    return "\n".join(map(str, found))
+
+
+def command(fields: dict[str, Any], **more: Any) -> str:
+    assert problems(fields, **more) == ""
+    return " ".join(BACKEND.command(deployed(fields, **more), Path("/prepared")).argv) + " "
+
+
+def devices(count: int, gpu: str = "b200", **parallel: Any) -> dict[str, Any]:
+    return {"parallel": parallel, "hardware": {"gpu": gpu, "count": count}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"speculation": {"draft_window": 4}}, "draft_window 4 is smaller than the block of 8 slots"),
+        (devices(2, context=2), "context parallelism"),
+        (devices(3, tensor=3), "16 attention heads cannot be split over 3 devices"),
+        (devices(8, tensor=8, nodes=3), "8 devices cannot be shared evenly"),
+        (devices(16, data=2, tensor=8, nodes=2), "one node"),
+        (devices(4, data=2, tensor=2, attention_data=True), "exclude each other"),
+        (devices(1, "none"), "runs on GPUs"),
+        ({"drafter": {"quantization": "fp8"}}, "drafts are not quantised"),
+        ({"kv_cache": {"dtype": "nvfp4"}, **devices(1)}, "refuses DFlash on NVFP4 keys and values"),
+        ({"kv_cache": {"dtype": "nvfp4"}, **devices(1, "h200")}, "h200 has no FP4"),
+    ],
+)
+def test_a_fault_is_found_and_says_what_to_do(fields: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    assert message in problems(fields, **change)
+
+
+def test_a_file_with_two_keys_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    assert "has 2 keys" in problems(fields, serving={"api_key_file": str(tmp_path / "keys")})
+
+
+def test_nvfp4_on_hopper_and_a_quantised_head_are_found(fields: dict[str, Any], tmp_path: Path) -> None:
+    target = write_paper_target(tmp_path / "fp4", recipe={**NVFP4, "ignore": []})
+    found = problems(fields, target={"model": str(target)}, hardware={"gpu": "h100"})
+    assert "h100 has no FP4 arithmetic" in found
+    assert "lm_head is quantised" in found
+
+
+def test_a_model_that_does_not_fit_a_gpu_is_advised_to_be_split(tmp_path: Path) -> None:
+    sizes: Any = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 100, "head_dim": 1024}
+    found = problems({"target": {"model": str(write_paper_target(tmp_path / "large", **sizes))}}, **devices(8))
+    assert "set parallel.tensor to 8" in found
+    assert "parallel.data to" not in found
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([{"causal": True}, {"window": 8}], "some layers are causal and others not"),
+        ([{"window": 8, "causal": True}, {"window": 16, "causal": True}], "different windows (8, 16)"),
+        ([{"window": 8, "causal": True}, {}], ""),
+        ([{"window": 8}, {"window": 8}], ""),
+    ],
+)
+def test_attention_that_sglang_cannot_be_told_of_is_found(
+    fields: dict[str, Any], tmp_path: Path, layers: list[dict[str, Any]], message: str
+) -> None:
+    config = tiny_drafter_config(**{**PAPER_DRAFTER, "layers": layers})
+    with pytest.MonkeyPatch.context() as patch:  # no dialect has words for it: the plan is made as if one had
+        patch.setattr("dflash_serve.server_adapter.open_checkpoint", lambda *_: Checkpoint(tmp_path, config=config))
+        found = problems(fields)
+    assert message in found
+    assert bool(found) == bool(message)
+
+
+def test_a_drafter_beyond_its_positions_is_found(fields: dict[str, Any], tmp_path: Path) -> None:
+    short = {"model": str(write_paper_drafter(tmp_path / "short", max_position_embeddings=128))}
+    assert "its RoPE was made for 128 positions" in problems(fields, drafter=short)
+    assert problems(fields, drafter=short, limits={"max_model_len": 128}) == ""
+
+
+RECURRENT = {"layer_types": ["linear_attention", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "part"),
+    [
+        ({}, devices(8, tensor=8, attention_data=True), "data-parallel attention"),
+        (RECURRENT, {}, "recurrent layers in the target"),
+    ],
+)
+def test_auto_verifies_whole_blocks_where_no_other_width_is_served(
+    fields: dict[str, Any], config: dict[str, Any], change: dict[str, Any], part: str
+) -> None:
+    edit_json(Path(fields["target"]["model"]) / "config.json", config)
+    assert problems(fields, **change) == ""
+    shown = BACKEND.preview(deployed(fields, **change), Path("/prepared"))
+    assert f"SGLang verifies whole blocks of 8 slots with {part}: auto changes nothing" in shown.notes
+    assert ("speculation.width", "8") in [(choice.key, choice.value) for choice in shown.choices]
+    assert problems(fields, **change, speculation={"width": 8}) == ""
+    found = problems(fields, **change, speculation={"width": 3})
+    assert f"SGLang verifies whole blocks of 8 slots with {part}, not 3" in found
+
+
+@pytest.mark.parametrize("width", ["auto", 4, 8, "off", 1])
+def test_sglangs_own_algorithm_is_told_the_width(fields: dict[str, Any], width: object) -> None:
+    speculation = {"width": width, "block_size": 8}
+    drafts = width not in ("off", 1)
+    told = command(fields, speculation=speculation)
+    assert (" --speculative-algorithm DFLASH " in told) is drafts
+    assert (" --speculative-num-draft-tokens 8 " in told) is drafts
+    environment = BACKEND.command(deployed(fields, speculation=speculation), Path("/prepared")).env
+    assert environment == ({"DFLASH_SERVE_SPECULATION__WIDTH": str(width)} if drafts else {})
+
+
+def test_a_smaller_block_and_half_of_a_pair_are_told(fields: dict[str, Any]) -> None:
+    told = command(fields, role="decode", speculation={"block_size": 4})
+    for words in ("--disaggregation-mode decode", "--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4"):
+        assert f" {words} " in told
+
+
+def test_a_draft_never_inherits_the_targets_quantisation(fields: dict[str, Any]) -> None:
+    told = command(fields, target={"quantization": "fp8"}, kv_cache={"dtype": "fp8"})
+    assert " --quantization fp8 --kv-cache-dtype fp8_e4m3 " in told
+    assert " --speculative-draft-model-quantization unquant --speculative-draft-kv-cache-dtype bfloat16 " in told
+
+
+@pytest.mark.parametrize(
+    ("penalty", "width", "told"), [(1.05, 8, True), (1.0, 8, False), (1.05, "off", False), (1.05, "auto", False)]
+)
+def test_a_models_own_penalties_are_not_asked_for_where_they_cannot_be_counted(
+    penalty: float, width: object, told: bool, fields: dict[str, Any]
+) -> None:
+    defaults = Path(fields["target"]["model"]) / "generation_config.json"
+    defaults.write_text(json.dumps({"repetition_penalty": penalty}))
+    assert (" --sampling-defaults openai " in command(fields, speculation={"width": width})) is told
+
+
+def test_on_several_nodes_the_environment_says_which(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    two = devices(16, tensor=16, nodes=2)
+    with pytest.raises(UserError, match="LWS_LEADER_ADDRESS, LWS_GROUP_SIZE, LWS_WORKER_INDEX is not set"):
+        command(fields, **two)
+    for name, value in {"LEADER_ADDRESS": "pod-0.pods", "GROUP_SIZE": "2", "WORKER_INDEX": "1"}.items():
+        monkeypatch.setenv(f"LWS_{name}", value)
+    assert " --nnodes 2 --node-rank 1 --dist-init-addr pod-0.pods:20000 " in command(fields, **two)
+    monkeypatch.setenv("LWS_GROUP_SIZE", "3")
+    with pytest.raises(UserError, match="2 nodes, but LWS_GROUP_SIZE is 3"):
+        command(fields, **two)
+
+
+def test_copies_of_the_model_are_sglangs_data_parallelism(fields: dict[str, Any]) -> None:
+    assert " --tp-size 2 --dp-size 4 " in command(fields, **devices(8, data=4, tensor=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attention-backend", "flashinfer"),
+        ("speculative-draft-attention-backend", "flashinfer"),
+        ("speculative-draft-kv-cache-dtype", "fp8_e4m3"),
+    ],
+)
+def test_the_users_kernels_and_formats_take_the_place_of_ours(fields: dict[str, Any], name: str, value: str) -> None:
+    told = command(fields, **devices(1), engine_args={"sglang": {name: value}})
+    assert told.count(f" --{name} ") == told.count(f" --{name} {value} ") == 1
+
+
+def test_where_no_number_of_requests_is_given_it_is_sglangs_own(fields: dict[str, Any]) -> None:
+    assert "--max-running-requests" not in command(fields)
+    choices = {choice.key: choice for choice in BACKEND.preview(deployed(fields), Path("/prepared")).choices}
+    assert choices["limits.max_batch_size"].value == "48"
+    assert "SGLang's own number" in choices["limits.max_batch_size"].why
+
+
+def headed(fields: dict[str, Any], folder: Path, name: str, **speculation: Any) -> dict[str, Any]:
+    """The fields with a drafter of such heads."""
+    config = tiny_drafter_config(**{**PAPER_DRAFTER, **HEADS[name]})
+    dialect = "speculators" if config.draft_vocabulary else "modelopt"
+    drafter = write_tiny_drafter(folder / "headed", config, dialect=dialect)
+    return {**fields, "drafter": {"model": str(drafter)}, "speculation": speculation}
+
+
+@pytest.mark.parametrize("name", ["vanilla Markov", "gated Markov", "rnn Markov", "vanilla Markov, fill-in"])
+def test_dspark_is_started_with_both_counts(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    fields = headed(fields, tmp_path, name)
+    told = command(fields)
+    assert " --speculative-algorithm DSPARK " in told
+    assert " --speculative-num-draft-tokens 8 --speculative-dspark-block-size 7 " in told
+    BACKEND.prepare(deployed(fields), tmp_path / "prepared")
+    raw = json.loads((tmp_path / "prepared" / "draft" / "config.json").read_text())
+    shifted = "fill-in" not in name
+    expected = {"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": shifted, "block_size": 7 if shifted else 8}
+    assert expected.items() <= raw.items()
+    assert raw["markov_rank"] == 6, "where SGLang's models/dspark.py looks"
+    choices = BACKEND.preview(deployed(fields), tmp_path).choices
+    assert ("speculation.width", "8") in [(choice.key, choice.value) for choice in choices]
+
+
+@pytest.mark.parametrize("name", ["DFlash2", "convolution"])
+def test_the_others_are_dflash(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    fields = headed(fields, tmp_path, name)
+    told = command(fields)
+    assert " --speculative-algorithm DFLASH " in told
+    assert " --speculative-num-draft-tokens 8 " in told
+    assert "dspark" not in told
+    found = problems({**fields, "speculation": {"width": 3}})
+    assert found == "" if name == "convolution" else "whole blocks of 8 slots with a DFlash2 drafter, not 3" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("anchor-first", "anchor-first slots without a Markov head"),
+        ("Markov, reduced", "SGLang would skip d2t and lm_head"),
+    ],
+)
+def test_heads_that_sglang_would_get_wrong_are_refused(
+    name: str, words: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    assert words in problems(headed(fields, tmp_path, name))

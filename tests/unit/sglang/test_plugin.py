@@ -1,0 +1,214 @@
+"""The plug-in without SGLang: refused drafts and requests, results that are counted, and widths of a batch."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import dflash_sglang.plugin
+from dflash_serve.checkpoint.config import expected_tensors
+from dflash_serve.errors import UserError
+from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.policy import FixedWidth, Step
+from dflash_serve.speculation.width import AutoWidth
+from dflash_sglang.launch_plan import WIDTH_VARIABLE, narrow_widths
+from dflash_sglang.plugin.refusals import NEUTRAL, StrictLoad, account, draft_problems, guarded, refusal
+from dflash_sglang.plugin.results import Results, SpeculationMetrics
+from dflash_sglang.plugin.widths import AUTO, BatchWidths, asked_width
+from tests.support.heads import HEADS
+from tests.support.tiny import tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
+
+PLUGIN = Path(dflash_sglang.plugin.__file__).parent
+ROOT = Path(__file__).parents[3]
+TENSORS = list(expected_tensors(tiny_drafter_config()))
+WHOLE = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
+PARAMETERS = sorted(
+    {".".join(WHOLE.get(part, part) for part in name.split(".")) for name in TENSORS if ".up_proj." not in name}
+)
+"""As SGLang's class has them: q, k and v are one parameter, gate and up another."""
+
+
+def test_the_adapter_needs_neither_sglang_nor_the_plug_in_and_neither_half_needs_torch() -> None:
+    for path in PLUGIN.parent.glob("*.py"):
+        imported = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        assert not [node for node in imported if (node.module or "").startswith(("sglang", "plugin"))], path.name
+    code = "import sys, dflash_sglang.plugin; sys.exit(bool({'torch', 'sglang', 'transformers'} & set(sys.modules)))"
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=environment).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "unknown", "missing"),
+    [
+        (TENSORS, [], [], []),
+        ([f"model.{name}" for name in TENSORS], [], [], []),
+        ([*TENSORS, "layers.0.self_attn.rotary_emb.inv_freq"], [], [], []),
+        ([*TENSORS, "embed_tokens.weight", "lm_head.weight", "layers.0.self_attn.k_scale"], [], [], []),
+        ([n for n in TENSORS if n != "layers.1.self_attn.k_proj.weight"], [], [], ["layers.1.self_attn.k_proj.weight"]),
+        ([n for n in TENSORS if n != "layers.0.mlp.up_proj.weight"], [], [], ["layers.0.mlp.up_proj.weight"]),
+        ([n.replace("fc.weight", "fc.weight_packed") for n in TENSORS], [], ["fc.weight_packed"], ["fc.weight"]),
+        (TENSORS, ["candidate_selector.predecessor_codebook"], [], ["candidate_selector.predecessor_codebook"]),
+        (TENSORS, ["layers.0.attention_conv.base_kernel"], [], ["layers.0.attention_conv.base_kernel"]),
+        (TENSORS, ["fc.weight_scale", "fc.input_scale"], [], []),  # a quantisation makes them itself
+    ],
+)
+def test_every_tensor_and_parameter_is_accounted_for(
+    names: list[str], more: list[str], unknown: list[str], missing: list[str]
+) -> None:
+    assert account(names, [*PARAMETERS, *more]) == (unknown, missing)
+
+
+def test_a_broken_draft_is_not_loaded_and_later_updates_touch_only_the_drafts_own_tensors() -> None:
+    model = SimpleNamespace(named_parameters=lambda: [(name, None) for name in PARAMETERS])
+    weights: list[tuple[str, Any]] = [(name, None) for name in TENSORS]
+    strict = StrictLoad()
+    with pytest.raises(ValueError, match=r"missing: layers\.1\.input_layernorm\.weight, "):
+        strict(lambda _, given: list(given), model, [one for one in weights if not one[0].startswith("layers.1.")])
+    strict(lambda _, given: list(given), model, weights)
+    strict.active = False  # the worker is built; from then on weights come in parts, the target's among them
+    of_target: list[tuple[str, Any]] = [(f"model.{name}", None) for name, _ in weights if name.startswith("layers.")]
+    assert of_target
+    assert strict(lambda _, given: list(given), model, [*of_target, *weights[:3]]) == weights[:3]
+
+
+def server_args(folder: Path, block_size: int | None = None) -> Any:
+    return SimpleNamespace(
+        speculative_draft_model_path=str(folder),
+        speculative_draft_model_revision=None,
+        speculative_num_draft_tokens=block_size,
+        speculative_dflash_block_size=None,
+    )
+
+
+SLIDING = {"layers": [{"window": 6, "causal": True}] * 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "dialect", "block", "message"),
+    [
+        ({}, "zlab", 8, None),
+        ({}, "zlab", 16, "block size 16 is larger"),
+        ({}, "speculators", None, "speculators' dialect, SGLang reads z-lab's"),
+        (SLIDING, "modelopt", None, "written as ModelOpt does"),
+        (HEADS["anchor-first"], "modelopt", None, "anchor-first slots without a Markov head"),
+        ({}, "fp8", None, "quantised to FP8, SGLang reads bf16"),
+    ],
+)
+def test_drafts_that_sglang_would_read_wrongly_are_found(
+    tmp_path: Path, changes: dict[str, Any], dialect: str, block: int | None, message: str | None
+) -> None:
+    if dialect == "fp8":
+        folder = write_quantized_drafter(tmp_path / "draft", "fp8")
+    else:
+        folder = write_tiny_drafter(tmp_path / "draft", tiny_drafter_config(block_size=8, **changes), dialect=dialect)
+    found = [problem.what for problem in draft_problems(server_args(folder, block))]
+    assert any(message in what for what in found) if message else found == []
+
+
+def test_a_draft_that_only_sglang_can_find_is_left_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert draft_problems(server_args(tmp_path / "elsewhere")) == []
+    assert "the draft was not checked" in caplog.text
+
+
+GREEDY = SimpleNamespace(top_k=1, **NEUTRAL)
+SAMPLED = SimpleNamespace(**{**vars(GREEDY), "top_k": 50})
+
+
+def test_requests_that_dflash_would_answer_otherwise_are_refused() -> None:
+    assert refusal(GREEDY, can_sample=False, counts_penalties=False) is None
+    assert refusal(SAMPLED, can_sample=True, counts_penalties=False) is None
+    assert "would answer greedily" in str(refusal(SAMPLED, can_sample=False, counts_penalties=True))
+    for name in NEUTRAL:
+        penalised = SimpleNamespace(**{**vars(GREEDY), name: 1.5})
+        found = refusal(penalised, can_sample=True, counts_penalties=False)
+        assert f"does not count the tokens of DFlash steps for {name}" in str(found)
+        assert refusal(penalised, can_sample=True, counts_penalties=True) is None
+
+
+def test_without_speculation_nothing_is_asked_of_a_request() -> None:
+    taken: list[Any] = []
+    guarded(lambda _, request, retracted: taken.append((request, retracted)), SimpleNamespace(draft_worker=None), 1)
+    assert taken == [(1, False)]
+
+
+def request(rid: str, finished: bool = False, retracted: bool = False) -> Any:
+    return SimpleNamespace(rid=rid, finished=lambda: finished, is_retracted=retracted)
+
+
+def result(width: int, *accepted: int) -> Any:
+    return SimpleNamespace(speculative_num_draft_tokens=width, num_correct_drafts_per_req_cpu=list(accepted))
+
+
+def test_a_result_has_the_requests_that_sglang_counts_and_a_time_where_the_step_was_theirs_alone() -> None:
+    results, heard = Results(), list[Step]()
+    results.listeners.append(heard.append)
+    alone, mixed = [request("a")], [request("a"), request("b", finished=True), request("c", retracted=True)]
+    first, second, third, fourth = result(4, 1), result(4, 2), result(4, 2, 3, 1), result(4, 0)
+    results.launched(first, context_tokens=7)
+    results.launched(second)  # launched before the first one's result is read, as with overlapped scheduling
+    assert results.on_result(lambda *_: "settled", None, first, SimpleNamespace(reqs=alone)) == "settled"
+    results.on_result(lambda *_: None, None, second, SimpleNamespace(reqs=alone))
+    results.launched(third)
+    results.on_result(lambda *_: None, None, third, SimpleNamespace(reqs=mixed))
+    results.launched()  # a prefill
+    results.launched(fourth)
+    results.on_result(lambda *_: None, None, fourth, SimpleNamespace(reqs=alone))
+    assert [(step.request_ids, step.widths, step.accepted) for step in heard] == [
+        (["a"], [4], [count]) for count in (1, 2, 2, 0)
+    ]
+    assert [step.seconds is None for step in heard] == [True, False, True, True]
+    assert [step.context_tokens for step in heard] == [7, 0, 0, 0]
+
+
+def test_metrics_count_every_slot_of_every_request() -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    SpeculationMetrics("m").verified(Step(["a", "b", "c"], [4] * 3, [0, 1, 3]))
+
+    def read(name: str, label: str, *values: int) -> list[float]:
+        of = prometheus.REGISTRY.get_sample_value
+        return [of(f"dflash_serve:{name}_total", {"model_name": "m", label: str(value)}) for value in values]
+
+    assert read("steps", "width", 4) == [3]
+    assert read("slots_offered", "slot", 1, 2, 3) == [3, 3, 3]
+    assert read("slots_accepted", "slot", 1, 2, 3) == [2, 1, 1]
+
+
+def test_a_narrow_step_costs_what_its_batch_says() -> None:
+    flat_then_steep = CostModel(target={1: 1.0, 8: 1.0, 128: 16.0}, draft={1: 0.1, 16: 0.1})
+    policy = AutoWidth(flat_then_steep, 8, [1, 2, 4, 8])
+    widths = BatchWidths(policy, [1, 2, 4, 8])
+    for _ in range(40):  # a drafter that is right three times in a row
+        alone = widths.choose(["a"])
+        policy.observe(Step(["a"], [alone], [min(3, alone - 1)]))
+    crowd = [str(i) for i in range(16)]
+    narrow = [widths.choose(crowd) for _ in range(20)]
+    assert alone >= 4
+    assert sorted(narrow)[10] < alone
+
+
+def test_requests_that_have_left_the_batch_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[Any] = []
+    monkeypatch.setattr(FixedWidth, "forget", lambda _, request_id: forgotten.append(request_id))
+    widths = BatchWidths(FixedWidth(2), [1, 4, 8])
+    assert widths.choose(["a", "b"]) == 4, "the next wider one that is offered"
+    widths.choose(["b", "c"])
+    assert forgotten == ["a"]
+
+
+@pytest.mark.parametrize(("text", "width"), [(None, None), ("auto", AUTO), ("4", 4)])
+def test_the_width_is_read_from_the_environment(text: str | None, width: int | None) -> None:
+    assert asked_width({} if text is None else {WIDTH_VARIABLE: text}) == width
+
+
+def test_widths_are_few_and_end_with_the_block() -> None:
+    assert narrow_widths(8) == [1, 2, 4]
+    assert narrow_widths(10) == [1, 2, 4, 8]
+    with pytest.raises(UserError, match="neither a number of slots nor auto"):
+        asked_width({WIDTH_VARIABLE: "wide"})
