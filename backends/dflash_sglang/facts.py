@@ -13,12 +13,8 @@ PREFIX = "dflash_serve:"  # prefix of our plug-in's metrics, which stand on the 
 OFFERED, ACCEPTED = f"{PREFIX}slots_offered", f"{PREFIX}slots_accepted"
 """Counters by slot of the block; like STEPS without the `_total` that they are exported with."""
 STEPS = f"{PREFIX}steps"  # counter of verifications by width
-PARTS = f"{PREFIX}step_seconds"
-"""Counter of the host's seconds by part of a step: policy, draft, verify, accept, inject; whole = SGLang's own step."""
-SUSPENDED = f"{PREFIX}speculation_suspended"  # gauge, 1 while acceptance has collapsed and nothing is drafted
 DRAFT_SECONDS = f"{PREFIX}draft_seconds"  # histogram of the drafter's passes
 SPECULATING = ', width!="1"'  # selects the steps that verified at least one drafted token
-
 
 RESPONSES = "sglang:http_responses_total"
 FULL, FAILED = ', status_code=~"429|503"', ', status_code=~"[45]..", status_code!~"429|503"'
