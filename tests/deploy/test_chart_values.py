@@ -118,6 +118,10 @@ NOT_IN_THE_SCHEMA: list[tuple[str, Changes]] = [
 """The key that the schema's message names, and the values that it refuses: one for each kind of rule."""
 
 
+def test_the_folder_of_a_checkout_says_how_the_whole_chart_is_made() -> None:
+    assert "run `make chart` and use build/dflash-serve" in refusal(case("sglang"), chart=CHART)
+
+
 def test_the_schema_has_the_defaults_and_comments_of_values_yaml() -> None:
     sections = SCHEMA["properties"]
     assert sections["replicas"]["default"] == 1
