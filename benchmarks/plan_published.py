@@ -8,21 +8,17 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
-from math import log
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
-
-from scipy.optimize import least_squares
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Model
 from dflash_serve.planning import tables
-from dflash_serve.planning.prediction import Constants, Load, Predictor, constants_of
+from dflash_serve.planning.prediction import FITTED, Constants, Load, MeasuredCell, Predictor, constants_of, fit
 from dflash_serve.planning.question import specification
 from dflash_serve.planning.step_times import Pair, Roofline, Split
 
@@ -30,45 +26,6 @@ HERE = Path(__file__).parent
 RESULT = HERE / "results" / "plan-published.json"
 DATA: dict[str, Any] = json.loads((HERE / "plan" / "published.json").read_text())
 TOLERANCE = 0.15
-CONSTANTS = ("plain_step", "plain_request", "speculative_step", "speculative_request")
-
-
-@dataclass(frozen=True)
-class MeasuredCell:
-    """One measurement: so many requests at once, at one width, and the tokens/s that they saw together."""
-
-    predictor: Predictor
-    """Its constants are not used."""
-    batch: int
-    width: int
-    tokens: float
-    """Gained a request and step."""
-    rate: float
-    """Tokens/s of one server."""
-
-    def predicted(self, constants: Constants) -> float:
-        """Tokens/s with these constants."""
-        predictor = replace(self.predictor, constants=constants)
-        return self.batch * predictor.point("", self.batch, self.width, self.tokens).interactivity
-
-
-def fit(cells: Sequence[MeasuredCell], start: Constants, free: Sequence[str] = CONSTANTS) -> Constants:
-    """The constants, none negative, with the least relative errors; outliers beyond 10 % count less (soft L1).
-
-    Args:
-        start: where the search begins; what is not in `free` stays as it is there.
-    """
-
-    def set_to(values: Sequence[float]) -> Constants:
-        return start.model_copy(update={name: float(value) for name, value in zip(free, values, strict=True)})
-
-    def residuals(values: Sequence[float]) -> list[float]:
-        constants = set_to(values)
-        return [log(cell.predicted(constants) / cell.rate) for cell in cells]
-
-    first = [max(1e-3, getattr(start, name)) for name in free]
-    found = least_squares(residuals, first, bounds=(0, float("inf")), loss="soft_l1", f_scale=0.1)
-    return set_to([round(float(value), 4) for value in found.x])
 
 
 @cache
@@ -168,7 +125,7 @@ def measured_curve(constants: Constants) -> dict[str, Any]:
     fitted = fit(cells, raw, ("scale", "plain_step"))
     return {
         "points": len(cells),
-        **{f"{name}_mean_error": round(mean(abs(cell.predicted(each) / cell.rate - 1) for cell in cells), 4)
+        **{f"{name}_mean_error": round(mean(abs(cell.error(each)) for cell in cells), 4)
            for name, each in (("raw", raw), ("fitted", fitted))},
         "scale": fitted.scale, "plain_step": fitted.plain_step,
     }  # fmt: skip
@@ -185,7 +142,7 @@ def main() -> None:
     result = {
         "command": "python -m benchmarks.plan_published",
         "basis": times_of("qwen3-8b", "b200", "sglang").basis,
-        "constants": {name: getattr(constants, name) for name in CONSTANTS},
+        "constants": {name: getattr(constants, name) for name in FITTED},
         "groups": {group["name"]: {"source": group["source"], "role": group["role"], **summary(lines[group["name"]])}
                    for group in DATA["groups"]},
         "held_out": summary(held),

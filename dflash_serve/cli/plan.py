@@ -33,6 +33,7 @@ Length = Annotated[float | None, Option(help="Tokens gained a step, the bonus to
 Survival = Annotated[Path | None, Option(help="Report of evaluate or bench: survival measured.")]
 Task = Annotated[str | None, Option(help="Task: of --survival's report, else as published (gsm8k, mt-bench).")]
 ConstantsOf = Annotated[str | None, Option("--constants", help="Engine constants: a known set, or a JSON file.")]
+Calibrate = Annotated[Path | None, Option(help="bench.json of a sweep: fit the engine constants to it.")]
 Output = Annotated[Path, Option(help="Folder for the plan.")]
 
 
@@ -55,6 +56,7 @@ def plan(
     survival: Survival = None,
     task: Task = None,
     constants: ConstantsOf = None,
+    calibrate: Calibrate = None,
     output: Output = Path("plan"),
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -80,6 +82,8 @@ def plan(
     from rich.console import Console
 
     Console().print(_table(answer))
+    for line in answer.question.calibration:
+        typer.echo(f"calibrated: {line}")
     for caution in answer.cautions():
         typer.echo(f"note: {caution}")
     for step in answer.next_steps(output):
@@ -100,13 +104,13 @@ def _flags(given: dict[str, Any]) -> dict[str, Any]:
 
 def _question(described: Deployment, given: dict[str, Any]) -> PlanQuestion:
     from dflash_serve.planning.prediction import Load, constants_of
-    from dflash_serve.planning.question import Objective, PlanQuestion, read_pair, specification
+    from dflash_serve.planning.question import Objective, PlanQuestion, calibrated, read_pair, specification
 
     on = specification(described.hardware.gpu)
     constants = constants_of(given["backend"], given["constants"])
     pair = read_pair(described)
     block = described.speculation.block_size or pair.drafter.block_size
-    return PlanQuestion(
+    question = PlanQuestion(
         deployment=described,
         backend=given["backend"],
         on=on,
@@ -117,6 +121,7 @@ def _question(described: Deployment, given: dict[str, Any]) -> PlanQuestion:
         acceptances=tuple(_acceptances(given, described.target.model, block)),
         constants=constants,
     )
+    return question if given["calibrate"] is None else calibrated(question, given["calibrate"])
 
 
 def _acceptances(given: dict[str, Any], target: str, block_size: int) -> list[ExpectedAcceptance]:

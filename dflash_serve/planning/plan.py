@@ -23,7 +23,7 @@ from dflash_serve.planning.prediction import ExpectedAcceptance, OperatingPoint,
 from dflash_serve.planning.question import Objective, PlanQuestion, step_times_of
 from dflash_serve.planning.step_times import Split
 
-JSON, DEPLOYMENT, COSTS = "plan.json", "deployment.yaml", "costs.json"
+JSON, DEPLOYMENT, COSTS, CONSTANTS = "plan.json", "deployment.yaml", "costs.json", "constants.json"
 OFF, AUTO = "off", "auto"
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 WIDTHS = (2, 3, 4, 5, 6, 8, 10, 12, 14, 16)
@@ -221,7 +221,8 @@ class Plan:
         if len(asked.acceptances) > 1:
             yield f"{_capital(asked.acceptances[0].source)} ({', '.join(each.name for each in asked.acceptances)})."
         if constants.evidence in ("implied", "assumed"):
-            yield f"The engine constants are {constants.evidence}: {constants.source}. Measure with `bench`."
+            told = f"The engine constants are {constants.evidence}: {constants.source}."
+            yield f"{told} Measure with `bench`, then --calibrate."
         if asked.pair.layout.experts:
             missed = "; on Hopper, published gpt-oss-120b cells were missed by -35 to +35 %"
             where = "" if asked.on.gpu.is_blackwell else missed
@@ -255,6 +256,12 @@ class Plan:
             *("dflash-serve", "bench", f"{folder}/{DEPLOYMENT}", "--backend", asked.backend, "--variants", variants),
             *("--concurrency", ",".join(str(load * self.copies_in_one_server) for load in loads)),
             *("--max-tokens", str(asked.load.osl), "--output", f"{folder}/bench"),
+        ]
+        yield shlex.join(words)
+        words = [
+            *("dflash-serve", "plan", f"{folder}/{DEPLOYMENT}", "--backend", asked.backend),
+            *("--isl", str(asked.load.isl), "--osl", str(asked.load.osl)),
+            *("--calibrate", f"{folder}/bench/bench.json"),
         ]
         yield shlex.join(words)
 
@@ -414,6 +421,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "requests_that_fit": {str(split): room for split, room in plan.room.items()},
         "basis": plan.basis,
         "constants": asked.constants.model_dump(),
+        "calibration": asked.calibration or None,
         "acceptances": [asdict(each) for each in asked.acceptances],
         "environment": {"versions": versions("dflash-serve", "aiconfigurator-core"), "commit": commit(), "date": now()},
         "points": [
@@ -441,6 +449,8 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
             told.append(f"One of {plan.copies} servers alike: `dflash-serve deploy` makes replicas.")
         fields = plan.deployment.model_dump(mode="json", exclude_defaults=True)
         contents[DEPLOYMENT] = "".join(f"# {line}\n" for line in told) + yaml.safe_dump(fields, sort_keys=False)
+    if plan.question.calibration:
+        contents[CONSTANTS] = plan.question.constants.model_dump_json(indent=1) + "\n"
     for name, content in contents.items():
         write_whole(folder / name, content, do="name another --output")
     return [folder / name for name in contents]

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
-from math import exp
+from math import exp, log
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationError
 
+from dflash_serve.common.extras import import_extra
 from dflash_serve.common.settings import Frozen, describe
 from dflash_serve.errors import UserError, did_you_mean
 from dflash_serve.planning.step_times import Milliseconds, Split, StepTimes
@@ -252,3 +253,54 @@ class Predictor:
 
 def _doubled(most: int) -> list[int]:
     return sorted({most, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)})
+
+
+FITTED = ("plain_step", "plain_request", "speculative_step", "speculative_request")
+"""Constants that a fit finds, where it is not told others."""
+
+
+@dataclass(frozen=True)
+class MeasuredCell:
+    """One measurement: so many requests at once, at one width, and the tokens/s that they saw together."""
+
+    predictor: Predictor
+    """Its constants are not used."""
+    batch: int
+    width: int
+    tokens: float
+    """Gained a request and step."""
+    rate: float
+    """Tokens/s of one server."""
+    label: str = ""
+
+    def predicted(self, constants: Constants) -> float:
+        """Tokens/s with these constants."""
+        predictor = replace(self.predictor, constants=constants)
+        return self.batch * predictor.point("", self.batch, self.width, self.tokens).interactivity
+
+    def error(self, constants: Constants) -> float:
+        """Relative error of the prediction; positive = predicted too fast."""
+        return self.predicted(constants) / self.rate - 1
+
+
+def fit(cells: Sequence[MeasuredCell], start: Constants, free: Sequence[str] = FITTED) -> Constants:
+    """The constants, none negative, with the least relative errors; outliers beyond 10 % count less (soft L1).
+
+    Args:
+        start: where the search begins; what is not in `free` stays as it is there.
+
+    Raises:
+        UserError: scipy is not installed.
+    """
+
+    def set_to(values: Sequence[float]) -> Constants:
+        return start.model_copy(update={name: float(value) for name, value in zip(free, values, strict=True)})
+
+    def residuals(values: Sequence[float]) -> list[float]:
+        constants = set_to(values)
+        return [log(cell.predicted(constants) / cell.rate) for cell in cells]
+
+    first = [max(1e-3, getattr(start, name)) for name in free]
+    search = import_extra("plan", "scipy.optimize").least_squares
+    found = search(residuals, first, bounds=(0, float("inf")), loss="soft_l1", f_scale=0.1)
+    return set_to([round(float(value), 4) for value in found.x])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
+from math import inf
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
@@ -18,7 +20,16 @@ from dflash_serve.deployment import PER_NODE, Deployment
 from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems
 from dflash_serve.errors import Problem, UserError, did_you_mean, first_line, raise_problems
 from dflash_serve.planning import tables
-from dflash_serve.planning.prediction import Constants, ExpectedAcceptance, Load, OperatingPoint
+from dflash_serve.planning.prediction import (
+    FITTED,
+    Constants,
+    ExpectedAcceptance,
+    Load,
+    MeasuredCell,
+    OperatingPoint,
+    Predictor,
+    fit,
+)
 from dflash_serve.planning.step_times import SPECIFICATIONS, Pair, Roofline, Specification, Split, StepTimes
 
 USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
@@ -55,6 +66,8 @@ class PlanQuestion:
     acceptances: tuple[ExpectedAcceptance, ...]
     """One, or a band from low to high."""
     constants: Constants
+    calibration: tuple[str, ...] = ()
+    """A line for each point that the constants were fitted to; empty = they were not fitted here."""
 
     @property
     def count(self) -> int:
@@ -211,10 +224,7 @@ def from_report(path: Path, task: str | None, block_size: int) -> ExpectedAccept
         UserError: it is no such report, has no such task, or tells no survival.
     """
     where = f"--survival {path}"
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise UserError(f"cannot be read ({error})", where=where) from None
+    report = _read_report(path, where)
     try:
         if "points" in report:
             survival, measured = _of_bench(report["points"]), "bench"
@@ -231,6 +241,13 @@ def from_report(path: Path, task: str | None, block_size: int) -> ExpectedAccept
     while len(known) < block_size - 1:
         known.append(known[-1] * conditional)
     return _expected(known, f"measured: {measured} of {path.name}")
+
+
+def _read_report(path: Path, where: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"cannot be read ({error})", where=where) from None
 
 
 def _expected(survival: Sequence[float], source: str) -> ExpectedAcceptance:
@@ -270,3 +287,67 @@ def step_times_of(question: PlanQuestion, split: Split) -> tuple[StepTimes, str 
     except Exception as error:  # the library's own errors are of many kinds: none of them prices this
         return by_hand, f"the operator tables cannot price {split} ({first_line(error)[:140]})"
     return measured, None
+
+
+def calibrated(question: PlanQuestion, path: Path) -> PlanQuestion:
+    """The question with its constants fitted to a bench's report, at the split of the deployment.
+
+    Raises:
+        UserError: no report of a bench, of another target, or with too few points.
+    """
+    where, do = f"--calibrate {path}", "give the bench.json of a `bench` of this pair"
+    parallel, asked, start = question.deployment.parallel, question.deployment.target.model, question.constants
+    split = Split(parallel.tensor, parallel.expert)
+    report = _read_report(path, where)
+    try:
+        target = report.get("served", {}).get("Target", asked)
+        hardware = report.get("environment", {}).get("hardware") or "unknown hardware"
+        points = [_measured(point, parallel.data) for point in report["points"]]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError("no report of `bench`", where=where, do=do) from None
+    if target != asked:
+        raise UserError(f"it measured {target}, the plan is for {asked}", where=where, do=do)
+    predictor = Predictor(step_times_of(question, split)[0], start, question.load, question.block_size, split)
+    cells = [MeasuredCell(predictor, *point) for point in points if not isinstance(point, str)]
+    by_kind = {
+        "plain": [cell for cell in cells if cell.width == 1],
+        "speculative": [cell for cell in cells if cell.width > 1],
+    }
+    plain, wide = map(len, by_kind.values())
+    if plain < 2 or wide == 1:
+        what = f"{plain} usable points without speculation and {wide} with: two of a kind are needed"
+        raise UserError(what, where=where, do="bench --variants off,fixed at several --concurrency")
+    found = fit(cells, start, [name for name in FITTED if by_kind[name.partition("_")[0]]])
+    errors = {kind: mean(abs(cell.error(found)) for cell in each) for kind, each in by_kind.items() if each}
+    plain_error, error = (
+        min(0.9, max(0.02, round(errors[kind], 3))) if kind in errors else start.error for kind in by_kind
+    )
+    update = {
+        "name": f"calibrated-{path.stem}",
+        "evidence": "calibrated",
+        "source": f"{len(cells)} points of {path.name}, on {hardware}",
+        "plain_error": plain_error,
+        "error": error,
+    }
+    lines = [
+        f"{cell.label}: measured {cell.rate:,.0f} tokens/s, predicted {cell.predicted(found):,.0f} "
+        f"({cell.error(found):+.0%})"
+        for cell in cells
+    ]
+    told = (*lines, *(f"not used: {point}" for point in points if isinstance(point, str)))
+    return replace(question, constants=found.model_copy(update=update), calibration=told)
+
+
+def _measured(point: Mapping[str, Any], copies: int) -> tuple[int, int, float, float, str] | str:
+    # Batch, width, tokens a step, tokens/s and label of a bench's point at a fixed width; or why it is not used.
+    variant, users = str(point["variant"]), int(point["concurrency"])
+    label, word = f"{variant}, {users} users", variant.removeprefix("fixed ")
+    width = 1 if variant == "off" else int(word) if word.isdecimal() else 0
+    if not width:
+        return f"{label} (its width changes)"
+    seen = float(point["interactivity"] or 0)
+    tokens = 1.0 if width == 1 else float(point["acceptance"]["acceptance_length"] or 0)
+    if not (0 < seen < inf and 1 <= tokens < inf):
+        return f"{label} (its speed or acceptance is unknown)"
+    batch = max(1, round(users / copies))
+    return batch, width, tokens, batch * seen, label

@@ -118,6 +118,10 @@ NOT_IN_THE_SCHEMA: list[tuple[str, Changes]] = [
 """The key that the schema's message names, and the values that it refuses: one for each kind of rule."""
 
 
+def test_the_folder_of_a_checkout_says_how_the_whole_chart_is_made() -> None:
+    assert "run `make chart` and use build/dflash-serve" in refusal(case("sglang"), chart=CHART)
+
+
 def test_the_schema_has_the_defaults_and_comments_of_values_yaml() -> None:
     sections = SCHEMA["properties"]
     assert sections["replicas"]["default"] == 1
@@ -163,8 +167,8 @@ def test_every_refusal_of_the_templates_is_tried_here() -> None:
     text = (CHART / "templates" / "_validations.tpl").read_text()
     wheres = {line.split(":")[0] for line in text.splitlines() if re.match(r"[a-zA-Z.]+: ", line)}
     tried = {line.split(":")[0] for line in [line for _, _, line in REFUSED + OF_OLD_KUBERNETES]}
-    needs_an_engine_without_metrics = {"autoscaling.runningPerReplica"}
-    assert wheres - tried - needs_an_engine_without_metrics == set()
+    need_another_engine_or_chart = {"autoscaling.runningPerReplica", "chart"}
+    assert wheres - tried - need_another_engine_or_chart == set()
 
 
 @pytest.mark.parametrize("key", MISSPELT)

@@ -77,9 +77,11 @@ def render(
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
-def refusal(given: Mapping[str, Any], layer: Layer = HELM_4, *, kubernetes: str = KUBERNETES) -> str:
+def refusal(
+    given: Mapping[str, Any], layer: Layer = HELM_4, *, kubernetes: str = KUBERNETES, chart: Path | None = None
+) -> str:
     """helm's message for values that it refuses; empty where it renders them."""
-    done = _helm("template", json.dumps(given), layer, kubernetes)
+    done = _helm("template", json.dumps(given), layer, kubernetes, chart)
     return done.stderr if done.returncode else ""
 
 

@@ -101,7 +101,7 @@ def test_auto_is_nowhere_slower_than_off_or_fixed(folder: Path) -> None:
 def test_what_to_do_next_can_be_typed(folder: Path) -> None:
     said = (folder / "said.txt").read_text()
     commands = re.findall(r"^next: (?:\w+=\S+ )?dflash-serve (.*)$", said, re.MULTILINE)
-    assert [shlex.split(command)[0] for command in commands] == ["serve", "bench"]
+    assert [shlex.split(command)[0] for command in commands] == ["serve", "bench", "plan"]
     for command in commands:
         verb, *words = shlex.split(command)
         parsed = CliRunner().invoke(app, [verb, *words, "--help"])

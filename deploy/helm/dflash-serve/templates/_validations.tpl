@@ -11,7 +11,9 @@ told at once, each in a line: where: problem; remedy. `dflash-serve deploy` chec
 {{- end -}}
 
 {{- define "dflash-serve.problems.engine" -}}
-{{- if not (or .Values.engine (include "dflash-serve.isKnown" .)) }}
+{{- if not (or .Values.engine (.Files.Get "files/engines.yaml")) }}
+chart: this folder is not the whole chart, files made from the code are missing; run `make chart` and use build/dflash-serve
+{{- else if not (or .Values.engine (include "dflash-serve.isKnown" .)) }}
 backend: the chart does not know {{ .Values.backend | quote }}; give its `engine`, as `dflash-serve deploy --render helm` writes it{{ end }}
 {{- end -}}
 

@@ -1,0 +1,80 @@
+"""`plan --calibrate` finds the constants that a sweep was made with, and says how far each of its points is off."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_serve.errors import UserError
+from dflash_serve.planning.prediction import Load, Predictor, constants_of
+from dflash_serve.planning.step_times import SPECIFICATIONS, Roofline, Split
+from tests.support.golden_deployments import hub
+from tests.support.planned import planned_pair
+from tests.unit.planning.test_plan import LENGTH, PAIR, by_roofline, plan
+
+__all__ = ["by_roofline", "hub"]
+pytestmark = pytest.mark.usefixtures("hub")
+TRUTH = {"plain_step": 1.4, "plain_request": 0.03, "speculative_step": 3.1, "speculative_request": 0.05}
+WORDS = (*PAIR, *LENGTH, "--gpu", "b200", "--isl", "1024", "--osl", "256")
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> dict[str, Any]:
+    """What `bench` would report of an engine with the true constants: a sweep made of the model itself."""
+    constants = constants_of("sglang", None).model_copy(update=TRUTH)
+    times = Roofline(planned_pair(tmp_path / "target"), SPECIFICATIONS["b200"], Split())
+    truth = Predictor(times, constants, Load(1024, 256), 16)
+    points = [
+        {
+            "variant": variant,
+            "concurrency": users,
+            "interactivity": truth.point("", users, width, tau).interactivity,
+            "acceptance": {"acceptance_length": None if width == 1 else tau},
+        }
+        for users in (1, 4, 16, 64)
+        for variant, width, tau in (("off", 1, 1.0), ("fixed 16", 16, 6.0), ("auto", 9, 5.0))
+    ]
+    return {"points": points, "served": {"Target": "Qwen/Qwen3-8B"}}
+
+
+def test_the_constants_of_the_sweep_are_found_and_can_be_used_again(report: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(report))
+    done = plan(tmp_path / "a", *WORDS, "--calibrate", str(path))
+    assert done.exception is None, done.exception
+    told = json.loads((tmp_path / "a" / "plan.json").read_text())
+    for name, value in TRUTH.items():
+        assert told["constants"][name] == pytest.approx(value, rel=0.02, abs=0.002), name
+    assert [f"calibrated: {line}" for line in told["calibration"]] == re.findall("^calibrated: .*$", done.stdout, re.M)
+    assert sum("not used: auto" in line for line in told["calibration"]) == 4
+    assert all(re.search(r"measured .* predicted .* \([+-]0%\)$", line) for line in told["calibration"][:8])
+    again = plan(tmp_path / "b", *WORDS, "--constants", str(tmp_path / "a" / "constants.json"))
+    assert again.exception is None, again.exception
+    assert json.loads((tmp_path / "b" / "plan.json").read_text())["chosen"] == told["chosen"]
+    report["points"][7]["interactivity"] *= 0.5  # fixed 16 at 16 users
+    path.write_text(json.dumps(report))
+    assert re.search(
+        r"fixed 16, 16 users: measured .* \(\+\d\d%\)", plan(tmp_path, *WORDS, "--calibrate", str(path)).stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"served": {"Target": "other"}}, "it measured other, the plan is for Qwen/Qwen3-8B"),
+        ({"points": []}, "0 usable points without speculation and 0 with"),
+        ({"points": [{}]}, "no report of `bench`"),
+        ({"served": []}, "no report of `bench`"),
+    ],
+)
+def test_another_report_is_refused(report: dict[str, Any], changes: Any, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(report | changes))
+    error = plan(tmp_path / "out", *WORDS, "--calibrate", str(path)).exception
+    assert isinstance(error, UserError)
+    assert said in str(error)
+    assert not (tmp_path / "out").exists()
