@@ -61,7 +61,7 @@ OTHER_DRAFTERS = {
     "lilicorr.layers.0.weight": "LiLiCorr head",
     "d2t": "reduced draft vocabulary",
     "t2d": "reduced draft vocabulary",
-    "embed_tokens.weight": "is not part of a DFlash drafter",
+    "embed_tokens.weight": "a drafter with an embedding of its own is not supported",
 }
 BAD_WEIGHTS += [
     (

@@ -107,7 +107,7 @@ READ: dict[str, tuple[Keys, Keys, tuple[str, ...], Keys]] = {
         {"rope": {"theta": 5e5, "scaling": "yarn", **YARN}},
     ),
     "a qwen3 config without head_dim has 128 as everywhere": (raw("zlab"), {}, ("head_dim",), {"head_dim": 128}),
-    "keys that transformers writes are harmless": (raw("zlab"), {"_name_or_path": "x", "some_new_key": 1}, (), {}),
+    "keys that transformers writes are harmless": (raw("zlab"), {"_name_or_path": "x", "use_cache": True, "pad_token_id": 1}, (), {}),
 }  # fmt: skip
 """A config.json, changes of it, keys to remove -> the fields that are then read otherwise."""
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.checkpoint.target import TargetLayout, read_target_config, read_target_layout, read_target_shape
+from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, read_target_shape
+from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.deployment import Model, Quantization
 from dflash_serve.errors import UserError
 from tests.support.paper_models import write_paper_target
