@@ -84,7 +84,8 @@ def read_target_config(folder: Path) -> TargetConfig:
 
 def _fields(config: ConfigSection, folder: Path) -> dict[str, object]:
     raw, family = config.raw, str(config.raw["model_type"])
-    config.only(TRANSFORMER_KEYS | HARMLESS, OTHER)
+    tokens = {key for key in raw if key.endswith("_token_id")}
+    config.only(TRANSFORMER_KEYS | HARMLESS | tokens, OTHER)
     config.refuse("hidden_act", ("silu",), "the embedded backend computes silu", "use another backend")
     config.refuse("rope_interleaved", (False,), "the embedded backend rotates halves", "use another backend")
     config.refuse("use_gemma_norm", (False,), "Gemma's norms are not computed", "use another backend")
