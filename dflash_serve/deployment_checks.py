@@ -14,6 +14,8 @@ from dflash_serve.common.http import read_keys
 from dflash_serve.deployment import GIB, GPUS, Deployment
 from dflash_serve.errors import Problem, UserError
 
+MOST_PADDING = 1024  # tokens: vocabularies are padded to multiples of 64 to 512, for each device
+
 
 def uses_drafter(deployment: Deployment) -> bool:
     """The drafter is loaded."""
@@ -135,12 +137,17 @@ def check_pairing(config: DrafterConfig, target: TargetShape) -> list[Problem]:
 
 def pairing_notes(config: DrafterConfig, target: TargetShape) -> list[str]:
     """Unusual properties of a pair that may be sound: a drafter can be trained with a RoPE base of its own."""
-    if target.rope_theta is None or config.rope.theta == target.rope_theta:
-        return []
-    return [
-        f"its RoPE base is {config.rope.theta:g}, {target.name}'s is {target.rope_theta:g}: sound only where it was "
-        "trained so; where it was not, it accepts little, and `dflash-serve doctor` says so"
-    ]
+    sound = "sound only where it was trained so; where it was not, it accepts little, and `dflash-serve doctor` says so"
+    notes, (own, scaling) = [], (config.rope.theta, config.rope.scaling)
+    if target.rope_theta not in (None, own):
+        notes.append(f"its RoPE base is {own:g}, {target.name}'s is {target.rope_theta:g}: {sound}")
+    if target.rope_theta is not None and target.rope_scaling != scaling:
+        kinds = f"its RoPE is {scaling or 'plain'}, {target.name}'s is {target.rope_scaling or 'plain'}"
+        notes.append(f"{kinds}: {sound}")
+    for key, tokens in target.special_tokens.items():
+        if config.mask_token_id in tokens:
+            notes.append(f"mask_token_id {config.mask_token_id} is {target.name}'s {key}: {sound}")
+    return notes
 
 
 def _mismatches(config: DrafterConfig, target: TargetShape) -> Iterator[tuple[str, str]]:
@@ -149,7 +156,15 @@ def _mismatches(config: DrafterConfig, target: TargetShape) -> Iterator[tuple[st
     if config.hidden_size != target.hidden_size:
         yield f"hidden_size is {config.hidden_size}, the target's is {target.hidden_size}", other
     if config.vocab_size != target.vocab_size:
-        yield f"vocab_size is {config.vocab_size}, the target's is {target.vocab_size}", other
+        sizes = f"vocab_size is {config.vocab_size}, the target's is {target.vocab_size}"
+        rows = config.family != "DFlash" or config.draft_vocabulary is not None
+        padded = 0 < config.vocab_size - target.vocab_size < MOST_PADDING
+        right = (
+            "cut the rows of its heads to the target's"
+            if rows
+            else f"set it to {target.vocab_size}: no tensor has rows for it"
+        )
+        yield (f"{sizes}: it may be a padded size", f"{right}, or {other}") if padded else (sizes, other)
     if config.num_target_layers not in (None, target.num_layers):
         yield f"trained for a target of {config.num_target_layers} layers, this one has {target.num_layers}", other
     beyond = [layer for layer in config.target_layer_ids if layer >= target.num_layers]

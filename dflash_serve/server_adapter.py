@@ -129,7 +129,8 @@ class MemoryEstimate:
     total: int
     target: int  # Weights, as `drafter`
     drafter: int
-    token: int  # K/V of one token
+    token: int  # K/V of one token in layers without a window
+    windows: int  # K/V of one sequence in layers with windows, which are full
     running: int  # Neither weights nor K/V: CUDA context, workspaces, CUDA graphs, activations
 
     @property
@@ -139,7 +140,7 @@ class MemoryEstimate:
 
     @property
     def tokens(self) -> int:
-        return max(0, self.pool // self.token)
+        return max(0, (self.pool - self.windows) // max(1, self.token))
 
     def fraction(self, share: float) -> float:
         """Share of all memory for weights and K/V, where K/V gets `share` of the memory that weights leave."""
@@ -194,14 +195,16 @@ class LaunchPlan(Launch):
             return None
         parallel = self.deployment.parallel
         split = 1 if parallel.attention_data else parallel.tensor
-        token = self.target.kv_bytes(KV_BYTES[self.deployment.kv_cache.dtype])
-        token //= 1 if self.target.latent else min(split, self.target.kv_heads)
+        each, shared = KV_BYTES[self.deployment.kv_cache.dtype], min(split, self.target.kv_heads)
+        shared, most = 1 if self.target.latent else shared, max(filter(None, self.target.kv_windows), default=0)
+        token = (self.target.kv_bytes(each, most + 1) - self.target.kv_bytes(each, most)) // shared
+        windows = self.target.kv_bytes(each, most) // shared - most * token
         drafter = 0
         if self.drafter is not None:
             drafter = weight_bytes(self.drafter) // split
             token += context_bytes(self.drafter) // min(split, self.drafter.num_key_value_heads)
         weights = self.target.weight_bytes // parallel.tensor
-        return MemoryEstimate(self.gpu.memory, weights, drafter, token, self.running_bytes)
+        return MemoryEstimate(self.gpu.memory, weights, drafter, token, windows, self.running_bytes)
 
     @cached_property
     def problems(self) -> list[Problem]:

@@ -33,6 +33,7 @@ KEYS = {
     "max_running_requests": "limits.max_batch_size",
     "max_queued_requests": "limits.max_queued_requests",
     "context_length": "limits.max_model_len",
+    "json_model_override_args": "the checks read the target's own config.json: change it there",
     "chunked_prefill_size": "limits.max_num_tokens",
     "served_model_name": "serving.served_model_name",
     "api_key": "serving.api_key_file",

@@ -12,13 +12,8 @@ from dflash_serve.backend import Command, Engine, LookingBackend, Prompt
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.checkpoint.reader import read_drafter
 from dflash_serve.checkpoint.source import drafter_folder, target_folder, target_source
-from dflash_serve.checkpoint.target import (
-    quantisation_problems,
-    read_target_config,
-    read_target_headers,
-    read_target_shape,
-    target_configuration,
-)
+from dflash_serve.checkpoint.target import read_target_shape, target_configuration
+from dflash_serve.checkpoint.target_config import quantisation_problems, read_target_config, read_target_headers
 from dflash_serve.checkpoint.tensors import plain_only
 from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Deployment, Model

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat
 from torch import nn
 
 from dflash_serve.checkpoint.source import target_folder
-from dflash_serve.checkpoint.target import read_target_config
+from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.common.files import cache_home, keep_record, read_record
 from dflash_serve.common.provenance import processor, versions
 from dflash_serve.deployment import Deployment

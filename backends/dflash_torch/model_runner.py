@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.target import TargetConfig
+from dflash_serve.checkpoint.target_config import TargetConfig
 from dflash_serve.errors import first_line
 from dflash_serve.models.attention import PaddedAttention
 from dflash_serve.models.drafter import Drafter

@@ -49,6 +49,8 @@ KEYS = {
     "max_num_seqs": "limits.max_batch_size",
     "max_num_queued_reqs": "limits.max_queued_requests",
     "max_model_len": "limits.max_model_len",
+    "hf_overrides": "the checks read the target's own config.json: change it there",
+    "hf_config_path": "the checks read the target's own config.json: change it there",
     "max_num_batched_tokens": "limits.max_num_tokens",
     "max_num_scheduled_tokens": "limits.max_num_tokens",
     "served_model_name": "serving.served_model_name",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ AGAIN = "download it again"
 QUANT_CONFIG = "hf_quant_config.json"
 IN_CONFIG = "quantization_config"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
+PIECE = 1 << 24  # bytes of a tensor that are compared at once
 LARGEST_HEADER = 100_000_000  # bytes: the limit of the safetensors library
 
 
@@ -73,8 +74,15 @@ def load_object(path: Path, *, kind: str = "drafter") -> Mapping[str, object]:
     return found
 
 
-def read_headers(folder: Path, problems: list[Problem]) -> dict[str, Header]:
-    """Every tensor of model.safetensors, or of the shards that model.safetensors.index.json lists.
+def files_with(folder: Path, endings: Sequence[str], problems: list[Problem]) -> list[str]:
+    """The shards with tensors of the first ending that there is, by the index in `folder`; else the single file."""
+    stored = _weight_map(folder / INDEX, problems) if (folder / INDEX).is_file() else {}
+    found = ({file for name, file in stored.items() if name.endswith(ending)} for ending in endings)
+    return sorted(next(filter(None, found), {SINGLE}))
+
+
+def read_headers(folder: Path, problems: list[Problem], *, only: Collection[str] | None = None) -> dict[str, Header]:
+    """Every tensor of model.safetensors, or of the shards that model.safetensors.index.json lists (`only`: of these).
 
     Unreadable, truncated and absent files are added to `problems`.
     """
@@ -86,13 +94,13 @@ def read_headers(folder: Path, problems: list[Problem]) -> dict[str, Header]:
         what = f"no {SINGLE}" + (f", only {pickled}, which is a pickle and never loaded" if pickled else "")
         problems.append(Problem(what, str(folder), "give a folder with safetensors weights"))
         return {}
-    return _read_shards(index, problems)
+    return _read_shards(index, problems, only)
 
 
-def _read_shards(index: Path, problems: list[Problem]) -> dict[str, Header]:
+def _read_shards(index: Path, problems: list[Problem], only: Collection[str] | None) -> dict[str, Header]:
     weight_map = _weight_map(index, problems)
     headers: dict[str, Header] = {}
-    for name in sorted(set(weight_map.values())):
+    for name in sorted(name for name in set(weight_map.values()) if only is None or name in only):
         shard = index.parent / name
         if Path(name).name != name or not shard.is_file():
             problems.append(Problem(f"shard {name!r} is missing", str(index), AGAIN))
@@ -140,6 +148,17 @@ def _parse(path: Path) -> dict[str, Header]:
     if end != size:
         raise ValueError(f"its tensors need {end} bytes, the file has {size}")
     return headers
+
+
+def same_data(one: Header, other: Header) -> bool:
+    """Two tensors are stored in the same bytes, dtype and shape."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        sizes = (min(PIECE, one.bytes - done) for done in range(0, one.bytes, PIECE))
+        return all(first.read(size) == second.read(size) for size in sizes)
 
 
 MANIFEST = "manifest.json"

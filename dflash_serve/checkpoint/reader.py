@@ -17,8 +17,9 @@ from pydantic import ValidationError
 
 from dflash_serve.checkpoint.config import MASK_EMBEDDING, PLAIN_DRAFTER, DrafterConfig
 from dflash_serve.checkpoint.dialects import speculators, zlab
-from dflash_serve.checkpoint.dialects.keys import ConfigSection, Dialect
+from dflash_serve.checkpoint.dialects.keys import Dialect
 from dflash_serve.checkpoint.files import IN_CONFIG, Header, read_headers, read_object
+from dflash_serve.checkpoint.section import ConfigSection
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.checkpoint.tensors import (
     D2T,

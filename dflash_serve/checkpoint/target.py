@@ -1,29 +1,20 @@
-"""A target as its files describe it: sizes, layout on devices, quantisation, and what the embedded engine reads.
+"""A target as its files describe it: sizes, layout on devices, quantisation.
 
 `TargetShape` is what a drafter depends on, `TargetLayout` what engines and the planner need (heads, experts, formats,
-bytes): only the configuration of a hub model is fetched for them. `TargetConfig` is what the embedded engine runs. All
-are read from JSON and safetensors headers without torch.
-
-The embedded engine reads plain weights only. Scales that were left unread would make the answers of a quantised target
-meaningless, so a target with any tensor that the engine does not read is refused.
+bytes): only the configuration of a hub model is fetched for them. Both are read from JSON without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from dflash_serve.checkpoint.config import AttentionKind, RopeConfig, TransformerConfig
-from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, Header, load_object, read_headers
+from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, load_object
 from dflash_serve.checkpoint.source import local_folder
-from dflash_serve.checkpoint.tensors import FLOATS, PACKED, RECOMPUTED
 from dflash_serve.deployment import Model, Quantization
-from dflash_serve.errors import Problem, UserError
+from dflash_serve.errors import UserError
 
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """Keys under which multimodal models have the sizes of their language model."""
@@ -34,8 +25,16 @@ FORMATS = {"nvfp4": ("nvfp4", "fp4_pack"), "mxfp4": ("mxfp4",), "fp8": ("fp8", "
 """Format -> words in a checkpoint's quantisation recipe that identify it."""
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
-RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "recurrent")
+RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", "mlp", "moe")
 """Prefixes of names in `layer_types` for layers without keys and values."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOWS = {SLIDING: "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Layer type -> key of its window."""
+KINDS = ("layer_types", "layers_block_type", "attn_type_list")
+FULL_LAYERS = ("attn_layer_indices", "full_attn_idxs")
+"""Keys with the type of every layer, and with the indices of those of full attention."""
+SLIDERS = ("mistral", "mixtral")
+SPECIAL_TOKENS = ("eos_token_id", "bos_token_id")
 RECURRENT_KEYS = ("hybrid_override_pattern", "linear_attn_config", "linear_num_value_heads", "mamba_d_state", "ssm_cfg")
 """Keys of config.json that only models with recurrent layers have."""
 LATENT_WIDTH = 576  # values of a token's latent vector in a layer: DeepSeek's kv_lora_rank 512 and a rotary part of 64
@@ -54,7 +53,9 @@ class TargetShape:
     hidden_size: int
     num_layers: int
     max_position_embeddings: int | None
-    rope_theta: float | None = None  # RoPE base; None = not in config.json
+    rope_theta: float | None = None  # RoPE base, of full attention where layer types differ; None = not in config.json
+    rope_scaling: str | None = None  # RoPE type of the same; None = plain
+    special_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # key of config.json -> ids
 
 
 def read_target_shape(folder_or_id: str | Path, revision: str | None = None) -> TargetShape:
@@ -77,14 +78,26 @@ def _shape(raw: Mapping[str, object], folder: Path, name: str) -> TargetShape:
         hidden_size=required_size(inner, "hidden_size", folder),
         num_layers=required_size(inner, "num_hidden_layers", folder),
         max_position_embeddings=longest if type(longest) is int else None,
-        rope_theta=_rope_theta(inner),
+        **_rope(inner),
+        special_tokens={key: ids for key in SPECIAL_TOKENS if (ids := _ids(inner.get(key, raw.get(key))))},
     )
 
 
-def _rope_theta(fields: Mapping[str, object]) -> float | None:
-    inside = fields.get("rope_parameters")
-    found = inside.get("rope_theta") if isinstance(inside, dict) else fields.get("rope_theta")
-    return float(found) if isinstance(found, int | float) else None
+def _ids(given: object) -> tuple[int, ...]:
+    return tuple(token for token in (given if isinstance(given, list) else [given]) if type(token) is int)
+
+
+def _rope(fields: Mapping[str, object]) -> dict[str, Any]:
+    # In `rope_parameters`, flat or by layer type, in `rope_scaling`, or in keys of their own.
+    inside = fields.get("rope_parameters") or fields.get("rope_scaling")
+    rope = inside if isinstance(inside, dict) else {}
+    if by_layer := [one for one in rope.values() if isinstance(one, dict)]:
+        rope = rope.get("full_attention", by_layer[0])
+    theta, kind = rope.get("rope_theta", fields.get("rope_theta")), rope.get("rope_type", rope.get("type"))
+    return {
+        "rope_theta": float(theta) if isinstance(theta, int | float) else None,
+        "rope_scaling": str(kind) if kind not in (None, "default", "mrope") else None,
+    }
 
 
 def language_model(raw: Mapping[str, object]) -> Mapping[str, object]:
@@ -133,12 +146,13 @@ class TargetLayout:
     weight_bytes: int  # bytes on all devices together, estimated from the sizes; accurate to a few per cent
     recurrent: bool  # some layers keep a state instead of keys and values (GDN, Mamba, short convolutions)
     penalises: bool  # generation_config.json penalises repetitions by default in every request (Qwen3-Coder)
+    kv_windows: tuple[int | None, ...]  # window of each layer with keys and values; None = the whole sequence
     quantized_kv: bool = False  # the checkpoint requests quantised keys and values
 
-    def kv_bytes(self, bytes_each: float) -> int:
-        """Bytes of one token's keys and values in all layers and heads."""
+    def kv_bytes(self, bytes_each: float, tokens: int = 1) -> int:
+        """Bytes of one sequence's keys and values, in all heads of the layers that have them, each up to its window."""
         width = LATENT_WIDTH if self.latent else 2 * self.kv_heads * self.head_dim
-        return int(self.shape.num_layers * width * bytes_each)
+        return int(sum(min(window or tokens, tokens) for window in self.kv_windows) * width * bytes_each)
 
 
 def target_configuration(model: Model) -> Path:
@@ -178,6 +192,7 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         weight_bytes=weight_bytes,
         recurrent=_recurrent(inner),
         penalises=_penalises(folder),
+        kv_windows=_kv_windows(inner),
         quantized_kv=bool(recipe.get("kv_cache_quant_algo") or recipe.get("kv_cache_scheme")),
     )
 
@@ -219,6 +234,42 @@ def _spares_head(recipe: Mapping[str, object]) -> bool:
     return any("lm_head" in str(module) for modules in spared if isinstance(modules, list) for module in modules)
 
 
+def layer_kinds(inner: Mapping[str, object]) -> list[str]:
+    """Type of every layer in transformers' names, by the keys of all families that are known."""
+    count, kind = _size(inner, "num_hidden_layers"), str(inner.get("model_type"))
+    listed = next((given for key in KINDS if isinstance(given := inner.get(key), list)), None)
+    if listed is not None:
+        names = {"0": "linear_attention", "1": FULL, "attention": FULL}  # MiniMax's, and Granite's
+        return [names.get(str(one), str(one)) for one in listed]
+    pattern, linear = inner.get("hybrid_override_pattern"), inner.get("linear_attn_config")
+    if isinstance(pattern, str):  # Nemotron-H
+        return [FULL if letter == "*" else "mamba" for letter in pattern]
+    full = next((given for key in FULL_LAYERS if isinstance(given := inner.get(key), list)), None)
+    if isinstance(linear, dict) and isinstance(linear.get("full_attn_layers"), list):  # Kimi-Linear counts from 1
+        full = [index - 1 for index in linear["full_attn_layers"] if isinstance(index, int)]
+    if full is not None:
+        return [FULL if index in full else "linear_attention" for index in range(count)]
+    interval, period = _size(inner, "full_attention_interval"), _size(inner, "attn_layer_period")
+    if interval or period:  # Qwen3-Next, and Jamba
+        offset = _size(inner, "attn_layer_offset") if period else interval - 1
+        return [FULL if i % (period or interval) == offset else "linear_attention" for i in range(count)]
+    pattern = _size(inner, "sliding_window_pattern")
+    if pattern > 1 and inner.get("sliding_window"):  # Gemma 3
+        return [FULL if i % pattern == pattern - 1 else SLIDING for i in range(count)]
+    # Mistral slides everywhere, Qwen2 behind a switch and from `max_window_layers` on.
+    slides = bool(inner.get("sliding_window", kind == "mistral")) and inner.get("use_sliding_window", kind in SLIDERS)
+    most = inner.get("max_window_layers", 28)
+    first = most if isinstance(most, int) and kind.startswith("qwen") else 0
+    return [SLIDING if slides and index >= first else FULL for index in range(count)]
+
+
+def _kv_windows(inner: Mapping[str, object]) -> tuple[int | None, ...]:
+    kinds = layer_kinds(inner)
+    kinds = kinds[: len(kinds) - _size(inner, "num_kv_shared_layers")]  # Gemma's last layers read earlier ones' K/V
+    held = [kind for kind in kinds if not kind.startswith(RECURRENT_LAYERS)]
+    return tuple(_size(inner, WINDOWS[kind]) or None if kind in WINDOWS else None for kind in held)
+
+
 def _recurrent(inner: Mapping[str, object]) -> bool:
     kinds = inner.get("layer_types")
     named = isinstance(kinds, list) and any(str(kind).startswith(RECURRENT_LAYERS) for kind in kinds)
@@ -257,203 +308,3 @@ def _attention(inner: Mapping[str, object], hidden: int) -> int:
             + heads * value * hidden
         )  # fmt: skip
     return hidden * _head_dim(inner) * 2 * (heads + _size(inner, "num_key_value_heads", heads))
-
-
-QKV_BIAS = {"qwen2"}
-QK_NORM = {"qwen3"}
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-
-
-class TargetConfig(TransformerConfig):
-    """Shape of a dense decoder of the Llama and Qwen families."""
-
-    model_type: str
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    tie_word_embeddings: bool = False
-    eos_token_ids: tuple[int, ...] = ()
-
-
-def read_target_config(folder: Path) -> TargetConfig:
-    """Reads `folder/config.json` (transformers 4 and 5 forms).
-
-    Raises:
-        UserError: no config.json, a family we do not run, or an impossible value.
-    """
-    path = folder / "config.json"
-    raw = dict(load_object(path, kind="target"))
-    if raw.get("model_type") not in SUPPORTED:
-        raise UserError(
-            f"model_type {raw.get('model_type')!r} is not one the embedded backend runs",
-            where=str(path),
-            do=f"use one of {', '.join(SUPPORTED)}, or another backend",
-        )
-    try:
-        return _from_dict(raw, folder)
-    except (KeyError, TypeError, ValidationError) as error:
-        raise UserError(f"incomplete or impossible: {_one_line(error)}", where=str(path)) from None
-
-
-def _from_dict(raw: dict[str, Any], folder: Path) -> TargetConfig:
-    family = raw["model_type"]
-    attention_bias = bool(raw.get("attention_bias", False))
-    eos = raw.get("eos_token_id")
-    return TargetConfig(
-        model_type=family,
-        vocab_size=required_size(raw, "vocab_size", folder),
-        hidden_size=required_size(raw, "hidden_size", folder),
-        intermediate_size=required_size(raw, "intermediate_size", folder),
-        num_attention_heads=required_size(raw, "num_attention_heads", folder),
-        num_key_value_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        layers=_layers(raw, required_size(raw, "num_hidden_layers", folder)),
-        max_position_embeddings=required_size(raw, "max_position_embeddings", folder),
-        rms_norm_eps=raw["rms_norm_eps"],
-        rope=_rope(raw),
-        qkv_bias=attention_bias or family in QKV_BIAS,
-        o_bias=attention_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=family in QK_NORM,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-    )
-
-
-def _layers(raw: dict[str, Any], count: int) -> tuple[AttentionKind, ...]:
-    window, kinds = raw.get("sliding_window"), raw.get("layer_types")
-    if kinds is None:  # Mistral slides everywhere, Qwen2 behind a switch and from `max_window_layers` on
-        first = raw.get("max_window_layers", 0) if raw["model_type"].startswith("qwen") else 0
-        slides = bool(window) and raw.get("use_sliding_window", raw["model_type"] == "mistral")
-        kinds = ["sliding_attention" if slides and i >= first else "full_attention" for i in range(count)]
-    return tuple(AttentionKind(causal=True, window=window if k == "sliding_attention" else None) for k in kinds)
-
-
-def _rope(raw: dict[str, Any]) -> RopeConfig:
-    # transformers 5 writes `rope_parameters`, transformers 4 `rope_theta` and `rope_scaling`.
-    known = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = known.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
-    kind = known.pop("rope_type", None) or known.pop("type", "default")
-    known.pop("type", None)
-    return RopeConfig(theta=theta) if kind == "default" else RopeConfig(theta=theta, scaling=kind, **known)
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-    return f"missing {error}" if isinstance(error, KeyError) else str(error)
-
-
-HEAD = "lm_head.weight"
-SCHEMES: tuple[tuple[str, frozenset[str]], ...] = (
-    ("NVFP4", frozenset({"weight U8", "weight_scale F8_E4M3"})),
-    ("NVFP4", frozenset({"weight_packed U8", "weight_scale F8_E4M3"})),
-    ("MXFP4", frozenset({"weight U8", "weight_scale U8"})),
-    ("MXFP4", frozenset({"weight_packed U8", "weight_scale U8"})),
-    ("MXFP8", frozenset({"weight F8_E4M3", "weight_scale U8"})),
-    ("FP8 by block", frozenset({"weight F8_E4M3", "weight_scale_inv"})),
-    ("FP8 per tensor", frozenset({"weight F8_E4M3", "weight_scale of one"})),
-    ("FP8", frozenset({"weight F8_E4M3"})),
-    ("FP8", frozenset({"weight F8_E5M2"})),
-    ("INT8", frozenset({"weight I8"})),
-    ("GPTQ", frozenset({"qweight", "g_idx"})),
-    ("AWQ", frozenset({"qweight"})),
-    ("INT4", frozenset({"weight_packed I32"})),
-)
-"""Quantisation schemes and their tensors (last part of the name, dtype); the first scheme that fits is reported."""
-KV_SCALES = ("k_scale", "v_scale")  # endings of scales of a quantised K/V cache, which belong to no weight
-PLAIN_TARGET = "use its unquantised checkpoint, or an engine that reads it (SGLang, vLLM, TensorRT-LLM)"
-ONE_TARGET = "use weights and config.json of one model"
-
-
-def read_target_headers(folder: Path, config: TargetConfig, problems: list[Problem]) -> dict[str, Header]:
-    """The tensors of a target by name; every reason why the embedded engine cannot read them becomes a problem.
-
-    For a quantised target this is the only problem: misfits of its tensors follow from it.
-    """
-    unreadable: list[Problem] = []
-    headers = read_headers(folder, unreadable)
-    found = quantisation_problems(folder, headers) or unreadable or list(_misfits(headers, config, folder))
-    problems += found
-    return headers
-
-
-def quantisation_problems(folder: Path, headers: Mapping[str, Header]) -> list[Problem]:
-    """The problem of a quantised target, by its config.json, hf_quant_config.json or tensors; [] for a plain one.
-
-    Args:
-        headers: of its files; empty if they are not fetched yet.
-
-    Raises:
-        UserError: one of the two files is no JSON object.
-    """
-    recipe = read_recipe(load_object(folder / "config.json", kind="target"), folder)
-    signs = (f"{name} is {header.dtype}" for name, header in headers.items() if _is_packed(name, header.dtype))
-    sign, native = next(signs, None), native_format(recipe)
-    if sign is None and native is None:
-        return []
-    said = f"its recipe says {', '.join(recipe_words(recipe))}" if native else f"tensor {sign}"
-    what = f"the target is quantised ({_scheme(recipe, headers)}; {said})"
-    what += ", the embedded backend reads float32, bfloat16 and float16 weights only"
-    return [Problem(what, str(folder), PLAIN_TARGET)]
-
-
-def _is_packed(name: str, dtype: str) -> bool:
-    return (name.endswith(PACKED) and not name.endswith(KV_SCALES)) or dtype not in {*FLOATS, "I64", "BOOL"}
-
-
-def _scheme(recipe: Mapping[str, object], headers: Mapping[str, Header]) -> str:
-    # By the tensors if they identify it, else by the recipe.
-    native = native_format(recipe) or "unknown scheme"
-    if native in ("awq", "gptq"):  # both have the same tensor names
-        return native.upper()
-    kinds: set[str] = set()
-    for name, header in headers.items():
-        last = name.rpartition(".")[2]
-        kinds |= {last, f"{last} {header.dtype}"} | ({f"{last} of one"} if prod(header.shape) == 1 else set())
-    shown = next((scheme for scheme, signs in SCHEMES if signs <= kinds), None)
-    if shown is None and native == "fp8":
-        return "FP8 by block" if recipe.get("weight_block_size") else "FP8"
-    return shown or (native.upper() if native in ("nvfp4", "mxfp4") else native)
-
-
-def _misfits(headers: Mapping[str, Header], config: TargetConfig, folder: Path) -> Iterator[Problem]:
-    wanted = dict(_wanted(config))
-    for name, shape in wanted.items():
-        header = headers.get(name)
-        if header is None:
-            yield Problem(f"tensor {name} {list(shape)} is missing", str(folder), "use a complete checkpoint")
-        elif header.shape != shape:
-            what = f"tensor {name} has shape {list(header.shape)}, config.json asks for {list(shape)}"
-            yield Problem(what, str(header.file), ONE_TARGET)
-        elif header.dtype not in FLOATS:
-            yield Problem(f"tensor {name} is {header.dtype}, no floating-point weight", str(header.file), ONE_TARGET)
-    for name, header in headers.items():
-        if name not in wanted and RECOMPUTED not in name and not (name == HEAD and config.tie_word_embeddings):
-            what = f"tensor {name} {list(header.shape)} is not part of a {config.model_type} of this config.json"
-            yield Problem(f"{what}, and would not be read", str(header.file), ONE_TARGET)
-
-
-def _wanted(config: TargetConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of every tensor that is read, in Hugging Face's names."""
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    products = {
-        **{"self_attn.q_proj": (q, hidden, config.qkv_bias), "self_attn.k_proj": (kv, hidden, config.qkv_bias)},
-        **{"self_attn.v_proj": (kv, hidden, config.qkv_bias), "self_attn.o_proj": (hidden, q, config.o_bias)},
-        **{"mlp.gate_proj": (inner, hidden, config.mlp_bias), "mlp.up_proj": (inner, hidden, config.mlp_bias)},
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim} if config.qk_norm else {}
-    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
-    for layer in (f"model.layers.{index}" for index in range(config.num_layers)):
-        for module, (outputs, inputs, has_bias) in products.items():
-            yield f"{layer}.{module}.weight", (outputs, inputs)
-            if has_bias:
-                yield f"{layer}.{module}.bias", (outputs,)
-        yield from ((f"{layer}.{module}.weight", (size,)) for module, size in norms.items())
-    yield "model.norm.weight", (hidden,)
-    if not config.tie_word_embeddings:
-        yield HEAD, (config.vocab_size, hidden)

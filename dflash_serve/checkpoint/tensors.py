@@ -178,6 +178,10 @@ class _Match:
         if _is_map(name):
             what = f"tensor {name} {shape} maps a reduced draft vocabulary, which config.json does not have"
             return what, "add draft_vocab_size, or remove the tensor"
+        whole = {"embed_tokens.weight": "an embedding", "lm_head.weight": "a whole head"}.get(known)
+        if whole is not None:
+            what = f"tensor {name} {shape}: a drafter with {whole} of its own is not supported yet"
+            return what, f"{PLAIN_DRAFTER}, or remove the tensor if it is a copy of the target's"
         weights = [part.rpartition(".")[0] + ".weight" for part in parts_of(name)]
         if name.endswith(SCALES) and all(weight in self.shapes for weight in weights):
             return f"tensor {name} {shape} belongs to no quantised weight", ONE_DRAFTER

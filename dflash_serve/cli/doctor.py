@@ -17,7 +17,7 @@ from dflash_serve.backend import Engine, Prompt, embedded_backend
 from dflash_serve.checkpoint.files import file_entries
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
-from dflash_serve.checkpoint.target import read_target_config
+from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.cli import options
 from dflash_serve.cli.options import described_pair, number, survival_text
 from dflash_serve.client.endpoint import Endpoint

@@ -109,9 +109,13 @@ def inspect(
         problems = checkpoint.problems + weight_problems(checkpoint)
     notes: list[str] = []
     if target is not None and checkpoint.config is not None:
-        shape = _shape(target)
-        problems += [*check_pairing(checkpoint.config, shape), *_own_head_problems(checkpoint, target)]
-        notes += pairing_notes(checkpoint.config, shape)
+        try:
+            shape = _shape(target)
+            problems += check_pairing(checkpoint.config, shape)
+            notes += pairing_notes(checkpoint.config, shape)
+            problems += _own_head_problems(checkpoint, target)
+        except UserError as error:  # what was read of the drafter is shown all the same
+            problems.append(Problem(error.what, error.where, error.do))
     if as_json:
         typer.echo(json.dumps(_as_json(checkpoint, problems, notes), indent=2))
     else:

@@ -10,10 +10,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dflash_serve.checkpoint.files import AGAIN, Header, read_headers
+from dflash_serve.checkpoint.files import AGAIN, INDEX, QUANT_CONFIG, Header, files_with, read_headers
 from dflash_serve.checkpoint.reader import finite_problem, load_tensors, open_checkpoint
-from dflash_serve.checkpoint.source import target_folder
-from dflash_serve.checkpoint.target import (
+from dflash_serve.checkpoint.source import local_folder, target_folder, target_source
+from dflash_serve.checkpoint.target_config import (
     TargetConfig,
     quantisation_problems,
     read_target_config,
@@ -27,6 +27,7 @@ from dflash_serve.models.target import TargetModel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+HEADS = ("lm_head.weight", "embed_tokens.weight")
 FUSED = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -111,14 +112,18 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
 
 
 def head_weight(name: str, revision: str | None = None) -> Tensor:
-    """The target's head [V, H] alone: its `lm_head`, or its embedding if both are one tensor.
+    """The target's head [V, H]: its `lm_head`, or its embedding if both are one tensor. Of a hub id, its file alone.
 
     Raises:
         UserError: there is neither, or it is quantised.
     """
-    folder = target_folder(name, revision)
-    headers = _headers(folder)
-    for ending in ("lm_head.weight", "embed_tokens.weight"):
+    source, problems = target_source(name), list[Problem]()
+    folder = local_folder(source, revision, files=["config.json", QUANT_CONFIG, INDEX])
+    files = files_with(folder, HEADS, problems)
+    folder = folder if Path(source).is_dir() else local_folder(source, revision, files=files)
+    headers = read_headers(folder, problems, only=files)
+    raise_problems(problems)
+    for ending in HEADS:
         found = [stored for stored in headers if stored.endswith(ending)]
         if len(found) == 1:
             if headers[found[0]].dtype not in FLOATS:

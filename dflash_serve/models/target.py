@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_serve.checkpoint.target import TargetConfig
+from dflash_serve.checkpoint.target_config import TargetConfig
 from dflash_serve.models.attention import Attend
 from dflash_serve.models.compiled.operators import CompiledAttention, compiled_operators, step_attention
 from dflash_serve.models.kv_cache import KVCache, Span

@@ -279,7 +279,8 @@ def make_plan(question: PlanQuestion) -> Plan:
         times, why = step_times_of(question, split)
         if why:
             notes[why] = None
-        fits = times.kv_tokens() // (question.load.isl + question.load.osl)
+        longest = question.load.isl + question.load.osl
+        fits = times.kv_tokens(longest) // longest
         if fits < 1:
             notes[f"{split}: weights leave no room for one request's K/V"] = None
             continue

@@ -92,8 +92,8 @@ class StepTimes(Protocol):
         """The target's pass over so many prompts of `tokens` tokens each."""
         ...
 
-    def kv_tokens(self) -> int:
-        """Tokens of all requests that fit into memory beside both models, the drafter's K/V counted."""
+    def kv_tokens(self, context: int = 1) -> int:
+        """Tokens of all requests, each of `context` tokens, that fit into memory beside both models."""
         ...
 
 
@@ -146,7 +146,7 @@ class Roofline:
 
     def verify(self, batch: int, width: int, context: int) -> Milliseconds:
         layout = self.pair.layout
-        cached = layout.kv_bytes(self.pair.kv_bytes_each) * batch * context
+        cached = layout.kv_bytes(self.pair.kv_bytes_each, context) * batch
         return self._pass(
             self._weights(batch * width), self._active_parameters, batch * width, cached, layout.shape.num_layers
         )
@@ -162,11 +162,11 @@ class Roofline:
     def prefill(self, prompts: int, tokens: int) -> Milliseconds:
         return self.verify(prompts, tokens, tokens // 2)
 
-    def kv_tokens(self) -> int:
+    def kv_tokens(self, context: int = 1) -> int:
         layout, drafter, tensor = self.pair.layout, self.pair.drafter, self.split.tensor
         head_share = max(1, layout.kv_heads // tensor) / layout.kv_heads  # K/V heads are repeated, not split further
         free = MEMORY_SHARE * self.on.gpu.memory - (layout.weight_bytes + weight_bytes(drafter)) / tensor
-        each = layout.kv_bytes(self.pair.kv_bytes_each) * head_share
+        each = layout.kv_bytes(self.pair.kv_bytes_each, context) / context * head_share
         own = context_bytes(drafter, max(1, drafter.num_key_value_heads // tensor))
         return max(0, int(free / (each + own)))
 

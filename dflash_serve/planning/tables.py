@@ -110,7 +110,7 @@ class Tables:
         return _sum(self._handle.evaluate_context_ops(self._context_ops, batch_size=prompts, s=tokens, prefix=0))
 
     @quiet()
-    def kv_tokens(self) -> int:
+    def kv_tokens(self, context: int = 1) -> int:
         drafter, tensor = self.pair.drafter, self.split.tensor
         found = self._sdk.estimate_kv_cache(
             str(self.pair.folder), self.on.system, self.engine, "current", max_num_tokens=8192, max_batch_size=64,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dflash_serve.backend import Engine, Stream, embedded_backend
 from dflash_serve.checkpoint.source import target_folder
-from dflash_serve.checkpoint.target import read_target_config
+from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.common.files import sha256, write_whole
 from dflash_serve.common.settings import Frozen
 from dflash_serve.common.store import digest

@@ -21,7 +21,7 @@ from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform
 from dflash_serve.checkpoint.files import file_entries
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_folder, target_folder
-from dflash_serve.checkpoint.target import TargetConfig, read_target_config
+from dflash_serve.checkpoint.target_config import TargetConfig, read_target_config
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import sha256, write_whole
 from dflash_serve.common.provenance import argv, commit, now, processor, versions

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
-from dflash_serve.checkpoint.target import TargetConfig
+from dflash_serve.checkpoint.target_config import TargetConfig
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.target import TargetModel

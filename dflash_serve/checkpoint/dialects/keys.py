@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
-from typing import TypeVar, cast, get_args
-
-from pydantic import TypeAdapter, ValidationError
+from typing import cast, get_args
 
 from dflash_serve.checkpoint.config import (
     BUILD,
@@ -29,127 +27,8 @@ from dflash_serve.checkpoint.config import (
     SelectorConfig,
     Slots,
 )
-from dflash_serve.errors import Problem, UserError
-
-ABSENT = object()
-Kind = TypeVar("Kind")
-WANTED: Mapping[object, str] = {
-    **{float: "a number", bool: "true or false", str: "a string", list[str]: "a list of strings"},
-    **{list[float]: "a list of numbers", list[int]: "a list of whole numbers"},
-}
-"""Types of values -> what messages call them."""
-
-
-@dataclass(frozen=True)
-class ConfigSection:
-    """A JSON object whose lookups may fall back to an outer one, and which collects problems instead of raising.
-
-    A getter adds a problem for a wrong value and returns a harmless one, so that one reading finds every problem. The
-    caller must look at `problems` before it uses the values. A JSON null counts as an absent key.
-    """
-
-    raw: Mapping[str, object]
-    where: str
-    problems: list[Problem]
-    path: str = ""
-    fallback: ConfigSection | None = None
-
-    def note(self, what: str, do: str = "") -> None:
-        """Adds a problem of this file."""
-        problem = Problem(what, self.where, do)
-        if problem not in self.problems:  # a key may be read more than once
-            self.problems.append(problem)
-
-    def named(self, key: str) -> str:
-        """Path of the key in the file, such as `dflash_config.block_size`."""
-        if self.fallback is not None and self.raw.get(key) is None and self.fallback.has(key):
-            return self.fallback.named(key)
-        return f"{self.path}.{key}" if self.path else key
-
-    def get(self, key: str) -> object:
-        """The value here, else in the fallback, else ABSENT. Two values that disagree are a problem."""
-        here = self.raw.get(key)
-        outer = self.fallback.get(key) if self.fallback else ABSENT
-        if here is None:
-            return outer
-        if self.fallback and outer is not ABSENT and outer != here:
-            self.note(f"{self.named(key)} is {here} but {self.fallback.named(key)} is {outer}", "keep the right one")
-        return here
-
-    def has(self, key: str) -> bool:
-        """The key is given, here or in the fallback."""
-        return self.raw.get(key) is not None or (self.fallback is not None and self.fallback.has(key))
-
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer of at least `minimum`; without a default it is required."""
-        value = self.get(key)
-        if value is ABSENT and default is not None:
-            return default
-        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
-            return value
-        self._complain(key, value, f"a whole number from {minimum} on")
-        return minimum
-
-    def optional_integer(self, key: str, *, minimum: int = 1) -> int | None:
-        """An integer, or None where the key is absent."""
-        return None if self.get(key) is ABSENT else self.integer(key, minimum=minimum)
-
-    def given(self, key: str, kind: type[Kind]) -> Kind | None:
-        """The value, which must be of this type of `WANTED`; None where the key is absent."""
-        value = self.get(key)
-        if value is ABSENT:
-            return None
-        try:
-            return TypeAdapter(kind).validate_python(value, strict=True)
-        except ValidationError:
-            self._complain(key, value, WANTED[kind])
-            return None
-
-    def either(self, key: str, other_key: str, kind: type[Kind]) -> Kind | None:
-        """The value under one of two keys with one meaning; two values that disagree are a problem."""
-        one, other = self.given(key, kind), self.given(other_key, kind)
-        if one is not None and other is not None and one != other:
-            self.note(f"{self.named(key)} is {one} but {self.named(other_key)} is {other}", "keep the right one")
-        return other if one is None else one
-
-    @property
-    def architectures(self) -> Collection[str]:
-        """The names in `architectures`; empty where the key is absent."""
-        return self.given("architectures", list[str]) or ()
-
-    def integers(self, key: str, *, minimum: int = 0) -> tuple[int, ...] | None:
-        """A non-empty list of integers, or None where the key is absent."""
-        values = self.given(key, list[int])
-        if values is not None and not (values and min(values) >= minimum):
-            self._complain(key, values, f"a list of whole numbers from {minimum} on")
-            return None
-        return None if values is None else tuple(values)
-
-    def section(self, key: str, *, falls_back: bool = False) -> ConfigSection:
-        """The object under `key` (empty where absent), optionally with lookups that fall back to this one."""
-        value = self.get(key)
-        if value is not ABSENT and not isinstance(value, dict):
-            self._complain(key, value, "an object")
-        raw = value if isinstance(value, dict) else {}
-        fallback = self if falls_back else None
-        return ConfigSection(raw, self.where, self.problems, path=self.named(key), fallback=fallback)
-
-    def only(self, known: Collection[str], do: str) -> None:
-        """Adds a problem for every key of this object that is not in `known`."""
-        for key in sorted(self.raw.keys() - set(known)):
-            self.note(f"unknown key {self.named(key)} = {self.raw[key]!r}", do)
-
-    def refuse(self, key: str, harmless: Collection[object], why: str, do: str = "") -> None:
-        """Adds a problem if the key's value is not one of the harmless ones."""
-        value = self.get(key)
-        if value is not ABSENT and value not in harmless:
-            self.note(f"{self.named(key)} = {value!r}: {why}", do)
-
-    def _complain(self, key: str, value: object, wanted: str) -> None:
-        if value is ABSENT:
-            self.note(f"no {self.named(key)}", f"add it: {wanted}")
-        else:
-            self.note(f"{self.named(key)} is {value!r}, not {wanted}", "correct it")
+from dflash_serve.checkpoint.section import ConfigSection
+from dflash_serve.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -195,7 +74,8 @@ MARKOV_KEYS = {
     *("confidence_head_with_markov", "confidence_head_alpha"),
 }
 DFLASH2_KEYS = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
-SLOT_KEYS = {"sample_from_anchor", "shift_label"}
+SLOT_KEYS = {"sample_from_anchor", "shift_label", "query_zero_predicts_next"}
+"""Names of one switch: the anchor's row predicts slot 1 (sglang#40144 has the third)."""
 HEAD_KEYS = MARKOV_KEYS | DFLASH2_KEYS | SLOT_KEYS
 
 
@@ -222,8 +102,11 @@ def read_heads(config: ConfigSection, stored: Collection[str], *, markov_kind: s
 
 def read_slots(config: ConfigSection, default: Slots) -> Slots:
     """The slot convention; `default` is the one of this dialect's own code without a key."""
-    told = config.either("sample_from_anchor", "shift_label", bool)
-    return default if told is None else "anchor-first" if told else "fill-in"
+    told = {key: value for key in sorted(SLOT_KEYS) if (value := config.given(key, bool)) is not None}
+    if len(set(told.values())) > 1:
+        said = " but ".join(f"{config.named(key)} is {value}" for key, value in told.items())
+        config.note(said, "keep the right one")
+    return default if not told else "anchor-first" if all(told.values()) else "fill-in"
 
 
 def _markov(config: ConfigSection, default: str | None) -> MarkovConfig | None:
@@ -324,7 +207,7 @@ def refuse_parts(config: DrafterConfig, dialect: str, *parts: str) -> None:
             raise inexpressible(part, dialect)
 
 
-UNKNOWN = "it may change what the drafter computes; remove it if it does not"
+UNKNOWN = "it may change what the drafter computes; ask who trained it, and remove it only if it does not"
 FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_LAYERS = 1024
 SAME_NAMES = {
@@ -332,6 +215,20 @@ SAME_NAMES = {
     *("max_position_embeddings", "rms_norm_eps", "attention_bias"),
 }
 """Fields of DrafterConfig with the same name in Qwen3Config."""
+WRITTEN_ANYWAY = {
+    *("_name_or_path", "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "id2label"),
+    *("chunk_size_feed_forward", "dtype", "torch_dtype", "label2id", "is_encoder_decoder", "model_type"),
+    *("output_attentions", "output_hidden_states", "problem_type", "return_dict", "tie_word_embeddings"),
+    *("transformers_version", "use_cache", "initializer_range", "attention_dropout"),
+}
+"""Keys that transformers writes for every model, without effect on what is computed here."""
+TRANSFORMER_KEYS = {
+    *(*SAME_NAMES, *WRITTEN_ANYWAY, "hidden_act", "mlp_bias", "use_gemma_norm", "num_hidden_layers"),
+    *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+    *("quantization_config", "compression_config", "pretraining_tp", "use_mrope"),
+}
+"""Keys of a stack of layers that are read, refused where they change it, or without effect."""
 QWEN3_HEAD_DIM = 128
 """Default of transformers' Qwen3Config, which every engine takes for a qwen3 config.json without head_dim."""
 
@@ -369,7 +266,7 @@ def read_transformer(config: ConfigSection) -> dict[str, object]:
         "max_position_embeddings": config.optional_integer("max_position_embeddings"),
         "rms_norm_eps": config.given("rms_norm_eps", float),
         "attention_bias": config.given("attention_bias", bool),
-        "rope": _read_rope(config),
+        "rope": read_rope(config),
     }
 
 
@@ -436,15 +333,41 @@ def make_kinds(windows: tuple[int | None, ...], causal: bool | None) -> tuple[At
     )
 
 
-def _read_rope(config: ConfigSection) -> RopeConfig:
-    # A missing theta is a problem: engines' defaults differ by a factor of 100.
+def read_rope(config: ConfigSection, default_theta: float | None = None) -> RopeConfig:
+    """RoPE in the older form, or in transformers 5's `rope_parameters`, flat or by layer type.
+
+    A missing theta without a default is a problem: engines' defaults differ by a factor of 100. Entries of layer types
+    that no layer has are not used.
+    """
+    new = config.section("rope_parameters")
+    if not any(isinstance(value, dict) for value in new.raw.values()):
+        return _flat_rope(config, default_theta)
+    kinds = sorted(set(config.given("layer_types", list[str]) or new.raw))
+    for kind in (kind for kind in kinds if not isinstance(new.raw.get(kind), dict)):
+        config.note(f"{new.named(kind)} is {new.raw.get(kind)!r}, no RoPE of this layer type", "add it")
+    flat = {**config.raw, "rope_scaling": None}
+    ropes = {
+        kind: _flat_rope(
+            ConfigSection({**flat, "rope_parameters": new.raw[kind]}, config.where, config.problems), default_theta
+        )
+        for kind in kinds
+        if isinstance(new.raw.get(kind), dict)
+    }
+    if len(set(ropes.values())) > 1:
+        config.note(
+            f"{new.path} differs by layer type ({', '.join(ropes)})", "layers that differ in RoPE are not supported"
+        )
+    return next(iter(ropes.values()), RopeConfig())
+
+
+def _flat_rope(config: ConfigSection, default_theta: float | None) -> RopeConfig:
     new, old = config.section("rope_parameters"), config.section("rope_scaling")
     if new.raw and old.raw and _rope_kind(new) != _rope_kind(old):
         what = f"{new.path} says {_rope_kind(new)!r} but {old.path} says {_rope_kind(old)!r}"
         config.note(what, "keep the right one")
     section = config.section("rope_parameters" if new.raw else "rope_scaling", falls_back=True)
     section.refuse("partial_rotary_factor", (1,), "partial rotary embedding is not supported")
-    theta = section.given("rope_theta", float)
+    theta = section.given("rope_theta", float) if section.has("rope_theta") else default_theta
     if theta is None or theta <= 0:
         config.note(
             f"no {config.named('rope_theta')}" if theta is None else f"rope_theta is {theta}, not positive",
@@ -453,6 +376,8 @@ def _read_rope(config: ConfigSection) -> RopeConfig:
         theta = 1.0
     kind = _rope_kind(section)
     if kind == "default":
+        if section.path:
+            section.only(ROPE_FIELDS | ROPE_HARMLESS, UNKNOWN)
         return RopeConfig(theta=theta)
     if kind not in ROPE_NEEDS:
         section.note(f"rope type {kind!r} is not supported", f"supported are: default, {', '.join(ROPE_NEEDS)}")

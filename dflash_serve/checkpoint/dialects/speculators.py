@@ -17,8 +17,9 @@ from dflash_serve.checkpoint.config import DrafterConfig, Slots
 from dflash_serve.checkpoint.dialects.keys import (
     HEAD_KEYS,
     SLOT_KEYS,
+    TRANSFORMER_KEYS,
     UNKNOWN,
-    ConfigSection,
+    WRITTEN_ANYWAY,
     Dialect,
     check_architecture,
     dflash2_keys,
@@ -35,6 +36,7 @@ from dflash_serve.checkpoint.dialects.keys import (
     slot_keys,
     write_transformer,
 )
+from dflash_serve.checkpoint.section import ConfigSection
 
 NAME = "speculators"
 DEPTH_KEY = "num_target_layers"
@@ -54,12 +56,7 @@ TRAINING = {
     *("lambda_base_start", "lambda_base_decay_ratio", "auf", "max_anchors"),
     *("num_anchors", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"),
 }
-WRITTEN_ANYWAY = {
-    *("_name_or_path", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "chunk_size_feed_forward"),
-    *("dtype", "torch_dtype", "id2label", "label2id", "is_encoder_decoder", "model_type", "output_attentions"),
-    *("output_hidden_states", "problem_type", "return_dict", "tie_word_embeddings", "transformers_version"),
-}
-"""Keys that transformers writes for every model."""
+PADDED = "if it is a padded size, set it to vocab_size and cut the rows of lm_head; else correct one of them"
 COPIES = frozenset({"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d"})
 """Tensors that repeat the target's (`lm_head` only with the target's vocabulary), and `t2d`, which repeats d2t."""
 
@@ -79,6 +76,7 @@ def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
     check_architecture(config, KNOWN_ARCHITECTURES)
     refuse_other_attention(config)
     inner = config.section("transformer_layer_config")
+    inner.only(TRANSFORMER_KEYS, UNKNOWN)
     config.refuse(
         "target_hidden_size",
         (inner.integer("hidden_size"),),
@@ -129,7 +127,7 @@ def _draft_vocabulary(config: ConfigSection, vocab_size: int) -> int | None:
     # None = all of the target's tokens. speculators always writes its default, 32000, into the file.
     draft = config.optional_integer("draft_vocab_size")
     if draft is not None and draft > vocab_size:
-        config.note(f"draft_vocab_size {draft} is more than vocab_size {vocab_size}", "correct one of them")
+        config.note(f"draft_vocab_size {draft} is more than vocab_size {vocab_size}", PADDED)
     return None if draft is None or draft >= vocab_size else draft
 
 

@@ -33,8 +33,8 @@ from dflash_serve.checkpoint.dialects.keys import (
     HEAD_KEYS,
     SLIDING,
     SLOT_KEYS,
+    TRANSFORMER_KEYS,
     UNKNOWN,
-    ConfigSection,
     Dialect,
     check_architecture,
     dflash2_keys,
@@ -53,6 +53,7 @@ from dflash_serve.checkpoint.dialects.keys import (
     slot_keys,
     write_transformer,
 )
+from dflash_serve.checkpoint.section import ConfigSection
 
 NAME = "zlab"
 KEYS = {
@@ -63,6 +64,12 @@ KEYS = {
 REFUSABLE = {"projector_type", "attention_mode", "attention_sink_bias", "attention_value_scale"}
 HARMLESS = {"mask_token", "pure_draft_prefix_len", "dtype"}
 """Keys without effect on drafting; `mask_token` is the text of mask_token_id."""
+TRAINING_KEYS = {"num_anchors", "confidence_head_alpha", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"}
+"""Keys of the training, which serving does not need."""
+TOP_LEVEL = {
+    *(*TRANSFORMER_KEYS, *KEYS, *REFUSABLE, *HARMLESS, *TRAINING_KEYS, "dflash_config", "speculators_model_type"),
+    *("has_embed_tokens", "has_lm_head", "add_swa_attention_sink_bias"),
+}
 PLAIN_ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel", "MuseGlimmerAssistantModel")
 DFLASH2_ARCHITECTURE = "DFlash2DraftModel"
 DFLASH2_ARCHITECTURES = (DFLASH2_ARCHITECTURE, "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
@@ -99,6 +106,7 @@ def read_fields(
         architectures: the ones of the dialect.
     """
     check_architecture(config, architectures)
+    config.only(TOP_LEVEL, UNKNOWN)
     refuse_other_attention(dflash)
     config.refuse("has_embed_tokens", (False,), "a drafter with an embedding of its own is not supported yet")
     config.refuse("has_lm_head", (False,), "a drafter with a whole head of its own is not supported yet")
@@ -193,8 +201,6 @@ DIALECT = Dialect(NAME, matches, read, write)
 DEEPSPEC_ARCHITECTURE, SPECFORGE_ARCHITECTURE = "Qwen3DSparkModel", "DSparkDraftModel"
 DSPARK_ARCHITECTURES = (DEEPSPEC_ARCHITECTURE, "LingDSparkModel", SPECFORGE_ARCHITECTURE, "DFlashDraftModel")
 """Architectures with Qwen3's layers. DeepSpec has others: `Lfm2DSparkDraftModel` rotates neighbours, not halves."""
-TRAINING_KEYS = {"num_anchors", "confidence_head_alpha", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"}
-"""Keys of the training, which serving does not need."""
 COPIES = frozenset({"embed_tokens.weight", "lm_head.weight"})
 NOT_DSPARK = ("a reduced draft vocabulary", "convolutions", "a candidate selector")
 

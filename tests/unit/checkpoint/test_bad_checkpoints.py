@@ -61,7 +61,7 @@ OTHER_DRAFTERS = {
     "lilicorr.layers.0.weight": "LiLiCorr head",
     "d2t": "reduced draft vocabulary",
     "t2d": "reduced draft vocabulary",
-    "embed_tokens.weight": "is not part of a DFlash drafter",
+    "embed_tokens.weight": "a drafter with an embedding of its own is not supported",
 }
 BAD_WEIGHTS += [
     (
@@ -215,6 +215,21 @@ def test_a_local_folder_never_touches_the_network(folder: Path, monkeypatch: pyt
         ("zlab", {"num_hidden_layers": 10**12}, "more than any drafter has"),
         ("zlab", {"layer_types": ["full_attention", "linear_attention"]}, "layer type 'linear_attention'"),
         ("zlab", {"dflash_config.new_thing": 3}, "unknown key dflash_config.new_thing = 3"),
+        ("zlab", {"sample_from_anchors": True}, "did you mean sample_from_anchor?"),
+        ("deepspec", {"new_thing": 3}, "unknown key new_thing = 3"),
+        ("modelopt", {"new_thing": 3}, "unknown key new_thing = 3"),
+        ("speculators", {"transformer_layer_config.new_thing": 3}, "unknown key transformer_layer_config.new_thing"),
+        (
+            "zlab",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "new_thing": 3}},
+            "rope_parameters.new",
+        ),
+        (
+            "zlab",
+            {"query_zero_predicts_next": True},
+            "is True but sample_from_anchor is False",
+        ),
+        ("zlab", {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}, "no RoPE of this layer type"),
         ("speculators", {"new_thing": 3}, "unknown key new_thing = 3"),
         ("speculators", {"draft_vocab_size": 64}, "tensor d2t [64] is missing"),
         (

@@ -107,7 +107,25 @@ READ: dict[str, tuple[Keys, Keys, tuple[str, ...], Keys]] = {
         {"rope": {"theta": 5e5, "scaling": "yarn", **YARN}},
     ),
     "a qwen3 config without head_dim has 128 as everywhere": (raw("zlab"), {}, ("head_dim",), {"head_dim": 128}),
-    "keys that transformers writes are harmless": (raw("zlab"), {"_name_or_path": "x", "some_new_key": 1}, (), {}),
+    "keys that transformers writes are harmless": (raw("zlab"), {"_name_or_path": "x", "pad_token_id": 1}, (), {}),
+    "a third name of the slot convention, at top level": (
+        raw("zlab"), {"query_zero_predicts_next": True}, ("sample_from_anchor",),
+        {"slots": "anchor-first", "block_size": 5},
+    ),
+    "a third name of the slot convention, nested": (
+        raw("zlab"), {"dflash_config.query_zero_predicts_next": True}, ("sample_from_anchor",),
+        {"slots": "anchor-first", "block_size": 5},
+    ),
+    "a third name of the slot convention, DeepSpec": (
+        raw("deepspec"), {"query_zero_predicts_next": False}, ("sample_from_anchor",), {},
+    ),
+    "RoPE by layer type": (
+        raw("zlab"),
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn", **YARN}, "sliding_attention": {"rope_theta": 1e4}},
+         "rope_theta": 5e5, "rope_scaling": None},
+        (),
+        {"rope": {"theta": 5e5, "scaling": "yarn", **YARN}},
+    ),
 }  # fmt: skip
 """A config.json, changes of it, keys to remove -> the fields that are then read otherwise."""
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.checkpoint.target import TargetLayout, read_target_config, read_target_layout, read_target_shape
+from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, read_target_shape
+from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.deployment import Model, Quantization
 from dflash_serve.errors import UserError
 from tests.support.paper_models import write_paper_target
@@ -47,6 +48,50 @@ def test_a_latent_target_has_one_vector_a_token(tmp_path: Path) -> None:
     assert kimi.kv_bytes(2) == 61 * 576 * 2
     assert (kimi.experts, kimi.architecture) == (384, "KimiK25ForConditionalGeneration")
     assert kimi.shape.name == "some/target"
+
+
+HYBRID = {"num_hidden_layers": 4, "layer_types": None, "sliding_window": 100}
+KV_LAYERS = {
+    "listed": ({"layer_types": ["linear_attention", "full_attention", "conv", "full_attention"]}, (None, None)),
+    "windows": ({"layer_types": ["sliding_attention", "full_attention"] * 2}, (100, None, 100, None)),
+    "chunks": ({"layer_types": ["chunked_attention"] * 4, "attention_chunk_size": 64}, (64,) * 4),
+    "Nemotron-H": ({"hybrid_override_pattern": "M-*M"}, (None,)),
+    "Qwen3-Next": ({"full_attention_interval": 4}, (None,)),
+    "Jamba": ({"attn_layer_period": 4, "attn_layer_offset": 2}, (None,)),
+    "Bamba": ({"attn_layer_indices": [1]}, (None,)),
+    "Kimi-Linear": ({"linear_attn_config": {"full_attn_layers": [4]}}, (None,)),
+    "MiniMax": ({"attn_type_list": [0, 0, 1, 0]}, (None,)),
+    "Gemma 3": ({"sliding_window_pattern": 2}, (100, None, 100, None)),
+    "shared": ({"num_kv_shared_layers": 2}, (None, None)),
+    "Mistral": ({"model_type": "mistral"}, (100,) * 4),
+    "Qwen2 with its switch off": ({"use_sliding_window": False}, (None,) * 4),
+}
+"""Keys of config.json -> the windows of the layers that have keys and values."""
+
+
+@pytest.mark.parametrize(("keys", "windows"), KV_LAYERS.values(), ids=KV_LAYERS)
+def test_only_layers_with_keys_and_values_are_counted(
+    keys: dict[str, object], windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    found = layout(tmp_path, {**TARGETS["Qwen/Qwen3-8B"], **HYBRID, **keys})
+    assert found.kv_windows == windows
+    one = 2 * found.kv_heads * found.head_dim * 2
+    assert found.kv_bytes(2, 1000) == one * sum(window or 1000 for window in windows)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"rope_theta": 1e7, "rope_parameters": {"rope_type": "default"}}, (1e7, None)),
+        ({"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "rope_theta": 1e7}}, (1e7, "yarn")),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 1}, "full_attention": {"rope_theta": 2}}}, (2, None)),
+    ],
+)
+def test_rope_is_read_wherever_engines_read_it(
+    keys: dict[str, object], expected: tuple[object, ...], tmp_path: Path
+) -> None:
+    shape = layout(tmp_path, {**TARGETS["Qwen/Qwen3-8B"], **keys}).shape
+    assert (shape.rope_theta, shape.rope_scaling) == expected
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from dflash_serve.cli.drafters import To
 from dflash_serve.cli.main import app
 from dflash_serve.deployment_checks import pairing_notes
 from dflash_serve.errors import UserError
-from dflash_serve.models.loader import load_drafter
+from dflash_serve.models.loader import head_weight, load_drafter
 from tests.support.tiny import (
     FULL,
     SLIDING,
@@ -256,3 +256,34 @@ def test_what_cannot_be_done_is_one_line_and_writes_nothing(case: str, drafter: 
     assert said in str(error)
     assert "\n" not in str(error)
     assert not (tmp_path / "b").exists()
+
+
+def test_inspect_shows_what_it_read_although_the_target_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    folder = write_tiny_drafter(tmp_path / "drafter")
+    for name, text in (("absent", None), ("broken", "{"), ("empty", "{}")):
+        target = tmp_path / name
+        if text is not None:
+            target.mkdir()
+            (target / "config.json").write_text(text)
+        result = CliRunner().invoke(app, ["inspect", str(folder), "--target", str(target)])
+        assert result.exit_code == 1
+        assert "block size" in result.output
+        assert f"problem  {target}" in result.output
+
+
+def test_the_head_of_a_hub_target_is_fetched_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"lm_head.weight": torch.ones(4, 2)}, tmp_path / "b.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    stored = {"model.embed_tokens.weight": "a.safetensors", "lm_head.weight": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": stored}))
+    asked: list[str] = []
+
+    def fetch(*_: object, allow_patterns: list[str], **__: object) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert head_weight("someone/model").shape == (4, 2)
+    assert [name for name in asked if name.endswith("safetensors")] == ["b.safetensors"]

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import head_weight, load_target
@@ -137,3 +138,52 @@ def test_a_value_that_is_not_finite_is_refused(
     count = load_file(target / WEIGHTS)[name].numel()
     with pytest.raises(UserError, match=rf"tensor {name} has 1 values that are NaN or infinite, of {count}"):
         load_target(str(target))
+
+
+KEYS = {
+    **{"hidden_act": "gelu", "rope_interleaved": True, "use_mrope": True, "use_gemma_norm": True},
+    **{"attn_logit_softcapping": 30.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256},
+    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.2, "attention_multiplier": 0.1, "logits_scaling": 8.0},
+    **{"logit_scale": 0.1, "scale_emb": 12, "clip_qkv": 8.0, "use_qk_norm": True, "attention_sinks": True},
+    **{"partial_rotary_factor": 0.5, "num_local_experts": 8, "n_routed_experts": 8, "kv_lora_rank": 512},
+    **{"layer_types": ["linear_attention"] * 4, "sliding_window": 16},
+    **{"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "architectures": ["LlamaForSequenceClassification"]},
+    **{"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "text_config": {"hidden_size": 1}},
+    **{"eos_token_id": "2", "num_key_value_heads": "2", "rms_norm_eps": None},
+}
+"""Keys that other readers compute by, with a value that changes the result."""
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_that_changes_what_is_computed_is_refused(plain: Path, tmp_path: Path, key: str) -> None:
+    folder = changed(plain, tmp_path / "target", lambda _: None)
+    windows = {"use_sliding_window": True, "sliding_window": 16} if "sliding" in key else {}
+    edit_json(folder / "config.json", {**windows, key: KEYS[key]})
+    with pytest.raises(UserError, match="architecture|layer type|llama with sliding|rope|rotary|" + key) as error:
+        load_target(str(folder))
+    assert "\n" not in str(error.value)
+
+
+def test_a_tied_head_that_differs_is_refused(plain: Path, tmp_path: Path) -> None:
+    folder = changed(plain, tmp_path / "target", lambda _: None)
+    edit_json(folder / "config.json", {"tie_word_embeddings": True})
+    assert "lm_head.weight is not model.embed_tokens.weight, but tie_word_embeddings is true" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "tokenizer", "ends"),
+    [
+        (2, [2, 243], "<|im_end|>", (2, 243)),
+        ([2, 5], 7, "<|endoftext|>", (2, 5, 7, 0)),
+        (None, None, {"content": "<|im_end|>"}, (2,)),
+        (None, None, None, ()),
+    ],
+)
+def test_an_answer_ends_where_any_of_three_files_says(
+    plain: Path, tmp_path: Path, config: object, generation: object, tokenizer: object, ends: tuple[int, ...]
+) -> None:
+    folder = changed(plain, tmp_path / "target", lambda _: None)
+    edit_json(folder / "config.json", {"eos_token_id": config})
+    edit_json(folder / "generation_config.json", {"eos_token_id": generation})
+    edit_json(folder / "tokenizer_config.json", {"eos_token": tokenizer})
+    assert read_target_config(folder).eos_token_ids == ends

@@ -1,0 +1,293 @@
+"""A target as the embedded engine runs it: `TargetConfig`, and the tensors of its files.
+
+Every key of config.json that changes what is computed is computed or refused, and so is a key that is not known.
+The engine reads plain weights only: scales that were left unread would make the answers of a quantised target
+meaningless, so a target with any tensor that is not read is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from dflash_serve.checkpoint.config import AttentionKind, TransformerConfig
+from dflash_serve.checkpoint.dialects.keys import FULL, QWEN3_HEAD_DIM, SLIDING, TRANSFORMER_KEYS, read_rope
+from dflash_serve.checkpoint.files import Header, load_object, read_headers, same_data
+from dflash_serve.checkpoint.section import ConfigSection
+from dflash_serve.checkpoint.target import (
+    GENERATION_CONFIG,
+    layer_kinds,
+    native_format,
+    read_recipe,
+    recipe_words,
+    required_size,
+)
+from dflash_serve.checkpoint.tensors import FLOATS, PACKED, RECOMPUTED
+from dflash_serve.errors import Problem, UserError, raise_problems
+
+ARCHITECTURES = {
+    **{"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"},
+    **{"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"},
+}
+"""model_type that we run -> its architecture."""
+HAS_BIAS_KEY = {"llama", "qwen3"}  # families with the key attention_bias; in others it has no effect
+HARMLESS = {
+    *("transformers.js_config", "unsloth_version", "unsloth_fixed", "is_llama_config", "rope_interleaved"),
+    *("tokenizer_class", "task_specific_params", "finetuning_task", "prefix", "torchscript", "use_bfloat16"),
+    *("max_length", "min_length", "temperature", "top_k", "top_p", "do_sample", "num_beams", "repetition_penalty"),
+    *("sep_token_id", "decoder_start_token_id", "tie_encoder_decoder", "is_decoder", "add_cross_attention"),
+}
+"""Keys of targets without effect on the logits: of tools, of training, and of sampling in old files."""
+DEFAULT_THETA, DEFAULT_WINDOW = 10000.0, 4096  # transformers' for a key that is absent, in all four families
+OTHER = "it may change what the target computes; serve the target with another backend, or remove it if it does not"
+TOKENIZER, TOKENIZER_CONFIG, TOKEN_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+
+
+class TargetConfig(TransformerConfig):
+    """Shape of a dense decoder of the Llama and Qwen families."""
+
+    model_type: str
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def read_target_config(folder: Path) -> TargetConfig:
+    """Reads `folder/config.json` (transformers 4 and 5 forms), and the end-of-sequence tokens of the files beside it.
+
+    Raises:
+        UserError: no config.json, a family we do not run, a key that changes what is computed, or an impossible value.
+    """
+    path = folder / "config.json"
+    raw = load_object(path, kind="target")
+    if raw.get("model_type") not in ARCHITECTURES:
+        raise UserError(
+            f"model_type {raw.get('model_type')!r} is not one the embedded backend runs",
+            where=str(path),
+            do=f"use one of {', '.join(ARCHITECTURES)}, or another backend",
+        )
+    section = ConfigSection(raw, str(path), [])
+    fields = _fields(section, folder)
+    raise_problems(section.problems)
+    try:
+        return TargetConfig.model_validate(fields)
+    except ValidationError as error:
+        what = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise UserError(f"incomplete or impossible: {what}", where=str(path)) from None
+
+
+def _fields(config: ConfigSection, folder: Path) -> dict[str, object]:
+    raw, family = config.raw, str(config.raw["model_type"])
+    tokens = {key for key in raw if key.endswith("_token_id")}
+    config.only(TRANSFORMER_KEYS | HARMLESS | tokens, OTHER)
+    config.refuse("hidden_act", ("silu",), "the embedded backend computes silu", "use another backend")
+    config.refuse("rope_interleaved", (False,), "the embedded backend rotates halves", "use another backend")
+    config.refuse("use_gemma_norm", (False,), "Gemma's norms are not computed", "use another backend")
+    config.refuse("use_mrope", (False,), "rotation by several axes is not computed", "use another backend")
+    for name in config.architectures:
+        if name != ARCHITECTURES[family]:
+            config.note(f"architecture {name!r} of a {family} is not computed", f"computed is {ARCHITECTURES[family]}")
+    heads, hidden = required_size(raw, "num_attention_heads", folder), required_size(raw, "hidden_size", folder)
+    bias = family in HAS_BIAS_KEY and bool(config.given("attention_bias", bool))
+    epsilon = config.given("rms_norm_eps", float)
+    if epsilon is None:
+        config.note("no rms_norm_eps", "add it: a number")
+    return {
+        "model_type": family,
+        "vocab_size": required_size(raw, "vocab_size", folder),
+        "hidden_size": hidden,
+        "intermediate_size": required_size(raw, "intermediate_size", folder),
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.integer("num_key_value_heads", heads),
+        "head_dim": config.integer("head_dim", QWEN3_HEAD_DIM if family == "qwen3" else max(1, hidden // heads)),
+        "layers": _layers(config, required_size(raw, "num_hidden_layers", folder)),
+        "max_position_embeddings": required_size(raw, "max_position_embeddings", folder),
+        "rms_norm_eps": epsilon,
+        "rope": read_rope(config, DEFAULT_THETA),
+        "qkv_bias": bias or family == "qwen2",
+        "o_bias": bias,
+        "mlp_bias": family == "llama" and bool(config.given("mlp_bias", bool)),
+        "qk_norm": family == "qwen3",
+        "tie_word_embeddings": bool(config.given("tie_word_embeddings", bool)),
+        "eos_token_ids": tuple(_ends(config, folder)),
+    }
+
+
+def _layers(config: ConfigSection, count: int) -> tuple[AttentionKind, ...]:
+    kinds = layer_kinds(config.raw)
+    if len(kinds) != count:
+        config.note(f"layer_types names {len(kinds)} layers but num_hidden_layers is {count}", "correct one of them")
+    for unknown in sorted({*kinds} - {FULL, SLIDING}):
+        config.note(f"layer type {unknown!r} is not computed", "use another backend")
+    if SLIDING not in kinds:
+        return tuple(AttentionKind(causal=True) for _ in kinds)
+    if config.raw["model_type"] == "llama":  # transformers ignores its windows, vLLM does not
+        config.note("a llama with sliding windows, which its readers disagree about", "use another backend")
+    if config.given("use_sliding_window", bool) is False:
+        config.note(f"layer_types has {SLIDING} layers but use_sliding_window is false", "keep the right one")
+    window = config.integer("sliding_window", DEFAULT_WINDOW)
+    return tuple(AttentionKind(causal=True, window=window if kind == SLIDING else None) for kind in kinds)
+
+
+def _ends(config: ConfigSection, folder: Path) -> list[int]:
+    # The union of three files, as in SGLang and vLLM: chat models end a turn by a token that config.json may not name.
+    beside = folder / GENERATION_CONFIG
+    sources = [config]
+    if beside.is_file():
+        sources.append(ConfigSection(load_object(beside, kind="target"), str(beside), config.problems))
+    ends: dict[int, None] = {}
+    for source in sources:
+        several = isinstance(source.raw.get("eos_token_id"), list)
+        given = source.integers("eos_token_id") if several else source.optional_integer("eos_token_id", minimum=0)
+        ends |= dict.fromkeys(given if isinstance(given, tuple) else [] if given is None else [given])
+    own = _tokenizers_end(folder)
+    return [*ends] if own is None else [*(ends | {own: None})]
+
+
+def _tokenizers_end(folder: Path) -> int | None:
+    def read(name: str) -> Mapping[str, object]:
+        return load_object(folder / name, kind="target") if (folder / name).is_file() else {}
+
+    def text(token: object) -> object:
+        return token.get("content") if isinstance(token, dict) else token
+
+    settings = read(TOKENIZER_CONFIG)
+    end = text(settings.get("eos_token")) or text(read(TOKEN_MAP).get("eos_token"))
+    if not isinstance(end, str):
+        return None
+    added = settings.get("added_tokens_decoder")
+    for number, token in added.items() if isinstance(added, dict) else ():
+        if text(token) == end and str(number).isdecimal():
+            return int(number)
+    whole = read(TOKENIZER)
+    listed, model = whole.get("added_tokens"), whole.get("model")
+    for token in listed if isinstance(listed, list) else ():
+        if text(token) == end and isinstance(token.get("id"), int):
+            return int(token["id"])
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    found = vocabulary.get(end) if isinstance(vocabulary, dict) else None
+    return found if isinstance(found, int) else None
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+SCHEMES: tuple[tuple[str, frozenset[str]], ...] = (
+    ("NVFP4", frozenset({"weight U8", "weight_scale F8_E4M3"})),
+    ("NVFP4", frozenset({"weight_packed U8", "weight_scale F8_E4M3"})),
+    ("MXFP4", frozenset({"weight U8", "weight_scale U8"})),
+    ("MXFP4", frozenset({"weight_packed U8", "weight_scale U8"})),
+    ("MXFP8", frozenset({"weight F8_E4M3", "weight_scale U8"})),
+    ("FP8 by block", frozenset({"weight F8_E4M3", "weight_scale_inv"})),
+    ("FP8 per tensor", frozenset({"weight F8_E4M3", "weight_scale of one"})),
+    ("FP8", frozenset({"weight F8_E4M3"})),
+    ("FP8", frozenset({"weight F8_E5M2"})),
+    ("INT8", frozenset({"weight I8"})),
+    ("GPTQ", frozenset({"qweight", "g_idx"})),
+    ("AWQ", frozenset({"qweight"})),
+    ("INT4", frozenset({"weight_packed I32"})),
+)
+"""Quantisation schemes and their tensors (last part of the name, dtype); the first scheme that fits is reported."""
+KV_SCALES = ("k_scale", "v_scale")  # endings of scales of a quantised K/V cache, which belong to no weight
+PLAIN_TARGET = "use its unquantised checkpoint, or an engine that reads it (SGLang, vLLM, TensorRT-LLM)"
+ONE_TARGET = "use weights and config.json of one model"
+
+
+def read_target_headers(folder: Path, config: TargetConfig, problems: list[Problem]) -> dict[str, Header]:
+    """The tensors of a target by name; every reason why the embedded engine cannot read them becomes a problem.
+
+    For a quantised target this is the only problem: misfits of its tensors follow from it.
+    """
+    unreadable: list[Problem] = []
+    headers = read_headers(folder, unreadable)
+    found = quantisation_problems(folder, headers) or unreadable or list(_misfits(headers, config, folder))
+    problems += found
+    return headers
+
+
+def quantisation_problems(folder: Path, headers: Mapping[str, Header]) -> list[Problem]:
+    """The problem of a quantised target, by its config.json, hf_quant_config.json or tensors; [] for a plain one.
+
+    Args:
+        headers: of its files; empty if they are not fetched yet.
+
+    Raises:
+        UserError: one of the two files is no JSON object.
+    """
+    recipe = read_recipe(load_object(folder / "config.json", kind="target"), folder)
+    signs = (f"{name} is {header.dtype}" for name, header in headers.items() if _is_packed(name, header.dtype))
+    sign, native = next(signs, None), native_format(recipe)
+    if sign is None and native is None:
+        return []
+    said = f"its recipe says {', '.join(recipe_words(recipe))}" if native else f"tensor {sign}"
+    what = f"the target is quantised ({_scheme(recipe, headers)}; {said})"
+    what += ", the embedded backend reads float32, bfloat16 and float16 weights only"
+    return [Problem(what, str(folder), PLAIN_TARGET)]
+
+
+def _is_packed(name: str, dtype: str) -> bool:
+    return (name.endswith(PACKED) and not name.endswith(KV_SCALES)) or dtype not in {*FLOATS, "I64", "BOOL"}
+
+
+def _scheme(recipe: Mapping[str, object], headers: Mapping[str, Header]) -> str:
+    # By the tensors if they identify it, else by the recipe.
+    native = native_format(recipe) or "unknown scheme"
+    if native in ("awq", "gptq"):  # both have the same tensor names
+        return native.upper()
+    kinds: set[str] = set()
+    for name, header in headers.items():
+        last = name.rpartition(".")[2]
+        kinds |= {last, f"{last} {header.dtype}"} | ({f"{last} of one"} if prod(header.shape) == 1 else set())
+    shown = next((scheme for scheme, signs in SCHEMES if signs <= kinds), None)
+    if shown is None and native == "fp8":
+        return "FP8 by block" if recipe.get("weight_block_size") else "FP8"
+    return shown or (native.upper() if native in ("nvfp4", "mxfp4") else native)
+
+
+def _misfits(headers: Mapping[str, Header], config: TargetConfig, folder: Path) -> Iterator[Problem]:
+    wanted = dict(_wanted(config))
+    for name, shape in wanted.items():
+        header = headers.get(name)
+        if header is None:
+            yield Problem(f"tensor {name} {list(shape)} is missing", str(folder), "use a complete checkpoint")
+        elif header.shape != shape:
+            what = f"tensor {name} has shape {list(header.shape)}, config.json asks for {list(shape)}"
+            yield Problem(what, str(header.file), ONE_TARGET)
+        elif header.dtype not in FLOATS:
+            yield Problem(f"tensor {name} is {header.dtype}, no floating-point weight", str(header.file), ONE_TARGET)
+    head, embedding = headers.get(HEAD), headers.get(EMBEDDING)
+    if config.tie_word_embeddings and head is not None and embedding is not None and not same_data(head, embedding):
+        what = f"tensor {HEAD} is not {EMBEDDING}, but tie_word_embeddings is true"
+        yield Problem(what, str(head.file), "set tie_word_embeddings to what the model was trained with")
+    for name, header in headers.items():
+        if name not in wanted and RECOMPUTED not in name and not (name == HEAD and config.tie_word_embeddings):
+            what = f"tensor {name} {list(header.shape)} is not part of a {config.model_type} of this config.json"
+            yield Problem(f"{what}, and would not be read", str(header.file), ONE_TARGET)
+
+
+def _wanted(config: TargetConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every tensor that is read, in Hugging Face's names."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    products = {
+        **{"self_attn.q_proj": (q, hidden, config.qkv_bias), "self_attn.k_proj": (kv, hidden, config.qkv_bias)},
+        **{"self_attn.v_proj": (kv, hidden, config.qkv_bias), "self_attn.o_proj": (hidden, q, config.o_bias)},
+        **{"mlp.gate_proj": (inner, hidden, config.mlp_bias), "mlp.up_proj": (inner, hidden, config.mlp_bias)},
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim} if config.qk_norm else {}
+    yield EMBEDDING, (config.vocab_size, hidden)
+    for layer in (f"model.layers.{index}" for index in range(config.num_layers)):
+        for module, (outputs, inputs, has_bias) in products.items():
+            yield f"{layer}.{module}.weight", (outputs, inputs)
+            if has_bias:
+                yield f"{layer}.{module}.bias", (outputs,)
+        yield from ((f"{layer}.{module}.weight", (size,)) for module, size in norms.items())
+    yield "model.norm.weight", (hidden,)
+    if not config.tie_word_embeddings:
+        yield HEAD, (config.vocab_size, hidden)
