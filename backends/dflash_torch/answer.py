@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **variables: Any
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> list[int]:
     """Token ids of chat messages, by the target's own template.
 

@@ -267,8 +267,7 @@ async def _error_response(_: Request, error: Exception) -> Response:  # in OpenA
     if isinstance(error, RequestValidationError | ValidationError):
         return _response(_invalid_body(error.errors(), getattr(error, "body", None)))
     if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError | ValueError):
-        found = error if isinstance(error, RecursionError) else error.__cause__
-        why = "it is nested too deeply" if isinstance(found, RecursionError) else first_line(found)
+        why = first_line(error.__cause__) if isinstance(error.__cause__, ValueError) else "it is nested too deeply"
         return _response(ApiError(400, f"the body is no JSON that can be read: {why}", code="invalid_json"))
     if isinstance(error, HTTPException):
         response = _response(ApiError(error.status_code, str(error.detail)))

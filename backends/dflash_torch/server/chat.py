@@ -55,7 +55,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, body: ChatRequest) -> list[i
     for tool in tools or ():
         tool["function"].pop("strict")
     messages = [message.plain() for message in body.messages]
-    return encode_messages(tokenizer, messages, **variables, **({"tools": tools} if tools else {}))
+    return encode_messages(tokenizer, messages, variables | ({"tools": tools} if tools else {}))
 
 
 def _check_tools(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -236,8 +236,9 @@ class TokenNames:
         return {self._text(token): max(value, LOWEST) for token, value in reversed(pairs)}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = list(self._grammars.token_bytes(token))
-        return {"token": self._text(token), "logprob": max(logprob, LOWEST), "bytes": raw}
+        raw = self._grammars.token_bytes(token)
+        text = self._text(token) if token in self._special else raw.decode(errors="replace")
+        return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(raw)}
 
     def _text(self, token: int) -> str:
         if token in self._special:
@@ -245,7 +246,7 @@ class TokenNames:
         raw = self._grammars.token_bytes(token)
         try:
             return raw.decode()
-        except UnicodeDecodeError:  # a part of a character, as OpenAI names it
+        except UnicodeDecodeError:  # a part of a character; names are keys here
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
